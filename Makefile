@@ -1,0 +1,48 @@
+# One command from a fresh clone: every target first makes the environment it needs, in .venv.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
+DEV := $(VENV)/.dev
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-full check
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(RUNTIME) ## what a patch does, on a bundled model, in a few minutes
+	$(BIN)/rope-patch demo
+
+test: $(DEV) ## the tests of every day
+	$(BIN)/python -m pytest -m "not full" --durations=20
+
+test-full: $(DEV) ## all tests, those that take minutes too
+	$(BIN)/python -m pytest --durations=20
+
+check: $(DEV) ## style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+.venv: $(DEV)
+
+# The demo asks for half of what the tests need. The second environment holds the first.
+$(RUNTIME): pyproject.toml constraints.txt
+	$(make_venv)
+	$(INSTALL) -e ".[plots]"
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt
+	$(make_venv)
+	$(INSTALL) -e ".[dev]"
+	@touch $@ $(RUNTIME)
+
+define make_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rope_patch needs Python 3.11 or newer, for example: make PYTHON=python3.11")'
+$(PYTHON) -m venv $(VENV)
+endef

@@ -1,0 +1,70 @@
+"""Adapt Hugging Face checkpoints to longer contexts by changing their rotary position embeddings.
+
+>>> import rope_patch
+>>> str(rope_patch.PRope(p=0.5))
+'p_rope:p=0.5'
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "methods": "METHODS ABF PI Chain Default Llama3 LongRope Method NTK NoPE PRope PRopeReversed Partial Table "
+    "Truncated Yarn parse",
+    "rotary": "RotarySlot RotaryTable",
+    "surgery": "Patch apply patched restore",
+    "sites": "PatchError",
+    "verification": "inspect verify",
+    "checkpoints": "RopePatchCallback load load_adapter save",
+    "_paths": "data_path",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
+__all__ = sorted([*_MODULE_OF, "__version__"])
+
+if TYPE_CHECKING:
+    from rope_patch._paths import data_path as data_path
+    from rope_patch.checkpoints import RopePatchCallback as RopePatchCallback
+    from rope_patch.checkpoints import load as load
+    from rope_patch.checkpoints import load_adapter as load_adapter
+    from rope_patch.checkpoints import save as save
+    from rope_patch.methods import ABF as ABF
+    from rope_patch.methods import METHODS as METHODS
+    from rope_patch.methods import NTK as NTK
+    from rope_patch.methods import PI as PI
+    from rope_patch.methods import Chain as Chain
+    from rope_patch.methods import Default as Default
+    from rope_patch.methods import Llama3 as Llama3
+    from rope_patch.methods import LongRope as LongRope
+    from rope_patch.methods import Method as Method
+    from rope_patch.methods import NoPE as NoPE
+    from rope_patch.methods import Partial as Partial
+    from rope_patch.methods import PRope as PRope
+    from rope_patch.methods import PRopeReversed as PRopeReversed
+    from rope_patch.methods import Table as Table
+    from rope_patch.methods import Truncated as Truncated
+    from rope_patch.methods import Yarn as Yarn
+    from rope_patch.methods import parse as parse
+    from rope_patch.rotary import RotarySlot as RotarySlot
+    from rope_patch.rotary import RotaryTable as RotaryTable
+    from rope_patch.sites import PatchError as PatchError
+    from rope_patch.surgery import Patch as Patch
+    from rope_patch.surgery import apply as apply
+    from rope_patch.surgery import patched as patched
+    from rope_patch.surgery import restore as restore
+    from rope_patch.verification import inspect as inspect
+    from rope_patch.verification import verify as verify
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use: ``import rope_patch`` itself does no work."""
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"rope_patch.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,49 @@
+"""Where the files that ship with rope_patch lie, in a wheel and in a checkout."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+_NAMES = ("assets", "eval_tasks", "recipes")
+
+
+def data_path(name: str) -> Path:
+    """Return the folder of files that ship with the package under ``name``.
+
+    A wheel carries ``eval_tasks`` and ``recipes`` inside the package, under ``_data``; in a checkout (and so
+    in an editable install) they lie beside it. ``assets`` is inside the package in both.
+
+    Args:
+        name: one of ``"assets"``, ``"eval_tasks"``, ``"recipes"``.
+
+    Returns:
+        The absolute path of an existing folder. Treat it as read-only.
+
+    Raises:
+        ValueError: ``name`` is none of the known names.
+        FileNotFoundError: this installation does not hold the folder.
+
+    Example:
+        >>> data_path("recipes").name
+        'recipes'
+        >>> data_path("recipe")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown data folder 'recipe'. Known: assets, eval_tasks, recipes
+    """
+    if name not in _NAMES:
+        raise ValueError(f"unknown data folder {name!r}. Known: {', '.join(_NAMES)}")
+    found = _find(name, _PACKAGE)
+    if found is None:
+        raise FileNotFoundError(
+            f"this installation of rope_patch holds no {name!r} folder: neither {_PACKAGE} nor a checkout "
+            "around it has one. Reinstall the wheel, or run pip install -e . in a complete checkout"
+        )
+    return found
+
+
+def _find(name: str, package: Path) -> Path | None:
+    candidates = [package / name] if name == "assets" else [package / "_data" / name]
+    # Beside an installed package lies site-packages, where a folder called "recipes" would be someone else's.
+    if name != "assets" and (package.parent / "pyproject.toml").is_file():
+        candidates.append(package.parent / name)
+    return next((path for path in candidates if path.is_dir()), None)

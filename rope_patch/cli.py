@@ -1,0 +1,215 @@
+"""The ``rope-patch`` command: parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    help="Adapt Hugging Face checkpoints to longer contexts by changing their rotary position embeddings.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+recipes = typer.Typer(help="Training scripts that ship with the package.", no_args_is_help=True)
+app.add_typer(recipes, name="recipes")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id.", show_default=False)]
+Out = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Force = Annotated[bool, typer.Option("--force", help="Write into a folder that holds files.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from rope_patch import __version__
+
+        print(f"rope-patch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def methods(as_json: Json = False) -> None:
+    """List the methods, with their parameters and defaults."""
+    from dataclasses import fields
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from rope_patch.methods import METHODS, field_help
+
+    rows = [
+        (name, [field_help(f) for f in fields(cls)], (cls.__doc__ or "").strip().splitlines()[0])
+        for name, cls in METHODS.items()
+    ]
+    if as_json:
+        _print_json([{"method": name, "defaults": METHODS[name]().to_dict(), "what": what} for name, _, what in rows])
+        return
+    table = Table("method", "parameters", "what it does", title="Methods: NAME[:key=value…], chained with +")
+    for name, parameters, what in rows:
+        table.add_row(name, "\n".join(parameters), what.replace("``", ""))
+    Console().print(table)
+
+
+@app.command()
+def inspect(model: Model, as_json: Json = False) -> None:
+    """Show the rotary tables of a checkpoint: type, wavelengths, pairs that never turn, scaling, patch record.
+
+    Only the config is read, so this is instant at any size.
+    """
+    from rope_patch.folders import skeleton
+    from rope_patch.frequencies import wavelength
+    from rope_patch.verification import look
+
+    seen = look(skeleton(model))
+    if not as_json:
+        print(seen)
+        return
+    slots = [
+        {
+            "layer_type": slot.layer_type,
+            "path": slot.path,
+            "rope_type": slot.rope_type,
+            "rope_theta": slot.rope_theta,
+            "attention_scaling": slot.attention_scaling,
+            "max_position_embeddings": slot.max_position_embeddings,
+            "inv_freq": slot.inv_freq.tolist(),
+            "wavelength": [None if w == float("inf") else w for w in wavelength(slot.inv_freq).tolist()],
+            "hash": slot.fingerprint,
+        }
+        for slot in seen.slots
+    ]
+    record = seen.record.to_dict() if seen.record else None
+    _print_json({"model": seen.model_class, "tables": slots, "record": record, "notes": list(seen.remarks)})
+
+
+@app.command()
+def apply(
+    model: Model,
+    method: Annotated[str, typer.Argument(help="A method's name, or the grammar NAME:key=value+NAME…")],
+    out: Out,
+    parameters: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="The method's parameters.")
+    ] = None,
+    target_length: Annotated[int | None, typer.Option(help="Context to state in the config [tokens].")] = None,
+    layer_types: Annotated[
+        list[str] | None, typer.Option("--layer-type", help="Which tables, on mixed models; may be repeated.")
+    ] = None,
+    freeze_at: Annotated[int | None, typer.Option(help="Length at which to freeze a dynamic table [tokens].")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an earlier patch.")] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write a patched copy of a checkpoint that plain transformers loads.
+
+    Weights are copied byte for byte; the config says the new table.
+
+    Example: **rope-patch apply ./llama abf rope_theta=500000 -o ./llama-abf**
+    """
+    from rope_patch.folders import patch_folder
+    from rope_patch.methods import as_method
+
+    params: dict[str, Any] = {}
+    for item in parameters or ():
+        key, equals, value = item.partition("=")
+        if not equals or not key or not value:
+            raise ValueError(f"expected key=value after the method, got {item!r}")
+        params[key] = value
+    patch = patch_folder(
+        model,
+        as_method(method, **params),
+        out,
+        overwrite=force,
+        progress=_say,
+        target_length=target_length,
+        layer_types=layer_types,
+        freeze_at=freeze_at,
+        replace=replace,
+    )
+    if as_json:
+        _print_json({"output": str(out), "record": patch.record.to_dict()})
+        return
+    print(patch.describe())
+    print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it, with or without rope_patch")
+
+
+@app.command()
+def verify(folder: Model, as_json: Json = False) -> None:
+    """Check that a patched checkpoint or adapter folder still says and gives what was applied to it."""
+    from rope_patch.folders import verify_folder
+
+    record = verify_folder(folder)
+    if as_json:
+        _print_json({"verified": True, "record": record.to_dict()})
+        return
+    tables = ", ".join(f"{key} {table.hash}" for key, table in record.tables.items())
+    print(f"{folder}: patched with {record.to_method()}, as recorded (tables: {tables})")
+
+
+@app.command()
+def restore(folder: Model, out: Out, force: Force = False) -> None:
+    """Write a copy of a patched checkpoint as it was before the patch."""
+    from rope_patch.folders import restore_folder
+
+    restore_folder(folder, out, overwrite=force, progress=_say)
+    print(f"wrote {out}: the checkpoint before its patch")
+
+
+@app.command()
+def tasks() -> None:
+    """Print the folder of lm-eval tasks, for **lm_eval --include_path "$(rope-patch tasks)"**."""
+    from rope_patch import data_path
+
+    print(data_path("eval_tasks"))
+
+
+@recipes.command()
+def copy(
+    folder: Annotated[Path, typer.Argument(help="Folder to copy the recipes into.", show_default=False)],
+    force: Force = False,
+) -> None:
+    """Copy the recipes into a folder of yours, to run and change."""
+    from rope_patch import data_path
+
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise ValueError(f"{folder} is not empty: give a new folder, or --force")
+    shutil.copytree(data_path("recipes"), folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    print(f"copied to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+
+
+def _say(name: str) -> None:
+    print(f"copying {name}", file=sys.stderr)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def main() -> None:
+    """Run the command; errors of the user's making are one line on stderr."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if os.environ.get("ROPE_PATCH_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,155 @@
+"""Patch, verify and restore checkpoint folders by their config alone: weights are copied, never loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rope_patch.checkpoints import (
+    ADAPTER_FILE,
+    RECORD_FILE,
+    adapter_base,
+    folder_in_one_move,
+    load_config,
+    read_record,
+    reapply,
+)
+from rope_patch.methods import MethodLike
+from rope_patch.record import PatchRecord
+from rope_patch.sites import PatchError
+from rope_patch.surgery import Patch, apply, restore
+from rope_patch.verification import verify
+
+_NOT_COPIED = ("config.json", RECORD_FILE)
+_FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def skeleton(source: str | Path) -> PreTrainedModel:
+    """Return a checkpoint's model without weights, on the meta device: its tables are those its config describes.
+
+    Args:
+        source: folder or hub id.
+
+    Raises:
+        OSError: nothing to load there; the message says what to do.
+        ValueError: not a causal language model.
+    """
+    if (Path(source) / ADAPTER_FILE).is_file():
+        raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
+    config = load_config(source)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def patch_folder(
+    source: str | Path,
+    method: MethodLike,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> Patch:
+    """Write a copy of a checkpoint with a patched config; its weights are the same bytes.
+
+    Args:
+        source: folder or hub id of the checkpoint.
+        method: what to apply.
+        out: folder to write; it must be new or empty unless ``overwrite``.
+        overwrite: write into a folder that holds files.
+        progress: told the name of each file before it is copied.
+        **options: for :func:`rope_patch.apply`.
+
+    Returns:
+        The patch.
+
+    Raises:
+        ValueError: bad method or options, or ``out`` is in the way.
+        OSError: unreadable source, damaged weights, unwritable ``out``.
+    """
+    model = skeleton(source)
+    patch = apply(model, method, **options)
+    _write(model, source, out, overwrite, progress)
+    verify(skeleton(out))
+    return patch
+
+
+def restore_folder(
+    source: str | Path,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Write a copy of a patched checkpoint as it was before the patch.
+
+    Raises:
+        PatchError: the checkpoint carries no record.
+        OSError: as :func:`patch_folder`.
+    """
+    model = skeleton(source)
+    restore(model)
+    _write(model, source, out, overwrite, progress)
+
+
+def verify_folder(source: str | Path) -> PatchRecord:
+    """Check a patched checkpoint or an adapter: its record, the config a stock loader reads, and whole weights.
+
+    Raises:
+        PatchError: no record, or tables that differ from it.
+        OSError: damaged weights, or nothing to load.
+    """
+    if (Path(source) / ADAPTER_FILE).is_file():
+        record = read_record(source)
+        if record is None:
+            raise PatchError(f"the adapter {source} carries no {RECORD_FILE}: it was saved without its patch")
+        model = skeleton(adapter_base(source))
+        reapply(model, record)
+    else:
+        record = verify(skeleton(source))
+    if Path(source).is_dir():
+        check_weights(Path(source))
+    return record
+
+
+def check_weights(folder: Path) -> None:
+    """Open every safetensors file's header, which states how long the file must be.
+
+    Raises:
+        OSError: a file that is cut or damaged.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise OSError(f"{path} is truncated or damaged ({error}): copy or download it again") from error
+
+
+def _write(
+    model: PreTrainedModel, source: str | Path, out: str | Path, overwrite: bool, progress: Callable[[str], None]
+) -> None:
+    out = Path(out)
+    if Path(source).resolve() == out.resolve():
+        raise ValueError(f"{out} is the checkpoint itself: give another output folder")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise ValueError(f"{out} is not empty: give a new folder, or allow overwriting")
+    if not Path(source).is_dir():
+        from huggingface_hub import snapshot_download
+
+        source = snapshot_download(str(source), allow_patterns=_FROM_HUB)
+    source = Path(source)
+    check_weights(source)
+    with folder_in_one_move(out) as folder:
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
+                progress(path.name)
+                shutil.copy2(path, folder / path.name)
+        model.config.save_pretrained(folder)

@@ -1,0 +1,334 @@
+"""Pure maths of rotary frequencies: tables, wavelengths, turns, granularity, bounds.
+
+Numbers and 1-D tensors in, numbers and 1-D tensors out; torch only, no model.
+
+Convention, stated once for the package: a *pair* is two features that share one angle. Pairs are counted from 0,
+fastest first, and ``inv_freq[i]`` is the angular step of pair ``i`` in rad/token. Hugging Face's layout puts feature
+``i`` and feature ``i + rotary_dim / 2`` into pair ``i``. The order of float32 operations is Hugging Face's wherever a
+formula exists there, so that tables can be compared with ``torch.equal``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+STILL = 1e-20
+"""Pairs slower than this [rad/token] do not rotate: they are reported as 0, with an infinite wavelength."""
+
+STILL_FACTOR = 1e39
+"""Divisor that stands for a still pair in a longrope spelling. It overflows float32 to inf, so the loader's
+``1 / (factor * base)`` is exactly 0, and unlike ``Infinity`` it is a standard JSON number."""
+
+Table = Float[Tensor, " pairs"]
+
+
+def geometric(rope_theta: float, rotary_dim: int) -> Table:
+    """Return the plain RoPE table ``rope_theta ** (-2 i / rotary_dim)``.
+
+    Args:
+        rope_theta: base of the geometric sequence, > 0.
+        rotary_dim: number of features that rotate, even.
+
+    Returns:
+        inv_freq: (rotary_dim / 2,) float32 [rad/token], fast to slow.
+
+    Raises:
+        ValueError: odd or non-positive ``rotary_dim``, non-positive ``rope_theta``.
+
+    >>> geometric(10000.0, 8).tolist()
+    [1.0, 0.10000000149011612, 0.009999999776482582, 0.0010000000474974513]
+    """
+    _check_rotary_dim(rotary_dim)
+    return 1.0 / _position_base(rope_theta, rotary_dim)
+
+
+def _position_base(rope_theta: float, rotary_dim: int) -> Table:
+    """``rope_theta ** (2 i / rotary_dim)`` in the float32 arithmetic of transformers."""
+    if not (math.isfinite(rope_theta) and rope_theta > 0):
+        raise ValueError(f"rope_theta must be a finite number > 0, got {rope_theta}")
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
+    return rope_theta**exponents
+
+
+def _check_rotary_dim(rotary_dim: int) -> None:
+    if rotary_dim <= 0 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim must be even and positive (features rotate in pairs), got {rotary_dim}")
+
+
+def is_geometric(inv_freq: Table, rope_theta: float) -> bool:
+    """Tell whether a table is plain RoPE of that base, up to float32 rounding (relative 1e-6).
+
+    >>> is_geometric(geometric(1e4, 8), 1e4), is_geometric(geometric(1e4, 8) / 2, 1e4)
+    (True, False)
+    """
+    plain = geometric(rope_theta, 2 * len(inv_freq))
+    return torch.allclose(inv_freq.double(), plain.double(), rtol=1e-6, atol=0.0)
+
+
+def settle(inv_freq: Table) -> Table:
+    """Return the table with its still pairs (below 1e-20 rad/token) set to exactly 0.
+
+    >>> settle(torch.tensor([1.0, 1e-32])).tolist()
+    [1.0, 0.0]
+    """
+    return torch.where(still(inv_freq), torch.zeros_like(inv_freq), inv_freq)
+
+
+def still(inv_freq: Table) -> Bool[Tensor, " pairs"]:
+    """Return the mask of the pairs that never turn.
+
+    >>> still(torch.tensor([1.0, 1e-32, 0.0])).tolist()
+    [False, True, True]
+    """
+    return inv_freq < STILL
+
+
+def wavelength(inv_freq: Table) -> Table:
+    """Return ``2 pi / inv_freq`` [tokens]; inf for still pairs.
+
+    >>> wavelength(torch.tensor([1.0, 0.0])).tolist()
+    [6.2831854820251465, inf]
+    """
+    return 2 * math.pi / settle(inv_freq)
+
+
+def turns(inv_freq: Table, context: int) -> Table:
+    """Return the full turns each pair makes within ``context`` tokens: ``context * inv_freq / 2 pi``.
+
+    >>> round(turns(torch.tensor([1e-4]), 128000).item(), 2)  # B24: the slowest pair of Llama-like bases
+    2.04
+    """
+    return context * settle(inv_freq) / (2 * math.pi)
+
+
+# --- tables of the methods -------------------------------------------------------------------------------------------
+
+
+def ntk_theta(rope_theta: float, factor: float, rotary_dim: int) -> float:
+    """Return the base of static NTK-aware scaling, ``rope_theta * factor ** (d / (d - 2))``.
+
+    The slowest pair is then slowed by exactly ``factor`` and the fastest not at all. This is the base that
+    transformers' ``dynamic`` type reaches at a fixed length.
+
+    Raises:
+        ValueError: ``rotary_dim`` below 4, for which the exponent is undefined.
+
+    >>> round(ntk_theta(10000.0, 4.0, 128))
+    40890
+    """
+    if rotary_dim < 4:
+        raise ValueError(f"NTK scaling needs rotary_dim >= 4, got {rotary_dim}")
+    return rope_theta * math.pow(factor, rotary_dim / (rotary_dim - 2))
+
+
+def yarn_scaling(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """Return YaRN's factor on cos and sin: ``0.1 ln(factor) + 1``, and 1 for factors up to 1.
+
+    With both ``mscale`` arguments it is the ratio of the two scaled forms (DeepSeek). *Source*: YaRN,
+    arXiv:2309.00071, eq. 22, as transformers computes it.
+
+    >>> round(yarn_scaling(4.0), 4), yarn_scaling(0.5)
+    (1.1386, 1.0)
+    """
+
+    def of(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1)
+
+
+def yarn(
+    rope_theta: float,
+    rotary_dim: int,
+    *,
+    factor: float,
+    context: int,
+    beta_fast: float = 32,
+    beta_slow: float = 1,
+    truncate: bool = True,
+) -> Table:
+    """Return YaRN's NTK-by-parts table.
+
+    Pairs that turn more than ``beta_fast`` times within ``context`` keep their frequency, pairs that turn less than
+    ``beta_slow`` times are divided by ``factor``, and a ramp joins the two. *Source*: YaRN, arXiv:2309.00071, sec. 3.2.
+    The ramp is transformers': linear in the pair *index*, where the paper's is linear in turns; the two tables differ
+    by up to 1.7 times in the middle.
+
+    Args:
+        rope_theta: base of the unscaled table.
+        rotary_dim: features that rotate, even.
+        factor: extension factor.
+        context: trained context [tokens].
+        beta_fast: turns above which a pair is left alone.
+        beta_slow: turns below which a pair is fully interpolated.
+        truncate: round the ramp's ends outwards to whole pairs.
+    """
+    _check_rotary_dim(rotary_dim)
+
+    def pair_turning(rotations: float) -> float:
+        return (rotary_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(rope_theta))
+
+    low, high = pair_turning(beta_fast), pair_turning(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
+    base = _position_base(rope_theta, rotary_dim)
+    kept = 1 - ramp
+    return 1.0 / (factor * base) * (1 - kept) + 1.0 / base * kept
+
+
+def llama3(inv_freq: Table, *, factor: float, low_freq_factor: float, high_freq_factor: float, context: int) -> Table:
+    """Return Llama 3.1's smoothing of a table.
+
+    Wavelengths above ``context / low_freq_factor`` are stretched by ``factor``, those below
+    ``context / high_freq_factor`` kept, those between interpolated. *Source*: transformers' ``llama3`` rope type.
+    """
+    slow_from, fast_to = context / low_freq_factor, context / high_freq_factor
+    length = 2 * math.pi / inv_freq
+    table = torch.where(length > slow_from, inv_freq / factor, inv_freq)
+    smooth = (context / length - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    between = ~(length < fast_to) * ~(length > slow_from)
+    return torch.where(between, (1 - smooth) * table / factor + smooth * table, table)
+
+
+def longrope(rope_theta: float, factors: Sequence[float]) -> Table:
+    """Return the table a stock loader builds from longrope ``factors``, ``1 / (factors * rope_theta ** (2 i / d))``.
+
+    >>> longrope(10000.0, [1.0, 2.0, 1e39]).tolist()
+    [1.0, 0.02320794202387333, 0.0]
+    """
+    return 1.0 / (
+        torch.tensor(factors, dtype=torch.float32, device="cpu") * _position_base(rope_theta, 2 * len(factors))
+    )
+
+
+def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
+    """Return factors from which a stock loader rebuilds the table, to the last bit where float32 allows it.
+
+    A naive quotient is off by one unit in the last place for some pairs. So the float32 neighbours of the quotient are
+    searched for one that :func:`longrope` turns into the wanted frequency; where none does, the nearest is taken and
+    the rebuilt table is the canonical one. Canonicalising a canonical table changes nothing.
+    """
+    base = _position_base(rope_theta, 2 * len(inv_freq))
+    wanted = settle(inv_freq.float().cpu())
+    guess = (1.0 / (wanted.double() * base.double())).float()
+    candidates = [guess]
+    up = down = guess
+    for _ in range(3):
+        up = torch.nextafter(up, torch.full_like(up, math.inf))
+        down = torch.nextafter(down, torch.zeros_like(down))
+        candidates += [up, down]
+    factors = torch.stack(candidates)
+    miss = (1.0 / (factors * base) - wanted).abs().double()
+    best = factors[miss.argmin(dim=0), torch.arange(len(wanted))]
+    return [
+        STILL_FACTOR if rests else value for value, rests in zip(best.tolist(), still(wanted).tolist(), strict=True)
+    ]
+
+
+def fingerprint(inv_freq: Table, attention_scaling: float) -> str:
+    """Return 16 hex digits that identify a table and its scaling; still pairs count as 0.
+
+    >>> fingerprint(torch.tensor([1.0, 0.0]), 1.0) == fingerprint(torch.tensor([1.0, 1e-32]), 1.0)
+    True
+    """
+    values = settle(inv_freq.float().cpu()).tolist()
+    return hashlib.sha256(struct.pack(f"<{len(values)}fd", *values, attention_scaling)).hexdigest()[:16]
+
+
+# --- what a table implies --------------------------------------------------------------------------------------------
+
+
+def granularity(inv_freq: Table, x: Float[Tensor, " features"] | None = None) -> float:
+    """Return the sine similarity of the images of ``x`` at consecutive positions.
+
+    ``sum_j w_j sin(inv_freq_j)`` with ``w_j`` the share of ``||x||^2`` in pair ``j``; the plain mean when ``x`` is None
+    (pairs of equal norm). A larger value means that neighbouring positions are easier to tell apart.
+
+    *Source*: Xiong et al., arXiv:2309.16039, appendix B, theorem 1. The paper's ``C_d`` is printed as a bare sum; it is
+    the mean that converges, and the mean is what is returned.
+
+    Args:
+        inv_freq: (pairs,) [rad/token].
+        x: (2 pairs,) in Hugging Face's half-split layout, or None.
+
+    >>> round(granularity(geometric(10000.0, 128)), 5)
+    0.10938
+    """
+    sines = torch.sin(inv_freq.double())
+    return float((_pair_shares(x, len(inv_freq)) * sines).sum() if x is not None else sines.mean())
+
+
+def granularity_bounds(inv_freq: Table, x: Float[Tensor, " features"]) -> tuple[float, float]:
+    """Return the bounds on :func:`granularity` that hold for the smallest and largest squared feature of ``x``.
+
+    ``d min(x^2) / ||x||^2`` and ``d max(x^2) / ||x||^2`` times the mean sine, ``d = 2 pairs``. The paper's printed
+    bounds lose a factor 2, since each pair holds two squares.
+    """
+    squares = x.double().square()
+    mean = granularity(inv_freq)
+    scale = len(x) / squares.sum()
+    return float(scale * squares.min()) * mean, float(scale * squares.max()) * mean
+
+
+def granularity_limit(rope_theta: float, *, factor: float = 1.0, beta: float = 1.0) -> float:
+    """Return the mean sine for ``rotary_dim -> infinity``: ``(Si(a) - Si(a / b)) / ln b``.
+
+    ``a = 1 / factor`` is position interpolation, ``b = rope_theta * beta`` an adjusted base. The paper prints the
+    approximations ``a / ln b`` (0.027 for PI 1/4) and ``1 / (ln b + ln beta)`` (0.076 for beta = 50, 5.7 % high).
+
+    *Source*: arXiv:2309.16039, theorem 1; the integral is exact here.
+
+    >>> [round(granularity_limit(1e4, **k), 5) for k in ({}, {"factor": 4.0}, {"beta": 50.0})]
+    [0.10271, 0.02705, 0.0721]
+    """
+    base, fastest = rope_theta * beta, 1.0 / factor
+    if base <= 1 or not 0 < fastest <= 8:
+        raise ValueError(f"needs rope_theta * beta > 1 and factor >= 1/8, got {rope_theta} * {beta} and {factor}")
+    return (_sine_integral(fastest) - _sine_integral(fastest / base)) / math.log(base)
+
+
+def _sine_integral(x: float) -> float:
+    """Si(x) by its power series, to double precision for 0 <= x <= 8."""
+    return math.fsum((-1) ** k * x ** (2 * k + 1) / ((2 * k + 1) * math.factorial(2 * k + 1)) for k in range(30))
+
+
+def offset_frequency_bound(context: int) -> float:
+    """Return the frequency below which a pair never completes a turn in ``context``: ``2 pi / context`` [rad/token].
+
+    *Source*: Jonasson, arXiv:2503.01832, eq. 15. Rotary offset features, and with them most rotary outliers, lie below.
+
+    >>> int((geometric(10000.0, 128) < offset_frequency_bound(4096)).sum())  # Llama-2-7B: pairs 46 to 63
+    18
+    """
+    if context <= 0:
+        raise ValueError(f"context must be positive, got {context}")
+    return 2 * math.pi / context
+
+
+def offset_angle_bound(inv_freq: Table, context: int) -> Table:
+    """Return the angle an offset feature must exceed, ``pi + context * inv_freq / 2`` [rad].
+
+    *Source*: arXiv:2503.01832, eq. 16. ``phi`` is the angle of the mean key minus that of the mean query, in (0, 2 pi].
+    Only meaningful for pairs below :func:`offset_frequency_bound`; above it the bound exceeds 2 pi, and no angle can.
+    """
+    if context <= 0:
+        raise ValueError(f"context must be positive, got {context}")
+    return math.pi + context * settle(inv_freq) / 2
+
+
+def _pair_shares(x: Float[Tensor, " features"], pairs: int) -> Float[Tensor, " pairs"]:
+    if len(x) != 2 * pairs:
+        raise ValueError(f"x must hold 2 features per pair: expected {2 * pairs}, got {len(x)}")
+    squares = x.double().square()
+    return (squares[:pairs] + squares[pairs:]) / squares.sum()

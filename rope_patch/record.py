@@ -1,0 +1,126 @@
+"""The patch record: what ``config.rope_patch`` and an adapter's ``rope_patch.json`` hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from rope_patch import __version__
+from rope_patch.frequencies import fingerprint
+from rope_patch.methods import Method, from_dict
+from rope_patch.rotary import RotarySlot
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """One table: (pairs,) frequencies [rad/token], the factor on cos and sin, and the hash of both."""
+
+    inv_freq: tuple[float, ...]
+    attention_scaling: float
+    hash: str
+
+    @classmethod
+    def of(cls, slot: RotarySlot) -> TableRecord:
+        """Record a slot's table."""
+        return cls(tuple(slot.inv_freq.tolist()), float(slot.attention_scaling), slot.fingerprint)
+
+    def matches(self, other: TableRecord) -> bool:
+        """Tell whether two tables are one, up to what another machine's float32 power function may differ by."""
+        if self.hash == other.hash:
+            return True
+        mine, theirs = torch.tensor(self.inv_freq), torch.tensor(other.inv_freq)
+        return (
+            mine.shape == theirs.shape
+            and torch.allclose(mine, theirs, rtol=1e-6, atol=0.0)
+            and abs(self.attention_scaling - other.attention_scaling) < 1e-6
+        )
+
+
+@dataclass(frozen=True)
+class PatchRecord:
+    """What was done to a model's rotary tables, and what they were before.
+
+    Attributes:
+        method: the method's :meth:`~rope_patch.Method.to_dict`.
+        layer_types: the patched layer types; ``[None]`` on unmixed models.
+        tables: every table in use after the patch, by layer type (``"all"`` on unmixed models).
+        base_tables: every table before it.
+        base_config: the config's rotary settings before it (``rope_parameters``, ``max_position_embeddings``).
+        target_length: the context the patch set, where asked [tokens].
+        precision: of the angles, ``float32`` or ``float64``.
+        freeze_at: the length a dynamic base table was frozen at [tokens].
+        package_version: the rope_patch that wrote the record.
+        schema: version of this layout.
+    """
+
+    method: Mapping[str, Any]
+    layer_types: tuple[str | None, ...]
+    tables: Mapping[str, TableRecord]
+    base_tables: Mapping[str, TableRecord]
+    base_config: Mapping[str, Any]
+    target_length: int | None = None
+    precision: str = "float32"
+    freeze_at: int | None = None
+    package_version: str = __version__
+    schema: int = SCHEMA
+
+    def to_method(self) -> Method:
+        """Return the method object."""
+        return from_dict(self.method)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        data = asdict(self)
+        data["layer_types"] = list(self.layer_types)
+        for group in ("tables", "base_tables"):
+            for table in data[group].values():
+                table["inv_freq"] = list(table["inv_freq"])
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any) -> PatchRecord:
+        """Read a record.
+
+        Raises:
+            ValueError: a record of a newer version, of an unknown shape, or whose hash does not fit its table.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"the rope_patch record must be a JSON object, got {type(data).__name__}")
+        if isinstance(data.get("schema"), int) and data["schema"] > SCHEMA:
+            raise ValueError(
+                f"this patch record was written by rope_patch {data.get('package_version')} (schema {data['schema']}), "
+                f"newer than this one ({__version__}, schema {SCHEMA}): upgrade with "
+                "pip install -U rope_patch"
+            )
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"the rope_patch record has unknown keys {sorted(unknown)}")
+        try:
+            values = dict(data)
+            values["layer_types"] = tuple(values["layer_types"])
+            for group in ("tables", "base_tables"):
+                values[group] = {key: _read_table(key, table) for key, table in values[group].items()}
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the rope_patch record is incomplete or malformed: {error}") from error
+
+
+def key_of(layer_type: str | None) -> str:
+    """Return the JSON key of a layer type."""
+    return layer_type or "all"
+
+
+def _read_table(key: str, data: Mapping[str, Any]) -> TableRecord:
+    table = TableRecord(tuple(map(float, data["inv_freq"])), float(data["attention_scaling"]), str(data["hash"]))
+    actual = fingerprint(torch.tensor(table.inv_freq, dtype=torch.float32), table.attention_scaling)
+    if actual != table.hash:
+        raise ValueError(
+            f"the rope_patch record was altered: its table for {key!r} hashes to {actual}, the record says "
+            f"{table.hash}. Restore the file from its source, or patch the base checkpoint again"
+        )
+    return table

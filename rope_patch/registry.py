@@ -1,0 +1,243 @@
+"""The base of every method: registry, grammar, serialisation, conversion of values.
+
+The grammar is ``NAME[:key=value[:key=value…]]``, chained with ``+``, and ``str(method)`` writes it:
+``abf:rope_theta=500000+p_rope:p=0.5``. Lists are written with ``/``. It needs no comma, so it passes through lm-eval's
+``--model_args``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from rope_patch.rotary import RotarySlot
+
+METHODS: dict[str, type[Method]] = {}
+"""Registry: method name to class, in the order of definition."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of every method.
+
+    A subclass names itself (``class PI(Method, name="pi")``), declares its parameters as dataclass fields with
+    defaults, and maps a slot in ``__call__``. Values are converted to the declared type when constructed; :meth:`check`
+    then enforces the method's own rules.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
+        """Register the class under ``name``."""
+        super().__init_subclass__(**kwargs)
+        if name:
+            cls.name = name
+            METHODS[name] = cls
+
+    def __post_init__(self) -> None:
+        kinds = _field_types(type(self))
+        for f in fields(self):
+            object.__setattr__(self, f.name, _convert(f.name, getattr(self, f.name), kinds[f.name]))
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError when a parameter breaks the method's rules."""
+
+    def __call__(self, slot: RotarySlot) -> RotarySlot:
+        """Return the slot with the new table; the argument is not changed."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``{"method": name, parameter: value, …}``, JSON-ready."""
+        return {"method": self.name, **asdict(self)}
+
+    def __str__(self) -> str:
+        """Write the method in the grammar: the leading parameter, and whatever is not at its default."""
+        shown = []
+        for i, f in enumerate(fields(self)):
+            value = getattr(self, f.name)
+            if value is not None and (i == 0 or value != f.default):
+                shown.append(f"{f.name}={_spell(value)}")
+        return ":".join([self.name, *shown])
+
+
+@dataclass(frozen=True)
+class Chain(Method):
+    """Methods applied from left to right, each to the table the one before it left."""
+
+    steps: tuple[Method, ...] = ()
+    name: ClassVar[str] = "chain"
+
+    def __post_init__(self) -> None:
+        if len(self.steps) < 2:
+            raise ValueError(f"a chain needs at least two methods, got {len(self.steps)}")
+
+    def __call__(self, slot: RotarySlot) -> RotarySlot:
+        """Apply every step."""
+        for step in self.steps:
+            slot = step(slot)
+        return slot
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``{"method": "chain", "steps": [...]}``."""
+        return {"method": "chain", "steps": [step.to_dict() for step in self.steps]}
+
+    def __str__(self) -> str:
+        """Join the steps with ``+``."""
+        return "+".join(map(str, self.steps))
+
+
+MethodLike = str | Method | Mapping[str, Any] | Sequence["str | Method | Mapping[str, Any]"]
+
+
+def parse(text: str) -> Method:
+    """Parse the grammar ``NAME[:key=value…][+NAME…]``.
+
+    Raises:
+        ValueError: an unknown name or parameter (with the nearest known one), or a value out of range.
+
+    >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
+    'abf:rope_theta=500000+p_rope:p=0.5'
+    """
+    steps = [_parse_one(part) for part in text.split("+")]
+    return steps[0] if len(steps) == 1 else Chain(tuple(steps))
+
+
+def _parse_one(text: str) -> Method:
+    name, *pairs = (part.strip() for part in text.split(":"))
+    params = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or not value:
+            raise ValueError(f"expected key=value after {name!r}, got {pair!r} in {text!r}")
+        if key in params:
+            raise ValueError(f"{key!r} is given twice in {text!r}")
+        params[key] = value
+    return create(name, **params)
+
+
+def create(name: str, **params: Any) -> Method:
+    """Return the method ``name`` with ``params``; strings are converted to each field's type.
+
+    Raises:
+        ValueError: unknown method or parameter, or a value out of range.
+
+    >>> create("p_rope", p="0.5")
+    PRope(p=0.5)
+    """
+    cls = METHODS.get(name)
+    if cls is None:
+        raise ValueError(f"unknown method {name!r}.{did_you_mean(name, METHODS)} Known: {', '.join(METHODS)}")
+    known = [f.name for f in fields(cls)]
+    for key in params:
+        if key not in known:
+            takes = ", ".join(known) or "no parameters"
+            raise ValueError(f"{name} has no parameter {key!r}.{did_you_mean(key, known)} It takes: {takes}")
+    return cls(**params)
+
+
+def from_dict(data: Mapping[str, Any]) -> Method:
+    """Return the method that ``to_dict`` described; unknown keys are refused.
+
+    >>> from_dict({"method": "pi", "factor": 8})
+    PI(factor=8.0, replace_scaling=False)
+    """
+    params = dict(data)
+    name = params.pop("method", None)
+    if not isinstance(name, str):
+        raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")
+    if name != "chain":
+        return create(name, **params)
+    steps = params.pop("steps", ())
+    if params:
+        raise ValueError(f"a chain has no parameter {next(iter(params))!r}. It takes: steps")
+    return Chain(tuple(from_dict(step) for step in steps))
+
+
+def as_method(method: MethodLike, **params: Any) -> Method:
+    """Return a method from any of its forms: a name with parameters, the grammar, an object, a dict, or a sequence."""
+    if isinstance(method, str):
+        if not params:
+            return parse(method)
+        if ":" in method or "+" in method:
+            raise ValueError(f"give parameters in the string or as keywords, not both: {method!r} and {sorted(params)}")
+        return create(method, **params)
+    if params:
+        raise TypeError(f"keywords {sorted(params)} only go with a method's name, not with {type(method).__name__}")
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, Mapping):
+        return from_dict(method)
+    if isinstance(method, Sequence) and method:
+        steps: list[Method] = []
+        for item in method:
+            step = as_method(item)
+            steps += step.steps if isinstance(step, Chain) else (step,)
+        return steps[0] if len(steps) == 1 else Chain(tuple(steps))
+    raise TypeError(f"expected a method's name, object, dict, or a non-empty sequence of them, got {method!r}")
+
+
+# --- converting and checking values ----------------------------------------------------------------------------------
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the nearest known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _field_types(cls: type[Method]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def field_help(f: Field[Any]) -> str:
+    """Return ``name=default`` of a parameter as the grammar writes it; empty value where it has none."""
+    return f"{f.name}={_spell(f.default) if f.default is not MISSING and f.default is not None else '…'}"
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    """Convert to the declared field type: float, int, bool, a tuple of floats, each possibly with None."""
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if type(None) in options:
+        if value is None or value == "none":
+            return None
+        kind = next(option for option in options if option is not type(None))
+    try:
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            return {"true": True, "false": False}[str(value).lower()]
+        if isinstance(value, bool):
+            raise ValueError
+        if kind is int:
+            number = float(value)
+            if not number.is_integer():
+                raise ValueError
+            return int(number)
+        if kind is float:
+            number = float(value)
+        else:
+            items = value.split("/") if isinstance(value, str) else value
+            return tuple(_convert(name, item, float) for item in items)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "numbers joined by '/'")
+        raise ValueError(f"{name} must be {wanted}, got {value!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return number
+
+
+def _spell(value: Any) -> str:
+    """Write a value so that the grammar reads it back: no comma, no plus sign."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "/".join(map(_spell, value))
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return repr(value).replace("e+", "e")

@@ -1,0 +1,302 @@
+"""Where a model keeps its rotary tables: the one finder, and how its base tables are read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging as hf_logging
+
+from rope_patch import frequencies
+from rope_patch.methods import longrope_spelling
+from rope_patch.record import PatchRecord
+from rope_patch.rotary import RotarySlot, RotaryTable, other_keys
+
+Slots = dict[str | None, RotarySlot]
+
+READ_GLOBAL = "allow_global_per_layer_attribute_access"
+"""On configs whose head_dim varies by layer (Gemma 4), transformers' own check of the longrope form reads the global
+head_dim, which such a config refuses unless it says this. The rotary class itself reads the right one."""
+
+CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", READ_GLOBAL)
+"""The keys of a config that a patch may set."""
+
+
+class PatchError(ValueError):
+    """A patch that is missing, doubled, altered, or not what the model really uses."""
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RotarySite:
+    """Where a model keeps its rotary embedding."""
+
+    model: PreTrainedModel
+    path: str
+    module: nn.Module
+    configs: tuple[PreTrainedConfig, ...]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The text decoder's config."""
+        return self.configs[0]
+
+    @property
+    def record(self) -> PatchRecord | None:
+        """The patch record of the config, checked; None on an unpatched model."""
+        data = getattr(self.config, "rope_patch", None)
+        try:
+            return None if data is None else PatchRecord.from_dict(data)
+        except PatchError:
+            raise
+        except ValueError as error:
+            raise PatchError(str(error)) from error
+
+    def put(self, module: nn.Module) -> None:
+        """Make ``module`` the model's rotary embedding."""
+        parent, _, name = self.path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, module)
+
+
+def find_rotary(model: nn.Module) -> RotarySite:
+    """Find the one rotary embedding of a model's text decoder, through PEFT, ``torch.compile`` and DDP wrappers.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: no rotary table, or several modules with tables of their own.
+    """
+    base = _unwrap(model)
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"expected a transformers model, got {type(base).__name__}")
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    found = [module for module in decoder.modules() if isinstance(module, RotaryTable) or stock_tables(module)]
+    if not found:
+        raise ValueError(
+            f"found no rotary table in {type(base).__name__}: rope_patch needs a module with an 'inv_freq' buffer"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(base).__name__} has {len(found)} rotary modules of its own ({type(found[0]).__name__}, …): "
+            "rope_patch patches decoders with one shared rotary embedding"
+        )
+    module = found[0]
+    path = next(name for name, child in base.named_modules() if child is module)
+    configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
+    distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
+    return RotarySite(base, path, module, tuple(distinct.values()))
+
+
+def _unwrap(model: Any) -> Any:
+    while True:
+        if hasattr(model, "_orig_mod"):  # torch.compile
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):  # PEFT
+            model = model.get_base_model()
+        elif not isinstance(model, PreTrainedModel) and isinstance(getattr(model, "module", None), nn.Module):  # DDP
+            model = model.module
+        else:
+            return model
+
+
+def stock_tables(module: nn.Module) -> dict[str | None, Tensor]:
+    """The stock tables a module owns, by layer type."""
+    return {
+        name.removesuffix("inv_freq").removesuffix("_") or None: buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original_" not in name
+    }
+
+
+# --- reading tables ------------------------------------------------------------------------------------------------
+
+
+def base_of(site: RotarySite) -> tuple[nn.Module, PreTrainedConfig]:
+    """Return the site's stock module and config as they are, or were before the patch."""
+    module = site.module.stock if isinstance(site.module, RotaryTable) else site.module
+    record = site.record
+    if record is None:
+        return module, site.config
+    config = config_with(site.config, record.base_config)
+    return (module if isinstance(site.module, RotaryTable) else stock_rotary(type(module), config)), config
+
+
+def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return what a stock loader makes of the config with other rotary settings: through its JSON form, no record."""
+    data = {k: v for k, v in json.loads(config.to_json_string()).items() if k not in (*CONFIG_KEYS, "rope_patch")}
+    with _quiet():
+        return type(config).from_dict(data | copy.deepcopy(dict(settings)))
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a copy of the config's rotary settings."""
+    return {key: copy.deepcopy(config.__dict__[key]) for key in CONFIG_KEYS if key in config.__dict__}
+
+
+def stock_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
+    """Build the model's own rotary class from a config, on the CPU."""
+    with torch.device("cpu"), _quiet():
+        return rotary_class(config)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' logging of trial configs."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+
+
+def spelled_for(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
+    """Return the part of ``rope_parameters`` that spells one table."""
+    parameters: Mapping[str, Any] = config.rope_parameters
+    return parameters if layer_type is None else parameters[layer_type]
+
+
+def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool = True) -> tuple[Slots, list[str]]:
+    """Read the base tables of a site, with remarks on what is odd about them.
+
+    A buffer that a cast has rounded is read as the table its config describes, one that was edited by hand as it is.
+
+    Args:
+        site: from :func:`find_rotary`.
+        freeze_at: length at which to freeze a dynamic table [tokens].
+        strict: refuse dynamic tables; otherwise remark on them.
+
+    Raises:
+        ValueError: a dynamic table that is not frozen, or a rotary embedding of another kind.
+    """
+    module, config = base_of(site)
+    try:
+        stock = stock_rotary(type(module), config)
+        tables = {kind: buffer.float() for kind, buffer in stock_tables(stock).items()}
+        for kind, table in tables.items():
+            _check_kind(stock, kind, table, spelled_for(config, kind))
+    except Exception as error:
+        raise ValueError(
+            f"{type(site.model).__name__} has a rotary embedding of another kind ({type(module).__name__}): rope_patch "
+            f"needs cos and sin of position x inv_freq, one angle per half-split pair ({error})"
+        ) from error
+    slots: Slots = {}
+    remarks: list[str] = []
+    frozen_any = False
+    for kind, table in tables.items():
+        spelled = spelled_for(config, kind)
+        slot = RotarySlot(
+            inv_freq=frequencies.settle(table),
+            attention_scaling=scaling_of(stock, kind),
+            rope_theta=float(spelled["rope_theta"]),
+            rope_type=str(spelled.get("rope_type", "default")),
+            max_position_embeddings=int(config.max_position_embeddings),
+            original_max_position_embeddings=spelled.get("original_max_position_embeddings"),
+            layer_type=kind,
+            path=site.path,
+            rope_parameters=spelled,
+            other_keys=other_keys(spelled),
+        )
+        if is_dynamic(spelled):
+            if freeze_at is not None:
+                slot, frozen_any = _freeze(slot, config, freeze_at), True
+            elif strict:
+                raise ValueError(
+                    f"{slot.path} has a dynamic table (rope_type {slot.rope_type!r}): it changes with the length "
+                    "during generation and breaks cached keys. Pass freeze_at=LENGTH to fix it as it is at that length"
+                )
+            else:
+                remarks.append(f"{where(slot)} changes with the length during generation: pass freeze_at to patch it")
+        else:
+            slot, remark = _as_found(slot, stock_tables(module)[kind])
+            remarks += remark
+        slots[kind] = slot
+    if freeze_at is not None and not frozen_any:
+        raise ValueError(f"freeze_at is for dynamic tables; {site.path} has none")
+    return slots, remarks
+
+
+def _check_kind(stock: nn.Module, kind: str | None, table: Tensor, spelled: Mapping[str, Any]) -> None:
+    """Raise unless calling the module gives cos and sin of position x table in the half-split layout."""
+    if "mrope_section" in spelled:
+        raise ValueError("its pairs turn with several position axes, mrope_section")
+    positions = _PROBES[:, :4] if is_dynamic(spelled) else _PROBES  # far positions would change a dynamic table
+    cos, sin = call_rotary(stock, kind, positions)
+    wanted = positions[..., None].float() * table
+    for name, got, half in (("cos", cos, wanted.cos()), ("sin", sin, wanted.sin())):
+        if not torch.allclose(got, torch.cat((half, half), -1) * scaling_of(stock, kind), atol=1e-5):
+            raise ValueError(f"its {name} is another function of the position")
+
+
+_PROBES = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
+
+
+def call_rotary(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin: (1, positions, rotary_dim) float32 each, from a stock module or ours."""
+    x = torch.zeros(1, device=positions.device)
+    cos, sin = module(x, positions) if kind is None else module(x, positions, layer_type=kind)
+    return cos, sin
+
+
+def scaling_of(module: nn.Module, kind: str | None) -> float:
+    """Return a rotary module's factor on cos and sin."""
+    return float(getattr(module, "attention_scaling" if kind is None else f"{kind}_attention_scaling"))
+
+
+def is_dynamic(spelled: Mapping[str, Any]) -> bool:
+    """Tell whether a table spelled so changes during the forward pass."""
+    rope_type = spelled.get("rope_type", "default")
+    return "dynamic" in rope_type or (rope_type == "longrope" and spelled["short_factor"] != spelled["long_factor"])
+
+
+def _freeze(slot: RotarySlot, config: PreTrainedConfig, length: int) -> RotarySlot:
+    """The table a dynamic type uses at ``length`` tokens."""
+    if length < 1:
+        raise ValueError(f"freeze_at must be >= 1 token, got {length}")
+    with torch.device("cpu"), _quiet():
+        table, scaling = ROPE_INIT_FUNCTIONS[slot.rope_type](config, seq_len=length, layer_type=slot.layer_type)
+    spelled = slot.rope_parameters or {}
+    if slot.rope_type == "longrope":
+        factors = spelled["long_factor" if length > slot.context else "short_factor"]
+        native = longrope_spelling(factors, slot, attention_scaling=scaling)
+    else:
+        grown = spelled["factor"] * max(length, slot.max_position_embeddings) / slot.max_position_embeddings
+        theta = frequencies.ntk_theta(slot.rope_theta, grown - (spelled["factor"] - 1), slot.rotary_dim)
+        native = {"rope_type": "default", "rope_theta": theta}
+    return slot.becomes(table, spelling=native, attention_scaling=scaling)
+
+
+def _as_found(slot: RotarySlot, buffer: Tensor) -> tuple[RotarySlot, list[str]]:
+    """Reconcile what the config describes with what the buffer holds."""
+    if buffer.is_meta:
+        return slot, []
+    found = buffer.detach().float().cpu()
+    if torch.allclose(found, slot.inv_freq, rtol=1e-6, atol=frequencies.STILL):
+        return slot, []
+    error = float(((found - slot.inv_freq).abs() / slot.inv_freq.clamp_min(frequencies.STILL)).max())
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(found, slot.inv_freq.to(dtype).float()):
+            remark = f"{where(slot)} was rounded to {dtype} by a cast (up to {error:.2%} off)"
+            return slot, [f"{remark}; a patch starts from the float32 table of the config"]
+    remark = f"{where(slot)} is not the table its config describes (up to {error:.2%} off); saving would lose it"
+    return replace(slot, inv_freq=frequencies.settle(found), rope_type="custom", rope_parameters=None), [remark]
+
+
+def where(slot: RotarySlot) -> str:
+    """Name a slot in a message."""
+    return slot.path if slot.layer_type is None else f"{slot.path} [{slot.layer_type}]"
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first real parameter."""
+    devices = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(devices, torch.device("cpu"))

@@ -1,0 +1,170 @@
+"""Look at the tables a model really uses: inspect, verify."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from rope_patch import frequencies
+from rope_patch.record import PatchRecord, TableRecord, key_of
+from rope_patch.rotary import RotarySlot, RotaryTable
+from rope_patch.sites import (
+    PatchError,
+    RotarySite,
+    call_rotary,
+    config_with,
+    device_of,
+    find_rotary,
+    read_slots,
+    settings_of,
+    stock_rotary,
+)
+from rope_patch.spelling import spell
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What :func:`inspect` found: the tables in use, the record if any, and remarks on what is odd."""
+
+    model_class: str
+    slots: tuple[RotarySlot, ...]
+    record: PatchRecord | None
+    remarks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_class}: {'not patched' if not self.record else f'patched, {self.record.to_method()}'}"]
+        for slot in self.slots:
+            length = frequencies.wavelength(slot.inv_freq)
+            resting = int(frequencies.still(slot.inv_freq).sum())
+            never = int((frequencies.turns(slot.inv_freq, slot.max_position_embeddings) < 1).sum())
+            turning = length[torch.isfinite(length)]
+            span = f"{turning.min():.4g} to {turning.max():.4g} tokens" if len(turning) else "none turns"
+            lines += [
+                f"  {slot}",
+                f"    wavelengths {span}; {never} of {slot.pairs} pairs make no full turn within "
+                f"{slot.max_position_embeddings} tokens, {resting} of them still",
+            ]
+        return "\n".join([*lines, *(f"  note: {remark}" for remark in self.remarks)])
+
+
+def inspect(model: nn.Module) -> Inspection:
+    """Print the rotary tables a model uses, patched or not, and return them."""
+    seen = look(model)
+    print(seen)
+    return seen
+
+
+def look(model: nn.Module) -> Inspection:
+    """Return what :func:`inspect` prints."""
+    site = find_rotary(model)
+    if isinstance(site.module, RotaryTable):
+        return Inspection(type(site.model).__name__, tuple(site.module.slots.values()), site.record, ())
+    record = site.record
+    # Read what the config in force describes, patched or not, without the record's base.
+    slots, remarks = read_slots(_without_record(site), strict=False)
+    if record is not None:
+        remarks += _differences(record.tables, {key_of(k): TableRecord.of(s) for k, s in slots.items()}, "record")
+    return Inspection(type(site.model).__name__, tuple(slots.values()), record, tuple(remarks))
+
+
+def _without_record(site: RotarySite) -> RotarySite:
+    config = copy.deepcopy(site.config)
+    config.__dict__.pop("rope_patch", None)
+    return replace(site, configs=(config,))
+
+
+def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
+    """Check that the model really uses the tables its record describes; raise with the difference if not.
+
+    The method is applied again to the base table, the config is read as a stock loader would, and the rotary module is
+    called and its cos and sin compared.
+
+    Args:
+        model: a patched model, in memory or loaded from a patched folder, with or without this package.
+        record: what to check against, such as an adapter's; by default the model's own.
+
+    Returns:
+        The record.
+
+    Raises:
+        PatchError: no record, or any difference.
+    """
+    site = find_rotary(model)
+    own = site.record
+    expected = record or own
+    if expected is None:
+        raise PatchError(
+            f"{type(site.model).__name__} carries no patch record: it is not patched, or the patch was lost"
+        )
+    problems = []
+    if own is None:
+        problems.append("the model carries no patch record")
+    else:
+        base, _ = read_slots(site, freeze_at=own.freeze_at)
+        again = {kind: own.to_method()(slot) if kind in own.layer_types else slot for kind, slot in base.items()}
+        problems += _differences(own.base_tables, {key_of(k): TableRecord.of(s) for k, s in base.items()}, "base table")
+        length = own.target_length or int(own.base_config["max_position_embeddings"])
+        redone, _ = spell(site, base, again, length)
+        problems += _differences(own.tables, {key_of(k): TableRecord.of(s) for k, s in redone.items()}, "method")
+        module_class = type(site.module.stock if isinstance(site.module, RotaryTable) else site.module)
+        said = stock_rotary(module_class, config_with(site.config, settings_of(site.config)))
+        problems += [f"config: {p}" for p in _measure(said, own.tables, torch.device("cpu"))]
+        if site.config.max_position_embeddings != length:
+            problems.append(
+                f"max_position_embeddings is {site.config.max_position_embeddings}, the record says {length}"
+            )
+    problems += [f"in use: {p}" for p in _measure(site.module, expected.tables, device_of(site.model))]
+    if problems:
+        raise PatchError(
+            f"{type(site.model).__name__} does not use the tables of {expected.to_method()}:\n  "
+            + "\n  ".join(problems)
+        )
+    return expected
+
+
+def _differences(wanted: Mapping[str, TableRecord], got: Mapping[str, TableRecord], what: str) -> list[str]:
+    if set(wanted) != set(got):
+        return [f"{what}: layer types are {sorted(got)}, the record has {sorted(wanted)}"]
+    return [
+        f"{what} [{key}]: table {got[key].hash}, the record says {wanted[key].hash}"
+        for key in wanted
+        if not wanted[key].matches(got[key])
+    ]
+
+
+def _measure(module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device) -> list[str]:
+    """Call the module and compare its cos and sin with the tables; a line per difference."""
+    positions = torch.tensor([[0, 1, 2, 3, 17, 101, 1009, 4093]], device=device)
+    problems = []
+    for key, table in tables.items():
+        kind = None if key == key_of(None) else key
+        try:
+            cos, sin = call_rotary(module, kind, positions)
+        except Exception as error:
+            problems.append(f"[{key}] cannot be called: {error}")
+            continue
+        f = torch.tensor(table.inv_freq, device=device)
+        if cos.dtype != torch.float32 or cos.device.type != device.type:
+            problems.append(f"[{key}] cos is {cos.dtype} on {cos.device}, expected torch.float32 on {device}")
+        if cos.shape[-1] != 2 * len(f):
+            problems.append(f"[{key}] has {cos.shape[-1] // 2} pairs, the record has {len(f)}")
+            continue
+        angles = positions[..., None].double() * f.double()
+        # float32 angles carry a relative error of 6e-8; a table off by 1e-5 shows at the far positions
+        allowed = 2e-6 + 2e-7 * angles
+        for name, got, want in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
+            off = (got[..., : len(f)].double() - want * table.attention_scaling).abs()
+            if bool((off > allowed * table.attention_scaling).any()) or not bool(torch.isfinite(got).all()):
+                pair = int((off - allowed * table.attention_scaling).flatten(0, 1).max(0).values.argmax())
+                turns = math.atan2(float(sin[0, 1, pair]), float(cos[0, 1, pair]))
+                problems.append(
+                    f"[{key}] {name} is off by up to {float(off.max()):.3g}: pair {pair} turns {turns:.6g} rad/token, "
+                    f"the record says {table.inv_freq[pair]:.6g}"
+                )
+                break
+    return problems

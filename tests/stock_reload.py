@@ -1,0 +1,22 @@
+"""Run in a process of its own: load each folder with plain transformers and save the logits. No rope_patch here."""
+
+import sys
+
+
+def main(root: str, *names: str) -> None:
+    sys.modules["rope_patch"] = None  # importing it would fail
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    tokens = load_file(f"{root}/ids.safetensors")["ids"]
+    found = {}
+    for name in names:
+        model = AutoModelForCausalLM.from_pretrained(f"{root}/{name}").eval()
+        with torch.no_grad():
+            found[name] = model(tokens, use_cache=False).logits.contiguous()
+    save_file(found, f"{root}/stock.safetensors")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,334 @@
+"""Saving, loading, adapters: the patch comes back or an error does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_surgery import method_for, module_of
+from tiny import ARCHITECTURES, ids, logits, tiny_model
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+from rope_patch import METHODS, PatchError, checkpoints
+
+CHAINS = ("abf:rope_theta=500000+p_rope:p=0.5", "p_rope:p=0.25+pi:factor=8", "yarn:factor=4+p_rope:p=0.5")
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory):
+    """Logits of every method × family before saving, and after a plain reload in one new process."""
+    root = tmp_path_factory.mktemp("saved")
+    save_file({"ids": ids()}, root / "ids.safetensors")
+    ours = {}
+    for family in ARCHITECTURES:
+        model = tiny_model(family)
+        cases = {name: method_for(family, name) for name in METHODS}
+        if family != "gemma4":
+            cases |= {chain: rope_patch.parse(chain) for chain in CHAINS}
+        for name, method in cases.items():
+            folder = f"{family}-{name}"
+            with rope_patch.patched(model, method, target_length=256 if name == "yarn" else None):
+                model.save_pretrained(root / folder)
+                ours[folder] = logits(model)
+    script = Path(__file__).with_name("stock_reload.py")
+    done = subprocess.run([sys.executable, script, root, *ours], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root, ours, load_file(root / "stock.safetensors")
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_plain_transformers_gives_equal_logits(reloaded, family):
+    _, ours, stock = reloaded
+    cases = [name for name in ours if name.startswith(f"{family}-")]
+    assert len(cases) >= len(METHODS)
+    for name in cases:
+        assert torch.equal(ours[name], stock[name]), name
+    assert not torch.equal(stock[f"{family}-nope"], stock[f"{family}-default"])
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3", "gemma4"])
+def test_loaded_through_us_it_is_patched_and_verified(reloaded, family):
+    root, ours, _ = reloaded
+    for name in ("p_rope", "truncated", "yarn"):
+        model = rope_patch.load(root / f"{family}-{name}")
+        assert isinstance(module_of(model), rope_patch.RotaryTable)
+        assert torch.equal(logits(model), ours[f"{family}-{name}"])
+        assert rope_patch.verify(model).to_method() == method_for(family, name)
+        again = tiny_model(family)
+        rope_patch.restore(model)
+        assert model.config.rope_parameters == again.config.rope_parameters
+        assert model.config.max_position_embeddings == again.config.max_position_embeddings
+        assert torch.equal(logits(model), logits(again))
+
+
+def test_saved_json_is_standard(reloaded):
+    root, ours, _ = reloaded
+    for name in ours:
+        text = (root / name / "config.json").read_text()
+        assert not re.search(r"\b(NaN|-?Infinity)\b", text), name
+
+
+def test_load_with_a_method(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    loaded = rope_patch.load(tmp_path / "base", "pi", dtype=torch.float32, apply_options={"target_length": 128})
+    assert loaded.config.max_position_embeddings == 128
+    with rope_patch.patched(model, "pi"):
+        assert torch.equal(logits(loaded.eval()), logits(model))
+    rope_patch.save(loaded, tmp_path / "patched")
+    with pytest.raises(PatchError, match="already patched with pi:factor=4"):
+        rope_patch.load(tmp_path / "patched", "yarn")
+
+
+def edit_json(path, change):
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["rope_parameters"].update(factor=2.0), r"in use: \[all\] cos is off"),
+        (lambda c: c["rope_patch"]["tables"]["all"]["inv_freq"].__setitem__(3, 0.5), "record was altered: its table"),
+        (lambda c: c["rope_patch"]["method"].update(factor=5.0), r"method \[all\]: table"),
+        (lambda c: c["rope_patch"]["base_config"]["rope_parameters"].update(rope_theta=5e4), r"base table \[all\]"),
+        (lambda c: c["rope_patch"].update(schema=99, package_version="9.0"), "written by rope_patch 9.0 .*newer than"),
+        (lambda c: c["rope_patch"].update(surprise=1), r"unknown keys \['surprise'\]"),
+        (lambda c: c["rope_patch"].pop("tables"), "incomplete or malformed"),
+        (lambda c: c.update(rope_patch="yes"), "must be a JSON object, got str"),
+        (lambda c: c.update(max_position_embeddings=99), "max_position_embeddings is 99, the record says 64"),
+    ],
+)
+def test_a_record_that_does_not_fit(tmp_path, change, message):
+    model = tiny_model()
+    rope_patch.apply(model, "pi", factor=4)
+    rope_patch.save(model, tmp_path / "saved")
+    edit_json(tmp_path / "saved" / "config.json", change)
+    with pytest.raises(PatchError, match=message):
+        rope_patch.load(tmp_path / "saved")
+
+
+def test_another_machines_last_bit_is_no_alarm():
+    model = tiny_model()
+    rope_patch.apply(model, "abf")
+    record = rope_patch.verify(model)
+    table = record.tables["all"]
+    off = torch.nextafter(torch.tensor(table.inv_freq), torch.ones(8))
+    other = type(table)(tuple(off.tolist()), table.attention_scaling, "0" * 16)
+    assert table.matches(other)
+    far = type(table)(tuple((off * 1.001).tolist()), table.attention_scaling, "0" * 16)
+    assert not table.matches(far)
+
+
+def test_double_precision_is_kept_by_us_and_warned_about(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "pi", precision="float64")
+    with pytest.warns(UserWarning, match="no stock config can say so"):
+        rope_patch.save(model, tmp_path / "saved")
+    assert module_of(rope_patch.load(tmp_path / "saved")).precision == "float64"
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def lora(model, seed=1):
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+@pytest.fixture
+def base_folder(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def adapter(tmp_path, base_folder):
+    """An adapter trained under YaRN, its folder and its logits."""
+    model = rope_patch.load(base_folder, "yarn")
+    tuned = lora(model)
+    rope_patch.save(tuned, tmp_path / "adapter")
+    return tmp_path / "adapter", logits(tuned)
+
+
+def test_adapter_comes_back_with_its_patch(adapter):
+    folder, wanted = adapter
+    loaded = rope_patch.load(folder).eval()
+    assert isinstance(loaded, PeftModel)
+    assert torch.equal(logits(loaded), wanted)
+
+
+def test_plain_peft_loses_it_and_verify_says_so(adapter, base_folder):
+    """The trap this package exists for."""
+    folder, wanted = adapter
+    lost = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), folder).eval()
+    assert not torch.allclose(logits(lost), wanted, atol=1e-3)
+    with pytest.raises(PatchError, match="carries no patch record"):
+        rope_patch.verify(lost)
+    with pytest.raises(PatchError, match=r"(?s)does not use the tables of yarn:factor=4.*carries no patch record"):
+        rope_patch.verify(lost, checkpoints.read_record(folder))
+
+
+def test_adapter_onto_models_that_do_not_fit(adapter, base_folder):
+    folder, wanted = adapter
+    plain = AutoModelForCausalLM.from_pretrained(base_folder)
+    with pytest.raises(PatchError, match=r"trained under yarn:factor=4, and the model is not patched: apply that"):
+        rope_patch.load_adapter(plain, folder)
+    rope_patch.apply(plain, "pi")
+    with pytest.raises(PatchError, match=r"trained under yarn:factor=4 .*is patched with pi:factor=4"):
+        rope_patch.load_adapter(plain, folder)
+    rope_patch.apply(plain, "yarn", replace=True)
+    assert torch.equal(logits(rope_patch.load_adapter(plain, folder).eval()), wanted)
+    with pytest.raises(PatchError, match="was trained under yarn:factor=4: load it without method="):
+        rope_patch.load(folder, "pi")
+
+
+def test_adapter_of_another_base_raises(adapter, tmp_path):
+    folder, _ = adapter
+    tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).save_pretrained(tmp_path / "other")
+    edit_json(folder / "adapter_config.json", lambda c: c.update(base_model_name_or_path=str(tmp_path / "other")))
+    with pytest.raises(PatchError, match="was made on another model: its base tables"):
+        rope_patch.load(folder)
+
+
+def test_adapter_without_a_record(tmp_path, base_folder):
+    tuned = lora(AutoModelForCausalLM.from_pretrained(base_folder))
+    tuned.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "adapter").eval()), logits(tuned))
+    patched = rope_patch.load(base_folder, "yarn")
+    with pytest.raises(PatchError, match="carries no patch record, but the model is patched with yarn"):
+        rope_patch.load_adapter(patched, tmp_path / "adapter")
+
+
+def test_adapter_on_a_patched_base_folder(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    rope_patch.save(model, tmp_path / "patched_base")
+    tuned = lora(rope_patch.load(tmp_path / "patched_base"))
+    rope_patch.save(tuned, tmp_path / "adapter")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "adapter").eval()), logits(tuned))
+
+
+@pytest.mark.parametrize("name", ["p_rope", "yarn", "truncated"])
+def test_merged_model_keeps_the_portable_config(adapter, base_folder, tmp_path, name):
+    tuned = lora(rope_patch.load(base_folder, name))
+    wanted = logits(tuned)
+    merged = tuned.merge_and_unload()
+    assert torch.allclose(logits(merged), wanted, atol=1e-4)
+    rope_patch.verify(merged)
+    rope_patch.save(merged, tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(logits(plain), logits(merged))
+
+
+def test_trainer_callback_writes_the_record(tmp_path, base_folder):
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    model = rope_patch.load(base_folder, "yarn")
+    tuned = lora(model).train()
+    rows = Dataset.from_dict({"input_ids": ids(16, 4).tolist(), "labels": ids(16, 4).tolist()})
+    options = TrainingArguments(
+        tmp_path / "run", max_steps=2, save_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[]
+    )
+    Trainer(tuned, options, train_dataset=rows, callbacks=[rope_patch.RopePatchCallback()]).train()
+    for step in (1, 2):
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        assert checkpoints.read_record(folder) == rope_patch.verify(tuned)
+    loaded = rope_patch.load(tmp_path / "run" / "checkpoint-2").eval()
+    assert torch.allclose(logits(loaded), logits(tuned.eval()), atol=1e-6)
+    rope_patch.restore(model)
+    trainer = Trainer(tuned, options, train_dataset=rows, callbacks=[rope_patch.RopePatchCallback()])
+    with pytest.raises(PatchError, match="carries no patch record"):
+        trainer.train()
+
+
+# --- failures while writing and reading ------------------------------------------------------------------------------
+
+
+def test_saving_an_unpatched_model_raises(tmp_path):
+    with pytest.raises(PatchError, match="carries no patch record"):
+        rope_patch.save(tiny_model(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    rope_patch.save(model, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    rope_patch.apply(model, "pi", replace=True)
+
+    def full(self, folder, **_):
+        (Path(folder) / "model.safetensors").write_bytes(b"part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(type(model), "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        rope_patch.save(model, tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_record_is_written_in_one_move(tmp_path, monkeypatch):
+    path = tmp_path / "rope_patch.json"
+    path.write_text("old")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("rope_patch.checkpoints.os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["rope_patch.json"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file: give a folder"):
+        rope_patch.save(model, tmp_path / "file")
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("rope_patch.checkpoints.os.access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(PermissionError, match=r"cannot write into .*out: choose another"):
+        rope_patch.save(model, tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_truncated_weights(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    rope_patch.save(model, tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(OSError, match="a weights file is truncated or damaged"):
+        rope_patch.load(tmp_path / "out")
+
+
+def test_nothing_there(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"no folder \./nowhere"):
+        rope_patch.load("./nowhere")
+    with pytest.raises(FileNotFoundError, match=r"has no config.json: it is not a Hugging Face checkpoint folder"):
+        rope_patch.load(tmp_path)
+
+    def gated(*_, **__):
+        raise OSError("401 Client Error. You are trying to access a gated repo.")
+
+    monkeypatch.setattr("rope_patch.checkpoints._find_file", lambda *_: None)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", gated)
+    with pytest.raises(OSError, match=r"accept the licence at https://huggingface.co/a/b, then run `hf auth login`"):
+        rope_patch.load("a/b")

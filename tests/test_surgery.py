@@ -1,0 +1,479 @@
+"""METHODS × ARCHITECTURES: what a patch does to a model, and that it can be undone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, ids, logits, tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import rope_patch
+from rope_patch import METHODS, PatchError
+from rope_patch.methods import create
+from rope_patch.sites import find_rotary
+
+PLAIN_ONLY = ("partial", "abf", "ntk", "yarn", "llama3")
+IDENTITIES = ("default", "longrope", "table")
+every_case = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
+
+
+def method_for(family: str, name: str):
+    """The method at its defaults; on Gemma 4, whose stock table is p-RoPE already, over the plain base."""
+    return create(name, replace_scaling=True) if family == "gemma4" and name in PLAIN_ONLY else create(name)
+
+
+def module_of(model):
+    return find_rotary(model).module
+
+
+def cos_sin(model, positions, layer_type=None):
+    x = torch.zeros(1)
+    module = module_of(model)
+    return module(x, positions) if layer_type is None else module(x, positions, layer_type=layer_type)
+
+
+def last_layer_type(family):
+    return "full_attention" if family in MIXED_ARCHITECTURES else None
+
+
+@every_case
+def test_effect_shape_and_undo(family, name):
+    model = tiny_model(family)
+    stock, before, config = module_of(model), logits(model), model.config.to_json_string()
+    with rope_patch.patched(model, method_for(family, name)) as patch:
+        after = logits(model)
+        kind = last_layer_type(family)
+        cos, sin = cos_sin(model, torch.arange(5)[None], kind)
+        assert cos.shape == sin.shape == (1, 5, patch.after[kind].rotary_dim)
+        assert cos.dtype == torch.float32
+        unchanged = all(torch.equal(patch.before[k].inv_freq, patch.after[k].inv_freq) for k in patch.after)
+        assert unchanged or name not in IDENTITIES
+        assert torch.equal(before, after) == unchanged
+        rope_patch.verify(model)
+    assert module_of(model) is stock
+    assert model.config.to_json_string() == config
+    assert torch.equal(logits(model), before)
+
+
+@every_case
+def test_only_relative_positions_count(family, name):
+    model = tiny_model(family)
+    with rope_patch.patched(model, method_for(family, name)) as patch:
+        kind = last_layer_type(family)
+        cos, sin = cos_sin(model, torch.arange(40)[None], kind)
+        q, k = torch.randn(2, 1, 1, 1, cos.shape[-1], generator=torch.Generator().manual_seed(0))
+        scores = {}
+        for m, n in ((9, 4), (39, 34), (9, 3)):
+            rotated_q, _ = apply_rotary_pos_emb(q, q, cos[:, m : m + 1], sin[:, m : m + 1])
+            rotated_k, _ = apply_rotary_pos_emb(k, k, cos[:, n : n + 1], sin[:, n : n + 1])
+            scores[m, n] = float((rotated_q * rotated_k).sum())
+        assert scores[9, 4] == pytest.approx(scores[39, 34], abs=2e-5)
+        if patch.after[kind].inv_freq.any():  # nope, and what is left of Gemma 4's own p-RoPE reversed, stand still
+            assert scores[9, 4] != pytest.approx(scores[9, 3], abs=1e-4)
+
+
+@every_case
+def test_cached_generation_equals_full_forward(family, name):
+    model = tiny_model(family)
+    prompt = ids(20, batch=1)
+    with rope_patch.patched(model, method_for(family, name)), torch.no_grad():
+        out = model.generate(
+            prompt,
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
+            use_cache=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        full = logits(model, out.sequences)
+    stepwise = torch.stack(out.logits, dim=1)
+    assert torch.allclose(stepwise, full[:, 19:-1], atol=2e-5)
+
+
+@pytest.mark.parametrize("family", MIXED_ARCHITECTURES)
+@pytest.mark.parametrize("name", METHODS)
+def test_other_layer_types_are_left_alone(family, name):
+    model = tiny_model(family)
+    positions = torch.arange(50)[None]
+    before = cos_sin(model, positions, "sliding_attention")
+    with rope_patch.patched(model, method_for(family, name)) as patch:
+        assert patch.after["sliding_attention"] is patch.before["sliding_attention"]
+        after = cos_sin(model, positions, "sliding_attention")
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert model.config.rope_parameters["sliding_attention"] == CONFIGS[family].rope_parameters["sliding_attention"]
+    if name not in (*IDENTITIES, "p_rope", "truncated"):
+        with rope_patch.patched(model, method_for(family, name), layer_types=["sliding_attention"]):
+            assert not torch.equal(cos_sin(model, positions, "sliding_attention")[0], before[0])
+
+
+def scaled_base(family, parameters):
+    if family not in MIXED_ARCHITECTURES:
+        return tiny_model(family, rope_parameters=parameters)
+    nested = copy.deepcopy(CONFIGS[family].rope_parameters)
+    return tiny_model(family, rope_parameters={**nested, "full_attention": parameters})
+
+
+@pytest.mark.parametrize("family", [f for f in ARCHITECTURES if f != "phi3"])  # Phi3 takes longrope only
+@pytest.mark.parametrize("parameters", [LLAMA3, YARN], ids=["llama3", "yarn"])
+@pytest.mark.parametrize("method", ["default", "p_rope:p=1"])
+def test_identity_on_scaled_bases(family, parameters, method):
+    model = scaled_base(family, dict(parameters))
+    before, said = logits(model), copy.deepcopy(model.config.rope_parameters)
+    with rope_patch.patched(model, method):
+        assert torch.equal(logits(model), before)
+        assert model.config.rope_parameters == said
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize(
+    ("method", "spelling"),
+    [
+        ("pi:factor=3", {"rope_type": "linear", "factor": 3.0}),
+        ("pi:factor=8", {"rope_type": "linear", "factor": 8.0}),
+        ("p_rope:p=0.5", {"rope_type": "proportional", "partial_rotary_factor": 0.5}),
+        ("p_rope:p=0.7", {"rope_type": "proportional", "partial_rotary_factor": 0.7}),
+        ("yarn:factor=4", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+        (
+            "yarn:factor=8:beta_fast=16:beta_slow=2",
+            {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        (
+            "llama3:factor=4",
+            {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        (
+            "longrope:factors=1/1/1.5/2/3/4/5/6:attention_factor=1.25",
+            {
+                "rope_type": "longrope",
+                "short_factor": [1, 1, 1.5, 2, 3, 4, 5, 6],
+                "long_factor": [1, 1, 1.5, 2, 3, 4, 5, 6],
+                "attention_factor": 1.25,
+                "factor": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_tables_are_those_of_transformers(family, method, spelling):
+    """The reference is spelled by hand and built by transformers' own function, without this package."""
+    kind = last_layer_type(family)
+    theta = CONFIGS[family].rope_parameters
+    theta = (theta if kind is None else theta[kind])["rope_theta"]
+    config = copy.deepcopy(CONFIGS[family])
+    spelled = {"rope_theta": theta, **spelling}
+    config.rope_parameters = spelled if kind is None else {**config.rope_parameters, kind: spelled}
+    table, scaling = ROPE_INIT_FUNCTIONS[spelling["rope_type"]](config, layer_type=kind)
+    model = tiny_model(family)
+    patch = rope_patch.apply(model, method)
+    assert torch.equal(module_of(model).table(kind), table)
+    assert patch.after[kind].attention_scaling == scaling
+    assert patch.after[kind].rope_type == spelling["rope_type"]
+
+
+def test_p_rope_through_longrope_where_the_native_type_is_refused():
+    model = tiny_model(
+        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    )
+    # rotary_dim is 8 of head_dim 16: p = 0.5 keeps 2 of 4 pairs, 1 and 10000 ** -0.25 = 0.1
+    patch = rope_patch.apply(model, "p_rope", p=0.5)
+    assert patch.after[None].rope_type == "longrope"
+    assert patch.after[None].inv_freq.tolist() == pytest.approx([1.0, 0.1, 0.0, 0.0])
+    assert model.config.rope_parameters["partial_rotary_factor"] == 0.5
+
+
+def test_gemma4_smaller_p_keeps_the_native_type():
+    model = tiny_model("gemma4")
+    # global head_dim 32 at factor 0.25 turns 4 of 16 pairs; p = 0.125 keeps 2
+    patch = rope_patch.apply(model, "p_rope", p=0.125)
+    assert patch.after["full_attention"].rope_type == "proportional"
+    assert (patch.after["full_attention"].inv_freq > 0).sum() == 2
+
+
+def test_chain_p_rope_then_pi():
+    model = tiny_model()
+    patch = rope_patch.apply(model, [rope_patch.PRope(p=0.25), rope_patch.PI(factor=8)])
+    # 8 pairs: 10000 ** (0, -1/8) / 8 = 0.125, 0.0395285; the rest still
+    assert patch.after[None].inv_freq.tolist() == pytest.approx([0.125, 0.0395285, 0, 0, 0, 0, 0, 0], rel=1e-6)
+    assert str(patch.method) == "p_rope:p=0.25+pi:factor=8"
+
+
+def test_two_values_in_one_process():
+    models = [tiny_model(), tiny_model()]
+    tables = [rope_patch.apply(m, "pi", factor=f).after[None].inv_freq for m, f in zip(models, (2, 4), strict=True)]
+    assert torch.allclose(tables[0], 2 * tables[1])
+    assert not torch.equal(logits(models[0]), logits(models[1]))
+
+
+def test_canonical_tables_are_idempotent():
+    values = tuple((torch.rand(8, generator=torch.Generator().manual_seed(3)) + 0.01).tolist())
+    first = rope_patch.apply(tiny_model(), rope_patch.Table(values=values)).after[None].inv_freq
+    again = rope_patch.apply(tiny_model(), rope_patch.Table(values=tuple(first.tolist()))).after[None].inv_freq
+    assert torch.equal(first, again)
+    assert torch.allclose(first, torch.tensor(values), rtol=2e-7, atol=0)
+
+
+def test_target_length_is_only_set_when_asked():
+    model = tiny_model()
+    rope_patch.apply(model, "yarn").restore()
+    with rope_patch.patched(model, "yarn"):
+        assert model.config.max_position_embeddings == 64
+    with rope_patch.patched(model, "yarn", target_length=256):
+        assert model.config.max_position_embeddings == 256
+        assert model.config.rope_parameters["original_max_position_embeddings"] == 64
+        rope_patch.verify(model)
+    assert model.config.max_position_embeddings == 64
+
+
+def test_undone_after_an_exception():
+    model = tiny_model()
+    before, config = logits(model), model.config.to_json_string()
+    with pytest.raises(KeyboardInterrupt), rope_patch.patched(model, "nope"):
+        raise KeyboardInterrupt
+    assert torch.equal(logits(model), before)
+    assert model.config.to_json_string() == config
+
+
+def test_patching_twice():
+    model = tiny_model()
+    base = logits(model)
+    first = rope_patch.apply(model, "pi", factor=2)
+    with pytest.raises(PatchError, match=r"already patched with pi:factor=2: restore it, or pass replace=True"):
+        rope_patch.apply(model, "pi", factor=2)
+    interpolated = logits(model)
+    second = rope_patch.apply(model, "pi", factor=4, replace=True)
+    assert torch.allclose(second.after[None].inv_freq * 2, first.after[None].inv_freq)
+    with pytest.raises(PatchError, match="no longer in place"):
+        first.restore()
+    second.restore()
+    assert torch.equal(logits(model), interpolated)
+    with rope_patch.patched(model, "nope", replace=True):
+        pass
+    assert torch.equal(logits(model), interpolated)
+    rope_patch.restore(model)
+    assert torch.equal(logits(model), base)
+    with pytest.raises(PatchError, match="carries no patch record"):
+        rope_patch.restore(model)
+
+
+def test_pi_on_an_interpolated_checkpoint():
+    model = tiny_model(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    found = module_of(model).inv_freq.clone()
+    with pytest.raises(ValueError, match=r"already interpolated .*factor 2.0.*replace_scaling=True"):
+        rope_patch.apply(model, "pi", factor=2)
+    patch = rope_patch.apply(model, "pi", factor=4, replace_scaling=True)
+    assert torch.allclose(patch.after[None].inv_freq * 2, found)
+
+
+def test_double_precision():
+    far = torch.tensor([[1_000_003]])
+    model = tiny_model()
+    exact = (far[..., None].double() * find_rotary(model).module.inv_freq.double()).cos()
+    single = cos_sin(model, far)[0][..., :8]
+    with rope_patch.patched(model, "default", precision="float64"):
+        double = cos_sin(model, far)[0][..., :8]
+    assert (double - exact).abs().max() < 1e-7 < 1e-4 < (single - exact).abs().max()
+    with pytest.raises(ValueError, match="precision must be 'float32' or 'float64', got 'bf16'"):
+        rope_patch.apply(model, "default", precision="bf16")
+
+
+# --- what is found ---------------------------------------------------------------------------------------------------
+
+
+def test_stock_attributes_are_there():
+    model = tiny_model()
+    stock = module_of(model)
+    rope_patch.apply(model, "yarn")
+    ours = module_of(model)
+    assert ours.config is stock.config
+    assert ours.rope_type == "yarn"
+    assert ours.inv_freq.shape == stock.inv_freq.shape
+    assert ours.original_inv_freq.dtype == torch.float32
+    assert ours.attention_scaling == pytest.approx(1.13863, abs=1e-5)  # 0.1 ln 4 + 1
+    assert ours.max_seq_len_cached == stock.max_seq_len_cached
+    mixed = tiny_model("gemma3")
+    rope_patch.apply(mixed, "pi")
+    ours = module_of(mixed)
+    assert ours.rope_type == {"full_attention": "linear", "sliding_attention": "default"}
+    assert ours.full_attention_inv_freq[0] == 0.25
+    assert ours.sliding_attention_attention_scaling == 1.0
+    with pytest.raises(AttributeError):
+        _ = ours.inv_freq
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_table_is_repaired(dtype, caplog):
+    model = tiny_model().to(dtype)
+    exact = tiny_model().model.rotary_emb.inv_freq
+    assert not torch.equal(module_of(model).inv_freq.float(), exact)
+    assert f"rounded to {dtype} by a cast" in str(rope_patch.inspect(model))
+    patch = rope_patch.apply(model, "default")
+    assert torch.equal(patch.after[None].inv_freq, exact)
+
+
+def test_an_edited_table_is_taken_as_found_and_kept():
+    model = tiny_model()
+    with torch.no_grad():
+        module_of(model).inv_freq.mul_(0.5)
+    edited, before = module_of(model).inv_freq.clone(), logits(model)
+    assert "is not the table its config describes" in str(rope_patch.inspect(model))
+    patch = rope_patch.apply(model, "default")
+    assert torch.allclose(patch.after[None].inv_freq, edited, rtol=2e-7)
+    assert torch.allclose(logits(model), before, atol=1e-6)
+    assert model.config.rope_parameters["rope_type"] == "longrope"
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def test_dynamic_tables_are_refused_or_frozen():
+    model = tiny_model(rope_parameters=DYNAMIC)
+    assert "changes with the length during generation" in str(rope_patch.inspect(model))
+    with pytest.raises(ValueError, match=r"dynamic table \(rope_type 'dynamic'\).*Pass freeze_at=LENGTH"):
+        rope_patch.apply(model, "default")
+    reference, _ = ROPE_INIT_FUNCTIONS["dynamic"](model.config, seq_len=200)
+    patch = rope_patch.apply(model, "default", freeze_at=200)
+    assert torch.equal(patch.after[None].inv_freq, reference)
+    assert patch.after[None].rope_type == "default"
+    rope_patch.verify(model)
+    with pytest.raises(ValueError, match="freeze_at is for dynamic tables"):
+        rope_patch.apply(tiny_model(), "default", freeze_at=200)
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(64, 1.0), (65, 0.5)])
+def test_two_longrope_tables_are_frozen_at_one(length, wanted):
+    two = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "partial_rotary_factor": 1.0,
+    }
+    model = tiny_model("phi3", rope_parameters=two, max_position_embeddings=256)
+    with pytest.raises(ValueError, match="dynamic table"):
+        rope_patch.apply(model, "default")
+    patch = rope_patch.apply(model, "default", freeze_at=length)
+    assert patch.after[None].inv_freq[0] == wanted
+    # sqrt(1 + ln(256 / 64) / ln 64) = 1.1547
+    assert patch.after[None].attention_scaling == pytest.approx(1.154700, abs=1e-5)
+
+
+def test_models_without_a_table_of_this_kind():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32))
+    with pytest.raises(ValueError, match="found no rotary table in GPT2LMHeadModel: rope_patch needs a module with"):
+        rope_patch.apply(gpt2, "p_rope")
+    with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
+        rope_patch.apply(torch.nn.Linear(2, 2), "p_rope")
+
+
+def test_vision_and_multimodal_rotary_are_refused():
+    from transformers import Gemma4VisionConfig, Gemma4VisionModel, Qwen2VLTextConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = Gemma4VisionModel(Gemma4VisionConfig(**size, num_key_value_heads=4, head_dim=16))
+    text = Qwen2VLTextModel(
+        Qwen2VLTextConfig(
+            **size,
+            num_key_value_heads=4,
+            vocab_size=64,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        )
+    )
+    for model in (vision, text):
+        before = find_rotary(model).module
+        with pytest.raises(ValueError, match=f"{type(model).__name__} has a rotary embedding of another kind"):
+            rope_patch.apply(model, "p_rope")
+        assert find_rotary(model).module is before
+
+
+def test_text_decoder_of_a_multimodal_model():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(
+        text_config=CONFIGS["gemma3"].to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4
+    )
+    model = Gemma3ForConditionalGeneration(config).eval()
+    rope_patch.apply(model, "p_rope", p=0.5)
+    assert model.config.text_config.rope_parameters["full_attention"]["rope_type"] == "proportional"
+    assert model.config.text_config.rope_patch["method"]["p"] == 0.5
+    rope_patch.verify(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("p_rope",), {"p": 1.5}, r"p must be in \[0, 1\], got 1.5"),
+        (("p_rope",), {"p": float("nan")}, "p must be finite, got nan"),
+        (("pi",), {"factor": 0}, "factor must be > 0, got 0.0"),
+        (("pi",), {"factor": -2}, "factor must be > 0, got -2.0"),
+        (("table",), {"values": [1.0, 0.5]}, "values needs one number per pair: model.rotary_emb has 8, got 2"),
+        (("table",), {"values": [-1.0] * 8}, "frequencies must be >= 0 rad/token, got -1.0"),
+        (("prope",), {}, "unknown method 'prope'. Did you mean 'p_rope'?"),
+        (("p_rope",), {"P": 0.5}, "p_rope has no parameter 'P'. It takes: p"),
+        (("yarn",), {"facter": 2}, "yarn has no parameter 'facter'. Did you mean 'factor'?"),
+        (("yarn",), {"layer_types": ["full_attention"]}, "one table for all layers"),
+        (("yarn",), {"target_length": 0}, "target_length must be a whole number of tokens >= 1, got 0"),
+    ],
+)
+def test_bad_input_changes_nothing(arguments, options, message):
+    model = tiny_model()
+    stock, config = module_of(model), model.config.to_json_string()
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        rope_patch.apply(model, *arguments, **options)
+    assert module_of(model) is stock
+    assert model.config.to_json_string() == config
+
+
+def test_unknown_layer_type():
+    with pytest.raises(ValueError, match=r"no table for layer type 'global'\. Known: full_attention, slid"):
+        rope_patch.apply(tiny_model("gemma3"), "p_rope", layer_types=["global"])
+
+
+def test_atomic_when_the_swap_fails(monkeypatch):
+    model = tiny_model()
+    stock, config = module_of(model), model.config.to_json_string()
+
+    def boom(*_):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("rope_patch.surgery._write", boom)
+    with pytest.raises(RuntimeError, match="boom"):
+        rope_patch.apply(model, "p_rope")
+    monkeypatch.undo()
+    assert module_of(model) is stock
+    assert model.config.to_json_string() == config
+
+
+def test_verify_names_what_differs():
+    model = tiny_model()
+    with pytest.raises(PatchError, match="carries no patch record"):
+        rope_patch.verify(model)
+    patch = rope_patch.apply(model, "pi", factor=4)
+    rope_patch.verify(model)
+    model.config.rope_parameters["factor"] = 2.0
+    with pytest.raises(PatchError, match=r"config: \[all\] cos is off"):
+        rope_patch.verify(model)
+    model.config.rope_parameters["factor"] = 4.0
+    find_rotary(model).put(patch._state.site.module)
+    with pytest.raises(PatchError, match=r"in use: \[all\] cos is off by up to .*: pair \d turns \S+ rad/token"):
+        rope_patch.verify(model)

@@ -1,0 +1,331 @@
+"""The table in use is the one applied, whatever is done to the model: shown by calling the module."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from test_surgery import cos_sin, last_layer_type, method_for, module_of
+from tiny import ARCHITECTURES, ids, logits, tiny_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import rope_patch
+from rope_patch import METHODS, PatchError
+
+SOME = pytest.mark.parametrize(
+    ("family", "name"), [("llama", "yarn"), ("llama", "p_rope"), ("gemma3", "yarn"), ("gemma3", "truncated")]
+)
+FULL = pytest.mark.full
+PRODUCT = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
+
+
+def assert_table(model, patch):
+    """Call the module and compare with cos and sin computed here from the applied table."""
+    positions = torch.arange(0, 3000, 37)[None]
+    for kind, slot in patch.after.items():
+        cos, sin = cos_sin(model, positions, kind)
+        angles = positions[..., None].float() * slot.inv_freq
+        pairs = slot.pairs
+        for got, want in ((cos, angles.cos()), (sin, angles.sin())):
+            assert torch.equal(got[..., :pairs], want * slot.attention_scaling)
+            assert torch.equal(got[..., pairs:], got[..., :pairs])
+    assert rope_patch.verify(model) == patch.record
+
+
+def test_a_stock_table_does_not_survive():
+    """The control: the same cast changes a stock table."""
+    model = tiny_model()
+    positions = torch.arange(0, 3000, 37)[None]
+    before = cos_sin(model, positions)[0]
+    model.to(torch.bfloat16)
+    assert (cos_sin(model, positions)[0] - before).abs().max() > 0.1
+
+
+@SOME
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_casts(family, name, dtype):
+    model = tiny_model(family)
+    patch = rope_patch.apply(model, name)
+    assert_table(model.to(dtype), patch)
+    assert_table(model.half().float(), patch)
+
+
+@SOME
+def test_meta_to_empty_and_load(family, name):
+    model = tiny_model(family)
+    patch = rope_patch.apply(model, name)
+    wanted, weights = logits(model), copy.deepcopy(model.state_dict())
+    model.to("meta")
+    model.to_empty(device="cpu")
+    model.load_state_dict(weights)
+    model.tie_weights()
+    assert_table(model, patch)
+    embed_scale = getattr(model.model.embed_tokens, "scalar_embed_scale", None)
+    if embed_scale is not None:  # Gemma's own non-persistent buffer is lost on the way, as in stock models
+        model.model.embed_tokens.embed_scale.fill_(embed_scale)
+    assert torch.equal(logits(model), wanted)
+
+
+@SOME
+def test_built_on_meta(family, name):
+    with torch.device("meta"):
+        model = tiny_model(family)
+    patch = rope_patch.apply(model, name)
+    direct = rope_patch.apply(tiny_model(family), name)
+    assert patch.record == direct.record
+    model.to_empty(device="cpu")
+    assert_table(model, patch)
+
+
+@SOME
+def test_copies_and_pickles(family, name):
+    model = tiny_model(family)
+    patch = rope_patch.apply(model, name)
+    wanted = logits(model)
+    twin = copy.deepcopy(model)
+    assert_table(twin, patch)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other = tiny_model(family, seed=5)
+    assert list(torch.load(buffer)) == list(other.state_dict())  # a patch adds no key
+    buffer.seek(0)
+    other_patch = rope_patch.apply(other, name)
+    other.load_state_dict(torch.load(buffer))
+    assert_table(other, other_patch)
+    assert torch.equal(logits(other), wanted)
+    whole = io.BytesIO()
+    torch.save(model, whole)
+    whole.seek(0)
+    assert_table(torch.load(whole, weights_only=False), patch)
+    rope_patch.restore(twin)  # the copy is undone on its own
+    assert_table(model, patch)
+
+
+@SOME
+def test_reinitialised_weights(family, name):
+    model = tiny_model(family)
+    patch = rope_patch.apply(model, name)
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.init_weights()
+    model.apply(model._init_weights)
+    assert_table(model, patch)
+
+
+@pytest.fixture
+def one_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@SOME
+def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = tiny_model(family)
+    patch = rope_patch.apply(model, name)
+    wanted = logits(model)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert torch.allclose(logits(model), wanted, atol=1e-6)
+    assert_table(model, patch)
+    other = tiny_model(family)
+    rope_patch.apply(other, name)
+    fully_shard(other, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    other(ids(), use_cache=False).logits.sum().backward()
+    assert_table(other, patch)
+
+
+# --- under wrappers --------------------------------------------------------------------------------------------------
+
+
+def lora(model):
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("first", ["patch", "lora"])
+def test_under_peft(family, first):
+    model = tiny_model(family)
+    if first == "patch":
+        patch = rope_patch.apply(model, method_for(family, "yarn") if family != "phi3" else "yarn")
+        tuned = lora(model)
+    else:
+        tuned = lora(model)
+        patch = rope_patch.apply(tuned, method_for(family, "yarn"))
+    assert_table(tuned, patch)
+    changed = logits(tuned)
+    with tuned.disable_adapter():
+        assert not torch.equal(logits(tuned), changed)
+        assert_table(tuned, patch)
+    merged = tuned.merge_and_unload()
+    assert torch.allclose(logits(merged), changed, atol=1e-4)
+    assert_table(merged, patch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    "family", [f if f in ("llama", "gemma3") else pytest.param(f, marks=FULL) for f in ARCHITECTURES]
+)
+def test_quantized(tmp_path, family, bits):
+    tiny_model(family).save_pretrained(tmp_path)
+    config = (
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        if bits == 4
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
+    before = logits(model)
+    for method in (rope_patch.PRope(p=0.125), method_for(family, "yarn")):
+        with rope_patch.patched(model, method) as patch:
+            assert_table(model, patch)
+            assert not torch.equal(logits(model), before)
+    assert torch.equal(logits(model), before)
+    # bitsandbytes repacks 4-bit weights for inference at the first forward in eval mode: train a fresh model
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
+    patch = rope_patch.apply(fresh, method_for(family, "yarn"))
+    ready = lora(prepare_model_for_kbit_training(fresh, use_gradient_checkpointing=False))
+    assert_table(ready, patch)
+    ready.train()(ids(), labels=ids(), use_cache=False).loss.backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in ready.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_dispatched_over_devices(tmp_path, family):
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    spread = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map={**spread, "lm_head": "cpu"}, offload_folder=tmp_path / "off"
+    ).eval()
+    stock = module_of(model)
+    assert hasattr(stock, "_hf_hook")
+    before = logits(model)
+    with rope_patch.patched(model, "yarn") as patch:
+        assert module_of(model)._hf_hook is stock._hf_hook
+        plain = tiny_model(family)
+        rope_patch.apply(plain, "yarn")
+        assert torch.allclose(logits(model), logits(plain), atol=1e-6)
+        assert_table(model, patch)
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_implementations_agree(family, attention):
+    if family == "gemma2" and attention == "sdpa":
+        pytest.skip("transformers offers no sdpa for Gemma 2")
+    model = tiny_model(family, attention=attention)
+    rope_patch.apply(model, method_for(family, "yarn"))
+    default = tiny_model(family)
+    rope_patch.apply(default, method_for(family, "yarn"))
+    assert torch.allclose(logits(model), logits(default), atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_gradients_with_and_without_checkpointing(family):
+    def gradients(checkpointing, patched):
+        model = tiny_model(family).train()
+        if patched:
+            rope_patch.apply(model, method_for(family, "yarn"))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(ids(), labels=ids(), use_cache=False).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, checkpointed, stock = gradients(False, True), gradients(True, True), gradients(False, False)
+    for name in plain:
+        assert torch.allclose(plain[name], checkpointed[name], atol=1e-6), name
+    assert any(not torch.allclose(plain[name], stock[name]) for name in plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(f, n, marks=() if f in ("llama", "gemma3") and n in ("yarn", "p_rope") else FULL)
+        for f in ARCHITECTURES
+        for n in METHODS
+    ],
+)
+def test_compiled(family, name):
+    """One graph, no break, no recompilation with the length or from step to step."""
+    from torch._dynamo.testing import CompileCounter
+
+    model = tiny_model(family)
+    rope_patch.apply(model, method_for(family, name))
+    torch._dynamo.reset()
+    assert torch._dynamo.explain(model)(ids(), use_cache=False).graph_break_count == 0
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, dynamic=True)
+    for length in (20, 21, 33, 48):
+        assert torch.allclose(logits(compiled, ids(length)), logits(model, ids(length)), atol=1e-6)
+    stock_frames = frames_of_stock(family)
+    assert counter.frame_count <= stock_frames
+    rope_patch.verify(compiled)
+
+
+def frames_of_stock(family):
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(tiny_model(family), backend=counter, dynamic=True)
+    for length in (20, 21, 33, 48):
+        logits(compiled, ids(length))
+    return counter.frame_count
+
+
+@pytest.mark.slow
+def test_compiled_for_real_with_a_static_cache():
+    """Inductor, decoding step by step: the table is read inside the compiled graph."""
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(ids(10, 1), **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.model.rotary_emb, fullgraph=True)
+    positions = torch.arange(7)[None]
+    for got, want in zip(compiled(torch.zeros(1), positions), cos_sin(model, positions), strict=True):
+        assert torch.allclose(got, want, atol=1e-6)
+    assert torch.equal(model.generate(ids(10, 1), cache_implementation="static", **options), wanted)
+
+
+@FULL
+@PRODUCT
+def test_everything_survives_everything(family, name):
+    model = tiny_model(family)
+    patch = rope_patch.apply(model, method_for(family, name))
+    assert_table(model.to(torch.bfloat16), patch)
+    assert_table(copy.deepcopy(model).half(), patch)
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.init_weights()
+    assert_table(model, patch)
+    tuned = lora(model.float())
+    assert_table(tuned, patch)
+    assert_table(tuned.merge_and_unload(), patch)
+
+
+def test_losing_the_module_is_noticed():
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    model.model.rotary_emb = type(tiny_model().model.rotary_emb)(tiny_model().config)  # somebody rebuilds it
+    with pytest.raises(PatchError, match="in use"):
+        rope_patch.verify(model)
+
+
+def test_last_layer_type_helper():
+    assert (last_layer_type("llama"), last_layer_type("gemma4")) == (None, "full_attention")
