@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -47,6 +48,7 @@ def methods(as_json: Json = False) -> None:
     """List the methods, with their parameters and defaults."""
     from dataclasses import fields
 
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -59,7 +61,9 @@ def methods(as_json: Json = False) -> None:
     if as_json:
         _print_json([{"method": name, "defaults": METHODS[name]().to_dict(), "what": what} for name, _, what in rows])
         return
-    table = Table("method", "parameters", "what it does", title="Methods: NAME[:key=value…], chained with +")
+    table = Table(
+        "method", "parameters", "what it does", box=box.SIMPLE_HEAD, caption="NAME[:key=value…], chained with +"
+    )
     for name, parameters, what in rows:
         table.add_row(name, "\n".join(parameters), what.replace("``", ""))
     Console().print(table)
@@ -191,6 +195,62 @@ def copy(
     print(f"copied to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-demo"),
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="llama or gemma3; both by default.", show_default=False)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Three methods, few prompts: under a minute.")] = False,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda …")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the passkey prompts.")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads; more only help on an idle machine.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Compare every method at 4x the trained context on the bundled checkpoints; save and reload the best."""
+    import torch
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from tqdm import tqdm
+
+    from rope_patch import demo as bundled
+
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in types:
+        raise ValueError(f"dtype must be one of {', '.join(types)}, got {dtype!r}")
+    for name in shape or ():
+        if name not in bundled.SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(bundled.SHAPES)}, got {name!r}")
+    torch.set_num_threads(threads)
+    results = []
+    for name in shape or bundled.SHAPES:
+        with tqdm(total=bundled.tokens_to_read(quick), unit="tok", unit_scale=True, desc=name) as bar:
+
+            def told(method: str, tokens: int, bar: Any = bar) -> None:
+                bar.set_postfix_str(method, refresh=False)
+                bar.update(tokens)
+
+            options: dict[str, Any] = {"quick": quick, "device": device, "dtype": types[dtype], "seed": seed}
+            shown = bundled.run(name, output, **options, progress=told)
+        results.append(shown)
+        if as_json:
+            continue
+        header, rows = bundled.table_rows(shown.comparison)
+        title = f"{name}: trained at {shown.comparison.trained_length} tokens, zero-shot"
+        table = Table(*header, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+        best = shown.comparison.best().method
+        for row in rows:
+            table.add_row(*row, style="bold green" if row[0] == best else "")
+        Console(width=None if sys.stdout.isatty() else 140).print(table)
+        print(f"best: {best}, saved to {shown.saved}")
+        print("reloaded by plain transformers in a process without rope_patch: logits equal, bit for bit")
+        print(f"figures: {', '.join(map(str, shown.figures))}\n")
+    if as_json:
+        _print_json({r.shape: json.loads(r.comparison.to_json()) | {"saved": str(r.saved)} for r in results})
+
+
 def _say(name: str) -> None:
     print(f"copying {name}", file=sys.stderr)
 
@@ -201,6 +261,7 @@ def _print_json(data: Any) -> None:
 
 def main() -> None:
     """Run the command; errors of the user's making are one line on stderr."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports missing kernels that no command uses
     try:
         app()
     except KeyboardInterrupt:
@@ -213,3 +274,7 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -151,5 +151,5 @@ def _write(
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
                 progress(path.name)
-                shutil.copy2(path, folder / path.name)
+                shutil.copyfile(path, folder / path.name)
         model.config.save_pretrained(folder)

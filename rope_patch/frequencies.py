@@ -62,6 +62,15 @@ def _check_rotary_dim(rotary_dim: int) -> None:
         raise ValueError(f"rotary_dim must be even and positive (features rotate in pairs), got {rotary_dim}")
 
 
+def table_of(values: Sequence[float]) -> Table:
+    """Return numbers as a table: float32 on the CPU, whatever torch's default dtype and device are.
+
+    >>> table_of([1.0, 0.5]).dtype
+    torch.float32
+    """
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
 def is_geometric(inv_freq: Table, rope_theta: float) -> bool:
     """Tell whether a table is plain RoPE of that base, up to float32 rounding (relative 1e-6).
 
@@ -125,7 +134,10 @@ def ntk_theta(rope_theta: float, factor: float, rotary_dim: int) -> float:
     """
     if rotary_dim < 4:
         raise ValueError(f"NTK scaling needs rotary_dim >= 4, got {rotary_dim}")
-    return rope_theta * math.pow(factor, rotary_dim / (rotary_dim - 2))
+    try:
+        return rope_theta * math.pow(factor, rotary_dim / (rotary_dim - 2))
+    except OverflowError:
+        raise ValueError(f"factor {factor} is too large for NTK scaling") from None
 
 
 def yarn_scaling(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
@@ -158,8 +170,8 @@ def yarn(
 
     Pairs that turn more than ``beta_fast`` times within ``context`` keep their frequency, pairs that turn less than
     ``beta_slow`` times are divided by ``factor``, and a ramp joins the two. *Source*: YaRN, arXiv:2309.00071, sec. 3.2.
-    The ramp is transformers': linear in the pair *index*, where the paper's is linear in turns; the two tables differ
-    by up to 1.7 times in the middle.
+    The ramp is transformers', linear in the pair *index*, where the paper's is linear in turns: in the middle the two
+    tables differ by up to 1.7 times at factor 4, and more at larger factors.
 
     Args:
         rope_theta: base of the unscaled table.
@@ -207,9 +219,7 @@ def longrope(rope_theta: float, factors: Sequence[float]) -> Table:
     >>> longrope(10000.0, [1.0, 2.0, 1e39]).tolist()
     [1.0, 0.02320794202387333, 0.0]
     """
-    return 1.0 / (
-        torch.tensor(factors, dtype=torch.float32, device="cpu") * _position_base(rope_theta, 2 * len(factors))
-    )
+    return 1.0 / (table_of(factors) * _position_base(rope_theta, 2 * len(factors)))
 
 
 def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
@@ -224,13 +234,13 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
     guess = (1.0 / (wanted.double() * base.double())).float()
     candidates = [guess]
     up = down = guess
-    for _ in range(3):
+    for _ in range(2):
         up = torch.nextafter(up, torch.full_like(up, math.inf))
         down = torch.nextafter(down, torch.zeros_like(down))
         candidates += [up, down]
     factors = torch.stack(candidates)
     miss = (1.0 / (factors * base) - wanted).abs().double()
-    best = factors[miss.argmin(dim=0), torch.arange(len(wanted))]
+    best = factors[miss.argmin(dim=0), torch.arange(len(wanted), device="cpu")]
     return [
         STILL_FACTOR if rests else value for value, rests in zip(best.tolist(), still(wanted).tolist(), strict=True)
     ]
@@ -275,6 +285,7 @@ def granularity_bounds(inv_freq: Table, x: Float[Tensor, " features"]) -> tuple[
     ``d min(x^2) / ||x||^2`` and ``d max(x^2) / ||x||^2`` times the mean sine, ``d = 2 pairs``. The paper's printed
     bounds lose a factor 2, since each pair holds two squares.
     """
+    _check_features(x, len(inv_freq))
     squares = x.double().square()
     mean = granularity(inv_freq)
     scale = len(x) / squares.sum()
@@ -292,8 +303,10 @@ def granularity_limit(rope_theta: float, *, factor: float = 1.0, beta: float = 1
     >>> [round(granularity_limit(1e4, **k), 5) for k in ({}, {"factor": 4.0}, {"beta": 50.0})]
     [0.10271, 0.02705, 0.0721]
     """
+    if factor <= 0:
+        raise ValueError(f"factor must be > 0, got {factor}")
     base, fastest = rope_theta * beta, 1.0 / factor
-    if base <= 1 or not 0 < fastest <= 8:
+    if base <= 1 or fastest > 8:
         raise ValueError(f"needs rope_theta * beta > 1 and factor >= 1/8, got {rope_theta} * {beta} and {factor}")
     return (_sine_integral(fastest) - _sine_integral(fastest / base)) / math.log(base)
 
@@ -327,8 +340,14 @@ def offset_angle_bound(inv_freq: Table, context: int) -> Table:
     return math.pi + context * settle(inv_freq) / 2
 
 
-def _pair_shares(x: Float[Tensor, " features"], pairs: int) -> Float[Tensor, " pairs"]:
+def _check_features(x: Float[Tensor, " features"], pairs: int) -> None:
     if len(x) != 2 * pairs:
         raise ValueError(f"x must hold 2 features per pair: expected {2 * pairs}, got {len(x)}")
+    if not bool(x.any()):
+        raise ValueError("x is zero: it has no direction to compare")
+
+
+def _pair_shares(x: Float[Tensor, " features"], pairs: int) -> Float[Tensor, " pairs"]:
+    _check_features(x, pairs)
     squares = x.double().square()
     return (squares[:pairs] + squares[pairs:]) / squares.sum()

@@ -51,6 +51,7 @@ def _needs_plain(slot: RotarySlot, method: Method, replace_scaling: bool) -> Non
         )
 
 
+@dataclass(frozen=True)
 class Default(Method, name="default"):
     """The table as found, unchanged: the identity, bit for bit, on every checkpoint."""
 
@@ -59,6 +60,7 @@ class Default(Method, name="default"):
         return slot
 
 
+@dataclass(frozen=True)
 class NoPE(Method, name="nope"):
     """No rotation at all: p-RoPE with p = 0.
 
@@ -135,7 +137,7 @@ class Partial(Method, name="partial"):
         """Recompute the first pairs over the smaller dimension."""
         _needs_plain(slot, self, self.replace_scaling)
         kept = int(self.p * slot.rotary_dim // 2)
-        table = torch.zeros(slot.pairs)
+        table = torch.zeros_like(slot.inv_freq)
         if kept:
             table[:kept] = frequencies.geometric(slot.rope_theta, 2 * kept)
         plain = {"rope_type": "default", "rope_theta": slot.rope_theta}
@@ -231,9 +233,9 @@ class Yarn(Method, name="yarn"):
     """YaRN: fast pairs kept, slow pairs interpolated, a ramp between; cos and sin scaled by ``0.1 ln(factor) + 1``.
 
     *Source*: Peng et al., arXiv:2309.00071. The ramp is transformers', linear in the pair index (the paper's is linear
-    in turns; tables differ up to 1.7 times). ``attention_factor`` overrides the scaling; ``mscale`` and
-    ``mscale_all_dim`` together give DeepSeek's ratio. The scaling multiplies *every* pair, so in a chain with p-RoPE
-    the logits of the still pairs grow by its square.
+    in turns; the tables differ by up to 1.7 times at factor 4, more at larger ones). ``attention_factor`` overrides the
+    scaling; ``mscale`` and ``mscale_all_dim`` together give DeepSeek's ratio. The scaling multiplies *every* pair, so
+    in a chain with p-RoPE the logits of the still pairs grow by its square.
     """
 
     factor: float = 4.0
@@ -362,7 +364,7 @@ class LongRope(Method, name="longrope"):
             return slot.becomes(
                 frequencies.longrope(slot.rope_theta, factors), spelling=native, attention_scaling=scaling
             )
-        return slot.becomes(slot.inv_freq / torch.tensor(factors), attention_scaling=scaling)
+        return slot.becomes(slot.inv_freq / frequencies.table_of(factors), attention_scaling=scaling)
 
 
 def longrope_spelling(factors: Sequence[float], slot: RotarySlot, *, attention_scaling: float) -> dict[str, Any]:
@@ -456,7 +458,7 @@ class Table(Method, name="table"):
         table = slot.inv_freq
         if self.values is not None:
             _same_length("values", self.values, slot)
-            table = torch.tensor(self.values, dtype=torch.float32)
+            table = frequencies.table_of(self.values)
         return slot.becomes(table, attention_scaling=self.attention_scaling)
 
 

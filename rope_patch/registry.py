@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,9 @@ class Method:
         """Register the class under ``name``."""
         super().__init_subclass__(**kwargs)
         if name:
+            known = METHODS.get(name)
+            if known is not None and known.__qualname__ != cls.__qualname__:  # a cell that is run again is fine
+                raise ValueError(f"the method name {name!r} is taken by {known.__qualname__}")
             cls.name = name
             METHODS[name] = cls
 
@@ -74,6 +78,8 @@ class Chain(Method):
     name: ClassVar[str] = "chain"
 
     def __post_init__(self) -> None:
+        flat = tuple(inner for step in self.steps for inner in (step.steps if isinstance(step, Chain) else (step,)))
+        object.__setattr__(self, "steps", flat)
         if len(self.steps) < 2:
             raise ValueError(f"a chain needs at least two methods, got {len(self.steps)}")
 
@@ -92,7 +98,7 @@ class Chain(Method):
         return "+".join(map(str, self.steps))
 
 
-MethodLike = str | Method | Mapping[str, Any] | Sequence["str | Method | Mapping[str, Any]"]
+MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
 
 
 def parse(text: str) -> Method:
@@ -104,7 +110,7 @@ def parse(text: str) -> Method:
     >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
     'abf:rope_theta=500000+p_rope:p=0.5'
     """
-    steps = [_parse_one(part) for part in text.split("+")]
+    steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # 1e+20 is one number
     return steps[0] if len(steps) == 1 else Chain(tuple(steps))
 
 
@@ -121,7 +127,7 @@ def _parse_one(text: str) -> Method:
     return create(name, **params)
 
 
-def create(name: str, **params: Any) -> Method:
+def create(name: str, /, **params: Any) -> Method:
     """Return the method ``name`` with ``params``; strings are converted to each field's type.
 
     Raises:
@@ -156,7 +162,7 @@ def from_dict(data: Mapping[str, Any]) -> Method:
     steps = params.pop("steps", ())
     if params:
         raise ValueError(f"a chain has no parameter {next(iter(params))!r}. It takes: steps")
-    return Chain(tuple(from_dict(step) for step in steps))
+    return Chain(tuple(as_method(step) for step in steps))
 
 
 def as_method(method: MethodLike, **params: Any) -> Method:
@@ -174,11 +180,8 @@ def as_method(method: MethodLike, **params: Any) -> Method:
     if isinstance(method, Mapping):
         return from_dict(method)
     if isinstance(method, Sequence) and method:
-        steps: list[Method] = []
-        for item in method:
-            step = as_method(item)
-            steps += step.steps if isinstance(step, Chain) else (step,)
-        return steps[0] if len(steps) == 1 else Chain(tuple(steps))
+        steps = tuple(as_method(item) for item in method)
+        return steps[0] if len(steps) == 1 else Chain(steps)
     raise TypeError(f"expected a method's name, object, dict, or a non-empty sequence of them, got {method!r}")
 
 
@@ -202,34 +205,41 @@ def field_help(f: Field[Any]) -> str:
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
     """Convert to the declared field type: float, int, bool, a tuple of floats, each possibly with None."""
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    options = typing.get_args(kind) if union else (kind,)
     if type(None) in options:
         if value is None or value == "none":
             return None
         kind = next(option for option in options if option is not type(None))
+    if kind is bool:
+        words = {"true": True, "false": False}
+        if str(value).lower() not in words:
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        return words[str(value).lower()]
+    if kind in (int, float):
+        return _number(name, value, kind)
+    items = value.split("/") if isinstance(value, str) else value
+    if not isinstance(items, Iterable):
+        raise ValueError(f"{name} must be numbers joined by '/', got {value!r}")
+    numbers = tuple(_number(name, item, float) for item in items)
+    if not numbers:
+        raise ValueError(f"{name} must not be empty")
+    return numbers
+
+
+def _number(name: str, value: Any, kind: type) -> float | int:
+    wanted = "a whole number" if kind is int else "a number"
     try:
-        if kind is bool:
-            if isinstance(value, bool):
-                return value
-            return {"true": True, "false": False}[str(value).lower()]
         if isinstance(value, bool):
             raise ValueError
-        if kind is int:
-            number = float(value)
-            if not number.is_integer():
-                raise ValueError
-            return int(number)
-        if kind is float:
-            number = float(value)
-        else:
-            items = value.split("/") if isinstance(value, str) else value
-            return tuple(_convert(name, item, float) for item in items)
-    except (ValueError, TypeError, KeyError, OverflowError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "numbers joined by '/'")
+        number = float(value)
+    except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{name} must be {wanted}, got {value!r}") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value}")
-    return number
+    if kind is int and not number.is_integer():
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return int(number) if kind is int else number
 
 
 def _spell(value: Any) -> str:

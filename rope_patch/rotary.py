@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,11 +103,16 @@ class RotarySlot:
             spelling: native ``rope_parameters`` for it, without ``other_keys``; None where transformers has none.
             attention_scaling: new factor on cos and sin; by default the present one.
         """
+        scaling = self.attention_scaling if attention_scaling is None else attention_scaling
+        if not bool(torch.isfinite(inv_freq).all()) or bool((inv_freq < 0).any()):
+            raise ValueError(f"the table of {self.path} would hold infinite, NaN or negative frequencies")
+        if not (math.isfinite(scaling) and scaling > 0):
+            raise ValueError(f"attention_scaling must be a finite number > 0, got {scaling}")
         native = None if spelling is None else {**self.other_keys, **spelling}
         return replace(
             self,
             inv_freq=settle(inv_freq),
-            attention_scaling=self.attention_scaling if attention_scaling is None else attention_scaling,
+            attention_scaling=scaling,
             rope_theta=float(spelling["rope_theta"]) if spelling is not None else self.rope_theta,
             rope_type=str(spelling["rope_type"]) if spelling is not None else "custom",
             rope_parameters=native,
@@ -201,11 +207,11 @@ class RotaryTable(nn.Module):
             layer_type: which table, on models that have several.
         """
         angles = position_ids[..., None].to(self._angle_dtype) * self.table(layer_type, x.device)
+        angles = torch.cat((angles, angles), dim=-1)
         cos, sin, scaling = angles.cos(), angles.sin(), self._scaling[layer_type]
         if scaling != 1.0:
             cos, sin = cos * scaling, sin * scaling
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        return cos.to(x.dtype), sin.to(x.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -242,7 +242,7 @@ _PROBES = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
 
 def call_rotary(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin: (1, positions, rotary_dim) float32 each, from a stock module or ours."""
-    x = torch.zeros(1, device=positions.device)
+    x = torch.zeros(1, dtype=torch.float32, device=positions.device)
     cos, sin = module(x, positions) if kind is None else module(x, positions, layer_type=kind)
     return cos, sin
 

@@ -27,6 +27,7 @@ from rope_patch.sites import (
     settings_of,
 )
 from rope_patch.spelling import spell
+from rope_patch.verification import measure
 
 logger = hf_logging.get_logger("rope_patch")
 
@@ -140,9 +141,8 @@ def apply(
     if target_length is not None and (not isinstance(target_length, int) or target_length < 1):
         raise ValueError(f"target_length must be a whole number of tokens >= 1, got {target_length!r}")
     site = find_rotary(model)
-    if not replace and (isinstance(site.module, RotaryTable) or site.record is not None):
-        old = site.record.to_method() if site.record else "?"
-        raise PatchError(f"{type(site.model).__name__} is already patched with {old}: restore it, or pass replace=True")
+    if not replace:
+        _refuse_a_second_patch(site)
     before, remarks = read_slots(site, freeze_at=freeze_at)
     chosen = _choose(before, layer_types)
     stock, base_config = base_of(site)
@@ -175,6 +175,18 @@ def apply(
     for kind in after:  # before any compiler looks at the module
         module.table(kind, device_of(site.model))
     return Patch(wanted, before, after, record, module, state)
+
+
+def _refuse_a_second_patch(site: RotarySite) -> None:
+    record, name = site.record, type(site.model).__name__
+    if record is None:
+        return
+    if not isinstance(site.module, RotaryTable) and measure(site.module, record.tables, device_of(site.model)):
+        raise PatchError(
+            f"the config of this {name} says it is patched with {record.to_method()}, but it does not use that table. "
+            "Models built from one config object share it: give each its own copy (or pass replace=True here)"
+        )
+    raise PatchError(f"{name} is already patched with {record.to_method()}: restore it, or pass replace=True")
 
 
 def _choose(slots: Slots, layer_types: Sequence[str] | None) -> tuple[str | None, ...]:

@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from rope_patch import frequencies
 from rope_patch.frequencies import fingerprint, geometric, granularity, settle, still
 
-# (rotary_dim, rope_theta): even, odd and non-power-of-two numbers of pairs; bases of Llama 2, Llama 3, Qwen and none
-SHAPES = [(8, 1e4), (64, 1e4), (128, 5e5), (96, 1e6), (6, 1234.5), (256, 1e4), (2, 1e4)]
+# (rotary_dim, rope_theta): even, odd and single pairs, dimensions and bases of Gemma, Llama 3 and Qwen
+SHAPES = [(256, 1e4), (128, 5e5), (96, 1e6), (6, 1234.5), (2, 1e4)]
 
 
 def stock(rope_type: str, rotary_dim: int, rope_theta: float, *, context: int = 4096, **parameters: Any) -> Any:
@@ -163,6 +163,8 @@ YARNS: dict[str, dict[str, Any]] = {
     "large factor": {"factor": 32.0},
     "narrow ramp": {"factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0},
     "wide ramp": {"factor": 8.0, "beta_fast": 500.0, "beta_slow": 0.05},
+    # Pair 0 turns 10.186 times in 64 tokens: the ramp's upper end is rounded up to pair 0, its lower one clamped there.
+    "ramp of no width": {"factor": 8.0, "beta_fast": 500.0, "beta_slow": 10.2},
     "not truncated": {"factor": 4.0, "truncate": False},
     "not truncated, narrow": {"factor": 40.0, "beta_fast": 1.5, "beta_slow": 1.25, "truncate": False},
 }
@@ -293,7 +295,7 @@ resting = st.just(0.0) | st.floats(0, 2**-67, width=32)
 any_table = st.lists(turning | resting, min_size=1, max_size=48).map(torch.tensor)
 
 
-@settings(deadline=None, database=None, max_examples=150)
+@settings(deadline=None, database=None, max_examples=60)
 @given(any_table, st.floats(2, 1e7) | st.sampled_from([1e4, 5e5, 1e6]))
 @example(torch.tensor([0.0, 1e-32, 9e-21, 1e-19, 1.0]), 1e4)
 def test_any_table_survives_a_config(table: Tensor, rope_theta: float) -> None:
@@ -384,7 +386,13 @@ def test_sine_integral_over_its_whole_range(factor: float, base: float) -> None:
     assert frequencies.granularity_limit(base, factor=factor) == pytest.approx(si_limit(1 / factor, base), rel=1e-11)
 
 
-@pytest.mark.parametrize("options", [{"factor": 0.1}, {"factor": -1.0}, {"beta": 1e-4}, {"beta": 1e-5}])
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_granularity_limit_needs_a_positive_factor(factor: float) -> None:
+    with pytest.raises(ValueError, match=f"factor must be > 0, got {factor}"):
+        frequencies.granularity_limit(1e4, factor=factor)
+
+
+@pytest.mark.parametrize("options", [{"factor": 0.1}, {"beta": 1e-4}, {"beta": 1e-5}])
 def test_granularity_limit_outside_its_range(options: dict[str, float]) -> None:
     beta, factor = options.get("beta", 1.0), options.get("factor", 1.0)
     message = rf"needs rope_theta \* beta > 1 and factor >= 1/8, got 10000.0 \* {beta} and {factor}"
@@ -502,3 +510,18 @@ def test_offset_bounds_need_a_context(context: int) -> None:
         frequencies.offset_frequency_bound(context)
     with pytest.raises(ValueError, match=f"context must be positive, got {context}"):
         frequencies.offset_angle_bound(geometric(1e4, 8), context)
+
+
+# --- once defects -----------------------------------------------------------------------------------------------------
+
+
+def test_longrope_factors_on_another_ambient_device() -> None:
+    table = geometric(777.0, 34)
+    with torch.device("meta"):
+        factors = frequencies.longrope_factors(table, 777.0)
+    assert factors == frequencies.longrope_factors(table, 777.0)
+
+
+def test_granularity_bounds_check_the_length_of_x() -> None:
+    with pytest.raises(ValueError, match="x must hold 2 features per pair: expected 8, got 7"):
+        frequencies.granularity_bounds(geometric(1e4, 8), torch.ones(7))

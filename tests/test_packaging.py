@@ -131,3 +131,10 @@ def test_a_bare_install_needs_no_extra(installed: Path, tmp_path: Path) -> None:
     hide = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"  # None there makes `import` fail
     use = "import rope_patch, rope_patch.cli; [getattr(rope_patch, name) for name in rope_patch.__all__]"
     run(installed / "python", "-c", f"{hide}; {use}", cwd=tmp_path)
+
+
+def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    printed = run_quick_demo(installed, tmp_path / "out")
+    assert "logits equal, bit for bit" in printed
+    for name in ("llama.json", "llama-perplexity.png", "gemma3-wavelengths.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 1000

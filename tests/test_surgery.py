@@ -272,6 +272,16 @@ def test_patching_twice():
         rope_patch.restore(model)
 
 
+def test_models_that_share_a_config_object():
+    first = tiny_model()
+    second = type(first)(first.config)
+    rope_patch.apply(first, "pi", factor=2)
+    with pytest.raises(PatchError, match="says it is patched with pi:factor=2, but it does not use that table"):
+        rope_patch.apply(second, "pi", factor=2)
+    with pytest.raises(PatchError, match="in use"):
+        rope_patch.verify(second)
+
+
 def test_pi_on_an_interpolated_checkpoint():
     model = tiny_model(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     found = module_of(model).inv_freq.clone()
@@ -291,6 +301,37 @@ def test_double_precision():
     assert (double - exact).abs().max() < 1e-7 < 1e-4 < (single - exact).abs().max()
     with pytest.raises(ValueError, match="precision must be 'float32' or 'float64', got 'bf16'"):
         rope_patch.apply(model, "default", precision="bf16")
+
+
+@pytest.mark.parametrize("name", ["p_rope", "partial", "truncated", "longrope", "table"])
+def test_ambient_dtype_and_device_play_no_part(name):
+    wanted = rope_patch.apply(tiny_model(), name).record
+    model = tiny_model()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert rope_patch.apply(model, name).record == wanted
+    finally:
+        torch.set_default_dtype(torch.float32)
+    other = tiny_model()
+    with torch.device("meta"):
+        assert rope_patch.apply(other, name).record == wanted
+    rope_patch.verify(other)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("pi:factor=1e-39", "would hold infinite, NaN or negative frequencies"),
+        ("table:values=1e39/1/1/1/1/1/1/1", "would hold infinite, NaN or negative frequencies"),
+        ("yarn:factor=1000000000:mscale=-3:mscale_all_dim=1", "attention_scaling must be a finite number > 0, got -"),
+    ],
+)
+def test_tables_that_cannot_be_used(method, message):
+    model = tiny_model()
+    stock = module_of(model)
+    with pytest.raises(ValueError, match=message):
+        rope_patch.apply(model, method)
+    assert module_of(model) is stock
 
 
 # --- what is found ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,341 @@
+"""Train a reference checkpoint: a 2M-parameter model that reads 256 tokens and can copy and retrieve.
+
+    python recipes/pretrain_reference.py llama -o out/llama          # about 15 minutes on one CPU core
+    python recipes/pretrain_reference.py gemma3 -o out/gemma3 --device cuda
+
+Text alone does not teach a model of this size to retrieve in so few tokens; this curriculum does. Stages: text; then
+short windows of repeated random strings and passkeys until copying appears, which is sudden; then longer windows with
+more text. Only `builtin_text("train")` is read (and `--text`), never the held-out or haystack splits. At the end the
+model is measured on those, and the folder gets the weights in bfloat16, the tokenizer and a model card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.retrieval import passkey_prompt, retrieval
+from rope_patch.evaluation.text import builtin_text
+
+VOCABULARY = 1024
+LENGTH = 256
+BOS, EOS, PAD = 0, 1, 2
+ANSWER_WEIGHT = 5.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the curriculum: window length, tokens to see, and shares of text, repeats and passkeys."""
+
+    name: str
+    length: int
+    tokens: int
+    text: float
+    repeat: float
+    until_copying: bool = False
+    decay: bool = False
+
+
+CURRICULUM = (
+    Stage("text", 128, 2_000_000, 1.0, 0.0),
+    Stage("copying", 64, 2_500_000, 0.1, 0.7, until_copying=True),
+    Stage("longer", 128, 700_000, 0.3, 0.5),
+    Stage("full", LENGTH, 2_600_000, 0.6, 0.35, decay=True),
+)
+
+
+def build_model(shape: str) -> PreTrainedModel:
+    """Return a fresh model: `llama`, or `gemma3` with alternating sliding and full layers."""
+    common = {
+        "vocab_size": VOCABULARY,
+        "head_dim": 32,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": True,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    if shape == "llama":
+        return LlamaForCausalLM(
+            LlamaConfig(
+                **common,
+                hidden_size=192,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=6,
+                num_key_value_heads=6,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            )
+        )
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **common,
+            hidden_size=160,
+            intermediate_size=448,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            query_pre_attn_scalar=32,
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            rope_parameters={"sliding_attention": dict(plain), "full_attention": dict(plain)},
+        )
+    )
+
+
+def train_tokenizer(documents: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE of 1024 tokens in which every digit is a token of its own."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<bos>", "<eos>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(documents, trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", model_max_length=LENGTH
+    )
+
+
+class Sampler:
+    """Rows of token ids with a weight per token: how much its prediction counts in the loss."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stream: list[int], rng: random.Random) -> None:
+        self.tokenizer, self.stream, self.rng = tokenizer, stream, rng
+        self.digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
+
+    def row(self, stage: Stage) -> tuple[list[int], list[float]]:
+        """Return a row of the stage's mixture: (length,) ids and weights."""
+        kind = self.rng.random()
+        if kind < stage.text:
+            first = self.rng.randrange(len(self.stream) - stage.length)
+            return [BOS, *self.stream[first : first + stage.length - 1]], [1.0] * stage.length
+        if kind < stage.text + stage.repeat:
+            return self.repeated(stage.length, self.rng.randint(4, (stage.length - 1) // 2))
+        prompt = passkey_prompt(self.tokenizer, self.stream, stage.length, self.rng.random(), self.rng)
+        weights = [1.0] * (stage.length - prompt.answer) + [ANSWER_WEIGHT] * prompt.answer
+        return list(prompt.ids), weights
+
+    def repeated(self, length: int, size: int) -> tuple[list[int], list[float]]:
+        """Return a random string said again and again; what counts is every copy after the first."""
+        letters = self.digits if self.rng.random() < 0.5 else range(PAD + 1, VOCABULARY)
+        string = [self.rng.choice(letters) for _ in range(size)]
+        ids = [BOS, *(string * (length // size + 1))][:length]
+        return ids, [0.0 if i < 1 + size else 1.0 for i in range(length)]
+
+    def batch(self, stage: Stage, rows: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and weights: (rows, length) each."""
+        ids, weights = zip(*(self.row(stage) for _ in range(rows)), strict=True)
+        return torch.tensor(ids, device=device), torch.tensor(weights, device=device)
+
+
+def steps(stage: Stage, tokens_per_step: int) -> int:
+    """Return the optimizer steps of a stage."""
+    return max(1, stage.tokens // tokens_per_step)
+
+
+def train(model: PreTrainedModel, sampler: Sampler, options: argparse.Namespace) -> list[dict[str, float | str]]:
+    """Run the curriculum; returns what was logged."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(0.9, 0.95),
+    )
+    log: list[dict[str, float | str]] = []
+    seen = 0
+    model.train()
+    for stage in CURRICULUM:
+        rows = options.tokens_per_step // stage.length
+        total = max(1, int(steps(stage, options.tokens_per_step) * options.scale))
+        copying = 0.0
+        bar = tqdm(range(total), desc=f"{stage.name:8s}", mininterval=2)
+        for step in bar:
+            warm = min(1.0, (seen / options.tokens_per_step + 1) / 50)
+            rate = options.lr * warm * (max(0.02, 1 - step / total) if stage.decay else 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            ids, weights = sampler.batch(stage, rows, options.device)
+            with torch.autocast(options.device, torch.bfloat16):
+                logits = model(ids, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
+            )
+            counts = weights[:, 1:].flatten()
+            mean = (loss * counts).sum() / counts.sum()
+            mean.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            seen += ids.numel()
+            if step % 25 == 24 or step == total - 1:
+                if stage.repeat:
+                    copying = copy_accuracy(model, sampler, stage.length, 16, options.device)
+                bar.set_postfix(loss=f"{mean.item():.2f}", copying=f"{copying:.2f}", tokens=f"{seen / 1e6:.1f}M")
+                log.append(
+                    {"stage": stage.name, "tokens": seen, "loss": round(mean.item(), 4), "copying": round(copying, 4)}
+                )
+                if stage.until_copying and copying > 0.95:
+                    break
+    return log
+
+
+@torch.no_grad()
+def copy_accuracy(model: PreTrainedModel, sampler: Sampler, length: int, rows: int, device: str) -> float:
+    """Return how often the second half of a row that says a random string twice is predicted right."""
+    size = (length - 1) // 2
+    ids = torch.tensor([sampler.repeated(length, size)[0] for _ in range(rows)], device=device)
+    training = model.training
+    model.eval()
+    with torch.autocast(device, torch.bfloat16):
+        predicted = model(ids, use_cache=False).logits[:, :-1].argmax(-1)
+    model.train(training)
+    right = predicted == ids[:, 1:]
+    return float(right[:, size + 1 :].float().mean())  # from the second token of the second copy on
+
+
+def measure(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace
+) -> dict[str, object]:
+    """Measure the finished model on the splits it never saw."""
+    model.eval()
+    stream = tokenizer(builtin_text("heldout").text, add_special_tokens=False, verbose=False)["input_ids"]
+    rows = torch.tensor([[BOS, *stream[i : i + 1023]] for i in range(0, len(stream) - 1023, 1023)][:40])
+    text = perplexity(model, rows, buckets=(0, 256, 512, 1024))
+    found = retrieval(
+        model,
+        tokenizer,
+        lengths=(256, 512, 1024),
+        depths=[i / 9 for i in range(10)],
+        samples=options.prompts // 10,
+        seed=options.seed + 1000,
+    )
+    fresh = Sampler(tokenizer, stream, random.Random(options.seed + 1000))
+    return {
+        "copy_accuracy_256": round(copy_accuracy(model, fresh, LENGTH, 64, options.device), 4),
+        "passkey": {str(n): round(found.accuracy(n), 4) for n in (256, 512, 1024)},
+        "passkey_prompts_per_length": options.prompts // 10 * 10,
+        "heldout_perplexity": {f"{b.start}-{b.stop}": round(b.perplexity, 3) for b in text.buckets},
+        "heldout_tokens": text.tokens,
+    }
+
+
+def card(
+    shape: str, command: str, figures: dict[str, object], parameters: int, seconds: float, tokens: int, seed: int
+) -> str:
+    """Return the model card."""
+    corpus = builtin_text("train")
+    return f"""---
+license: apache-2.0
+library_name: transformers
+---
+# Reference checkpoint: {shape}
+
+A {parameters / 1e6:.2f}M-parameter model with a trained context of {LENGTH} tokens, small enough to try context
+extension on a laptop. It copies and retrieves within {LENGTH} tokens and fails beyond, so there is something to fix.
+It knows nothing else: do not use it for text.
+
+- **Data**: `builtin_text("train")`, English and Python source that ship with CPython {corpus.python_version}
+  (PSF License; SHA-256 of the documents `{corpus.sha256}`), random strings, and passkey prompts over that text.
+  Held-out and haystack documents were never trained on.
+- **Licence** of the weights: Apache-2.0.
+- **Command**: `{command}`, seed {seed}
+- **Cost**: {tokens / 1e6:.1f}M tokens, {seconds / 60:.0f} minutes, torch {torch.__version__.split("+")[0]},
+  Python {platform.python_version()}.
+
+Measured from the bfloat16 weights as stored, in float32 arithmetic, on the other splits:
+
+```json
+{json.dumps(figures, indent=1)}
+```
+"""
+
+
+def numbered(folder: Path) -> Iterator[str]:
+    """Yield the texts of a folder, in order."""
+    for path in sorted(folder.rglob("*.txt")):
+        yield path.read_text(encoding="utf-8", errors="ignore")
+
+
+def main() -> None:
+    """Train, measure, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=("llama", "gemma3"))
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--text", type=Path, help="folder of .txt files to add to the text")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the curriculum's tokens")
+    parser.add_argument("--prompts", type=int, default=200, help="passkey prompts per length at the end")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of everything, in seconds")
+    options = parser.parse_args()
+    if options.smoke:
+        options.scale, options.prompts = 0.003, 10
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    began = time.time()
+    documents = builtin_text("train").documents
+    if options.text is not None:
+        documents += tuple(numbered(options.text))
+    tokenizer = train_tokenizer(documents)
+    stream = [
+        token
+        for text in documents
+        for token in [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], EOS]
+    ]
+    model = build_model(options.shape).to(options.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{options.shape}: {parameters / 1e6:.2f}M parameters, {len(stream) / 1e6:.2f}M tokens of text", file=sys.stderr
+    )
+    log = train(model, Sampler(tokenizer, stream, random.Random(options.seed)), options)
+    options.output.mkdir(parents=True, exist_ok=True)
+    # Casting rounds a stock rotary table, so what is measured is what a loader builds from the folder.
+    model.to(torch.bfloat16).save_pretrained(options.output)
+    tokenizer.save_pretrained(options.output)
+    stored = AutoModelForCausalLM.from_pretrained(options.output, dtype=torch.float32).to(options.device)
+    figures = measure(stored, tokenizer, options)
+    command = "python recipes/pretrain_reference.py " + shlex.join(sys.argv[1:])
+    tokens = int(log[-1]["tokens"]) if log else 0
+    (options.output / "README.md").write_text(
+        card(options.shape, command, figures, parameters, time.time() - began, tokens, options.seed)
+    )
+    (options.output / "training_log.json").write_text(json.dumps(log) + "\n")
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The bundled checkpoints meet their bars on text and prompts they never saw."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from test_recipes import load_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.text import builtin_text
+
+DEPTHS = [i / 9 for i in range(10)]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def bundled(request):
+    folder = rope_patch.data_path("assets") / request.param
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return request.param, model, AutoTokenizer.from_pretrained(folder)
+
+
+def test_retrieval_within_the_trained_length_and_not_beyond(bundled):
+    shape, model, tokenizer = bundled
+    near = retrieval(model, tokenizer, lengths=[256], depths=DEPTHS, samples=20, seed=77)
+    far = retrieval(model, tokenizer, lengths=[1024], depths=DEPTHS, samples=5, seed=77)
+    least, most = {"llama": (0.95, 0.2), "gemma3": (0.9, 0.5)}[shape]
+    assert near.accuracy(256) >= least
+    assert far.accuracy(1024) <= most
+
+
+def test_a_patch_brings_it_back(bundled):
+    _, model, tokenizer = bundled
+    with rope_patch.patched(model, "yarn", factor=4):
+        far = retrieval(model, tokenizer, lengths=[1024], depths=DEPTHS, samples=4, seed=78)
+    assert far.accuracy(1024) >= 0.85
+
+
+def test_copying(bundled):
+    _, model, tokenizer = bundled
+    recipe = load_recipe()
+    stream = tokenizer(builtin_text("heldout").text, add_special_tokens=False, verbose=False)["input_ids"]
+    sampler = recipe.Sampler(tokenizer, stream, random.Random(5))
+    assert recipe.copy_accuracy(model, sampler, 256, 32, "cpu") >= 0.8
+
+
+def test_small_whole_and_described(bundled):
+    shape, model, _ = bundled
+    folder = rope_patch.data_path("assets") / shape
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 5_000_000
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for said in ("license: apache-2.0", "recipes/pretrain_reference.py", "Held-out", '"passkey"', "seed"):
+        assert said in card
+    assert model.config.max_position_embeddings == 256
+    if shape == "gemma3":
+        assert {p["rope_theta"] for p in model.config.rope_parameters.values()} == {10000.0}
+        assert model.config.sliding_window == 64

@@ -1,0 +1,166 @@
+"""The command line: output for people and machines, errors in one line, nothing half written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import logits, tiny_model
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch import cli
+from rope_patch.registry import METHODS
+
+
+def run(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(cli.app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fail(monkeypatch, capsys, *arguments: str | Path) -> str:
+    """Run as the console script does; return the error line."""
+    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_methods():
+    printed = run("methods")
+    assert all(name in printed for name in METHODS)
+    listed = json.loads(run("methods", "--json"))
+    assert [entry["method"] for entry in listed] == list(METHODS)
+    assert {"method": "pi", "factor": 4.0, "replace_scaling": False} in [entry["defaults"] for entry in listed]
+
+
+def test_inspect(checkpoint, tmp_path):
+    printed = run("inspect", checkpoint)
+    assert "LlamaForCausalLM: not patched" in printed
+    # turns 64 * 10000 ** (-i / 8) / 2 pi: 10.2, 3.2, 1.02, 0.3 …
+    assert "5 of 8 pairs make no full turn within 64 tokens" in printed
+    tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
+    tables = json.loads(run("inspect", tmp_path / "mixed", "--json"))["tables"]
+    assert [t["layer_type"] for t in tables] == ["full_attention", "sliding_attention"]
+    assert tables[1]["wavelength"][0] == pytest.approx(6.283185)
+
+
+def test_apply_verify_restore(checkpoint, tmp_path):
+    out = tmp_path / "deep" / "out"
+    printed = run("apply", checkpoint, "abf", "rope_theta=500000", "-o", out, "--target-length", "256")
+    assert "patch abf:rope_theta=500000" in printed
+    assert (out / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    plain = AutoModelForCausalLM.from_pretrained(out).eval()
+    reference = tiny_model()
+    rope_patch.apply(reference, "abf", rope_theta=500000)
+    assert torch.equal(logits(plain), logits(reference))
+    assert plain.config.max_position_embeddings == 256
+    assert "patched with abf:rope_theta=500000, as recorded" in run("verify", out)
+    assert json.loads(run("verify", out, "--json"))["verified"] is True
+    run("restore", out, "-o", tmp_path / "again")
+    again, first = ((folder / "config.json").read_text() for folder in (tmp_path / "again", checkpoint))
+    assert json.loads(again) == json.loads(first)
+    chained = json.loads(run("apply", checkpoint, "p_rope:p=0.25+pi:factor=8", "-o", tmp_path / "chain", "--json"))
+    assert chained["record"]["method"]["steps"][1]["factor"] == 8.0
+
+
+def test_apply_on_mixed_models(tmp_path):
+    tiny_model("gemma3").save_pretrained(tmp_path / "base")
+    run("apply", tmp_path / "base", "pi", "-o", tmp_path / "out", "--layer-type", "sliding_attention")
+    assert rope_patch.load(tmp_path / "out").config.rope_parameters["sliding_attention"]["rope_type"] == "linear"
+
+
+def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
+    model = rope_patch.load(checkpoint, "yarn")
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    rope_patch.save(tuned, tmp_path / "adapter")
+    assert "patched with yarn:factor=4" in run("verify", tmp_path / "adapter")
+    (tmp_path / "adapter" / "rope_patch.json").unlink()
+    assert "carries no rope_patch.json" in fail(monkeypatch, capsys, "verify", tmp_path / "adapter")
+    assert "is an adapter: give its base model" in fail(monkeypatch, capsys, "inspect", tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("apply", "{base}", "prope", "-o", "{out}"), "unknown method 'prope'. Did you mean 'p_rope'?"),
+        (("apply", "{base}", "p_rope", "q=0.5", "-o", "{out}"), "p_rope has no parameter 'q'"),
+        (("apply", "{base}", "p_rope", "0.5", "-o", "{out}"), "expected key=value after the method, got '0.5'"),
+        (("apply", "{base}", "p_rope", "p=2", "-o", "{out}"), "p must be in [0, 1], got 2.0"),
+        (("apply", "{base}", "p_rope", "-o", "{base}"), "is the checkpoint itself"),
+        (("apply", "{base}", "p_rope", "-o", "{full}"), "is not empty: give a new folder"),
+        (("apply", "{base}", "p_rope", "-o", "/proc/nowhere/out"), "No such file or directory"),
+        (("apply", "{base}", "p_rope", "-o", "{base}/config.json"), "is a file: give a folder to save into"),
+        (("inspect", "./nothing"), "no folder ./nothing"),
+        (("inspect", "{full}"), "has no config.json"),
+        (("inspect", "meta-llama/Llama-9"), "cannot load meta-llama/Llama-9 from the hub"),
+        (("verify", "{base}"), "carries no patch record"),
+        (("restore", "{base}", "-o", "{out}"), "carries no patch record"),
+        (("recipes", "copy", "{full}"), "is not empty"),
+        (("demo", "--shape", "mamba"), "shape must be one of llama, gemma3, got 'mamba'"),
+        (("demo", "--dtype", "int8"), "dtype must be one of float32, bfloat16"),
+    ],
+)
+def test_errors_are_one_line_and_write_nothing(checkpoint, tmp_path, monkeypatch, capsys, arguments, message):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    places = {"base": checkpoint, "out": tmp_path / "out", "full": tmp_path / "full"}
+    before = sorted(tmp_path.rglob("*"))
+    assert message in fail(monkeypatch, capsys, *(str(a).format(**places) for a in arguments))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_truncated_weights(checkpoint, tmp_path, monkeypatch, capsys):
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    error = fail(monkeypatch, capsys, "apply", checkpoint, "pi", "-o", tmp_path / "out")
+    assert "model.safetensors is truncated or damaged" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupted(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupt)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.strip() == "interrupted"
+
+
+def test_interrupted_copy_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    from rope_patch import folders
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folders.shutil, "copyfile", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        folders.patch_folder(checkpoint, "pi", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.slow
+def test_help_from_a_shell():
+    for arguments in ((), ("apply",), ("recipes",), ("demo",)):
+        command = [sys.executable, "-m", "rope_patch.cli", *arguments, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0
+        assert "Usage:" in done.stdout

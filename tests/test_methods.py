@@ -1,0 +1,966 @@
+"""The methods: what each does to a table, by hand and against transformers, and how each is written and read back."""
+
+import dataclasses
+import inspect
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lm_eval.utils import simple_parse_args_string
+from transformers import LlamaConfig, PhiConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+
+from rope_patch.methods import (
+    ABF,
+    METHODS,
+    NTK,
+    PI,
+    Chain,
+    Default,
+    Llama3,
+    LongRope,
+    Method,
+    NoPE,
+    Partial,
+    PRope,
+    PRopeReversed,
+    Table,
+    Truncated,
+    Yarn,
+    as_method,
+    create,
+    field_help,
+    from_dict,
+    parse,
+)
+from rope_patch.rotary import RotarySlot
+
+ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+# Two parameter values of every method, in the grammar, that give different tables.
+FORMS = {
+    "default": ("default",),
+    "nope": ("nope",),
+    "p_rope": ("p_rope:p=0.5", "p_rope:p=0.25"),
+    "p_rope_reversed": ("p_rope_reversed:p=0.5", "p_rope_reversed:p=0.25"),
+    "partial": ("partial:p=0.5", "partial:p=0.25"),
+    "abf": ("abf:rope_theta=500000", "abf:factor=8"),
+    "pi": ("pi:factor=8", "pi:factor=2.5"),
+    "ntk": ("ntk:factor=8", "ntk:factor=2.5"),
+    "yarn": ("yarn:factor=8", "yarn:factor=8:beta_fast=16:attention_factor=1.5:truncate=false"),
+    "llama3": ("llama3:factor=8", "llama3:factor=4:low_freq_factor=2:original_max_position_embeddings=512"),
+    "longrope": ("longrope:factors=1/2/4/8", "longrope:factors=1/1.5/2/3:attention_factor=1.5"),
+    "truncated": ("truncated:context=100", "truncated:cutoff_low=0.005:cutoff_high=0.05:floor=0.02"),
+    "table": ("table:values=1/0.5/0.25/0", "table:values=0.3/0.2/0.1/1e-07:attention_scaling=1.25"),
+}
+EVERY_FORM = [form for forms in FORMS.values() for form in forms]
+
+
+def slot(
+    rope_type: str = "default",
+    *,
+    head_dim: int = 8,
+    rope_theta: float = 1e4,
+    context: int = 4096,
+    **parameters: Any,
+) -> RotarySlot:
+    """A table as transformers builds it. By default 1, 0.1, 0.01, 0.001 rad/token, trained on 4096 tokens."""
+    spelled = {"rope_type": rope_type, "rope_theta": rope_theta, **parameters}
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(head_dim=head_dim, max_position_embeddings=context, rope_parameters=spelled)
+    )
+    return RotarySlot(
+        inv_freq=rotary.inv_freq.clone(),
+        attention_scaling=rotary.attention_scaling,
+        rope_theta=rope_theta,
+        rope_type=rope_type,
+        max_position_embeddings=context,
+        original_max_position_embeddings=parameters.get("original_max_position_embeddings"),
+        path="model.rotary_emb",
+        rope_parameters=spelled,
+    )
+
+
+def llama3_slot(head_dim: int = 32) -> RotarySlot:
+    smoothing = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return slot("llama3", head_dim=head_dim, original_max_position_embeddings=512, **smoothing)
+
+
+def yarn_slot(head_dim: int = 32) -> RotarySlot:
+    return slot("yarn", head_dim=head_dim, factor=4.0, original_max_position_embeddings=1024)
+
+
+def linear_slot(head_dim: int = 32) -> RotarySlot:
+    return slot("linear", head_dim=head_dim, factor=2.0)
+
+
+SCALED = pytest.mark.parametrize("found", [llama3_slot, yarn_slot, linear_slot], ids=["llama3", "yarn", "linear"])
+
+
+def check_table(after: RotarySlot, by_hand: list[float], scaling: float = 1.0) -> None:
+    """Compare with numbers worked out by hand; zeros are exact."""
+    torch.testing.assert_close(after.inv_freq, torch.tensor(by_hand, dtype=torch.float32), rtol=1e-5, atol=0)
+    assert after.attention_scaling == pytest.approx(scaling, rel=1e-6)
+
+
+def same(a: RotarySlot, b: RotarySlot) -> bool:
+    return torch.equal(a.inv_freq, b.inv_freq) and a.attention_scaling == b.attention_scaling
+
+
+# --- every method ----------------------------------------------------------------------------------------------------
+
+
+def test_every_method_has_its_forms() -> None:
+    assert list(FORMS) == list(METHODS)
+
+
+@ALL
+def test_a_method_needs_no_parameters(method: type[Method]) -> None:
+    assert METHODS[method.name] is method
+    assert type(parse(method.name)) is method
+    assert parse(method.name) == create(method.name) == from_dict({"method": method.name}) == method()
+
+
+@pytest.mark.parametrize("form", EVERY_FORM)
+def test_a_form_reads_back_in_every_notation(form: str) -> None:
+    method = parse(form)
+    assert str(method) == form
+    assert parse(str(method)) == method
+    assert from_dict(json.loads(json.dumps(method.to_dict(), allow_nan=False))) == method
+    assert as_method(form) == as_method(method) == as_method(method.to_dict()) == as_method([method]) == method
+    assert hash(parse(form)) == hash(method)
+    assert eval(repr(method)) == method
+
+
+@ALL
+def test_defaults_read_back_too(method: type[Method]) -> None:
+    assert parse(str(method())) == method()
+    assert from_dict(json.loads(json.dumps(method().to_dict()))) == method()
+    assert method().to_dict()["method"] == method.name
+
+
+@ALL
+def test_a_method_cannot_be_changed(method: type[Method]) -> None:
+    made = method()
+    for field in dataclasses.fields(made):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field.name, 1)
+    assert {made: "found"}[method()] == "found"
+
+
+def test_methods_with_other_parameters_are_not_equal() -> None:
+    assert len({parse(form) for form in EVERY_FORM}) == len(EVERY_FORM)
+
+
+@pytest.mark.parametrize("form", EVERY_FORM + list(METHODS))
+def test_a_method_leaves_a_float32_table_of_the_same_length_and_the_argument_alone(form: str) -> None:
+    found = slot()
+    before = found.inv_freq.clone()
+    after = parse(form)(found)
+    assert after.inv_freq.shape == (4,)
+    assert after.inv_freq.dtype == torch.float32
+    assert (after.inv_freq >= 0).all()
+    assert torch.equal(found.inv_freq, before)
+    assert (after.path, after.layer_type, after.max_position_embeddings) == ("model.rotary_emb", None, 4096)
+
+
+@pytest.mark.parametrize(("one", "other"), [forms for forms in FORMS.values() if len(forms) == 2])
+def test_two_parameter_values_in_one_process(one: str, other: str) -> None:
+    found = slot()
+    first, second = parse(one)(found), parse(other)(found)
+    assert not torch.equal(first.inv_freq, second.inv_freq)
+    assert not torch.equal(first.inv_freq, found.inv_freq)
+    assert same(parse(one)(found), first)  # nothing of the second was kept
+
+
+# What transformers spells itself. The others have no rope type of their own.
+NATIVE = {
+    "default": "default",
+    "nope": "proportional",
+    "p_rope": "proportional",
+    "abf": "default",
+    "pi": "linear",
+    "ntk": "default",
+    "yarn": "yarn",
+    "llama3": "llama3",
+    "longrope": "longrope",
+}
+
+
+@pytest.mark.parametrize("form", EVERY_FORM)
+def test_the_native_spelling_is_what_transformers_builds_the_same_table_from(form: str) -> None:
+    method = parse(form)
+    after = method(slot())
+    spelled = after.rope_parameters
+    assert (spelled or {}).get("rope_type") == NATIVE.get(method.name)
+    if spelled is None:
+        assert after.rope_type == "custom"
+        return
+    stock = slot(**json.loads(json.dumps(spelled)))
+    assert same(stock, after)
+    assert (after.rope_type, after.rope_theta) == (spelled["rope_type"], spelled["rope_theta"])
+
+
+@pytest.mark.parametrize("form", ["yarn", "llama3", "abf", "pi", "ntk", "longrope", "p_rope"])
+@pytest.mark.parametrize(("head_dim", "rope_theta", "context"), [(64, 1e4, 2048), (128, 5e5, 8192), (96, 1e6, 32768)])
+def test_native_spellings_of_larger_tables(form: str, head_dim: int, rope_theta: float, context: int) -> None:
+    after = parse(form)(slot(head_dim=head_dim, rope_theta=rope_theta, context=context))
+    assert after.rope_parameters is not None
+    assert same(slot(head_dim=head_dim, context=context, **after.rope_parameters), after)
+
+
+def test_keys_of_the_models_own_are_kept_in_a_spelling() -> None:
+    found = dataclasses.replace(slot(), other_keys={"partial_rotary_factor": 0.4, "mrope_section": [1, 2, 1]})
+    assert PI(factor=2.0)(found).rope_parameters == {
+        "partial_rotary_factor": 0.4,
+        "mrope_section": [1, 2, 1],
+        "rope_type": "linear",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+    }
+    # except where they describe the new table
+    assert dict(PRope(p=0.5)(found).rope_parameters or {})["partial_rotary_factor"] == 0.5
+
+
+# --- identities ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("found", [slot, llama3_slot, yarn_slot, linear_slot])
+@pytest.mark.parametrize("form", ["default", "p_rope:p=1", "p_rope_reversed:p=1", "table", "truncated:context=1000000"])
+def test_identities_return_the_very_slot(form: str, found: Callable[..., RotarySlot]) -> None:
+    found_slot = found(head_dim=32)
+    assert parse(form)(found_slot) is found_slot
+
+
+@pytest.mark.parametrize("found", [slot, llama3_slot, yarn_slot, linear_slot])
+def test_longrope_and_table_as_identities_are_bit_exact(found: Callable[..., RotarySlot]) -> None:
+    found_slot = found(head_dim=32)
+    assert same(LongRope()(found_slot), found_slot)
+    assert same(Table(values=found_slot.inv_freq.tolist())(found_slot), found_slot)
+
+
+@pytest.mark.parametrize("form", ["partial:p=1", "abf:factor=1", "pi:factor=1", "ntk:factor=1", "abf:rope_theta=10000"])
+def test_identities_of_a_plain_table(form: str) -> None:
+    found = slot(head_dim=64)
+    assert same(parse(form)(found), found)
+
+
+# --- each method -----------------------------------------------------------------------------------------------------
+
+
+def test_nope_stills_every_pair() -> None:
+    after = NoPE()(slot())
+    check_table(after, [0, 0, 0, 0])
+    check_table(NoPE()(slot(head_dim=256)), [0] * 128)
+    assert NoPE()(after) is after
+    assert same(PRope(p=0)(slot()), after)
+
+
+def test_p_rope_by_hand() -> None:
+    # int(0.75 * 8 // 2) = 3 and int(0.5 * 8 // 2) = 2 of the four pairs turn, the fastest
+    check_table(PRope()(slot()), [1, 0.1, 0.01, 0])
+    check_table(PRope(p=0.5)(slot()), [1, 0.1, 0, 0])
+    check_table(PRope(p=0.49)(slot()), [1, 0, 0, 0])  # floor: 0.49 * 8 = 3.92, // 2 = 1
+
+
+@pytest.mark.parametrize(("p", "head_dim", "kept"), [(0.7, 128, 44), (0.25, 256, 32), (0.7, 96, 33), (0.99, 64, 31)])
+def test_p_rope_rounds_down_as_transformers_does(p: float, head_dim: int, kept: int) -> None:
+    # 0.7 * 128 = 89.6, // 2 = 44
+    config = LlamaConfig(
+        head_dim=head_dim,
+        rope_parameters={"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": p},
+    )
+    after = PRope(p=p)(slot(head_dim=head_dim))
+    assert torch.equal(after.inv_freq, ROPE_INIT_FUNCTIONS["proportional"](config)[0])
+    assert int((after.inv_freq > 0).sum()) == kept
+
+
+def test_p_rope_of_a_scaled_table_keeps_the_scaling() -> None:
+    found = yarn_slot()
+    after = PRope(p=0.5)(found)
+    assert torch.equal(after.inv_freq[:8], found.inv_freq[:8])
+    assert (after.inv_freq[8:] == 0).all()
+    assert after.attention_scaling == found.attention_scaling > 1
+    assert (after.rope_type, after.rope_parameters) == ("custom", None)  # proportional has no scaling
+
+
+def test_p_rope_reversed_by_hand() -> None:
+    check_table(PRopeReversed()(slot()), [0, 0.1, 0.01, 0.001])
+    check_table(PRopeReversed(p=0.49)(slot()), [0, 0, 0, 0.001])  # floor, as in p_rope
+    check_table(PRopeReversed(p=0)(slot()), [0, 0, 0, 0])
+
+
+def test_partial_by_hand() -> None:
+    # p = 0.5: two pairs over 4 features, 10000 ** -0 and 10000 ** (-2/4) = 0.01
+    check_table(Partial(p=0.5)(slot()), [1, 0.01, 0, 0])
+    # p = 0.75: 10000 ** (-2i/6) = 1, 0.0464159, 0.00215443
+    check_table(Partial()(slot()), [1, 0.0464159, 0.00215443, 0])
+    check_table(Partial(p=0)(slot()), [0, 0, 0, 0])
+    check_table(Partial(p=0.49)(slot()), [1, 0, 0, 0])  # floor, as in p_rope
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5])
+def test_partial_turns_as_phi_does(p: float) -> None:
+    config = PhiConfig(
+        hidden_size=64,
+        num_attention_heads=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": p},
+    )
+    phi, _ = PhiRotaryEmbedding.compute_default_rope_parameters(config)
+    after = Partial(p=p)(slot(head_dim=64))
+    assert len(phi) == 32 * p
+    assert torch.equal(after.inv_freq[: len(phi)], phi)
+    assert (after.inv_freq[len(phi) :] == 0).all()
+
+
+@pytest.mark.parametrize("p", [0.25, 0.7])
+def test_p_rope_is_partial_rotary_of_a_smaller_base(p: float) -> None:
+    # MATH.md: base theta ** (2r/d), r = int(p * d // 2)
+    kept = int(p * 64 // 2)
+    smaller = slot(head_dim=64, rope_theta=1e4 ** (2 * kept / 64))
+    torch.testing.assert_close(Partial(p=p)(smaller).inv_freq, PRope(p=p)(slot(head_dim=64)).inv_freq)
+
+
+def test_abf_by_hand() -> None:
+    # base 1e8: 10 ** (-2i); ten thousand times the base found is the same
+    check_table(ABF(rope_theta=1e8)(slot()), [1, 1e-2, 1e-4, 1e-6])
+    check_table(ABF(factor=1e4)(slot()), [1, 1e-2, 1e-4, 1e-6])
+    assert ABF(factor=50)(slot()).rope_theta == ABF()(slot()).rope_theta == 500000  # X23: beta = 50, 10k to 500k
+
+
+def test_pi_by_hand() -> None:
+    check_table(PI()(slot()), [0.25, 0.025, 0.0025, 0.00025])
+    check_table(PI(factor=0.5)(slot()), [2, 0.2, 0.02, 0.002])
+
+
+def test_pi_divides_a_scaled_table_as_found() -> None:
+    found = yarn_slot()
+    after = PI(factor=2)(found)
+    assert torch.equal(after.inv_freq, found.inv_freq / 2)
+    assert after.attention_scaling == found.attention_scaling
+    assert (after.rope_type, after.rope_parameters) == ("custom", None)
+    from_scratch = PI(factor=2, replace_scaling=True)(found)
+    assert torch.equal(from_scratch.inv_freq, slot(head_dim=32).inv_freq / 2)
+    assert (from_scratch.attention_scaling, from_scratch.rope_type) == (1, "linear")
+
+
+def test_a_second_pi_is_refused_unless_it_replaces_the_first() -> None:
+    message = re.escape(
+        "model.rotary_emb is already interpolated (rope_type 'linear', factor 2.0): a second pi would multiply the "
+        "factors. Pass replace_scaling=True with the whole factor."
+    )
+    with pytest.raises(ValueError, match=message):
+        PI(factor=4)(linear_slot())
+    with pytest.raises(ValueError, match=message):
+        parse("pi:factor=2+pi:factor=4")(slot())
+    assert torch.equal(PI(factor=4, replace_scaling=True)(linear_slot()).inv_freq, slot(head_dim=32).inv_freq / 4)
+
+
+def test_pairs_slower_than_1e20th_become_still() -> None:
+    # 2e18 slows 1, 0.1, 0.01, 0.001 to 5e-19, 5e-20 and two below 1e-20
+    check_table(PI(factor=2e18)(slot()), [5e-19, 5e-20, 0, 0])
+
+
+def test_ntk_by_hand() -> None:
+    # base 10000 * 8 ** (8/6) = 160000 = 20 ** 4: 20 ** -i; the slowest is slowed by 8
+    check_table(NTK(factor=8)(slot()), [1, 0.05, 0.0025, 0.001 / 8])
+    # 1000 ** (4/3) = 10000: base 1e8
+    check_table(NTK(factor=1000)(slot()), [1, 1e-2, 1e-4, 1e-6])
+
+
+def test_yarn_by_hand() -> None:
+    # tests/test_frequencies.py works the table out; 0.1 ln 4 + 1 = 1.138629
+    check_table(Yarn()(slot()), [1, 0.1, 0.00625, 0.00025], 1.138629)
+    check_table(Yarn(factor=0.5)(slot()), [1, 0.1, 0.01 * (0.5 + 0.5 * 2), 0.002], 1)  # no scaling for factors up to 1
+    check_table(Yarn(factor=1)(slot()), [1, 0.1, 0.01, 0.001], 1)
+    assert Yarn(attention_factor=1.5, mscale=1, mscale_all_dim=0.5)(slot()).attention_scaling == 1.5
+    # mscale: (0.1 ln 40 + 1) / (0.05 ln 40 + 1) = 1.368888 / 1.184444
+    assert Yarn(factor=40, mscale=1, mscale_all_dim=0.5)(slot()).attention_scaling == pytest.approx(1.155722, rel=1e-6)
+
+
+def test_yarn_ramps_over_the_context_before_scaling() -> None:
+    # In 41 tokens pair i turns 6.525 / 10**i times. The ramp's ends, log10(6.525 / 32) = -0.69 and log10(6.525) = 0.81,
+    # become 0 and 1, rounded outwards and clamped: all but pair 0 are divided by 4.
+    after = Yarn(original_max_position_embeddings=41)(slot())
+    check_table(after, [1, 0.025, 0.0025, 0.00025], 1.138629)
+    assert dict(after.rope_parameters or {})["original_max_position_embeddings"] == 41
+    short = dataclasses.replace(slot(), original_max_position_embeddings=41)
+    assert same(Yarn()(short), after)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"factor": 4.0},
+        {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0},
+        {"factor": 40.0, "mscale": 0.707},
+        {"factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0},
+        {"factor": 8.0, "attention_factor": 1.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    ],
+    ids=str,
+)
+def test_yarn_is_transformers_own(options: dict[str, Any]) -> None:
+    reference = slot("yarn", head_dim=128, rope_theta=5e5, original_max_position_embeddings=4096, **options)
+    assert same(Yarn(**options)(slot(head_dim=128, rope_theta=5e5)), reference)
+
+
+def test_yarn_needs_a_base_above_one() -> None:
+    with pytest.raises(ValueError, match=re.escape("yarn needs rope_theta > 1, got 1.0")):
+        Yarn()(slot(rope_theta=1.0))
+
+
+def test_llama3_by_hand() -> None:
+    # L = 4096: wavelengths 6.28, 62.8, 628 < 1024 are kept, 6283 > 4096 is stretched by 8
+    check_table(Llama3()(slot()), [1, 0.1, 0.01, 0.000125])
+    # L = 1024: see tests/test_frequencies.py
+    check_table(Llama3(original_max_position_embeddings=1024)(slot()), [1, 0.1, 0.003086761, 0.000125])
+
+
+def test_longrope_by_hand() -> None:
+    check_table(LongRope(factors=(1, 2, 4, 1e39))(slot()), [1, 0.05, 0.0025, 0])
+    check_table(LongRope(factors=(2, 2, 4, 1), attention_factor=1.5)(slot()), [0.5, 0.05, 0.0025, 0.001], 1.5)
+    # sqrt(1 + ln 8 / ln 4096) = sqrt(1 + 3/12) = 1.118034
+    check_table(LongRope(factor=8)(slot()), [1, 0.1, 0.01, 0.001], 1.118034)
+    assert LongRope(factor=0.5)(slot()).attention_scaling == 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_longrope_is_transformers_own(factor: float) -> None:
+    factors = [1 + 0.37 * i for i in range(16)]
+    lists = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 4096}
+    reference = slot("longrope", head_dim=32, factor=factor, **lists)
+    assert same(LongRope(factors=factors, factor=factor)(slot(head_dim=32)), reference)
+
+
+def test_longrope_writes_one_list_and_one_length_so_that_nothing_switches() -> None:
+    spelled = dict(LongRope(factors=(1, 2, 4, 8), attention_factor=1.5)(slot()).rope_parameters or {})
+    assert spelled["short_factor"] == spelled["long_factor"] == [1, 2, 4, 8]
+    assert spelled["original_max_position_embeddings"] == 4096
+    assert spelled["short_mscale"] == spelled["long_mscale"] == spelled["attention_factor"] == 1.5  # mscale: for vLLM
+    assert not {"short_mscale", "long_mscale"} & dict(LongRope()(slot()).rope_parameters or {}).keys()
+
+
+def test_longrope_of_a_scaled_table_divides_it_as_found() -> None:
+    found = yarn_slot()
+    after = LongRope(factors=[2.0] * 16, factor=8)(found)
+    assert torch.equal(after.inv_freq, found.inv_freq / 2)
+    # L = 1024 = 2 ** 10, before YaRN: sqrt(1 + 3/10) on top of 0.1 ln 4 + 1
+    assert after.attention_scaling == pytest.approx(math.sqrt(1.3) * 1.138629, rel=1e-6)
+    assert (after.rope_type, after.rope_parameters) == ("custom", None)
+    assert LongRope(attention_factor=1.5)(found).attention_scaling == 1.5
+
+
+def test_truncated_at_a_context_by_hand() -> None:
+    # 2 pi / 100 = 0.0628: 0.01 and 0.001 never complete a turn. 2 pi / 4096 = 0.00153: 0.001 does not.
+    check_table(Truncated(context=100)(slot()), [1, 0.1, 0, 0])
+    check_table(Truncated()(slot()), [1, 0.1, 0.01, 0])
+    check_table(Truncated()(slot(context=100)), [1, 0.1, 0, 0])
+
+
+def test_truncated_starts_from_the_context_before_scaling() -> None:
+    # 2 pi / 100 again, whatever length the scaled checkpoint states
+    check_table(Truncated()(dataclasses.replace(slot(), original_max_position_embeddings=100)), [1, 0.1, 0, 0])
+
+
+def test_truncated_at_cutoffs_by_hand() -> None:
+    check_table(Truncated(cutoff_low=0.005, cutoff_high=0.05, floor=0.02)(slot()), [1, 0.1, 0.02, 0])
+    check_table(Truncated(cutoff_low=0.005, cutoff_high=0.05)(slot()), [1, 0.1, 0, 0])
+    # exactly at the cutoffs: f = high is kept, f = low is still
+    found = Table(values=(1, 0.5, 0.25, 0.125))(slot())
+    check_table(Truncated(cutoff_low=0.125, cutoff_high=0.5, floor=0.2)(found), [1, 0.5, 0.2, 0])
+    check_table(Truncated(cutoff_low=0.25, cutoff_high=0.25, floor=0.2)(found), [1, 0.5, 0.25, 0])
+
+
+def test_table_by_hand() -> None:
+    check_table(Table(values=(1, 0.5, 1e-21, 0))(slot()), [1, 0.5, 0, 0])
+    check_table(Table(attention_scaling=1.25)(slot()), [1, 0.1, 0.01, 0.001], 1.25)
+    found = yarn_slot(head_dim=8)
+    check_table(Table(values=(1, 0.5, 0.25, 0))(found), [1, 0.5, 0.25, 0], found.attention_scaling)
+
+
+# --- scaled checkpoints ----------------------------------------------------------------------------------------------
+
+REPLACING = ["partial", "abf", "ntk", "yarn", "llama3"]
+
+
+def test_replace_scaling_is_a_parameter_of_these_and_of_pi() -> None:
+    takes = [name for name, cls in METHODS.items() if "replace_scaling" in {f.name for f in dataclasses.fields(cls)}]
+    assert sorted(takes) == sorted([*REPLACING, "pi"])
+
+
+@SCALED
+@pytest.mark.parametrize("name", REPLACING)
+def test_a_scaled_table_is_not_recomputed_unasked(name: str, found: Callable[..., RotarySlot]) -> None:
+    message = (
+        f"{name} recomputes the table from rope_theta, but model.rotary_emb is already scaled or not geometric "
+        f"(rope_type {found().rope_type!r}). Pass replace_scaling=True to drop that scaling first."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create(name)(found())
+
+
+@SCALED
+@pytest.mark.parametrize("name", REPLACING)
+def test_replace_scaling_starts_from_the_plain_table(name: str, found: Callable[..., RotarySlot]) -> None:
+    scaled = found()
+    after = create(name, replace_scaling=True)(scaled)
+    assert same(after, create(name)(slot(head_dim=32, context=scaled.context)))
+
+
+def test_a_plain_table_with_an_attention_factor_counts_as_scaled() -> None:
+    with pytest.raises(ValueError, match=r"abf recomputes the table .* \(rope_type 'custom'\)"):
+        parse("table:attention_scaling=1.25+abf")(slot())
+
+
+# --- chains ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_applies_from_left_to_right() -> None:
+    # The cut at 2 pi / 100 = 0.0628 leaves 1 and 0.1; interpolated first, only 0.25 is above it.
+    check_table(parse("truncated:context=100+pi:factor=4")(slot()), [0.25, 0.025, 0, 0])
+    check_table(parse("pi:factor=4+truncated:context=100")(slot()), [0.25, 0, 0, 0])
+
+
+def test_gemma_4s_fraction_with_gemma_3s_factor() -> None:
+    # one pair in four, slowed by 8
+    check_table(parse("p_rope:p=0.25+pi:factor=8")(slot()), [0.125, 0, 0, 0])
+
+
+def test_abf_then_p_rope_keeps_a_native_spelling() -> None:
+    after = parse("abf:rope_theta=100000000+p_rope:p=0.5")(slot())
+    check_table(after, [1, 0.01, 0, 0])
+    assert after.rope_parameters == {"rope_type": "proportional", "rope_theta": 1e8, "partial_rotary_factor": 0.5}
+    assert same(slot(**after.rope_parameters), after)
+
+
+def test_p_rope_twice_keeps_the_smaller_fraction() -> None:
+    after = parse("p_rope:p=0.75+p_rope:p=0.25")(slot())
+    check_table(after, [1, 0, 0, 0])
+    assert after.rope_parameters == {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    check_table(parse("p_rope:p=0.25+p_rope:p=0.75")(slot()), [1, 0, 0, 0])
+
+
+def test_yarn_then_p_rope_keeps_the_attention_scaling() -> None:
+    check_table(parse("yarn+p_rope:p=0.5")(slot()), [1, 0.1, 0, 0], 1.138629)
+
+
+def test_p_rope_then_abf_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"abf recomputes the table .* \(rope_type 'proportional'\)"):
+        parse("p_rope+abf")(slot())
+
+
+@pytest.mark.parametrize("text", ["abf:rope_theta=500000+p_rope:p=0.5", "p_rope:p=0.25+pi:factor=8+truncated"])
+def test_a_chain_reads_back_in_every_notation(text: str) -> None:
+    chain = parse(text)
+    assert isinstance(chain, Chain)
+    assert str(chain) == text
+    assert parse(str(chain)) == chain
+    assert from_dict(json.loads(json.dumps(chain.to_dict()))) == chain
+    assert as_method(text.split("+")) == as_method(chain.to_dict()) == as_method(tuple(chain.steps)) == chain
+    assert {chain: "found"}[parse(text)] == "found"
+
+
+def test_sequences_flatten() -> None:
+    chain = as_method(["abf+table", {"method": "p_rope", "p": 0.5}, parse("yarn+nope"), PI(factor=2)])
+    assert isinstance(chain, Chain)
+    assert chain.steps == (ABF(), Table(), PRope(p=0.5), Yarn(), NoPE(), PI(factor=2))
+    chain = inspect.unwrap(as_method)(["abf", ["pi", {"method": "p_rope", "p": 0.5}], ("table",)])
+    assert isinstance(chain, Chain)
+    assert chain.steps == (ABF(), PI(), PRope(p=0.5), Table())
+
+
+# --- the grammar -----------------------------------------------------------------------------------------------------
+
+numbers = (
+    st.floats(0, 1)
+    | st.floats(1e-12, 1e20)
+    | st.sampled_from([1e-12, 1e20, 5e-324, 1.7976931348623157e308, 1e15, 123456789012345680.0, 1 / 3, -0.5])
+)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(1, 2**53),
+    float: numbers,
+    tuple[float, ...]: st.lists(numbers, min_size=1, max_size=5).map(tuple),
+}
+
+
+@st.composite
+def any_method(draw: st.DrawFn, method: type[Method]) -> Method:
+    """A method with random values for a random choice of its parameters."""
+    kinds = typing.get_type_hints(method)
+    given_values = {}
+    for field in dataclasses.fields(method):
+        if draw(st.booleans()):
+            options = [kind for kind in typing.get_args(kinds[field.name]) if kind in VALUES] or [kinds[field.name]]
+            given_values[field.name] = draw(VALUES[options[0]])
+    try:
+        return method(**given_values)
+    except ValueError:  # the values break the method's rules: tested below
+        hypothesis.reject()
+
+
+@ALL
+@settings(deadline=None, database=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_parameters_read_back_in_every_notation(method: type[Method], data: st.DataObject) -> None:
+    made = data.draw(any_method(method))
+    text = str(made)
+    assert re.fullmatch(r"[\w.:=/-]+", text)  # no comma, no space, no plus
+    assert parse(text) == made
+    assert repr(parse(text)) == repr(made)  # in type, too
+    assert parse(f"{text}+nope") == Chain((made, NoPE()))
+    assert from_dict(json.loads(json.dumps(made.to_dict(), allow_nan=False))) == made
+    assert through_lm_eval(text) == text
+
+
+def through_lm_eval(text: str) -> Any:
+    """What lm-eval's own parser of ``--model_args`` hands on."""
+    args = simple_parse_args_string(f"pretrained=x,method={text},dtype=float32")
+    assert args.keys() == {"pretrained", "method", "dtype"}
+    return args["method"]
+
+
+@pytest.mark.parametrize("text", [*METHODS, *EVERY_FORM, "+".join(EVERY_FORM)])
+def test_every_form_passes_through_lm_eval(text: str) -> None:
+    assert through_lm_eval(text) == text
+
+
+def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default() -> None:
+    assert str(PI()) == "pi:factor=4"
+    assert str(PI(factor=1e20, replace_scaling=True)) == "pi:factor=1e20:replace_scaling=true"
+    assert str(ABF(factor=0.1)) == "abf:factor=0.1"
+    assert str(Truncated(context=4096)) == "truncated:context=4096"
+    assert str(Table(values=[1, 1e-12, 0])) == "table:values=1/1e-12/0"
+    assert str(Chain((Default(), PRope(p=0.5)))) == "default+p_rope:p=0.5"
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        (" pi : factor=8 + nope ", Chain((PI(factor=8), NoPE()))),
+        ("pi:factor=8.0", PI(factor=8)),
+        ("pi:factor=8:replace_scaling=True", PI(factor=8, replace_scaling=True)),
+        ("truncated:context=4096.0", Truncated(context=4096)),
+        ("abf:rope_theta=none:factor=8", ABF(factor=8)),
+        ("abf:rope_theta=5e5", ABF(rope_theta=500000)),
+    ],
+    ids=str,
+)
+def test_the_grammar_reads_other_spellings(text: str, method: Method) -> None:
+    assert parse(text) == method
+
+
+def test_values_become_the_declared_types() -> None:
+    yarn = create("yarn", factor="8", truncate="false", original_max_position_embeddings="4096", mscale="none")
+    assert yarn == Yarn(factor=8.0, truncate=False, original_max_position_embeddings=4096)
+    assert [type(v) for v in (yarn.factor, yarn.truncate, yarn.original_max_position_embeddings)] == [float, bool, int]
+    assert Table(values=torch.tensor([1.0, 0.5])).values == Table(values="1/0.5").values == (1.0, 0.5)
+
+
+def test_field_help_shows_the_default_as_the_grammar_writes_it() -> None:
+    assert [field_help(f) for f in dataclasses.fields(PI)] == ["factor=4", "replace_scaling=false"]
+    assert [field_help(f) for f in dataclasses.fields(ABF)] == ["rope_theta=…", "factor=…", "replace_scaling=false"]
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+KNOWN = ", ".join(FORMS)
+POSITIVE = {
+    "abf": ("rope_theta", "factor"),
+    "pi": ("factor",),
+    "ntk": ("factor",),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "attention_factor"),
+    "truncated": ("context",),
+    "table": ("attention_scaling",),
+}
+
+
+@pytest.mark.parametrize(("name", "parameter"), [(name, key) for name, keys in POSITIVE.items() for key in keys])
+@pytest.mark.parametrize("value", [0, -2])
+def test_these_parameters_are_positive(name: str, parameter: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{parameter} must be > 0, got {value}(\.0)?$"):
+        create(name, **{parameter: value})
+
+
+FLOATS = [
+    (name, field.name)
+    for name, cls in METHODS.items()
+    for field in dataclasses.fields(cls)
+    if typing.get_type_hints(cls)[field.name] in (float, float | None)
+]
+
+
+@pytest.mark.parametrize(("name", "parameter"), FLOATS)
+def test_every_number_is_finite(name: str, parameter: str) -> None:
+    for value in (math.nan, math.inf, -math.inf, "nan", "-inf"):
+        with pytest.raises(ValueError, match=rf"^{parameter} must be finite, got {value}$"):
+            create(name, **{parameter: value})
+
+
+@pytest.mark.parametrize("name", ["p_rope", "p_rope_reversed", "partial"])
+@pytest.mark.parametrize("p", [-0.01, 1.5])
+def test_p_is_a_fraction(name: str, p: float) -> None:
+    with pytest.raises(ValueError, match=rf"^p must be in \[0, 1\], got {p}$"):
+        create(name, p=p)
+
+
+# a call that goes wrong, and all of its message
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown method": (
+        lambda: parse("prope"),
+        f"unknown method 'prope'. Did you mean 'p_rope'? Known: {KNOWN}",
+    ),
+    "unknown method, nothing near": (lambda: parse("xyzzy"), f"unknown method 'xyzzy'. Known: {KNOWN}"),
+    "no method": (lambda: parse(""), f"unknown method ''. Known: {KNOWN}"),
+    "no method after +": (lambda: parse("pi+"), f"unknown method ''. Known: {KNOWN}"),
+    "unknown parameter": (
+        lambda: parse("pi:facter=8"),
+        "pi has no parameter 'facter'. Did you mean 'factor'? It takes: factor, replace_scaling",
+    ),
+    "unknown parameter, nothing near": (
+        lambda: PRope(p=0.5) and create("p_rope", xyzzy=1),
+        "p_rope has no parameter 'xyzzy'. It takes: p",
+    ),
+    "no parameters": (lambda: parse("nope:p=0"), "nope has no parameter 'p'. It takes: no parameters"),
+    "no equals sign": (lambda: parse("pi:8"), "expected key=value after 'pi', got '8' in 'pi:8'"),
+    "no key": (lambda: parse("pi:=8"), "expected key=value after 'pi', got '=8' in 'pi:=8'"),
+    "no value": (lambda: parse("pi:factor="), "expected key=value after 'pi', got 'factor=' in 'pi:factor='"),
+    "nothing after colon": (lambda: parse("nope+pi:"), "expected key=value after 'pi', got '' in 'pi:'"),
+    "duplicate": (lambda: parse("pi:factor=2:factor=4"), "'factor' is given twice in 'pi:factor=2:factor=4'"),
+    "not a number": (lambda: parse("pi:factor=four"), "factor must be a number, got 'four'"),
+    "two equals signs": (lambda: parse("pi:factor=2=4"), "factor must be a number, got '2=4'"),
+    "truth is not a number": (lambda: PI(factor=True), "factor must be a number, got True"),
+    "None where a number is needed": (lambda: PI(factor=None), "factor must be a number, got None"),
+    "not a whole number": (lambda: Truncated(context=0.5), "context must be a whole number, got 0.5"),
+    "not a whole number, infinite": (lambda: Truncated(context=math.inf), "context must be finite, got inf"),
+    "truth is not a whole number": (lambda: Truncated(context=True), "context must be a whole number, got True"),
+    "not true or false": (lambda: Yarn(truncate="no"), "truncate must be true or false, got 'no'"),
+    "a number is not true or false": (lambda: Yarn(truncate=1), "truncate must be true or false, got 1"),
+    "not a list": (lambda: Table(values=3.0), "values must be numbers joined by '/', got 3.0"),
+    "not a list of numbers": (lambda: parse("table:values=1/x"), "values must be a number, got 'x'"),
+    "both styles": (
+        lambda: as_method("pi:factor=8", replace_scaling=True),
+        "give parameters in the string or as keywords, not both: 'pi:factor=8' and ['replace_scaling']",
+    ),
+    "keywords for a chain": (
+        lambda: as_method("pi+nope", factor=8),
+        "give parameters in the string or as keywords, not both: 'pi+nope' and ['factor']",
+    ),
+    "dict without a method": (
+        lambda: from_dict({"p": 0.5}),
+        "expected a 'method' key with a name, got {'p': 0.5}",
+    ),
+    "dict with a nameless method": (
+        lambda: from_dict({"method": 3}),
+        "expected a 'method' key with a name, got {'method': 3}",
+    ),
+    "dict with an unknown key": (
+        lambda: from_dict({"method": "pi", "facter": 8}),
+        "pi has no parameter 'facter'. Did you mean 'factor'? It takes: factor, replace_scaling",
+    ),
+    "chain dict with an unknown key": (
+        lambda: from_dict({"method": "chain", "steps": [], "p": 0.5}),
+        "a chain has no parameter 'p'. It takes: steps",
+    ),
+    "chain dict without steps": (lambda: from_dict({"method": "chain"}), "a chain needs at least two methods, got 0"),
+    "chain of one": (lambda: Chain((PI(),)), "a chain needs at least two methods, got 1"),
+    "abf with both": (
+        lambda: ABF(rope_theta=5e5, factor=8),
+        "abf takes rope_theta or factor, not both: got 500000.0 and 8.0",
+    ),
+    "yarn's betas": (
+        lambda: Yarn(beta_fast=1, beta_slow=1),
+        "beta_fast must exceed beta_slow, got 1.0 and 1.0",
+    ),
+    "llama3's factors": (
+        lambda: Llama3(low_freq_factor=4),
+        "high_freq_factor must exceed low_freq_factor, got 4.0 and 4.0",
+    ),
+    "longrope's factors": (lambda: LongRope(factors=(1, 0, 1, 1)), "factors must be > 0, got 0.0"),
+    "longrope's length": (
+        lambda: LongRope(factors=(1, 2, 3))(slot()),
+        "factors needs one number per pair: model.rotary_emb has 4, got 3",
+    ),
+    "table's length": (
+        lambda: Table(values=(1, 2, 3, 4, 5))(slot()),
+        "values needs one number per pair: model.rotary_emb has 4, got 5",
+    ),
+    "negative frequency": (lambda: Table(values=(1, -0.5)), "frequencies must be >= 0 rad/token, got -0.5"),
+    "one cutoff": (
+        lambda: Truncated(cutoff_low=0.1),
+        "cutoff_low and cutoff_high come together, got 0.1 and None",
+    ),
+    "other cutoff": (
+        lambda: Truncated(cutoff_high=0.1),
+        "cutoff_low and cutoff_high come together, got None and 0.1",
+    ),
+    "cutoffs and context": (
+        lambda: Truncated(context=100, cutoff_low=0.1, cutoff_high=0.2),
+        "truncated takes context or the two cutoffs, not both",
+    ),
+    "cutoffs in order": (
+        lambda: Truncated(cutoff_low=0.2, cutoff_high=0.1),
+        "cutoffs must satisfy 0 <= cutoff_low <= cutoff_high, got 0.2 and 0.1",
+    ),
+    "negative cutoff": (
+        lambda: Truncated(cutoff_low=-0.1, cutoff_high=0.1),
+        "cutoffs must satisfy 0 <= cutoff_low <= cutoff_high, got -0.1 and 0.1",
+    ),
+    "negative floor": (
+        lambda: Truncated(cutoff_low=0.1, cutoff_high=0.2, floor=-0.1),
+        "floor must be >= 0 rad/token, got -0.1",
+    ),
+    "floor alone": (lambda: Truncated(floor=0.1), "floor needs cutoff_low and cutoff_high"),
+    "ntk of one pair": (lambda: NTK()(slot(head_dim=2)), "NTK scaling needs rotary_dim >= 4, got 2"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS.values(), ids=ERRORS)
+def test_an_error_names_the_rule_and_the_value(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call()
+
+
+@pytest.mark.parametrize("nothing", [[], (), 3, None], ids=str)
+def test_as_method_takes_no_other_form(nothing: Any) -> None:
+    message = f"expected a method's name, object, dict, or a non-empty sequence of them, got {nothing!r}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        inspect.unwrap(as_method)(nothing)  # the types of its arguments are not what is checked here
+
+
+@pytest.mark.parametrize("form", [PI(), {"method": "pi"}, ["pi"]], ids=["PI", "dict", "list"])
+def test_keywords_only_go_with_a_name(form: Any) -> None:
+    message = f"keywords ['factor'] only go with a method's name, not with {type(form).__name__}"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        as_method(form, factor=8)
+    assert as_method("pi", factor=8) == PI(factor=8)
+
+
+# --- methods of the user's own ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Forget the methods a test defines."""
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_method_of_the_users_own() -> None:
+    @dataclass(frozen=True)
+    class Slowed(Method, name="slowed"):
+        """Every pair from ``first`` on slowed by ``by``."""
+
+        by: float = 2.0
+        first: int = 0
+
+        def check(self) -> None:
+            if self.first < 0:
+                raise ValueError(f"first must be >= 0, got {self.first}")
+
+        def __call__(self, slot: RotarySlot) -> RotarySlot:
+            table = slot.inv_freq.clone()
+            table[self.first :] /= self.by
+            return slot.becomes(table)
+
+    method = parse("slowed:by=4:first=2")
+    assert method == Slowed(by=4, first=2)
+    check_table(method(slot()), [1, 0.1, 0.0025, 0.00025])
+    check_table(parse("slowed:by=10+p_rope:p=0.5")(slot()), [0.1, 0.01, 0, 0])
+    assert str(Slowed()) == "slowed:by=2"
+    assert from_dict(json.loads(json.dumps(method.to_dict()))) == method
+    with pytest.raises(ValueError, match=r"slowed has no parameter 'form'. It takes: by, first"):
+        parse("slowed:form=2")
+    with pytest.raises(ValueError, match=r"unknown method 'slowd'. Did you mean 'slowed'\?"):
+        parse("slowd")
+    with pytest.raises(ValueError, match="first must be >= 0, got -1"):
+        create("slowed", first=-1)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_subclass_without_a_name_is_not_registered() -> None:
+    class Base(Method):
+        """Stand for what two methods share."""
+
+    assert list(METHODS) == list(FORMS)
+    with pytest.raises(NotImplementedError):
+        Base()(slot())
+
+
+# --- once defects -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [lambda: parse("pi:name=3"), lambda: from_dict({"method": "pi", "name": 3})])
+def test_name_is_an_unknown_parameter_like_any_other(call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="pi has no parameter 'name'"):
+        call()
+
+
+@pytest.mark.parametrize("made", [Default(), NoPE()], ids=str)
+def test_a_method_without_parameters_cannot_be_changed_either(made: Method) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.p = 0.5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("call", [lambda: Table(values=()), lambda: LongRope(factors=())], ids=["table", "longrope"])
+def test_an_empty_list_is_refused_at_once(call: Callable[[], Method]) -> None:
+    with pytest.raises(ValueError):
+        call()
+
+
+@pytest.mark.parametrize("form", ["partial:p=0.5", "table:values=1/0.5/0.25/0", "pi+longrope:factors=1/2/3/4"])
+def test_the_ambient_device_plays_no_part(form: str) -> None:
+    found = slot()
+    with torch.device("meta"):
+        after = parse(form)(found)
+    assert same(after, parse(form)(found))
+
+
+def test_the_ambient_dtype_plays_no_part() -> None:
+    found = slot()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        after = Partial()(found)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(after, Partial()(found))
+
+
+# --- the slot --------------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_tells_its_shape_and_its_trained_context() -> None:
+    found = yarn_slot(head_dim=32)
+    assert (found.pairs, found.rotary_dim, found.context) == (16, 32, 1024)
+    assert (slot().context, slot().is_geometric, found.is_geometric) == (4096, True, False)
+    cut = PRope(p=0.5)(slot())
+    assert str(cut) == (
+        "model.rotary_emb: proportional, 4 pairs (2 still), rope_theta 10000, attention_scaling 1, "
+        f"table {cut.fingerprint}"
+    )
+    assert str(dataclasses.replace(cut, layer_type="full_attention")).startswith("model.rotary_emb [full_attention]: ")
+
+
+def test_nested_chains_are_flat_and_python_numbers_parse() -> None:
+    nested = Chain((Chain((PI(), NTK())), NoPE()))
+    assert nested == parse(str(nested))
+    assert from_dict(nested.to_dict()) == nested
+    assert hash(Chain([PI(), NTK()])) == hash(Chain((PI(), NTK())))  # type: ignore[arg-type]
+    assert parse("abf:rope_theta=1e+20+p_rope:p=0.5") == Chain((ABF(rope_theta=1e20), PRope(p=0.5)))
+    assert from_dict({"method": "chain", "steps": ["pi", "ntk"]}) == Chain((PI(), NTK()))

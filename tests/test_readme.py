@@ -1,0 +1,86 @@
+"""What the pages say is run: Python blocks with their output, and the commands."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rope_patch.cli import app
+from rope_patch.registry import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = blocks("README.md")
+    assert found[0][0] == "python"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(found[0][1], "README.md", "exec"), {})
+    assert found[1][0] == "text"
+    assert printed.getvalue().strip() == found[1][1].strip()
+    commands = [line.partition("#")[0].strip() for kind, text in found if kind == "bash" for line in text.splitlines()]
+    ran = 0
+    for command in filter(None, commands):
+        program, *arguments = shlex.split(command)
+        if program == "rope-patch":
+            result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+            assert result.exit_code == 0, command
+            ran += 1
+        else:
+            assert program == "make", command
+            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M), command
+    assert ran >= 7
+
+
+def test_readme_lists_every_method():
+    assert set(re.findall(r"^\| `(\w+)[:`]", README, re.M)) == set(METHODS)
+
+
+def test_contributing_adds_a_method():
+    (code,) = [text for kind, text in blocks("CONTRIBUTING.md") if kind == "python"]
+    assert len(code.splitlines()) <= 24
+    space: dict[str, object] = {"__name__": "contributing"}
+    before = set(METHODS)
+    try:
+        exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), space)
+        (name,) = set(METHODS) - before
+        method = METHODS[name]()
+        from test_surgery import tiny_model
+
+        import rope_patch
+
+        patch = rope_patch.apply(tiny_model(), str(method))
+        assert patch.after[None].inv_freq.tolist() == pytest.approx(
+            (patch.before[None].inv_freq * 0.5).tolist(), rel=1e-6
+        )
+        rope_patch.verify(patch._state.site.model)
+    finally:
+        for name in set(METHODS) - before:
+            del METHODS[name]
+
+
+def test_import_does_no_work():
+    code = "import sys, rope_patch; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_pages_name_no_machine():
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("rope_patch/assets/*/README.md")]:
+        assert not re.search(r"/(home|root|work)/", path.read_text(encoding="utf-8")), path
