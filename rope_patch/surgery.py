@@ -180,6 +180,8 @@ def apply(
 def _refuse_a_second_patch(site: RotarySite) -> None:
     record, name = site.record, type(site.model).__name__
     if record is None:
+        if isinstance(site.module, RotaryTable):
+            raise PatchError(f"{name} is patched, but its config has lost the record: load the model again")
         return
     if not isinstance(site.module, RotaryTable) and measure(site.module, record.tables, device_of(site.model)):
         raise PatchError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from rope_patch.sites import (
     read_slots,
     settings_of,
     stock_rotary,
+    where,
 )
 from rope_patch.spelling import spell
 
@@ -63,13 +64,38 @@ def look(model: nn.Module) -> Inspection:
     """Return what :func:`inspect` prints."""
     site = find_rotary(model)
     if isinstance(site.module, RotaryTable):
-        return Inspection(type(site.model).__name__, tuple(site.module.slots.values()), site.record, ())
+        ours = tuple(site.module.slots.values())
+        return Inspection(type(site.model).__name__, ours, site.record, tuple(_scaling_remarks(ours)))
     record = site.record
     # Read what the config in force describes, patched or not, without the record's base.
     slots, remarks = read_slots(_without_record(site), strict=False)
     if record is not None:
         remarks += _differences(record.tables, {key_of(k): TableRecord.of(s) for k, s in slots.items()}, "record")
-    return Inspection(type(site.model).__name__, tuple(slots.values()), record, tuple(remarks))
+    found = tuple(slots.values())
+    remarks += [*_scaling_remarks(found), *_cast_remarks(found, getattr(site.config, "dtype", None))]
+    return Inspection(type(site.model).__name__, found, record, tuple(remarks))
+
+
+def _scaling_remarks(slots: Sequence[RotarySlot]) -> Iterator[str]:
+    for slot in slots:
+        if slot.attention_scaling != 1.0:
+            yield (
+                f"{where(slot)} multiplies cos and sin of every pair by {slot.attention_scaling:g}, still pairs "
+                f"included: logits by {slot.attention_scaling**2:.3g}"
+            )
+
+
+def _cast_remarks(slots: Sequence[RotarySlot], dtype: torch.dtype | None) -> Iterator[str]:
+    """What casting would do to a stock table; ours does not mind."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    turning = torch.cat([slot.inv_freq[~frequencies.still(slot.inv_freq)] for slot in slots])
+    if len(turning):
+        error = float(((turning.to(dtype).float() - turning).abs() / turning).max())
+        yield (
+            f"weights are {dtype}: load them with dtype=; casting the model afterwards (.to, .half, .bfloat16) would "
+            f"round its stock table by up to {error:.2%}"
+        )
 
 
 def _without_record(site: RotarySite) -> RotarySite:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import logits, tiny_model
+from tiny import YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -55,6 +55,11 @@ def test_inspect(checkpoint, tmp_path):
     assert "LlamaForCausalLM: not patched" in printed
     # turns 64 * 10000 ** (-i / 8) / 2 pi: 10.2, 3.2, 1.02, 0.3 …
     assert "5 of 8 pairs make no full turn within 64 tokens" in printed
+    assert "note:" not in printed
+    tiny_model(rope_parameters=YARN).bfloat16().save_pretrained(tmp_path / "scaled")
+    printed = run("inspect", tmp_path / "scaled")
+    assert "note: model.rotary_emb multiplies cos and sin of every pair by 1.13863, still pairs included" in printed
+    assert "note: weights are torch.bfloat16: load them with dtype=; casting" in printed
     tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
     tables = json.loads(run("inspect", tmp_path / "mixed", "--json"))["tables"]
     assert [t["layer_type"] for t in tables] == ["full_attention", "sliding_attention"]

@@ -282,6 +282,16 @@ def test_models_that_share_a_config_object():
         rope_patch.verify(second)
 
 
+def test_a_lost_record_is_noticed():
+    model = tiny_model()
+    rope_patch.apply(model, "pi")
+    del model.config.rope_patch
+    with pytest.raises(PatchError, match="its config has lost the record"):
+        rope_patch.apply(model, "pi")
+    with pytest.raises(PatchError, match="carries no patch record"):
+        rope_patch.verify(model)
+
+
 def test_pi_on_an_interpolated_checkpoint():
     model = tiny_model(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     found = module_of(model).inv_freq.clone()
