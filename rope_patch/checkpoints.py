@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from transformers.utils.hub import cached_file
 
 from rope_patch.methods import MethodLike
-from rope_patch.record import PatchRecord
+from rope_patch.record import PatchRecord, same_tables
 from rope_patch.sites import PatchError, find_rotary
 from rope_patch.surgery import apply
 from rope_patch.verification import verify
@@ -50,36 +50,42 @@ def write_atomically(path: str | Path, text: str) -> None:
         raise
 
 
+# What an older checkpoint leaves in a folder that a loader would prefer to, or mix with, the new one.
+_STALE = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_*", RECORD_FILE)
+
+
 @contextlib.contextmanager
 def folder_in_one_move(out: str | Path) -> Iterator[Path]:
-    """Give a temporary folder beside ``out`` to fill; at the end it becomes ``out``, or vanishes after an error.
+    """Give a temporary folder to fill; at the end it becomes ``out``, or vanishes after an error.
 
-    A new or empty ``out`` appears in one rename. Into a folder that holds files, the new ones are moved one by one
-    after all are written, weights before configs.
+    A new ``out`` appears in one rename. Into a folder that exists, also a link or a mount point, the files are moved
+    one by one after all are written: the weights and adapters of an older checkpoint go first, configs come last.
 
     Raises:
         OSError: the place cannot be written.
     """
-    out = Path(out)
+    out = Path(os.path.realpath(out))
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"{out} is a file: give a folder to save into")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir() and not os.access(out, os.W_OK):
+    exists = out.is_dir()
+    if exists and not os.access(out, os.W_OK):
         raise PermissionError(f"cannot write into {out}: choose another output folder")
-    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = (out if exists else out.parent) / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
     temporary.mkdir()
     try:
         yield temporary
-        if not out.exists() or not any(out.iterdir()):
-            if out.exists():
-                out.rmdir()
+        if not exists:
             os.replace(temporary, out)
-        else:
-            for path in sorted(temporary.iterdir(), key=lambda p: (p.suffix == ".json", p.name)):
-                if path.is_dir():
-                    shutil.copytree(path, out / path.name, dirs_exist_ok=True)
-                else:
-                    os.replace(path, out / path.name)
+            return
+        new = {path.name for path in temporary.iterdir()}
+        for stale in {path for pattern in _STALE for path in out.glob(pattern) if path.name not in new}:
+            stale.unlink()
+        for path in sorted(temporary.iterdir(), key=lambda p: (p.suffix == ".json", p.name)):
+            if path.is_dir():
+                shutil.copytree(path, out / path.name, dirs_exist_ok=True)
+            else:
+                os.replace(path, out / path.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -101,8 +107,11 @@ def save(model: nn.Module, out: str | Path, *, tokenizer: Any = None, **save_opt
 
     Raises:
         PatchError: the model is not patched, or does not use what its record says.
+        ValueError: ``push_to_hub``, which would upload before the folder is whole.
         OSError: the folder cannot be written, or the disk is full; ``out`` is then as it was.
     """
+    if save_options.get("push_to_hub"):
+        raise ValueError("save does not push: save first, then upload the folder (hf upload REPO FOLDER)")
     record = verify(model)
     if record.precision != "float32":
         warnings.warn(
@@ -111,10 +120,12 @@ def save(model: nn.Module, out: str | Path, *, tokenizer: Any = None, **save_opt
             stacklevel=2,
         )
     with folder_in_one_move(out) as folder:
-        model.save_pretrained(folder, **save_options)  # type: ignore[operator]
+        inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
+        inner.save_pretrained(folder, **save_options)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        write_record(record, folder)
+        for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
+            write_record(record, path)
     return Path(out)
 
 
@@ -135,9 +146,14 @@ class RopePatchCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
         """Put the record beside the checkpoint's weights."""
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero:
-            write_record(verify(model), folder)
+        if not state.is_world_process_zero:
+            return
+        name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
+        folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))  # of a search
+        if not folders:
+            warnings.warn(f"found no {name} under {root} to write {RECORD_FILE} into", stacklevel=2)
+            return
+        write_record(verify(model), max(folders, key=lambda folder: folder.stat().st_mtime))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -211,11 +227,16 @@ def load(
         if method is not None and record is not None:
             raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
         model = _reaching_hub(base, lambda: AutoModelForCausalLM.from_pretrained(base, **from_pretrained))
-        own = find_rotary(model).record
-        if record is not None and own is None:
-            reapply(model, record)
+        wanted = find_rotary(model).record or record
+        if wanted is not None:
+            reapply(model, wanted)
         elif method is not None:
             apply(model, method, **(apply_options or {}))
+        else:
+            warnings.warn(
+                f"the adapter {source} carries no patch record: loaded onto the tables of its base model as they are",
+                stacklevel=2,
+            )
         return load_adapter(model, source)
     model = _reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
     own = find_rotary(model).record
@@ -245,7 +266,7 @@ def reapply(model: nn.Module, record: PatchRecord) -> None:
     )
     for name in ("base_tables", "tables"):
         wanted, got = getattr(record, name), getattr(patch.record, name)
-        if set(wanted) != set(got) or not all(wanted[key].matches(got[key]) for key in wanted):
+        if not same_tables(wanted, got):
             patch.restore()
             raise PatchError(
                 f"the record of {record.to_method()} was made on another model: its {name.replace('_', ' ')} "
@@ -287,12 +308,11 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
                 f"the adapter {adapter} was trained under {record.to_method()}, and the model is not patched: "
                 f"apply that first, or let rope_patch.load({str(adapter)!r}) do both"
             )
-        if set(own.tables) != set(record.tables) or not all(
-            own.tables[key].matches(table) for key, table in record.tables.items()
-        ):
+        if own.precision != record.precision or not same_tables(own.tables, record.tables):
+            theirs, ours = (f"{r.to_method()} ({_hashes(r.tables)}, {r.precision})" for r in (record, own))
             raise PatchError(
-                f"the adapter {adapter} was trained under {record.to_method()} ({_hashes(record.tables)}), and the "
-                f"model is patched with {own.to_method()} ({_hashes(own.tables)}): restore it and apply the adapter's"
+                f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
+                "and apply the adapter's"
             )
         verify(model)
     return PeftModel.from_pretrained(model, str(adapter), **peft_options)

@@ -274,6 +274,12 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Exception as error:  # of a library: its name helps
+        if os.environ.get("ROPE_PATCH_DEBUG"):
+            raise
+        message = " ".join(str(error).split())[:500]
+        print(f"error: {type(error).__name__}: {message} (ROPE_PATCH_DEBUG=1 shows where)", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

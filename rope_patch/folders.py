@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from rope_patch.surgery import Patch, apply, restore
 from rope_patch.verification import verify
 
 _NOT_COPIED = ("config.json", RECORD_FILE)
-_FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
 def skeleton(source: str | Path) -> PreTrainedModel:
@@ -120,11 +121,18 @@ def verify_folder(source: str | Path) -> PatchRecord:
 
 
 def check_weights(folder: Path) -> None:
-    """Open every safetensors file's header, which states how long the file must be.
+    """Check that every weights file is there and whole: a safetensors header states how long its file must be.
 
     Raises:
-        OSError: a file that is cut or damaged.
+        OSError: no weights, a missing shard, or a file that is cut or damaged.
     """
+    if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        raise OSError(f"{folder} holds no weights (*.safetensors)")
+    for index in sorted(folder.glob("*.index.json")):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if missing:
+            raise OSError(f"{folder} lacks {', '.join(missing)}, which {index.name} names: copy or download it again")
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
@@ -149,6 +157,8 @@ def _write(
     check_weights(source)
     with folder_in_one_move(out) as folder:
         for path in sorted(source.iterdir()):
+            if path.is_dir() and not path.name.startswith("."):
+                progress(f"nothing of the subfolder {path.name}")
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
                 progress(path.name)
                 shutil.copyfile(path, folder / path.name)

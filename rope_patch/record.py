@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rope_patch import __version__
-from rope_patch.frequencies import fingerprint
+from rope_patch.frequencies import fingerprint, table_of
 from rope_patch.methods import Method, from_dict
 from rope_patch.rotary import RotarySlot
 
@@ -33,7 +33,7 @@ class TableRecord:
         """Tell whether two tables are one, up to what another machine's float32 power function may differ by."""
         if self.hash == other.hash:
             return True
-        mine, theirs = torch.tensor(self.inv_freq), torch.tensor(other.inv_freq)
+        mine, theirs = table_of(self.inv_freq), table_of(other.inv_freq)
         return (
             mine.shape == theirs.shape
             and torch.allclose(mine, theirs, rtol=1e-6, atol=0.0)
@@ -54,6 +54,7 @@ class PatchRecord:
         target_length: the context the patch set, where asked [tokens].
         precision: of the angles, ``float32`` or ``float64``.
         freeze_at: the length a dynamic base table was frozen at [tokens].
+        edited: the base tables that were not what the config described, and so are known by their numbers alone.
         package_version: the rope_patch that wrote the record.
         schema: version of this layout.
     """
@@ -66,6 +67,7 @@ class PatchRecord:
     target_length: int | None = None
     precision: str = "float32"
     freeze_at: int | None = None
+    edited: tuple[str, ...] = ()
     package_version: str = __version__
     schema: int = SCHEMA
 
@@ -76,7 +78,7 @@ class PatchRecord:
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
         data = asdict(self)
-        data["layer_types"] = list(self.layer_types)
+        data["layer_types"], data["edited"] = list(self.layer_types), list(self.edited)
         for group in ("tables", "base_tables"):
             for table in data[group].values():
                 table["inv_freq"] = list(table["inv_freq"])
@@ -103,11 +105,22 @@ class PatchRecord:
         try:
             values = dict(data)
             values["layer_types"] = tuple(values["layer_types"])
+            values["edited"] = tuple(values.get("edited", ()))
             for group in ("tables", "base_tables"):
                 values[group] = {key: _read_table(key, table) for key, table in values[group].items()}
-            return cls(**values)
+            base = values["base_config"]
+            if not isinstance(base["rope_parameters"], Mapping) or not isinstance(base["max_position_embeddings"], int):
+                raise TypeError("base_config must hold rope_parameters and max_position_embeddings")
+            record = cls(**values)
+            from_dict(record.method)
+            return record
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the rope_patch record is incomplete or malformed: {error}") from error
+
+
+def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]) -> bool:
+    """Tell whether two sets of tables hold the same layer types and the same tables."""
+    return set(one) == set(other) and all(one[key].matches(other[key]) for key in one)
 
 
 def key_of(layer_type: str | None) -> str:
@@ -117,7 +130,7 @@ def key_of(layer_type: str | None) -> str:
 
 def _read_table(key: str, data: Mapping[str, Any]) -> TableRecord:
     table = TableRecord(tuple(map(float, data["inv_freq"])), float(data["attention_scaling"]), str(data["hash"]))
-    actual = fingerprint(torch.tensor(table.inv_freq, dtype=torch.float32), table.attention_scaling)
+    actual = fingerprint(table_of(table.inv_freq), table.attention_scaling)
     if actual != table.hash:
         raise ValueError(
             f"the rope_patch record was altered: its table for {key!r} hashes to {actual}, the record says "

@@ -229,12 +229,15 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
 
 def _number(name: str, value: Any, kind: type) -> float | int:
     wanted = "a whole number" if kind is int else "a number"
+    hint = ""
+    if isinstance(value, str) and "," in value:
+        hint = " (parameters are separated by ':', the numbers of a list by '/')"
     try:
         if isinstance(value, bool):
             raise ValueError
         number = float(value)
     except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}") from None
+        raise ValueError(f"{name} must be {wanted}, got {value!r}{hint}") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value}")
     if kind is int and not number.is_integer():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from transformers.utils import logging as hf_logging
 
 from rope_patch import frequencies
 from rope_patch.methods import longrope_spelling
-from rope_patch.record import PatchRecord
+from rope_patch.record import PatchRecord, TableRecord, key_of, same_tables
 from rope_patch.rotary import RotarySlot, RotaryTable, other_keys
 
 Slots = dict[str | None, RotarySlot]
@@ -57,8 +59,6 @@ class RotarySite:
         data = getattr(self.config, "rope_patch", None)
         try:
             return None if data is None else PatchRecord.from_dict(data)
-        except PatchError:
-            raise
         except ValueError as error:
             raise PatchError(str(error)) from error
 
@@ -216,13 +216,51 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
                 )
             else:
                 remarks.append(f"{where(slot)} changes with the length during generation: pass freeze_at to patch it")
+        elif site.record is not None and key_of(kind) in site.record.edited:
+            base = site.record.base_tables[key_of(kind)]
+            table, scaling = frequencies.table_of(base.inv_freq), base.attention_scaling
+            slot = replace(slot, inv_freq=table, attention_scaling=scaling, rope_type="custom", rope_parameters=None)
         else:
-            slot, remark = _as_found(slot, stock_tables(module)[kind])
+            slot, remark = _as_found(slot, stock_tables(module)[kind], scaling_of(module, kind))
             remarks += remark
         slots[kind] = slot
     if freeze_at is not None and not frozen_any:
         raise ValueError(f"freeze_at is for dynamic tables; {site.path} has none")
     return slots, remarks
+
+
+def check_base(site: RotarySite) -> None:
+    """Raise PatchError unless the base a patched model's record describes is the base it was made on."""
+    record = site.record
+    if record is not None:
+        base = {
+            key_of(kind): TableRecord.of(slot) for kind, slot in read_slots(site, freeze_at=record.freeze_at)[0].items()
+        }
+        if not same_tables(base, record.base_tables):
+            raise PatchError("the rope_patch record was altered: its base_config does not give its base tables")
+
+
+def outside_readers(site: RotarySite) -> list[str]:
+    """Name the decoder's classes that read ``config.rope_parameters`` besides the rotary embedding.
+
+    DeepSeek's attention takes a scale from it, Ministral 3's a temperature: there, a table cannot be respelled without
+    changing more than the table. The partial factor is a shape, which no spelling changes.
+    """
+    rotary = type(site.module.stock if isinstance(site.module, RotaryTable) else site.module)
+    decoder = site.model.get_decoder() if hasattr(site.model, "get_decoder") else site.model
+    classes = {type(module) for module in decoder.modules()} - {rotary, RotaryTable}
+    return sorted(cls.__name__ for cls in classes if _reads_rope_parameters(cls))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _reads_rope_parameters(cls: type) -> bool:
+    if cls.__module__.startswith("torch."):
+        return False
+    try:
+        lines = [line for line in inspect.getsource(cls).splitlines() if "config.rope_parameters" in line]
+    except (OSError, TypeError):  # made at run time
+        return False
+    return any("partial_rotary_factor" not in line for line in lines)
 
 
 def _check_kind(stock: nn.Module, kind: str | None, table: Tensor, spelled: Mapping[str, Any]) -> None:
@@ -275,20 +313,24 @@ def _freeze(slot: RotarySlot, config: PreTrainedConfig, length: int) -> RotarySl
     return slot.becomes(table, spelling=native, attention_scaling=scaling)
 
 
-def _as_found(slot: RotarySlot, buffer: Tensor) -> tuple[RotarySlot, list[str]]:
+def _as_found(slot: RotarySlot, buffer: Tensor, scaling: float) -> tuple[RotarySlot, list[str]]:
     """Reconcile what the config describes with what the buffer holds."""
     if buffer.is_meta:
         return slot, []
     found = buffer.detach().float().cpu()
-    if torch.allclose(found, slot.inv_freq, rtol=1e-6, atol=frequencies.STILL):
+    if torch.allclose(found, slot.inv_freq, rtol=1e-6, atol=frequencies.STILL) and scaling == slot.attention_scaling:
         return slot, []
     error = float(((found - slot.inv_freq).abs() / slot.inv_freq.clamp_min(frequencies.STILL)).max())
     for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(found, slot.inv_freq.to(dtype).float()):
+        if scaling == slot.attention_scaling and torch.equal(found, slot.inv_freq.to(dtype).float()):
             remark = f"{where(slot)} was rounded to {dtype} by a cast (up to {error:.2%} off)"
             return slot, [f"{remark}; a patch starts from the float32 table of the config"]
-    remark = f"{where(slot)} is not the table its config describes (up to {error:.2%} off); saving would lose it"
-    return replace(slot, inv_freq=frequencies.settle(found), rope_type="custom", rope_parameters=None), [remark]
+    remark = (
+        f"{where(slot)} is not the table its config describes (up to {error:.2%} off, attention_scaling {scaling:g} "
+        f"for {slot.attention_scaling:g}); saving without a patch would lose it"
+    )
+    slot = replace(slot, inv_freq=frequencies.settle(found), attention_scaling=scaling)
+    return replace(slot, rope_type="custom", rope_parameters=None), [remark]
 
 
 def where(slot: RotarySlot) -> str:

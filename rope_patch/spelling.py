@@ -52,6 +52,7 @@ def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[S
     if getattr(config, "is_heterogeneous", False):
         ways.append({READ_GLOBAL: True})
     final: Slots = {}
+    reason = "the table it rebuilds is another"
     for kind, slot in after.items():
         if slot is before[kind] and slot.rope_parameters is not None and not is_dynamic(spelled_for(config, kind)):
             final[kind] = slot
@@ -63,7 +64,8 @@ def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[S
             trial = settings | way | {"rope_parameters": parameters}
             try:
                 rebuilt = stock_rotary(type(module), config_with(config, trial))
-            except Exception:
+            except Exception as error:  # a family refuses a type in its own way: Phi3 takes longrope only
+                reason = f"{type(error).__name__}: {error}"
                 continue
             if _same_table(rebuilt, candidate):
                 final[kind], settings = candidate, trial
@@ -71,7 +73,7 @@ def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[S
         else:
             raise ValueError(
                 f"{type(site.model).__name__} cannot express this table in a config that plain transformers reads; "
-                "nothing was changed"
+                f"nothing was changed. The last spelling failed with {reason}"
             )
     return final, settings
 

@@ -21,8 +21,10 @@ from rope_patch.sites import (
     RotarySite,
     Slots,
     base_of,
+    check_base,
     device_of,
     find_rotary,
+    outside_readers,
     read_slots,
     settings_of,
 )
@@ -84,6 +86,8 @@ class Patch:
         site = self._state.site
         if site.model.get_submodule(site.path) is not self._module:
             raise PatchError(f"the patch {self.method} is no longer in place: nothing to restore")
+        if getattr(site.config, "rope_patch", None) != self.record.to_dict():
+            raise PatchError(f"the config no longer says {self.method}: is it shared with another model?")
         _follow_device(site.module, site.model)
         self._state.reinstate()
 
@@ -143,12 +147,18 @@ def apply(
     site = find_rotary(model)
     if not replace:
         _refuse_a_second_patch(site)
+    check_base(site)
     before, remarks = read_slots(site, freeze_at=freeze_at)
     chosen = _choose(before, layer_types)
     stock, base_config = base_of(site)
     length = target_length or int(base_config.max_position_embeddings)
     after = {kind: wanted(slot) if kind in chosen else slot for kind, slot in before.items()}
     after, settings = spell(site, before, after, length)
+    if settings["rope_parameters"] != base_config.rope_parameters and (readers := outside_readers(site)):
+        raise ValueError(
+            f"{', '.join(readers)} of {type(site.model).__name__} reads config.rope_parameters besides the rotary "
+            "embedding: another spelling would change more than the table. Such families are not supported"
+        )
     record = PatchRecord(
         method=wanted.to_dict(),
         layer_types=chosen,
@@ -158,6 +168,7 @@ def apply(
         target_length=target_length,
         precision=precision,
         freeze_at=freeze_at,
+        edited=tuple(key_of(kind) for kind, slot in before.items() if slot.rope_parameters is None),
     )
     for remark in remarks:
         logger.warning(remark)
@@ -200,6 +211,8 @@ def _choose(slots: Slots, layer_types: Sequence[str] | None) -> tuple[str | None
             )
         return (None,)
     if layer_types is None:
+        if "full_attention" not in known:
+            raise ValueError(f"this model has no full_attention table: name those to patch, layer_types={known}")
         layer_types = ("full_attention",)
     if isinstance(layer_types, str):
         layer_types = (layer_types,)
@@ -234,6 +247,9 @@ def restore(model: nn.Module) -> None:
     record = site.record
     if record is None:
         raise PatchError(f"{type(site.model).__name__} carries no patch record: nothing to restore")
+    check_base(site)
+    if record.edited and not isinstance(site.module, RotaryTable):
+        raise PatchError("the base table was edited by hand before the patch; its config alone cannot restore it")
     stock, _ = base_of(site)
     _follow_device(stock, site.model)
     site.put(stock)

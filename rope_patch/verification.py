@@ -65,7 +65,8 @@ def look(model: nn.Module) -> Inspection:
     site = find_rotary(model)
     if isinstance(site.module, RotaryTable):
         ours = tuple(site.module.slots.values())
-        return Inspection(type(site.model).__name__, ours, site.record, tuple(_scaling_remarks(ours)))
+        remarks = [*_scaling_remarks(ours), *(["patched, but its config has lost the record"] * (site.record is None))]
+        return Inspection(type(site.model).__name__, ours, site.record, tuple(remarks))
     record = site.record
     # Read what the config in force describes, patched or not, without the record's base.
     slots, remarks = read_slots(_without_record(site), strict=False)
@@ -175,7 +176,7 @@ def measure(module: nn.Module, tables: Mapping[str, TableRecord], device: torch.
         except Exception as error:
             problems.append(f"[{key}] cannot be called: {error}")
             continue
-        f = torch.tensor(table.inv_freq, device=device)
+        f = frequencies.table_of(table.inv_freq).to(device)
         if cos.dtype != torch.float32 or cos.device.type != device.type:
             problems.append(f"[{key}] cos is {cos.dtype} on {cos.device}, expected torch.float32 on {device}")
         if cos.shape[-1] != 2 * len(f):

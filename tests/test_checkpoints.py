@@ -103,6 +103,8 @@ def edit_json(path, change):
         (lambda c: c["rope_patch"]["tables"]["all"]["inv_freq"].__setitem__(3, 0.5), "record was altered: its table"),
         (lambda c: c["rope_patch"]["method"].update(factor=5.0), r"method \[all\]: table"),
         (lambda c: c["rope_patch"]["base_config"]["rope_parameters"].update(rope_theta=5e4), r"base table \[all\]"),
+        (lambda c: c["rope_patch"].update(base_config={}), "incomplete or malformed"),
+        (lambda c: c["rope_patch"]["method"].update(method="gone"), "unknown method 'gone'"),
         (lambda c: c["rope_patch"].update(schema=99, package_version="9.0"), "written by rope_patch 9.0 .*newer than"),
         (lambda c: c["rope_patch"].update(surprise=1), r"unknown keys \['surprise'\]"),
         (lambda c: c["rope_patch"].pop("tables"), "incomplete or malformed"),
@@ -206,7 +208,9 @@ def test_adapter_of_another_base_raises(adapter, tmp_path):
 def test_adapter_without_a_record(tmp_path, base_folder):
     tuned = lora(AutoModelForCausalLM.from_pretrained(base_folder))
     tuned.save_pretrained(tmp_path / "adapter")
-    assert torch.equal(logits(rope_patch.load(tmp_path / "adapter").eval()), logits(tuned))
+    with pytest.warns(UserWarning, match="carries no patch record: loaded onto the tables of its base model"):
+        loaded = rope_patch.load(tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), logits(tuned))
     patched = rope_patch.load(base_folder, "yarn")
     with pytest.raises(PatchError, match="carries no patch record, but the model is patched with yarn"):
         rope_patch.load_adapter(patched, tmp_path / "adapter")
@@ -219,6 +223,33 @@ def test_adapter_on_a_patched_base_folder(tmp_path):
     tuned = lora(rope_patch.load(tmp_path / "patched_base"))
     rope_patch.save(tuned, tmp_path / "adapter")
     assert torch.equal(logits(rope_patch.load(tmp_path / "adapter").eval()), logits(tuned))
+
+
+def test_adapter_on_a_patched_base_keeps_our_module_and_precision(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn", precision="float64")
+    with pytest.warns(UserWarning, match="no stock config can say so"):
+        rope_patch.save(model, tmp_path / "patched_base")
+    tuned = lora(rope_patch.load(tmp_path / "patched_base"))
+    with pytest.warns(UserWarning, match="no stock config can say so"):
+        rope_patch.save(tuned, tmp_path / "adapter")
+    loaded = rope_patch.load(tmp_path / "adapter")
+    assert module_of(loaded).precision == "float64"
+    single = tiny_model()
+    rope_patch.apply(single, "yarn")
+    single.save_pretrained(tmp_path / "single")
+    with pytest.raises(PatchError, match=r"float64\), and the model is patched with yarn:factor=4 .*float32\)"):
+        rope_patch.load_adapter(single, tmp_path / "adapter")
+
+
+def test_every_adapter_of_a_model_carries_the_record(tmp_path, base_folder):
+    tuned = lora(rope_patch.load(base_folder, "yarn"))
+    tuned.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    rope_patch.save(tuned, tmp_path / "both")
+    plain = AutoModelForCausalLM.from_pretrained(base_folder)
+    for folder in (tmp_path / "both", tmp_path / "both" / "second"):
+        with pytest.raises(PatchError, match="the model is not patched"):
+            rope_patch.load_adapter(plain, folder)
 
 
 @pytest.mark.parametrize("name", ["p_rope", "yarn", "truncated"])
@@ -332,3 +363,102 @@ def test_nothing_there(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", gated)
     with pytest.raises(OSError, match=r"accept the licence at https://huggingface.co/a/b, then run `hf auth login`"):
         rope_patch.load("a/b")
+
+
+def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):
+    out, model = tmp_path / "out", tiny_model()
+    rope_patch.apply(model, "yarn")
+    rope_patch.save(model, out)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(3)
+    rope_patch.save(model, out, max_shard_size="50KB")
+    assert not (out / "model.safetensors").exists()  # transformers would prefer it to the index
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out).eval()), logits(model))
+    tuned = lora(model)
+    rope_patch.save(tuned, tmp_path / "tuned")
+    merged = tuned.merge_and_unload()
+    rope_patch.save(merged, tmp_path / "tuned")
+    assert not (tmp_path / "tuned" / "adapter_config.json").exists()
+    assert torch.equal(logits(rope_patch.load(tmp_path / "tuned").eval()), logits(merged))
+
+
+def test_links_to_folders_are_followed(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "later")
+    for name, place in (("link", "real"), ("dangling", "later")):
+        rope_patch.save(model, tmp_path / name)
+        assert (tmp_path / place / "model.safetensors").is_file()
+        assert not [path.name for path in (tmp_path / place).iterdir() if path.name.startswith(".")]
+
+
+def test_saving_does_not_push(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    with pytest.raises(ValueError, match="save does not push"):
+        rope_patch.save(model, tmp_path / "out", push_to_hub=True)
+
+
+@pytest.mark.parametrize("tamper", ["theta", "length"])
+def test_a_base_that_was_altered_is_not_restored(tmp_path, tamper):
+    model = tiny_model()
+    rope_patch.apply(model, "pi")
+    model.save_pretrained(tmp_path / "out")
+    change = {
+        "theta": lambda base: base["rope_parameters"].update(rope_theta=777.0),
+        "length": lambda base: base["rope_parameters"].update(rope_type="linear", factor=2.0),
+    }[tamper]
+    edit_json(tmp_path / "out" / "config.json", lambda c: change(c["rope_patch"]["base_config"]))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for attempt in (lambda: rope_patch.restore(loaded), lambda: rope_patch.apply(loaded, "ntk", replace=True)):
+        with pytest.raises(PatchError, match="base_config does not give its base tables"):
+            attempt()
+
+
+def test_a_patch_over_an_edited_table_comes_back(tmp_path):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq.mul_(0.5)
+    rope_patch.apply(model, "p_rope", p=0.5)
+    rope_patch.save(model, tmp_path / "out")
+    loaded = rope_patch.load(tmp_path / "out").eval()
+    assert torch.equal(logits(loaded), logits(model))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    rope_patch.verify(again)
+    patch = rope_patch.apply(again, "default", replace=True)
+    assert patch.after[None].inv_freq[0] == 0.5  # the edited base, not the config's
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(PatchError, match="was edited by hand before the patch"):
+        rope_patch.restore(stock)
+
+
+def test_verify_under_another_default_dtype_or_device(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rope_patch.verify(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        rope_patch.verify(model)
+
+
+def test_missing_weights(tmp_path):
+    from rope_patch.folders import patch_folder, verify_folder
+
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    rope_patch.save(model, tmp_path / "out", max_shard_size="50KB")
+    verify_folder(tmp_path / "out")
+    shard = sorted((tmp_path / "out").glob("*.safetensors"))[0]
+    shard.unlink()
+    for attempt in (verify_folder, lambda folder: patch_folder(folder, "pi", tmp_path / "new", replace=True)):
+        with pytest.raises(OSError, match=f"lacks {shard.name}, which model.safetensors.index.json names"):
+            attempt(tmp_path / "out")
+    for path in (tmp_path / "out").glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(OSError, match="holds no weights"):
+        verify_folder(tmp_path / "out")

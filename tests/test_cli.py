@@ -120,6 +120,8 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
         (("recipes", "copy", "{full}"), "is not empty"),
         (("demo", "--shape", "mamba"), "shape must be one of llama, gemma3, got 'mamba'"),
         (("demo", "--dtype", "int8"), "dtype must be one of float32, bfloat16"),
+        (("apply", "{base}", "yarn:factor=4,truncate=false", "-o", "{out}"), "parameters are separated by ':'"),
+        (("apply", "{base}", "table", "values=1,2", "-o", "{out}"), "the numbers of a list by '/'"),
     ],
 )
 def test_errors_are_one_line_and_write_nothing(checkpoint, tmp_path, monkeypatch, capsys, arguments, message):
@@ -137,6 +139,17 @@ def test_truncated_weights(checkpoint, tmp_path, monkeypatch, capsys):
     error = fail(monkeypatch, capsys, "apply", checkpoint, "pi", "-o", tmp_path / "out")
     assert "model.safetensors is truncated or damaged" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_library_raises_is_one_line_too(checkpoint, monkeypatch, capsys):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "unheard_of"}}))
+    monkeypatch.setattr(sys, "argv", ["rope-patch", "inspect", str(checkpoint)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error == "error: KeyError: 'unheard_of' (ROPE_PATCH_DEBUG=1 shows where)"
 
 
 def test_interrupted(monkeypatch, capsys):

@@ -390,6 +390,44 @@ def test_an_edited_table_is_taken_as_found_and_kept():
     assert model.config.rope_parameters["rope_type"] == "longrope"
 
 
+def test_a_config_edited_after_loading_does_not_change_what_is_used():
+    model = tiny_model()
+    before = logits(model)
+    model.config.rope_parameters = dict(YARN)
+    assert "is not the table its config describes" in str(rope_patch.inspect(model))
+    patch = rope_patch.apply(model, "default")
+    assert torch.allclose(logits(model), before, atol=1e-6)
+    assert patch.after[None].attention_scaling == 1.0
+    scaled = tiny_model(rope_parameters=dict(YARN))
+    before = logits(scaled)
+    scaled.config.rope_parameters["attention_factor"] = 2.0
+    rope_patch.apply(scaled, "default")
+    assert torch.allclose(logits(scaled), before, atol=1e-6)
+
+
+def test_families_that_read_the_config_elsewhere_are_refused():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4}
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    groups = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **ranks, **groups, rope_interleave=False))
+    stock = module_of(model)
+    with pytest.raises(ValueError, match=r"reads config\.rope_parameters besides the rotary embedding"):
+        rope_patch.apply(model, "p_rope", p=0.5)
+    assert module_of(model) is stock
+
+
+def test_restoring_a_shared_config_that_says_another_patch():
+    first = tiny_model()
+    second = type(first)(first.config)
+    patch = rope_patch.apply(first, "pi", factor=2)
+    rope_patch.apply(second, "ntk", replace=True)
+    with pytest.raises(PatchError, match="is it shared with another model"):
+        patch.restore()
+
+
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 

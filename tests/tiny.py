@@ -49,7 +49,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **MIXED,
         global_head_dim=32,
         vocab_size_per_layer_input=96,
-        hidden_size_per_layer_input=16,
+        hidden_size_per_layer_input=64,
     ),
 }
 ARCHITECTURES = list(CONFIGS)
