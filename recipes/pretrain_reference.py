@@ -266,8 +266,9 @@ extension on a laptop. It copies and retrieves within {LENGTH} tokens and fails 
 It knows nothing else: do not use it for text.
 
 - **Data**: `builtin_text("train")`, English and Python source that ship with CPython {corpus.python_version}
-  (PSF License; SHA-256 of the documents `{corpus.sha256}`), random strings, and passkey prompts over that text.
-  Held-out and haystack documents were never trained on.
+  (PSF License; SHA-256 of the documents `{corpus.sha256}`),
+  random strings, and passkey prompts over that text. Held-out and haystack documents of this Python were never
+  trained on; a file that another Python ships changed may fall into another split there.
 - **Licence** of the weights: Apache-2.0.
 - **Command**: `{command}`, seed {seed}
 - **Cost**: {tokens / 1e6:.1f}M tokens, {seconds / 60:.0f} minutes, torch {torch.__version__.split("+")[0]},

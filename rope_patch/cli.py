@@ -214,6 +214,7 @@ def demo(
     from rich.console import Console
     from rich.table import Table
     from tqdm import tqdm
+    from transformers.utils import logging as hf_logging
 
     from rope_patch import demo as bundled
 
@@ -224,6 +225,7 @@ def demo(
         if name not in bundled.SHAPES:
             raise ValueError(f"shape must be one of {', '.join(bundled.SHAPES)}, got {name!r}")
     torch.set_num_threads(threads)
+    hf_logging.disable_progress_bar()  # ours tells enough
     results = []
     for name in shape or bundled.SHAPES:
         with tqdm(total=bundled.tokens_to_read(quick), unit="tok", unit_scale=True, desc=name) as bar:

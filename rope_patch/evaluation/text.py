@@ -9,6 +9,7 @@ import inspect
 import platform
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,9 @@ def _docstrings(module_name: str) -> str:
     What a running program put there does not count: functions written in Python, hooks (read under the name that keeps
     the original), traces of the last error.
     """
-    module = importlib.import_module(module_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # some of them are on their way out
+        module = importlib.import_module(module_name)
     names = [name for name in sorted(vars(module)) if not name.startswith(("_", "last_"))]
     members = [getattr(module, f"__{name}__" if name in _HOOKS else name) for name in names]
     own = [member for member in members if callable(member) and not inspect.isfunction(member)]
