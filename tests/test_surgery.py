@@ -129,6 +129,16 @@ def test_identity_on_scaled_bases(family, parameters, method):
         assert model.config.rope_parameters == said
 
 
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("method", ["default", "p_rope:p=1", "p_rope_reversed:p=1"])
+def test_identity_on_every_family(family, method):
+    model = tiny_model(family)
+    before, said = logits(model), copy.deepcopy(model.config.rope_parameters)
+    with rope_patch.patched(model, method):
+        assert torch.equal(logits(model), before)
+        assert model.config.rope_parameters == said
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 @pytest.mark.parametrize(
     ("method", "spelling"),
