@@ -266,8 +266,10 @@ def main() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports missing kernels that no command uses
     try:
         app()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit) as stop:  # typer turns Ctrl-C into a silent exit
+        if isinstance(stop, SystemExit) and stop.code != 130:
+            raise
+        print("interrupted: nothing was left half written", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,7 +162,24 @@ def test_interrupted(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 130
-    assert capsys.readouterr().err.strip() == "interrupted"
+    assert capsys.readouterr().err.strip() == "interrupted: nothing was left half written"
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_demo(tmp_path):
+    command = [sys.executable, "-m", "rope_patch.cli", "demo", "-o", str(tmp_path / "out")]
+    # A job in the background ignores the signal, and so would its children.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    assert running.stderr is not None
+    seen = ""
+    while "default" not in seen:  # the first progress of the first method
+        seen += running.stderr.read(1)
+    running.send_signal(signal.SIGINT)
+    _, rest = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert rest.strip().splitlines()[-1] == "interrupted: nothing was left half written"
+    assert not (tmp_path / "out").exists()
 
 
 def test_interrupted_copy_leaves_nothing(checkpoint, tmp_path, monkeypatch):
