@@ -50,8 +50,8 @@ def write_atomically(path: str | Path, text: str) -> None:
         raise
 
 
-# What an older checkpoint leaves in a folder that a loader would prefer to, or mix with, the new one.
-_STALE = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_*", RECORD_FILE)
+# What an older checkpoint leaves in a folder that a loader would prefer to a model's new weights, or mix with them.
+_STALE = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model*.bin*", "adapter_model.*", ADAPTER_FILE)
 
 
 @contextlib.contextmanager
@@ -59,7 +59,8 @@ def folder_in_one_move(out: str | Path) -> Iterator[Path]:
     """Give a temporary folder to fill; at the end it becomes ``out``, or vanishes after an error.
 
     A new ``out`` appears in one rename. Into a folder that exists, also a link or a mount point, the files are moved
-    one by one after all are written: the weights and adapters of an older checkpoint go first, configs come last.
+    one by one after all are written, configs last. Before them, where a whole model is written, the weights and adapter
+    of an older checkpoint are deleted: a loader would take them for the new ones. Other files stay.
 
     Raises:
         OSError: the place cannot be written.
@@ -79,8 +80,9 @@ def folder_in_one_move(out: str | Path) -> Iterator[Path]:
             os.replace(temporary, out)
             return
         new = {path.name for path in temporary.iterdir()}
-        for stale in {path for pattern in _STALE for path in out.glob(pattern) if path.name not in new}:
-            stale.unlink()
+        if "config.json" in new:  # a whole model; an adapter leaves the base model beside it alone
+            for stale in {path for pattern in _STALE for path in out.glob(pattern) if path.name not in new}:
+                stale.unlink()
         for path in sorted(temporary.iterdir(), key=lambda p: (p.suffix == ".json", p.name)):
             if path.is_dir():
                 shutil.copytree(path, out / path.name, dirs_exist_ok=True)
@@ -98,7 +100,7 @@ def save(model: nn.Module, out: str | Path, *, tokenizer: Any = None, **save_opt
 
     Args:
         model: a patched model of transformers, or a PEFT model over one.
-        out: the folder.
+        out: the folder. In one that exists, the weights of an older checkpoint are replaced and other files kept.
         tokenizer: saved beside it when given.
         **save_options: for ``save_pretrained``.
 
@@ -228,10 +230,10 @@ def load(
             raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
         model = _reaching_hub(base, lambda: AutoModelForCausalLM.from_pretrained(base, **from_pretrained))
         wanted = find_rotary(model).record or record
-        if wanted is not None:
-            reapply(model, wanted)
-        elif method is not None:
+        if method is not None:
             apply(model, method, **(apply_options or {}))
+        elif wanted is not None:
+            reapply(model, wanted)
         else:
             warnings.warn(
                 f"the adapter {source} carries no patch record: loaded onto the tables of its base model as they are",

@@ -59,15 +59,13 @@ class Demo:
     Attributes:
         shape: of the checkpoint, ``llama`` or ``gemma3``.
         comparison: the scores.
-        saved: the folder of the best method's checkpoint.
-        equal: whether plain transformers, in a process without rope_patch, gave the same logits from it.
+        saved: the folder of the best method's checkpoint; plain transformers gave the same logits from it.
         figures: the pictures drawn.
     """
 
     shape: str
     comparison: Comparison
     saved: Path
-    equal: bool
     figures: tuple[Path, ...]
 
 
@@ -99,18 +97,21 @@ def run(
     tokenizer = AutoTokenizer.from_pretrained(source)
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     model = model.to(device).eval()
-    methods = METHODS[:2] + METHODS[-1:] if quick else METHODS
-    comparison = compare(model, tokenizer, methods, seed=seed, progress=progress, **sizes(quick))
+    comparison = compare(model, tokenizer, methods(quick), seed=seed, progress=progress, **sizes(quick))
     out.mkdir(parents=True, exist_ok=True)
     checkpoints.write_atomically(out / f"{shape}.json", comparison.to_json())
     best = comparison.best()
     saved = out / f"{shape}-{best.method.replace(':', '-').replace('=', '')}"
     with patched(model, best.method, target_length=max(comparison.lengths)):
         checkpoints.save(model, saved, tokenizer=tokenizer)
-        equal = reloads_equal(model, saved)
-    if not equal:
-        raise RuntimeError(f"{saved} does not give the same logits in plain transformers: please report this")
-    return Demo(shape, comparison, saved, equal, draw(shape, comparison, out))
+        if not reloads_equal(model, saved):
+            raise RuntimeError(f"{saved} does not give the same logits in plain transformers: please report this")
+    return Demo(shape, comparison, saved, draw(shape, comparison, out))
+
+
+def methods(quick: bool) -> tuple[str, ...]:
+    """Return the methods a run compares."""
+    return METHODS[:2] + METHODS[-1:] if quick else METHODS
 
 
 def sizes(quick: bool) -> dict[str, Any]:
@@ -124,8 +125,7 @@ def tokens_to_read(quick: bool) -> int:
     """Return the tokens a checkpoint's comparison reads, for the progress bar."""
     size = sizes(quick)
     prompts = len(size["depths"]) * size["samples"]
-    methods = 3 if quick else len(METHODS)
-    return int(methods * (size["windows"] * max(size["lengths"]) + prompts * sum(size["lengths"])))
+    return int(len(methods(quick)) * (size["windows"] * max(size["lengths"]) + prompts * sum(size["lengths"])))
 
 
 def reloads_equal(model: Any, folder: Path) -> bool:

@@ -382,6 +382,26 @@ def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):
     assert torch.equal(logits(rope_patch.load(tmp_path / "tuned").eval()), logits(merged))
 
 
+def test_what_is_not_the_old_checkpoint_stays(tmp_path, base_folder):
+    (base_folder / "ema.safetensors").write_bytes(b"mine")
+    tuned = lora(rope_patch.load(base_folder, "yarn"))
+    rope_patch.save(tuned, base_folder)
+    assert (base_folder / "model.safetensors").is_file()  # an adapter beside its base model
+    assert (base_folder / "adapter_config.json").is_file()
+    rope_patch.save(tuned.merge_and_unload(), base_folder)
+    assert not (base_folder / "adapter_config.json").exists()
+    assert (base_folder / "ema.safetensors").read_bytes() == b"mine"
+
+
+def test_a_method_meets_an_adapter_over_a_patched_base(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn")
+    rope_patch.save(model, tmp_path / "base")
+    lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(PatchError, match="already patched with yarn:factor=4"):
+        rope_patch.load(tmp_path / "adapter", "pi")
+
+
 def test_links_to_folders_are_followed(tmp_path):
     model = tiny_model()
     rope_patch.apply(model, "yarn")

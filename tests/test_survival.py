@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from test_surgery import cos_sin, last_layer_type, method_for, module_of
+from test_surgery import cos_sin, method_for, module_of
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -325,7 +325,3 @@ def test_losing_the_module_is_noticed():
     model.model.rotary_emb = type(tiny_model().model.rotary_emb)(tiny_model().config)  # somebody rebuilds it
     with pytest.raises(PatchError, match="in use"):
         rope_patch.verify(model)
-
-
-def test_last_layer_type_helper():
-    assert (last_layer_type("llama"), last_layer_type("gemma4")) == (None, "full_attention")
