@@ -36,13 +36,15 @@ from transformers import (
 )
 
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import passkey_prompt, retrieval
+from rope_patch.evaluation.prompts import TASKS
+from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.text import builtin_text
 
 VOCABULARY = 1024
 LENGTH = 256
 BOS, EOS, PAD = 0, 1, 2
 ANSWER_WEIGHT = 5.0
+PASSKEY = TASKS["passkey"]
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,22 @@ class Sampler:
             return [BOS, *self.stream[first : first + stage.length - 1]], [1.0] * stage.length
         if kind < stage.text + stage.repeat:
             return self.repeated(stage.length, self.rng.randint(4, (stage.length - 1) // 2))
-        prompt = passkey_prompt(self.tokenizer, self.stream, stage.length, self.rng.random(), self.rng)
-        weights = [1.0] * (stage.length - prompt.answer) + [ANSWER_WEIGHT] * prompt.answer
-        return list(prompt.ids), weights
+        return self.passkey(stage.length, self.rng.random())
+
+    def passkey(self, length: int, depth: float) -> tuple[list[int], list[float]]:
+        """Return a passkey prompt with its answer: cut anywhere between tokens, with no regard for words."""
+        key = "".join(self.rng.choice("0123456789") for _ in range(PASSKEY.digits))
+        needle, asked, told = (
+            self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in (PASSKEY.needle.format(value=key), PASSKEY.question, f"{PASSKEY.question} {key}")
+        )
+        room = length - 1 - len(needle) - len(told)
+        first = self.rng.randrange(len(self.stream) - room + 1)
+        before = round(depth * room)
+        hay = self.stream[first : first + room]
+        ids = [BOS, *hay[:before], *needle, *hay[before:], *told]
+        answer = len(told) - len(asked)
+        return ids, [1.0] * (length - answer) + [ANSWER_WEIGHT] * answer
 
     def repeated(self, length: int, size: int) -> tuple[list[int], list[float]]:
         """Return a random string said again and again; what counts is every copy after the first."""

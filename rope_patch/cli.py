@@ -195,6 +195,162 @@ def copy(
     print(f"copied to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
+def _length(text: str) -> int:
+    """A number of tokens; 4k is 4096."""
+    digits, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    if not digits.isdigit():
+        raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")
+    return int(digits) * thousands
+
+
+def _items(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+@app.command()
+def compare(
+    model: Model,
+    methods: Annotated[str, typer.Option(help='Such as "default yarn:factor=4 p_rope:p=0.5".', show_default=False)],
+    lengths: Annotated[str, typer.Option(help='Prompt lengths, "4k 16k 32k" [tokens].', show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-compare"),
+    adapter: Annotated[str | None, typer.Option(help="PEFT adapter to measure under every method.")] = None,
+    task: Annotated[str, typer.Option(help="passkey, niah, multivalue, multiquery or vt.")] = "passkey",
+    mode: Annotated[
+        str, typer.Option(help="single (a needle per prompt) or multikey (one at every depth).")
+    ] = "single",
+    depths: Annotated[str, typer.Option(help="Of the needles: 0 is the start, 1 the end.")] = "0 0.25 0.5 0.75 1",
+    samples: Annotated[int, typer.Option(help="Haystacks per length; each is asked at every depth.")] = 5,
+    windows: Annotated[int, typer.Option(help="Windows of text for perplexity, as long as the longest length.")] = 16,
+    bucket: Annotated[int, typer.Option(help="Width of the perplexity curve's points [tokens].")] = 64,
+    text: Annotated[Path | None, typer.Option(help="File or folder (*.txt) for perplexity; else Python's own.")] = None,
+    haystack: Annotated[str, typer.Option(help="builtin, noise, or a file or folder.")] = "builtin",
+    layer_types: Annotated[
+        list[str] | None, typer.Option("--layer-type", help="Which tables, on mixed models; may be repeated.")
+    ] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens per forward pass, to bound memory; whole prompts.")] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens read side by side, at most.")] = 16384,
+    device: Annotated[str, typer.Option(help="cpu, cuda …; auto spreads the model over what is there.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of keys and haystacks.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    report: Annotated[bool, typer.Option(help="Write report.html; needs matplotlib.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Measure methods on one model: perplexity by position and retrieval, same texts and prompts for all.
+
+    Writes **comparison.json** and **report.html**. Finished work is kept in the folder: after Ctrl-C or a crash the
+    same command goes on where it was.
+
+    Example: **rope-patch compare ./llama --methods "default yarn:factor=4" --lengths "4k 16k" -o ./compared**
+    """
+    from dataclasses import replace
+
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as hf_logging
+
+    from rope_patch import checkpoints
+    from rope_patch.evaluation import compare as engine
+    from rope_patch.evaluation.prompts import find_task
+    from rope_patch.methods import as_method
+
+    if report:
+        from rope_patch import report as page
+    wanted = [as_method(name) for name in methods.split()]
+    sizes, places = [_length(item) for item in _items(lengths)], [float(item) for item in _items(depths)]
+    types = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in types:
+        raise ValueError(f"dtype must be one of {', '.join(types)}, got {dtype!r}")
+    if not wanted or not sizes:
+        raise ValueError("give at least one method and one length")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    hf_logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    placed: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=types[dtype], **placed)
+    loaded = loaded if placed else loaded.to(device)
+    notes: dict[str, str] = {}
+    if adapter is not None:
+        from peft import PeftModel
+
+        record = checkpoints.read_record(adapter)
+        trained = f"trained under {record.to_method()}" if record else "no patch recorded beside it"
+        notes["adapter"] = f"{Path(adapter).name} ({trained})"
+        print(f"adapter {notes['adapter']}: measured under every method", file=sys.stderr)
+        loaded = PeftModel.from_pretrained(loaded, adapter)
+    prompts = 1 if find_task(task, mode).joined else len(places)
+    total = engine.tokens_to_read(len(wanted), sizes, windows, prompts, samples)
+    try:
+        with tqdm(total=total, unit="tok", unit_scale=True, desc=task, disable=as_json) as bar:
+
+            def told(method: str, tokens: int) -> None:
+                bar.set_postfix_str(method, refresh=False)
+                bar.update(tokens)
+
+            comparison = engine.compare(
+                loaded.eval(),
+                tokenizer,
+                wanted,
+                lengths=sizes,
+                windows=windows,
+                bucket=bucket,
+                depths=places,
+                samples=samples,
+                seed=seed,
+                task=task,
+                mode=mode,
+                text=text,
+                haystack=haystack if haystack in ("builtin", "noise") else Path(haystack),
+                chunk=chunk,
+                batch_tokens=batch_tokens,
+                layer_types=layer_types,
+                resume=output / "kept.jsonl",
+                progress=told,
+            )
+    except KeyboardInterrupt:
+        print(f"what was finished is kept in {output}: the same command goes on from there", file=sys.stderr)
+        raise
+    comparison = replace(comparison, environment=comparison.environment | notes)
+    checkpoints.write_atomically(output / "comparison.json", comparison.to_json())
+    if report:
+        page.write(output / "report.html", [comparison], command=_command())
+    if as_json:
+        print(comparison.to_json())
+        return
+    _print_table(comparison)
+    print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if report else ""))
+
+
+def _command() -> str:
+    """The command as it was typed."""
+    import shlex
+
+    return shlex.join(["rope-patch", *sys.argv[1:]])
+
+
+def _print_table(comparison: Any) -> None:
+    """Print the scores of every method, those that lead beyond doubt in green with a star."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = comparison.columns()
+    task = comparison.rows[0].retrieval.task
+    heads = [f"ppl {c.start}-{c.stop}" if c.kind == "perplexity" else f"{task} {c.stop}" for c in columns]
+    title = f"{comparison.model}, trained at {comparison.trained_length} tokens"
+    table = Table("method", *heads, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for i, row in enumerate(comparison.rows):
+        cells = []
+        for column in columns:
+            value = f"{column.values[i]:.1f}" if column.kind == "perplexity" else f"{column.values[i]:.2f}"
+            cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
+        table.add_row(row.method, *cells)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
+
+
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-demo"),
@@ -210,13 +366,11 @@ def demo(
 ) -> None:
     """Compare every method at 4x the trained context on the bundled checkpoints; save and reload the best."""
     import torch
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
     from tqdm import tqdm
     from transformers.utils import logging as hf_logging
 
     from rope_patch import demo as bundled
+    from rope_patch import report as page
 
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in types:
@@ -239,18 +393,14 @@ def demo(
         results.append(shown)
         if as_json:
             continue
-        header, rows = bundled.table_rows(shown.comparison)
-        title = f"{name}: trained at {shown.comparison.trained_length} tokens, zero-shot"
-        table = Table(*header, title=title, box=box.SIMPLE_HEAD, title_justify="left")
-        best = shown.comparison.best().method
-        for row in rows:
-            table.add_row(*row, style="bold green" if row[0] == best else "")
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
-        print(f"best: {best}, saved to {shown.saved}")
-        print("reloaded by plain transformers in a process without rope_patch: logits equal, bit for bit")
-        print(f"figures: {', '.join(map(str, shown.figures))}\n")
+        _print_table(shown.comparison)
+        print(f"best retrieval at the end: {shown.comparison.best().method}, saved to {shown.saved}")
+        print("reloaded by plain transformers in a process without rope_patch: logits equal, bit for bit\n")
+    page.write(output / "report.html", [shown.comparison for shown in results], command=_command())
     if as_json:
         _print_json({r.shape: json.loads(r.comparison.to_json()) | {"saved": str(r.saved)} for r in results})
+        return
+    print(f"report: {output / 'report.html'}")
 
 
 def _say(name: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_patch import checkpoints
 from rope_patch._paths import data_path
 from rope_patch.evaluation.compare import Comparison, compare
+from rope_patch.evaluation.compare import tokens_to_read as read_by_comparison
 from rope_patch.surgery import patched
 
 FACTOR = 4
@@ -60,13 +59,11 @@ class Demo:
         shape: of the checkpoint, ``llama`` or ``gemma3``.
         comparison: the scores.
         saved: the folder of the best method's checkpoint; plain transformers gave the same logits from it.
-        figures: the pictures drawn.
     """
 
     shape: str
     comparison: Comparison
     saved: Path
-    figures: tuple[Path, ...]
 
 
 def run(
@@ -79,11 +76,11 @@ def run(
     seed: int = 0,
     progress: Any = lambda name, tokens: None,
 ) -> Demo:
-    """Compare the methods on a bundled checkpoint, save the best, reload it plainly, draw the figures.
+    """Compare the methods on a bundled checkpoint, save the best, and reload it plainly.
 
     Args:
         shape: ``"llama"`` or ``"gemma3"``.
-        out: folder for the JSON, the figures and the saved checkpoint.
+        out: folder for the JSON and the saved checkpoint.
         quick: three methods and few prompts, in seconds.
         device: to run on.
         dtype: of the weights.
@@ -106,7 +103,7 @@ def run(
         checkpoints.save(model, saved, tokenizer=tokenizer)
         if not reloads_equal(model, saved):
             raise RuntimeError(f"{saved} does not give the same logits in plain transformers: please report this")
-    return Demo(shape, comparison, saved, draw(shape, comparison, out))
+    return Demo(shape, comparison, saved)
 
 
 def methods(quick: bool) -> tuple[str, ...]:
@@ -124,8 +121,9 @@ def sizes(quick: bool) -> dict[str, Any]:
 def tokens_to_read(quick: bool) -> int:
     """Return the tokens a checkpoint's comparison reads, for the progress bar."""
     size = sizes(quick)
-    prompts = len(size["depths"]) * size["samples"]
-    return int(len(methods(quick)) * (size["windows"] * max(size["lengths"]) + prompts * sum(size["lengths"])))
+    return read_by_comparison(
+        len(methods(quick)), size["lengths"], size["windows"], len(size["depths"]), size["samples"]
+    )
 
 
 def reloads_equal(model: Any, folder: Path) -> bool:
@@ -141,40 +139,3 @@ def reloads_equal(model: Any, folder: Path) -> bool:
         if done.returncode:
             raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")
         return torch.equal(load_file(f"{scratch}/logits")["logits"], ours)
-
-
-def draw(shape: str, comparison: Comparison, out: Path) -> tuple[Path, ...]:
-    """Draw perplexity by position and the wavelengths; returns the files."""
-    from rope_patch import plots
-
-    curves = {
-        row.method: (
-            [(b.start + b.stop) / 2 for b in row.perplexity.buckets],
-            [b.perplexity for b in row.perplexity.buckets],
-        )
-        for row in comparison.rows
-    }
-    title = f"Bundled {shape} checkpoint, held-out text, zero-shot"
-    first = out / f"{shape}-perplexity.png"
-    plots.perplexity_by_position(curves, trained_length=comparison.trained_length, title=title).savefig(first, dpi=130)
-    shown = {row.method: row.slots[0].inv_freq for row in comparison.rows if row.method.split(":")[0] in _DRAWN}
-    second = out / f"{shape}-wavelengths.png"
-    title = f"Wavelengths before (default) and after each patch, {shape}"
-    plots.wavelengths(shown, context=comparison.trained_length, title=title).savefig(second, dpi=130)
-    return first, second
-
-
-_DRAWN = ("default", "yarn", "ntk", "abf", "pi", "p_rope", "partial")
-
-
-def table_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the terminal's table."""
-    edges: Sequence[int] = (0, *comparison.lengths)
-    spans = list(itertools.pairwise(edges))
-    header = ["method", *(f"ppl {a}-{b}" for a, b in spans), *(f"passkey {n}" for n in comparison.lengths)]
-    body = []
-    for row in comparison.rows:
-        scores = [f"{row.perplexity.between(a, b):.1f}" for a, b in spans]
-        found = [f"{row.retrieval.accuracy(n):.2f}" for n in comparison.lengths]
-        body.append([row.method, *scores, *found])
-    return header, body

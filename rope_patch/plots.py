@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -18,20 +22,24 @@ def perplexity_by_position(
 ) -> Figure:
     """Draw perplexity against position, a line per method, best at the end first in the legend.
 
+    A method's line looks the same in every figure with the same methods in the same order. There are no error bands:
+    all methods read the same text, so bands of their own would overlap where paired differences do not.
+
     Args:
         curves: method to positions [tokens] and perplexities, of equal length.
-        trained_length: the context the model was trained at, drawn as a line [tokens].
+        trained_length: the context the model was trained at, drawn as a line if the curves get there [tokens].
         title: of the figure.
     """
     figure, axes = _figure(title)
-    ranked = sorted(curves, key=lambda name: curves[name][1][-1])
-    for name, style in zip(ranked, _styles(len(ranked)), strict=True):
+    styles = dict(zip(curves, _styles(len(curves)), strict=True))
+    for name in sorted(curves, key=lambda name: curves[name][1][-1]):
         positions, values = curves[name]
-        axes.plot(positions, values, label=f"{name}  ({values[-1]:.3g})", **style)
-    axes.axvline(trained_length, color="0.4", linewidth=1, linestyle=":")
-    axes.annotate(
-        " trained length", (trained_length, 1), xycoords=("data", "axes fraction"), va="top", color="0.4", fontsize=9
-    )
+        marker = "o" if len(values) == 1 else ""  # a line of one point is none
+        axes.plot(positions, values, marker=marker, label=f"{_wrapped(name, 30)}  ({values[-1]:.3g})", **styles[name])
+    if trained_length <= max(positions[-1] for positions, _ in curves.values()):
+        axes.axvline(trained_length, color="0.4", linewidth=1, linestyle=":")
+        at = (trained_length, 1)
+        axes.annotate(" trained length", at, xycoords=("data", "axes fraction"), va="top", color="0.4", fontsize=9)
     axes.set(xlabel="position [tokens]", ylabel="perplexity (log scale)", yscale="log")
     axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
     axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
@@ -39,40 +47,89 @@ def perplexity_by_position(
     return figure
 
 
-def wavelengths(tables: Mapping[str, Tensor], *, context: int, title: str) -> Figure:
-    """Draw the wavelength of every pair, a line per table; still pairs sit on a line at the top.
+def wavelength_changes(tables: Mapping[str, Tensor], *, before: Tensor | None, context: int, title: str) -> Figure:
+    """Draw each table on its own over the one before: small multiples of :func:`wavelengths`.
 
     Args:
         tables: name to inv_freq: (pairs,) [rad/token].
+        before: inv_freq: (pairs,) of the table they all started from, if known [rad/token].
         context: length at which a pair makes one full turn, drawn as a line [tokens].
         title: of the figure.
     """
-    figure, axes = _figure(title)
-    lengths = {name: wavelength(table.double()) for name, table in tables.items()}
-    resting = {name: still(table) for name, table in tables.items()}
-    top = 2 * max(float(w[~resting[name]].max()) for name, w in lengths.items() if not bool(resting[name].all()))
-    shown = 0
-    for name, style in zip(tables, _styles(len(tables)), strict=True):
-        turns = ~resting[name]
-        (line,) = axes.plot(
-            turns.nonzero().flatten(), lengths[name][turns], marker="o", markersize=3, label=name, **style
-        )
-        if bool(resting[name].any()):  # a row of its own for each table, above all wavelengths
-            shown += 1
-            rest = resting[name].nonzero().flatten()
-            axes.plot(
-                rest, [top * 1.8**shown] * len(rest), marker="^", markersize=5, linestyle="", color=line.get_color()
-            )
-    if shown:
-        axes.axhspan(top, top * 1.8 ** (shown + 1), color="0.96", zorder=0)
-        axes.annotate(" still (infinite)", (0, top * 1.8), xycoords=("axes fraction", "data"), fontsize=9)
-    axes.axhline(context, color="0.4", linewidth=1, linestyle=":")
-    label = f" {context} tokens: one turn"
-    axes.annotate(label, (0, context), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
-    axes.set(xlabel="pair (fast to slow)", ylabel="wavelength [tokens]", yscale="log")
-    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    _legend(axes, "table")
+    figure, panels = _panels(list(tables), title, width=2.3, height=1.5)
+    shown = [*tables.values(), *([] if before is None else [before])]
+    top = 3 * max(
+        [float(context), *(float(wavelength(t.double())[~still(t)].max()) for t in shown if not still(t).all())]
+    )
+    for axes, table in zip(panels, tables.values(), strict=True):
+        for values, style in ((before, {"color": "0.7", "linewidth": 3}), (table, {"color": _COLORS[0]})):
+            if values is not None:
+                lengths, turning = wavelength(values.double()), ~still(values)
+                axes.plot(turning.nonzero().flatten(), lengths[turning], **style)
+        rest = still(table).nonzero().flatten()
+        axes.plot(rest, [top] * len(rest), marker="^", markersize=4, linestyle="", color=_COLORS[0])
+        axes.axhline(context, color="0.4", linewidth=1, linestyle=":")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(yscale="log", ylim=(1, 2.5 * top))
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, integer=True))
+    figure.supxlabel("pair (fast to slow)", fontsize=10)
+    figure.supylabel("wavelength [tokens]", fontsize=10)
     return figure
+
+
+def retrieval_heatmap(
+    grids: Mapping[str, Sequence[Sequence[float]]],
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    title: str,
+    label: str = "exact match",
+    limits: tuple[float, float] = (0.0, 1.0),
+    digits: int = 2,
+) -> Figure:
+    """Draw a score over lengths × depths, a panel per method, the number in each cell, all on one scale of colour.
+
+    Args:
+        grids: method to scores: (depths, lengths). A score that is not finite has no colour.
+        lengths: of the prompts, left to right [tokens].
+        depths: of the needle, top to bottom; 0 for the start of the prompt.
+        title: of the figure.
+        label: of the score.
+        limits: scores at the ends of the colours.
+        digits: after the point.
+    """
+    width, height = 0.6 + 0.52 * len(lengths), 0.5 + 0.27 * len(depths)
+    figure, panels = _panels(list(grids), title, width=max(1.6, width), height=height)
+    colors = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")
+    for axes, grid in zip(panels, grids.values(), strict=True):
+        values = numpy.ma.masked_invalid(numpy.asarray(grid, dtype=float))
+        mesh = axes.pcolormesh(values, cmap=colors, vmin=limits[0], vmax=limits[1], edgecolors="white", linewidth=1)
+        for (row, column), value in numpy.ndenumerate(numpy.asarray(grid, dtype=float)):
+            dark = math.isfinite(value) and value - limits[0] < (limits[1] - limits[0]) / 2
+            text = f"{value:z.{digits}f}".replace("-", "\N{MINUS SIGN}").replace("inf", "\N{INFINITY}")
+            ink = "white" if dark else "black"
+            axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
+        axes.set_xticks([i + 0.5 for i in range(len(lengths))], [_tokens(length) for length in lengths])
+        axes.set_yticks([i + 0.5 for i in range(len(depths))], [f"{100 * depth:.3g} %" for depth in depths])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_ylim(len(depths), 0)
+    figure.supxlabel("prompt length [tokens]", fontsize=10)
+    figure.supylabel("depth of the needle", fontsize=10)
+    figure.colorbar(mesh, ax=panels, label=label, aspect=30, fraction=0.04, pad=0.02).outline.set_visible(False)
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """Return a figure as an SVG document that needs no fonts; figures made alike give the same text."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "rope_patch", "svg.fonttype": "path"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+# Okabe & Ito's colours, told apart by colour-blind readers too; without their yellow, too pale for a line.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def _figure(title: str) -> tuple[Figure, Axes]:
@@ -85,12 +142,48 @@ def _figure(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _panels(names: Sequence[str], title: str, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels of so many inches, a row of them at most 10 wide, with shared axes and their names above."""
+    down = math.ceil(len(names) / max(1, min(4, int(10 / width))))
+    across = math.ceil(len(names) / down)  # rows as even as can be
+    labels = [_wrapped(name, int(12 * width)) for name in names]
+    lines = max(label.count("\n") + 1 for label in labels)
+    size = (max(4.5, across * width + 1.2), down * (height + 0.16 * lines) + 0.9)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    panels = list(grid.flat)
+    for axes, label in zip(panels, labels, strict=False):
+        axes.set_title(label, fontsize=9, loc="left")
+        axes.tick_params(labelsize=8)
+    for i, axes in enumerate(panels[len(names) :], start=len(names)):  # the panel above such a hole ends its column
+        axes.remove()
+        panels[i - across].tick_params(labelbottom=True)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure, panels[: len(names)]
+
+
 def _styles(count: int) -> list[dict[str, Any]]:
-    """Distinct lines: colours of a colour-blind-safe map, then the same ones dashed."""
-    colors = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    """Distinct lines: all colours, then the same ones dashed, then dotted."""
+    size = len(_COLORS)
     return [
-        {"color": colors[i % 10], "linestyle": ("-", "--", ":")[i // 10 % 3], "linewidth": 1.6} for i in range(count)
+        {"color": _COLORS[i % size], "linestyle": ("-", "--", ":")[i // size % 3], "linewidth": 1.6}
+        for i in range(count)
     ]
+
+
+def _wrapped(name: str, width: int) -> str:
+    """Break a long name after its signs, at about so many characters; a dollar is a dollar, not mathematics."""
+    lines = [""]
+    for piece in re.findall(rf"[^+:/]{{1,{width}}}[+:/]?|[+:/]", name):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines).replace("$", r"\$")
+
+
+def _tokens(length: int) -> str:
+    """A length as one says it: 4096 is 4k."""
+    return f"{length // 1024}k" if length >= 4096 and length % 1024 == 0 else str(length)
 
 
 def _legend(axes: Axes, title: str) -> None:

@@ -34,7 +34,10 @@ LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 BOTTOM = "_paths"  # imports nothing of ours; everyone may import it
 OPEN = {"analysis", "kv_cache", "training", "recipes", "eval_tasks", "benchmarks"}  # may hold any file
 MODULES = {
-    "evaluation": {"__init__", "text", "perplexity", "retrieval", "compare", "lm_eval_model"},
+    "evaluation": {
+        *("__init__", "text", "documents", "prompts", "intervals", "journal", "scoring", "answering"),
+        *("perplexity", "retrieval", "compare", "lm_eval_model", "lm_eval_cli", "lm_eval_tasks"),
+    },
 }
 OUTSIDE = {"recipes", "eval_tasks", "benchmarks", "tests"}  # folders of the repository, not of the package
 PURE = {"torch", "jaxtyping"}  # all that frequencies may import beyond the standard library's
@@ -167,8 +170,9 @@ def _third_party(module: str, item: Import) -> str | None:
             return "peft is imported in checkpoints, training and above"
         if not item.lazy:
             return "checkpoints imports peft inside functions only: it is an optional dependency"
-    if name == "lm_eval" and module != "evaluation.lm_eval_model" and unit != "eval_tasks":
-        return "lm_eval is imported in evaluation/lm_eval_model.py and eval_tasks alone"
+    harness = module.startswith("evaluation.lm_eval_") or unit in ("eval_tasks", "benchmarks")
+    if name == "lm_eval" and not harness:
+        return "lm_eval is imported in evaluation/lm_eval_*.py, eval_tasks and benchmarks alone"
     if name == "matplotlib" and module != "plots":
         return "matplotlib is imported in plots alone"
     return None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,24 +30,38 @@ def blocks(page: str) -> list[tuple[str, str]]:
 def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = blocks("README.md")
-    assert found[0][0] == "python"
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(found[0][1], "README.md", "exec"), {})
-    assert found[1][0] == "text"
-    assert printed.getvalue().strip() == found[1][1].strip()
+    space: dict[str, object] = {}
+    shutil.copytree(ROOT / "rope_patch/assets/llama", "llama")  # the README's cp, which Python blocks read too
+    for (kind, code), (following, output) in itertools.pairwise(found):
+        if kind == "python":
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, "README.md", "exec"), space)
+            assert following == "text"
+            assert printed.getvalue().strip() == output.strip()
     commands = [line.partition("#")[0].strip() for kind, text in found if kind == "bash" for line in text.splitlines()]
     ran = 0
     for command in filter(None, commands):
         program, *arguments = shlex.split(command)
-        if program == "rope-patch":
+        if program == "cp":
+            assert (ROOT / arguments[1]).is_dir() and arguments[2] == "llama"
+        elif program == "rope-patch-eval":
+            done = subprocess.run(
+                [sys.executable, "-m", "rope_patch.evaluation.lm_eval_cli", *arguments],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr[-2000:]
+            ran += 1
+        elif program == "rope-patch":
             result = CliRunner().invoke(app, arguments, catch_exceptions=False)
             assert result.exit_code == 0, command
             ran += 1
         else:
             assert program == "make", command
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M), command
-    assert ran >= 7
+    assert ran >= 9
 
 
 def test_readme_lists_every_method():

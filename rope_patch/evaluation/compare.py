@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+import math
+import platform
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 
+from rope_patch import __version__
+from rope_patch.evaluation.documents import Source, TokenDocument, documents, encode, prefix_ids
+from rope_patch.evaluation.intervals import paired_means, paired_shares
+from rope_patch.evaluation.journal import Journal
 from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
+from rope_patch.evaluation.prompts import Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
-from rope_patch.evaluation.text import builtin_text
+from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.methods import Method, MethodLike, as_method
 from rope_patch.rotary import RotarySlot
 from rope_patch.surgery import patched
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,51 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """How a method differs from the best one of a column, on the same documents or prompts.
+
+    Attributes:
+        method: in the grammar.
+        estimate: its score minus the best one's; in nats/token for perplexity, a share for retrieval.
+        low: lower end of the interval of the difference.
+        high: upper end.
+    """
+
+    method: str
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def separate(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True)
+class Column:
+    """One score of every method.
+
+    Attributes:
+        kind: ``"perplexity"`` or ``"retrieval"``.
+        start: first position of the perplexity [tokens]; None for retrieval.
+        stop: one past the last; the prompt length of retrieval [tokens].
+        values: of each row.
+        best: the row with the best value; the first of equals.
+        winner: the method whose lead over every other one excludes zero; None when there is none.
+        differences: of every other method from the best.
+    """
+
+    kind: Literal["perplexity", "retrieval"]
+    start: int | None
+    stop: int
+    values: tuple[float, ...]
+    best: int
+    winner: str | None
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The scores of every method, and what they were measured on.
 
@@ -47,8 +103,12 @@ class Comparison:
         lengths: prompt lengths of the retrieval task [tokens].
         trained_length: the context the model's config states before any patch [tokens].
         text: SHA-256 of the held-out text.
-        python_version: whose files the built-in text is made of; None for a text of the user's.
+        text_name: what it is.
+        python_version: whose files the built-in texts are made of; None for texts of the user's.
         seed: of the prompts.
+        confidence: that none of a column's intervals misses its difference (Bonferroni over the other methods).
+        model: class and name of the checkpoint.
+        environment: versions, device, data type.
         schema: version of this layout.
     """
 
@@ -56,14 +116,57 @@ class Comparison:
     lengths: tuple[int, ...]
     trained_length: int
     text: str
+    text_name: str
     python_version: str | None
     seed: int
+    confidence: float = 0.95
+    model: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def best(self) -> Row:
         """Return the row with the best retrieval at the longest length; perplexity there decides between equals."""
         longest = max(self.lengths)
         return max(self.rows, key=lambda row: (row.retrieval.accuracy(longest), -row.perplexity.buckets[-1].nll))
+
+    def columns(self) -> list[Column]:
+        """Return the table: perplexity between the lengths, then retrieval at each, with what can be told apart."""
+        edges = [0, *sorted(self.lengths)]
+        made = [self._column("perplexity", start, stop) for start, stop in itertools.pairwise(edges)]
+        return [*made, *(self._column("retrieval", None, length) for length in sorted(self.lengths))]
+
+    def difference(self, method: str, other: str, kind: str, stop: int, start: int = 0) -> Difference:
+        """Return how one method differs from another in one score, at this comparison's plain confidence.
+
+        Args:
+            method: in the grammar.
+            other: the one it is compared with.
+            kind: ``"perplexity"`` between positions ``start`` and ``stop``, or ``"retrieval"`` at length ``stop``.
+            stop: as in :class:`Column`.
+            start: as in :class:`Column`.
+
+        Raises:
+            ValueError: an unknown method or column.
+        """
+        rows = {row.method: row for row in self.rows}
+        for name in (method, other):
+            if name not in rows:
+                raise ValueError(f"no method {name!r} in this comparison. Known: {', '.join(rows)}")
+        return _difference(rows[method], rows[other], kind, start, stop, self.confidence)
+
+    def _column(self, kind: Literal["perplexity", "retrieval"], start: int | None, stop: int) -> Column:
+        if kind == "perplexity":
+            values = [row.perplexity.between(start or 0, stop) for row in self.rows]
+            best = min(range(len(values)), key=values.__getitem__)
+        else:
+            values = [row.retrieval.accuracy(stop) for row in self.rows]
+            best = max(range(len(values)), key=values.__getitem__)
+        others = [row for i, row in enumerate(self.rows) if i != best]
+        # Each interval so wide that all of them hold together.
+        each = 1 - (1 - self.confidence) / max(1, len(others))
+        found = tuple(_difference(row, self.rows[best], kind, start or 0, stop, each) for row in others)
+        wins = bool(found) and all(difference.separate for difference in found)
+        return Column(kind, start, stop, tuple(values), best, self.rows[best].method if wins else None, found)
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -83,8 +186,45 @@ class Comparison:
             }
             for row in self.rows
         ]
-        head = {name: getattr(self, name) for name in ("lengths", "trained_length", "text", "python_version", "seed")}
-        return json.dumps({"schema": self.schema, **head, "rows": rows}, indent=1, allow_nan=False)
+        head = {
+            name: getattr(self, name)
+            for name in (
+                *("schema", "model", "lengths", "trained_length", "text", "text_name", "python_version", "seed"),
+                *("confidence", "environment"),
+            )
+        }
+        columns = [_finite(asdict(column)) for column in self.columns()]
+        return json.dumps({**head, "columns": columns, "rows": rows}, indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: an interval without an end says null."""
+    match value:
+        case dict():
+            return {name: _finite(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
+def _difference(row: Row, other: Row, kind: str, start: int, stop: int, confidence: float) -> Difference:
+    if kind == "retrieval":
+        ours = [sample.correct for sample in row.retrieval.samples(stop)]
+        theirs = [sample.correct for sample in other.retrieval.samples(stop)]
+        estimate = (sum(ours) - sum(theirs)) / len(ours)
+        return Difference(row.method, estimate, *paired_shares(ours, theirs, confidence))
+    if kind != "perplexity":
+        raise ValueError(f"kind must be 'perplexity' or 'retrieval', got {kind!r}")
+    a, b = (_by_window(r.perplexity, start, stop) for r in (row, other))
+    estimate = math.fsum(a) / len(a) - math.fsum(b) / len(b)
+    return Difference(row.method, estimate, *paired_means(a, b, confidence))
+
+
+def _by_window(result: PerplexityResult, start: int, stop: int) -> list[float]:
+    inside = result.inside(start, stop)
+    return [sum(d.nll[i] for i in inside) / sum(d.tokens[i] for i in inside) for d in result.documents]
 
 
 def compare(
@@ -98,51 +238,152 @@ def compare(
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     samples: int = 4,
     seed: int = 0,
+    task: str = "passkey",
+    mode: str = "single",
+    text: Source | None = None,
+    haystack: str | Path | Haystack = "builtin",
+    chunk: int | None = None,
+    batch_tokens: int = 16384,
+    layer_types: Sequence[str] | None = None,
+    resume: str | Path | MutableMapping[str, Any] | None = None,
     progress: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> Comparison:
     """Measure each method on a model, zero-shot or after training; the model is as it was at the end.
 
+    All methods read the same windows and prompts, so their differences are paired.
+
     Args:
-        model: a causal language model, not patched.
+        model: a causal language model, not patched; an adapter on it is measured under every method.
         tokenizer: its tokenizer.
         methods: what to compare; ``"default"`` is the model as it is.
-        lengths: prompt lengths of the passkey task; perplexity is measured over windows of the longest [tokens].
-        windows: windows of held-out text.
+        lengths: prompt lengths of the retrieval task; perplexity is measured over windows of the longest [tokens].
+        windows: windows of held-out text, spread evenly over it.
         bucket: width of the position buckets [tokens].
         depths: of the needle.
-        samples: prompts per length and depth.
+        samples: haystacks per length; each is asked at every depth.
         seed: of keys and haystacks.
+        task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
+        mode: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
+        text: for perplexity, as in :func:`~rope_patch.evaluation.documents.documents`; by default the built-in
+            held-out split.
+        haystack: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
+        chunk: tokens per forward pass; whole windows and prompts by default.
+        batch_tokens: tokens read side by side, at most.
+        layer_types: which tables are patched; as :func:`rope_patch.apply` chooses by default.
+        resume: file (or mapping) in which finished windows and haystacks are kept: after Ctrl-C or a crash the same
+            call goes on where it was.
         progress: told the method and the tokens it has just read.
 
     Raises:
-        ValueError: a bad method, before anything is measured; too little text for the windows asked for.
+        ValueError: a bad method, task or length, too little text: before anything is measured.
     """
     wanted: list[Method] = [as_method(method) for method in methods]
     if not wanted or not lengths:
         raise ValueError("give at least one method and one length")
-    longest = max(lengths)
-    corpus = builtin_text("heldout")
-    stream = tokenizer(corpus.text, add_special_tokens=False, verbose=False)["input_ids"]
-    start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    size = longest - len(start)
-    if windows * size > len(stream):
-        raise ValueError(
-            f"{windows} windows of {longest} tokens need {windows * size} tokens, the held-out text has {len(stream)}: "
-            "ask for fewer windows"
-        )
-    token_ids = torch.tensor([start + stream[i * size : (i + 1) * size] for i in range(windows)])
-    edges = [*range(0, longest, bucket), longest]
+    names = [str(method) for method in wanted]
+    if len(set(names)) < len(names):
+        raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
+    lengths = sorted(int(length) for length in lengths)
+    if lengths[0] < 2 or len(set(lengths)) < len(lengths):
+        raise ValueError(f"lengths must be different numbers of at least 2 tokens, got {lengths}")
+    if windows < 1 or bucket < 1:
+        raise ValueError(f"windows and bucket must be >= 1, got {windows} and {bucket}")
+    source = builtin_text("heldout") if text is None else text
+    texts, digest = _windows(tokenizer, source, lengths[-1], windows)
+    maker = PromptMaker(tokenizer, haystack)
+    for length in lengths:
+        maker.prompts(task, length, depths, mode=mode, seed=seed)
+    edges = sorted({*range(0, lengths[-1], bucket), *lengths, 0} - {1})
     for method in wanted:  # a method that does not fit this model fails before the first is measured
-        with patched(model, method):
+        with patched(model, method, layer_types=layer_types):
             pass
+    kept = Journal(resume) if isinstance(resume, str | Path) else resume
     rows = []
     for method in wanted:
         told = functools.partial(progress, str(method))
-        with patched(model, method) as patch:
-            text = perplexity(model, token_ids, buckets=edges, progress=told)
-            found = retrieval(
-                model, tokenizer, lengths=lengths, depths=depths, samples=samples, seed=seed, progress=told
+        with patched(model, method, layer_types=layer_types) as patch:
+            score = perplexity(
+                model,
+                texts,
+                window=lengths[-1],
+                buckets=edges,
+                chunk=chunk if chunk is None else min(chunk, lengths[-1]),
+                batch=max(1, batch_tokens // lengths[-1]) if chunk is None else 1,
+                resume=kept,
+                progress=told,
             )
-            rows.append(Row(str(method), text, found, tuple(patch.after.values())))
+            found = retrieval(
+                model,
+                tokenizer,
+                task,
+                mode=mode,
+                lengths=lengths,
+                depths=depths,
+                samples=samples,
+                seed=seed,
+                haystack=maker,
+                chunk=chunk,
+                batch_tokens=batch_tokens,
+                resume=kept,
+                progress=told,
+            )
+            rows.append(Row(str(method), score, found, tuple(patch.after.values())))
             trained = next(iter(patch.before.values())).max_position_embeddings
-    return Comparison(tuple(rows), tuple(lengths), trained, corpus.sha256, corpus.python_version, seed)
+    parameter = next(model.parameters())
+    name = str(getattr(model.config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]
+    return Comparison(
+        rows=tuple(rows),
+        lengths=tuple(lengths),
+        trained_length=trained,
+        text=digest,
+        text_name=_name(source),
+        python_version=source.python_version if isinstance(source, Corpus) else maker.haystack.python_version,
+        seed=seed,
+        model=f"{type(model).__name__} {name}".strip(),
+        environment={
+            "rope_patch": __version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+        },
+    )
+
+
+def tokens_to_read(methods: int, lengths: Sequence[int], windows: int, depths: int, samples: int) -> int:
+    """Return the tokens that :func:`compare` reports through ``progress``, for a task of one prompt per depth."""
+    return methods * (windows * max(lengths) + depths * samples * sum(lengths))
+
+
+def _windows(tokenizer: Any, source: Source, longest: int, windows: int) -> tuple[list[TokenDocument], str]:
+    """Windows spread over a text, each with the special tokens in front, and the digest of the text."""
+    whole = source.text if isinstance(source, Corpus) else "\n\n".join(d.text for d in documents(source))
+    (stream,) = encode(tokenizer, whole, bos=False)
+    prefix = prefix_ids(tokenizer)
+    size, total = longest - len(prefix), len(stream.ids)
+    if windows * size > total:
+        raise ValueError(
+            f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: "
+            "ask for fewer windows, or give a longer text"
+        )
+    made = []
+    for i in range(windows):
+        start = round(i * (total - size) / max(1, windows - 1))
+        ids = torch.cat([torch.tensor(prefix, dtype=torch.long), stream.ids[start : start + size]])
+        ends = None
+        if stream.ends is not None:
+            before = stream.ends[start - 1] if start else torch.tensor(0)
+            ends = torch.cat([before.repeat(len(prefix)), stream.ends[start : start + size]])
+        made.append(TokenDocument(f"window {i}", ids, ends, prefix))
+    digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
+    return made, digest
+
+
+def _name(source: Source) -> str:
+    match source:
+        case Corpus():
+            return f"built-in {source.split} text"
+        case Path():
+            return source.name
+    return "text of the user's own"

@@ -1,22 +1,28 @@
-"""Perplexity by position, without ever holding ``[tokens, vocab]`` logits."""
+"""Perplexity by position and by document, without ever holding ``[tokens, vocab]`` logits."""
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-SCHEMA = 1
-SLICE = 256
-"""Tokens whose logits exist at one time."""
+from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.journal import Journal, key
+from rope_patch.evaluation.scoring import CacheFactory, Reader, fingerprint, in_eval_mode, losses
+
+SCHEMA = 2
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Bucket:
         stop: one past the last [tokens].
         tokens: how many were scored.
         nll: mean negative log-likelihood [nats/token].
-        stderr: standard error of the mean over windows [nats/token]; None for a single window.
+        stderr: standard error of the mean over documents [nats/token]; None for a single one.
     """
 
     start: int
@@ -40,39 +46,84 @@ class Bucket:
     @property
     def perplexity(self) -> float:
         """``exp(nll)``."""
-        return math.exp(self.nll)
+        return _exp(self.nll)
+
+
+@dataclass(frozen=True)
+class DocumentScore:
+    """Loss of one document, or of one window where a single document was scored.
+
+    Attributes:
+        name: of the document; ``name[start:stop]`` of a window [tokens].
+        tokens: scored, by bucket.
+        nll: sum of the negative log-likelihoods, by bucket [nats].
+        total_tokens: scored, in a bucket or not.
+        total_nll: their sum [nats].
+        bytes: UTF-8 bytes of the scored tokens; None when the tokens came without their text.
+    """
+
+    name: str
+    tokens: tuple[int, ...]
+    nll: tuple[float, ...]
+    total_tokens: int
+    total_nll: float
+    bytes: int | None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Code length of the text under the model, comparable between vocabularies."""
+        return self.total_nll / math.log(2) / self.bytes if self.bytes else None
 
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """Perplexity over windows, whole and by position.
+    """Perplexity over documents, whole and by position.
 
     Attributes:
         nll: mean over all scored tokens [nats/token].
-        stderr: its standard error over windows; None for a single window.
+        stderr: its standard error over ``documents``; None for a single one.
         tokens: scored tokens.
-        windows: independent windows.
+        bits_per_byte: comparable between vocabularies; None when the tokens came without their text.
+        windows: forward passes over text, each with a context of its own.
         window: their length [tokens].
-        stride: tokens between the starts of consecutive windows [tokens].
+        stride: tokens between the starts of consecutive windows of a document [tokens].
         chunk: tokens per forward pass [tokens].
+        prefix: special tokens put in front of each document.
+        skipped: documents with nothing to predict.
         buckets: the same by position.
+        documents: each document's share, or each window's where there is a single document.
         schema: version of this layout.
     """
 
     nll: float
     stderr: float | None
     tokens: int
+    bits_per_byte: float | None
     windows: int
     window: int
     stride: int
     chunk: int
+    prefix: tuple[int, ...]
+    skipped: int
     buckets: tuple[Bucket, ...]
+    documents: tuple[DocumentScore, ...]
     schema: int = SCHEMA
 
     @property
     def perplexity(self) -> float:
         """``exp(nll)``."""
-        return math.exp(self.nll)
+        return _exp(self.nll)
+
+    def inside(self, start: int, stop: int) -> list[int]:
+        """Return the indices of the buckets that make up positions ``start`` to ``stop``.
+
+        Raises:
+            ValueError: an edge that is not a bucket's.
+        """
+        found = [i for i, b in enumerate(self.buckets) if start <= b.start and b.stop <= stop]
+        if not found or self.buckets[found[0]].start != start or self.buckets[found[-1]].stop != stop:
+            raise ValueError(f"{start} to {stop} is not made of whole buckets: {[b.start for b in self.buckets]}")
+        return found
 
     def between(self, start: int, stop: int) -> float:
         """Return the perplexity over the buckets that lie within positions ``start`` to ``stop``.
@@ -80,150 +131,270 @@ class PerplexityResult:
         Raises:
             ValueError: an edge that is not a bucket's.
         """
-        inside = [b for b in self.buckets if start <= b.start and b.stop <= stop]
-        if not inside or inside[0].start != start or inside[-1].stop != stop:
-            raise ValueError(f"{start} to {stop} is not made of whole buckets: {[b.start for b in self.buckets]}")
-        return math.exp(sum(b.nll * b.tokens for b in inside) / sum(b.tokens for b in inside))
+        made = [self.buckets[i] for i in self.inside(start, stop)]
+        return _exp(sum(b.nll * b.tokens for b in made) / sum(b.tokens for b in made))
 
     def to_json(self) -> str:
         """Return the result as JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
 
+@dataclass(frozen=True, eq=False)
+class _Window:
+    """Tokens ``start:stop`` of a document, those from ``scored`` on to be scored."""
+
+    document: int
+    start: int
+    stop: int
+    scored: int
+    source: TokenDocument
+
+    @property
+    def ids(self) -> Tensor:
+        return self.source.ids[self.start : self.stop]
+
+    def bytes_between(self, low: int, high: int) -> int | None:
+        ends = self.source.ends
+        return None if ends is None else int(ends[high - 1] - (ends[low - 1] if low else 0))
+
+
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
-    token_ids: Tensor,
+    token_ids: Tensor | Iterable[TokenDocument],
     *,
     stride: int | None = None,
     chunk: int | None = None,
     buckets: Sequence[int] | None = None,
-    cache: Callable[[], Any] | None = None,
+    cache: CacheFactory | None = None,
     window: int | None = None,
+    batch: int = 1,
+    resume: str | Path | MutableMapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> PerplexityResult:
     """Score a text under a causal language model: log-probabilities in float32 over slices of the last hidden state.
 
     Each window is a forward pass of its own, in chunks through a cache when ``chunk`` is given. With ``stride`` below
-    ``window`` the windows overlap and each token is scored once, in the window that gives it the most context.
+    ``window`` the windows overlap and each token is scored once, in the window that gives it the most context. The last
+    window of a document is moved back so that it ends with the text: all of it is scored, with at least the context
+    that the stride promises.
 
     Args:
         model: a causal language model of transformers.
-        token_ids: (tokens,) one text, cut into windows; or (windows, tokens) rows that are windows already.
+        token_ids: (tokens,) one text; (windows, tokens) rows, each a document that is one window; or an iterable of
+            documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read one at a time.
         stride: tokens between window starts; the window by default (no overlap).
         chunk: tokens per forward pass; the window by default.
         buckets: inner and outer position edges, such as (0, 64, 256, 1024); one bucket by default.
         cache: zero-argument factory of a cache to run through; a ``DynamicCache`` by default when chunked.
-        window: window length of a 1-D text; the whole text by default.
+        window: window length; the whole text by default. Documents from an iterable need it.
+        batch: windows per forward pass; shorter ones are padded on the right.
+        resume: file (or mapping) in which scored windows are kept, so that an interrupted run goes on where it was.
+            Not with a ``cache`` of your own, which it cannot know.
         progress: told the number of tokens done after each window.
 
     Returns:
-        The result; a remainder shorter than a window is not scored.
+        The result.
 
     Raises:
-        ValueError: shapes, edges or lengths that do not fit, or logits that are not finite.
+        ValueError: shapes, edges or lengths that do not fit, nothing to score, or logits that are not finite.
     """
-    rows, window, stride = _windows(token_ids, window, stride)
-    vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
-    if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
-        raise ValueError(f"token_ids must be whole numbers, got {rows.dtype}")
-    rows = rows.long()
-    if int(rows.min()) < 0 or int(rows.max()) >= vocabulary:
-        raise ValueError(f"token ids must be in [0, {vocabulary}), got {int(rows.min())} to {int(rows.max())}")
+    documents, window, stride = _as_documents(token_ids, window, stride)
     chunk = window if chunk is None else chunk
     if not 1 <= chunk <= window:
         raise ValueError(f"chunk must be in [1, {window}] tokens, got {chunk}")
     edges = list(buckets) if buckets is not None else [0, window]
     if len(edges) < 2 or edges != sorted(set(edges)) or edges[0] < 0 or edges[-1] > window or edges[1] < 2:
         raise ValueError(f"buckets must rise within 0 and {window}, the first past position 1, got {edges}")
-    losses = []
+    if batch < 1:
+        raise ValueError(f"batch must be >= 1, got {batch}")
+    if resume is not None and cache is not None:
+        raise ValueError("resume cannot tell one cache from another: give resume or cache, not both")
+    reader = Reader(model)
+    kept: MutableMapping[str, Any] = {}
+    if resume is not None:
+        kept = Journal(resume) if isinstance(resume, str | Path) else resume
+    identity = {"edges": edges, "chunk": chunk, "model": fingerprint(model) if resume is not None else ""}
+    tally = _Tally(edges)
     with in_eval_mode(model):
-        for i, row in enumerate(rows):
-            loss = _losses(model, row, chunk, cache, i)
-            # In all windows but the first, the tokens before the overlap's end were scored already.
-            if i and token_ids.ndim == 1:
-                loss[: window - stride] = math.nan
-            losses.append(loss)
-            progress(window)
-    table = torch.stack(losses)  # (windows, window), nan where not scored
-    made = tuple(_bucket(table, start, stop) for start, stop in itertools.pairwise(edges))
-    whole = _bucket(table, 0, window)
-    return PerplexityResult(whole.nll, whole.stderr, whole.tokens, len(rows), window, stride, chunk, made)
+        for group in _batched(_windows(documents, window, stride, tally, reader), batch):
+            names = [_key(item, identity) if resume is not None else "" for item in group]
+            todo = [item for item, name in zip(group, names, strict=True) if name not in kept]
+            scored = iter(_score(reader, todo, edges, chunk if chunk < window else None, cache))
+            for item, name in zip(group, names, strict=True):
+                if name not in kept:
+                    part = next(scored)
+                    if resume is not None:
+                        kept[name] = part
+                else:
+                    part = kept[name]
+                tally.add(item, part)
+                progress(item.stop - item.start)
+    return tally.result(window=window, stride=stride, chunk=chunk)
 
 
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Measure without dropout, and with the caches that training with checkpointing switches off."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _windows(token_ids: Tensor, window: int | None, stride: int | None) -> tuple[Tensor, int, int]:
-    if token_ids.ndim == 2:
-        if window is not None or stride is not None:
-            raise ValueError("token_ids with two axes are windows already: give neither window nor stride")
-        window = stride = token_ids.shape[1]
-        rows = token_ids
-    elif token_ids.ndim == 1:
-        window = len(token_ids) if window is None else window
-        if window < 2:
-            raise ValueError(f"a window needs at least 2 tokens to predict one, got {window}")
-        stride = window if stride is None else stride
-        if not 1 <= stride <= window:
-            raise ValueError(f"stride must be in [1, {window}] tokens, got {stride}")
-        if len(token_ids) < window:
+def _as_documents(
+    token_ids: Tensor | Iterable[TokenDocument], window: int | None, stride: int | None
+) -> tuple[Iterable[TokenDocument], int, int]:
+    if isinstance(token_ids, Tensor):
+        if token_ids.ndim not in (1, 2):
+            raise ValueError(f"token_ids must have one or two axes, got shape {tuple(token_ids.shape)}")
+        if token_ids.ndim == 2:
+            if window is not None or stride is not None:
+                raise ValueError("token_ids with two axes are windows already: give neither window nor stride")
+            if not len(token_ids):
+                raise ValueError("no window to score")
+        window = token_ids.shape[-1] if window is None else window
+        if token_ids.ndim == 1 and 2 <= len(token_ids) < window:
             raise ValueError(f"the text has {len(token_ids)} tokens, less than one window of {window}")
-        rows = token_ids.unfold(0, window, stride)
+        rows = token_ids[None] if token_ids.ndim == 1 else token_ids
+        documents: Iterable[TokenDocument] = [TokenDocument(f"row {i}", row) for i, row in enumerate(rows)]
     else:
-        raise ValueError(f"token_ids must have one or two axes, got shape {tuple(token_ids.shape)}")
+        if window is None:
+            raise ValueError("documents need window=: how many tokens a forward pass may see")
+        documents = token_ids
     if window < 2:
         raise ValueError(f"a window needs at least 2 tokens to predict one, got {window}")
-    if len(rows) == 0:
-        raise ValueError("no window to score")
-    return rows, window, stride
+    stride = window if stride is None else stride
+    if not 1 <= stride <= window:
+        raise ValueError(f"stride must be in [1, {window}] tokens, got {stride}")
+    return documents, window, stride
 
 
-def _losses(model: Any, row: Tensor, chunk: int, cache: Callable[[], Any] | None, index: int) -> Tensor:
-    """Negative log-likelihood of each token of a window: (window,) float64, nan at position 0."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    # Cohere multiplies its logits, Granite divides them.
-    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-    device = head.weight.device
-    row = row.to(device)
-    past = cache() if cache is not None else DynamicCache(config=model.config) if chunk < len(row) else None
-    loss = torch.full((len(row),), math.nan, dtype=torch.float64)
-    for start in range(0, len(row), chunk):
-        ids = row[None, start : start + chunk]
-        out = decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
-        hidden = out.last_hidden_state[0]
-        targets = row[start + 1 : start + 1 + len(hidden)]
-        for low in range(0, len(targets), SLICE):
-            wanted = targets[low : low + SLICE]
-            logits = head(hidden[low : low + len(wanted)].to(head.weight.dtype)).float() * scale
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            nll = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
-            first = start + low + 1
-            if not bool(torch.isfinite(nll).all()):
-                at = first + int((~torch.isfinite(nll)).nonzero()[0])
-                raise ValueError(f"the loss at position {at} of window {index} is not finite: NaN or infinite logits")
-            loss[first : first + len(wanted)] = nll.double().cpu()
-    return loss
+def _windows(
+    documents: Iterable[TokenDocument], window: int, stride: int, tally: _Tally, reader: Reader
+) -> Iterator[_Window]:
+    for number, document in enumerate(documents):
+        if not isinstance(document, TokenDocument):
+            raise TypeError(f"documents must come from encode(tokenizer, source), got {type(document).__name__}")
+        size = len(document.ids)
+        if size < 2:
+            tally.skipped += 1
+            continue
+        try:
+            ids = reader.check(document.ids)
+        except ValueError as error:
+            raise ValueError(str(error) if number == 0 else f"{document.name}: {error}") from None
+        checked = TokenDocument(document.name, ids, document.ends, document.prefix)
+        start, done = 0, 1  # the first token is never predicted
+        while done < size:
+            stop = min(start + window, size)
+            start = max(0, stop - window)
+            first = max(done, start + 1)
+            if first < stop:
+                yield _Window(number, start, stop, first, checked)
+            done, start = stop, start + stride
 
 
-def _bucket(table: Tensor, start: int, stop: int) -> Bucket:
-    part = table[:, start:stop]
-    scored = ~part.isnan()
-    tokens = int(scored.sum())
-    if tokens == 0:
-        raise ValueError(f"no token is scored at positions {start} to {stop}")
-    per_window = part.nansum(1)[scored.any(1)] / scored.sum(1)[scored.any(1)]
-    stderr = float(per_window.std() / math.sqrt(len(per_window))) if len(per_window) > 1 else None
-    return Bucket(start, stop, tokens, float(part.nansum() / tokens), stderr)
+def _batched(windows: Iterator[_Window], size: int) -> Iterator[list[_Window]]:
+    while group := list(itertools.islice(windows, size)):
+        yield group
+
+
+def _key(item: _Window, identity: dict[str, Any]) -> str:
+    ids = hashlib.sha256(item.ids.numpy().tobytes()).hexdigest()
+    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **identity)
+
+
+def _score(
+    reader: Reader, group: Sequence[_Window], edges: Sequence[int], chunk: int | None, cache: CacheFactory | None
+) -> list[dict[str, Any]]:
+    """Sums by bucket of each window: JSON values, as they are kept."""
+    if not group:
+        return []
+    rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
+    first = [item.scored - item.start for item in group]
+    sizes = [len(item.ids) for item in group]
+    table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache)
+    made = []
+    for item, low, size, loss in zip(group, first, sizes, table, strict=True):
+        part = loss[low:size]
+        if not bool(torch.isfinite(part).all()):
+            at = low + int((~torch.isfinite(part)).nonzero()[0])
+            raise ValueError(
+                f"the loss at position {at} of window {item.start}:{item.stop} of {item.source.name} is not finite: "
+                "NaN or infinite logits"
+            )
+        sums, counts = [], []
+        for start, stop in itertools.pairwise(edges):
+            inside = loss[max(start, low) : max(min(stop, size), low, start)]
+            sums.append(float(inside.sum()))
+            counts.append(len(inside))
+        made.append({"nll": sums, "tokens": counts, "total_nll": float(part.sum()), "total_tokens": len(part)})
+    return made
+
+
+class _Tally:
+    """Sums by document, and by window until there is a second document."""
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        self.edges, self.skipped = edges, 0
+        self.windows: list[DocumentScore] = []
+        self.documents: dict[int, DocumentScore] = {}
+        self.prefix: tuple[int, ...] = ()
+        self.count = 0
+
+    def add(self, item: _Window, part: dict[str, Any]) -> None:
+        size = item.bytes_between(item.scored, item.stop)
+        total = (part["total_tokens"], part["total_nll"])
+        self.count += 1
+        self.prefix = item.source.prefix
+        name = item.source.name
+        before = self.documents.get(item.document)
+        if len(self.documents) < 2:
+            at = f"{name}[{item.start}:{item.stop}]"
+            self.windows.append(DocumentScore(at, tuple(part["tokens"]), tuple(part["nll"]), *total, size))
+        if before is None:
+            self.documents[item.document] = DocumentScore(name, tuple(part["tokens"]), tuple(part["nll"]), *total, size)
+            return
+        self.documents[item.document] = DocumentScore(
+            name,
+            tuple(a + b for a, b in zip(before.tokens, part["tokens"], strict=True)),
+            tuple(a + b for a, b in zip(before.nll, part["nll"], strict=True)),
+            before.total_tokens + total[0],
+            before.total_nll + total[1],
+            None if size is None or before.bytes is None else before.bytes + size,
+        )
+
+    def result(self, *, window: int, stride: int, chunk: int) -> PerplexityResult:
+        units = list(self.documents.values()) if len(self.documents) > 1 else self.windows
+        if not units:
+            raise ValueError(f"nothing to score: {self.skipped} documents, none with two tokens")
+        nll, stderr, tokens = _mean([(u.total_tokens, u.total_nll) for u in units])
+        made = []
+        for i, (start, stop) in enumerate(itertools.pairwise(self.edges)):
+            part = [(u.tokens[i], u.nll[i]) for u in units if u.tokens[i]]
+            if not part:
+                raise ValueError(f"no token is scored at positions {start} to {stop}")
+            mean, error, count = _mean(part)
+            made.append(Bucket(start, stop, count, mean, error))
+        sizes = [u.bytes for u in units]
+        total = None if None in sizes else sum(size for size in sizes if size is not None)
+        bits = sum(u.total_nll for u in units) / math.log(2) / total if total else None
+        return PerplexityResult(
+            nll=nll,
+            stderr=stderr,
+            tokens=tokens,
+            bits_per_byte=bits,
+            windows=self.count,
+            window=window,
+            stride=stride,
+            chunk=chunk,
+            prefix=self.prefix,
+            skipped=self.skipped,
+            buckets=tuple(made),
+            documents=tuple(units),
+        )
+
+
+def _mean(parts: Sequence[tuple[int, float]]) -> tuple[float, float | None, int]:
+    """Mean per token, its standard error over units of unequal size (linearised ratio), and the tokens.
+
+    *Source*: Cochran, Sampling Techniques (1977), section 2.11. For units of equal size it is the usual one.
+    """
+    tokens, total = sum(n for n, _ in parts), sum(s for _, s in parts)
+    mean = total / tokens
+    if len(parts) < 2:
+        return mean, None, tokens
+    spread = sum((s - mean * n) ** 2 for n, s in parts) * len(parts) / (len(parts) - 1)
+    return mean, math.sqrt(spread) / tokens, tokens

@@ -1,40 +1,42 @@
-"""Retrieval: does the model still find a number it was told, at every length and depth?"""
+"""Retrieval: does the model still find what it was told, at every length and depth?"""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import math
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rope_patch.evaluation.perplexity import in_eval_mode
-from rope_patch.evaluation.text import builtin_text
+from rope_patch.evaluation.answering import Answer, answer
+from rope_patch.evaluation.intervals import wilson
+from rope_patch.evaluation.journal import Journal, key
+from rope_patch.evaluation.prompts import Haystack, Prompt, PromptMaker, find_task
+from rope_patch.evaluation.scoring import CacheFactory, Reader, fingerprint, in_eval_mode
 
-SCHEMA = 1
-NEEDLE = " The pass key is {key}. Remember it."
-QUESTION = " What is the pass key? The pass key is {key}"
-DIGITS = 5
-TASKS = ("passkey",)
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One question with its answer.
+class Sample:
+    """One thing asked for.
 
     Attributes:
-        ids: prompt and answer, in tokens of the model at hand.
-        answer: how many of the last tokens are the answer.
+        expected: the string asked for.
+        output: what greedy decoding said, as text; of a joined question the whole answer.
+        correct: the output begins with ``expected``; of a joined question, contains it.
+        digits: share of its characters that are right, each predicted from the right answer before it.
+        logprob: log-probability of its tokens [nats].
     """
 
-    ids: tuple[int, ...]
-    answer: int
+    expected: str
+    output: str
+    correct: bool
+    digits: float
+    logprob: float
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,27 @@ class RetrievalCell:
     Attributes:
         length: prompt and answer together [tokens].
         depth: where the needle is, 0 for the start and 1 for just before the question.
-        samples: prompts asked.
-        correct: exact matches, as greedy decoding would give them.
-        digits: mean share of answer tokens that are the most probable one given the true ones
-            before; some tokenizers put a token for the space before the digits.
-        logprob: mean log-probability of the whole answer [nats].
+        samples: what was asked, one of each haystack.
     """
 
     length: int
     depth: float
-    samples: int
-    correct: int
-    digits: float
-    logprob: float
+    samples: tuple[Sample, ...]
+
+    @property
+    def correct(self) -> int:
+        """Exact matches of greedy decoding."""
+        return sum(sample.correct for sample in self.samples)
+
+    @property
+    def digits(self) -> float:
+        """Mean share of right characters."""
+        return math.fsum(sample.digits for sample in self.samples) / len(self.samples)
+
+    @property
+    def logprob(self) -> float:
+        """Mean log-probability of what was asked for [nats]; it moves before exact match does."""
+        return math.fsum(sample.logprob for sample in self.samples) / len(self.samples)
 
 
 @dataclass(frozen=True)
@@ -65,81 +75,57 @@ class RetrievalResult:
 
     Attributes:
         task: its name.
+        mode: ``"single"``: one needle per prompt; ``"multikey"``: a needle at every depth, one question each.
         cells: one per length and depth.
         seed: of keys and haystacks.
-        haystack: SHA-256 of the haystack text.
-        python_version: whose files the built-in haystack is made of; None for a text of the user's.
+        haystack: name of the haystack.
+        haystack_sha256: of its text.
+        python_version: whose files the built-in haystack is made of; None for another text.
+        prefix: special tokens in front of each prompt.
         schema: version of this layout.
     """
 
     task: str
+    mode: str
     cells: tuple[RetrievalCell, ...]
     seed: int
     haystack: str
+    haystack_sha256: str
     python_version: str | None
+    prefix: tuple[int, ...]
     schema: int = SCHEMA
+
+    def samples(self, length: int) -> list[Sample]:
+        """Return what was asked at a length, by depth and sample.
+
+        Raises:
+            ValueError: no such length.
+        """
+        found = [sample for cell in self.cells if cell.length == length for sample in cell.samples]
+        if not found:
+            raise ValueError(f"no cell of length {length}. Known: {sorted({c.length for c in self.cells})}")
+        return found
 
     def accuracy(self, length: int) -> float:
         """Return the exact match at a length, over all depths."""
-        correct, asked = self._counts(length)
-        return correct / asked
+        found = self.samples(length)
+        return sum(sample.correct for sample in found) / len(found)
 
-    def interval(self, length: int, z: float = 1.96) -> tuple[float, float]:
-        """Return the Wilson interval of :meth:`accuracy`, 95 % by default."""
-        correct, asked = self._counts(length)
-        p, share = correct / asked, z * z / asked
-        middle, half = p + share / 2, z * math.sqrt(p * (1 - p) / asked + share / (4 * asked))
-        return (middle - half) / (1 + share), (middle + half) / (1 + share)
+    def interval(self, length: int, confidence: float = 0.95) -> tuple[float, float]:
+        """Return the Wilson interval of :meth:`accuracy`, prompts taken as independent."""
+        found = self.samples(length)
+        return wilson(sum(sample.correct for sample in found), len(found), confidence)
 
-    def _counts(self, length: int) -> tuple[int, int]:
-        cells = [cell for cell in self.cells if cell.length == length]
-        if not cells:
-            raise ValueError(f"no cell of length {length}. Known: {sorted({c.length for c in self.cells})}")
-        return sum(c.correct for c in cells), sum(c.samples for c in cells)
+    def logprob(self, length: int) -> float:
+        """Return the mean log-probability of what was asked for at a length [nats]."""
+        found = self.samples(length)
+        return math.fsum(sample.logprob for sample in found) / len(found)
 
     def to_json(self) -> str:
         """Return the result as JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
 
-def passkey_prompt(tokenizer: Any, haystack: Sequence[int], length: int, depth: float, rng: random.Random) -> Prompt:
-    """Build a passkey prompt of exactly ``length`` tokens, its answer included.
-
-    Args:
-        tokenizer: of the model.
-        haystack: token ids to hide the needle in; a stretch starting anywhere is used.
-        length: of the whole [tokens].
-        depth: in [0, 1].
-        rng: source of the key and the stretch.
-
-    Raises:
-        ValueError: a depth outside [0, 1], a length with no room, or a haystack that is too short.
-    """
-    if not 0 <= depth <= 1:
-        raise ValueError(f"depth must be in [0, 1], got {depth}")
-    key = "".join(rng.choice("0123456789") for _ in range(DIGITS))
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    question, asked = encode(QUESTION.format(key=key)), encode(QUESTION.format(key="").rstrip())
-    answer = len(question) - len(asked)
-    if question[: len(asked)] != asked or answer < 1:
-        raise ValueError("this tokenizer merges the answer with the question: passkey cannot be scored with it")
-    needle = encode(NEEDLE.format(key=key))
-    start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    room = length - len(start) - len(needle) - len(question)
-    if room < 0:
-        raise ValueError(f"a passkey prompt needs at least {length - room} tokens with this tokenizer, got {length}")
-    if room > len(haystack):
-        raise ValueError(f"the haystack has {len(haystack)} tokens, {room} are needed: give a longer one as text=")
-    first = rng.randrange(len(haystack) - room + 1)
-    before = round(depth * room)
-    hay = list(haystack[first : first + room])
-    return Prompt((*start, *hay[:before], *needle, *hay[before:], *question), answer)
-
-
-@torch.no_grad()
 def retrieval(
     model: nn.Module,
     tokenizer: Any,
@@ -149,91 +135,148 @@ def retrieval(
     depths: Sequence[float],
     samples: int,
     seed: int = 0,
-    cache: Callable[[], Any] | None = None,
-    text: str | None = None,
+    cache: CacheFactory | None = None,
+    mode: str = "single",
+    haystack: str | Path | Haystack | PromptMaker = "builtin",
+    bos: bool | None = None,
+    chunk: int | None = None,
     batch_tokens: int = 16384,
+    resume: str | Path | MutableMapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> RetrievalResult:
-    """Ask for a number hidden in a text, at every length and depth. One needle per prompt.
+    """Ask for what is hidden in a text, at every length and depth.
 
-    The answer's tokens are scored in the pass that reads the prompt: greedy decoding gives the exact answer if and only
-    if each of them is the most probable one given those before. With ``cache`` the prompt is read through it first and
-    the answer's tokens follow one at a time, as in generation.
+    All prompts of one length and sample share a haystack, and what they share is read once: in mode ``single`` the text
+    before the needle, in mode ``multikey`` nearly all of it. The answers are those of each prompt asked alone.
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        task: ``"passkey"``.
+        task: ``"passkey"``, ``"niah"``, ``"multivalue"``, ``"multiquery"`` or ``"vt"`` (variable tracking). The last
+            three hide a needle at each depth and ask for all at once; a cell then counts its needle's part.
         lengths: of prompt and answer together, exact [tokens of this tokenizer].
-        depths: of the needle, each in [0, 1].
-        samples: prompts per length and depth.
+        depths: of the needles, each in [0, 1].
+        samples: haystacks per length.
         seed: of keys and haystacks; the same seed gives the same prompts.
         cache: zero-argument factory of a cache to read through.
-        text: haystack of the user's own; the built-in haystack split by default.
-        batch_tokens: tokens per forward pass, at most.
-        progress: told the number of tokens read after each batch.
+        mode: ``"single"`` or ``"multikey"``.
+        haystack: ``"builtin"``, ``"noise"``, a file or folder (``Path``), a :class:`Haystack`, or a
+            :class:`PromptMaker` of this tokenizer, whose ``bos`` then counts.
+        bos: as in :func:`~rope_patch.evaluation.documents.prefix_ids`.
+        chunk: tokens per forward pass; whole prompts by default.
+        batch_tokens: tokens of prompts read side by side, at most; a single prompt may be longer.
+        resume: file (or mapping) in which finished haystacks are kept. Not with a ``cache`` of your own.
+        progress: told the number of tokens of each prompt done.
 
     Raises:
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
     """
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}. Known: {', '.join(TASKS)}")
-    lengths, depths = [int(length) for length in lengths], [float(depth) for depth in depths]
+    find_task(task, mode)
+    lengths, depths = [int(length) for length in lengths], sorted(float(depth) for depth in depths)
     for name, values in (("lengths", lengths), ("depths", depths)):
         if not values:
             raise ValueError(f"{name} is empty")
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} must differ from each other, got {values}")
     if samples < 1:
         raise ValueError(f"samples must be >= 1, got {samples}")
-    corpus = builtin_text("haystack") if text is None else None
-    source = corpus.text if corpus is not None else str(text)
-    haystack = tokenizer(source, add_special_tokens=False, verbose=False)["input_ids"]
-    device = next(p.device for p in model.parameters())
-
-    def prompt(length: int, depth: float, sample: int) -> Prompt:
-        rng = random.Random(f"{seed}/{length}/{depth}/{sample}")
-        return passkey_prompt(tokenizer, haystack, length, depth, rng)
-
-    for length, depth in itertools.product(lengths, depths):  # what does not fit is refused before any has run
-        prompt(length, depth, 0)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 tokens, got {chunk}")
+    if resume is not None and cache is not None:
+        raise ValueError("resume cannot tell one cache from another: give resume or cache, not both")
+    reader = Reader(model)
+    maker = haystack if isinstance(haystack, PromptMaker) else PromptMaker(tokenizer, haystack, bos)
+    kept: MutableMapping[str, Any] = {}
+    if resume is not None:
+        kept = Journal(resume) if isinstance(resume, str | Path) else resume
+    identity = fingerprint(model) if resume is not None else ""
+    for length in lengths:  # what does not fit is refused before any has run
+        for prompt in maker.prompts(task, length, depths, mode=mode, seed=seed):
+            _check(reader, prompt)
+    stops = _stops(model, tokenizer)
     cells = []
     with in_eval_mode(model):
-        for length, depth in itertools.product(lengths, depths):
-            prompts = [prompt(length, depth, sample) for sample in range(samples)]
-            right, scores = [], []
-            per_batch = max(1, batch_tokens // length)
-            for i in range(0, samples, per_batch):
-                batch = prompts[i : i + per_batch]
-                hits, logprobs = _score(model, batch, device, cache)
-                right.append(hits)
-                scores.append(logprobs)
-                progress(len(batch) * length)
-            hit = torch.cat(right)
-            correct, digits = int(hit.all(1).sum()), float(hit.double().mean())
-            logprob = float(torch.cat(scores).sum(1).mean())
-            cells.append(RetrievalCell(length, depth, samples, correct, digits, logprob))
-    digest = corpus.sha256 if corpus is not None else hashlib.sha256(source.encode()).hexdigest()
-    return RetrievalResult(task, tuple(cells), seed, digest, corpus.python_version if corpus is not None else None)
+        for length in lengths:
+            columns: list[list[Sample]] = []  # of each haystack, by depth
+            size = max(1, batch_tokens // length)
+            for low in range(0, samples, size):
+                made = [
+                    maker.prompts(task, length, depths, mode=mode, seed=seed, sample=i)
+                    for i in range(low, min(low + size, samples))
+                ]
+                names = [
+                    key(what="retrieval", schema=SCHEMA, ids=[p.ids for p in prompts], chunk=chunk, model=identity)
+                    for prompts in made
+                ]
+                todo = [prompts for prompts, name in zip(made, names, strict=True) if not (resume and name in kept)]
+                found = iter(_ask(reader, tokenizer, todo, chunk, cache, stops, progress))
+                for prompts, name in zip(made, names, strict=True):
+                    if resume is not None and name in kept:
+                        column = [Sample(**entry) for entry in kept[name]]
+                        progress(sum(len(prompt.ids) for prompt in prompts))
+                    else:
+                        column = next(found)
+                        if resume is not None:
+                            kept[name] = [asdict(sample) for sample in column]
+                    columns.append(column)
+            for i, depth in enumerate(depths):
+                cells.append(RetrievalCell(length, depth, tuple(column[i] for column in columns)))
+    hay = maker.haystack
+    return RetrievalResult(task, mode, tuple(cells), seed, hay.name, hay.sha256, hay.python_version, maker.prefix)
 
 
-def _score(
-    model: Any, prompts: Sequence[Prompt], device: torch.device, cache: Callable[[], Any] | None
-) -> tuple[Tensor, Tensor]:
-    """Hits and log-probabilities of the answers' tokens: (prompts, answer) bool and float64."""
-    answer = prompts[0].answer
-    if any(prompt.answer != answer for prompt in prompts):
-        raise ValueError("this tokenizer gives keys of different lengths: passkey cannot be scored with it")
-    ids = torch.tensor([prompt.ids for prompt in prompts], device=device)
-    if cache is None:
-        logits = model(ids, use_cache=False, logits_to_keep=answer + 1).logits[:, :-1]
-    else:
-        past = cache()
-        steps = [model(ids[:, :-answer], past_key_values=past, use_cache=True, logits_to_keep=1).logits]
-        for i in range(answer - 1):
-            token = ids[:, ids.shape[1] - answer + i, None]
-            steps.append(model(token, past_key_values=past, use_cache=True).logits)
-        logits = torch.cat(steps, dim=1)
-    wanted = ids[:, -answer:]
-    logprobs = logits.float().log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
-    if not bool(torch.isfinite(logprobs).all()):
-        raise ValueError("the model gives NaN or infinite logits for an answer")
-    return (logits.argmax(-1) == wanted).cpu(), logprobs.double().cpu()
+def _check(reader: Reader, prompt: Prompt) -> None:
+    highest = max(prompt.ids)
+    if highest >= reader.vocabulary:
+        raise ValueError(
+            f"the tokenizer gives id {highest}, the model knows {reader.vocabulary}: is this the model's own tokenizer?"
+        )
+
+
+def _stops(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids that end a generated text."""
+    wanted = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = wanted if isinstance(wanted, list | tuple) else [wanted]
+    return tuple(int(i) for i in {*ids, tokenizer.eos_token_id} if i is not None)
+
+
+def _ask(
+    reader: Reader,
+    tokenizer: Any,
+    columns: Sequence[Sequence[Prompt]],
+    chunk: int | None,
+    cache: CacheFactory | None,
+    stops: Sequence[int],
+    progress: Callable[[int], None],
+) -> list[list[Sample]]:
+    """Ask the prompts of several haystacks side by side; those whose answers differ in length go alone."""
+    if not columns:
+        return []
+    shapes = {tuple(prompt.answer for prompt in column) for column in columns}
+    groups = [columns] if len(shapes) == 1 else [[column] for column in columns]
+    made = []
+    for group in groups:
+        rows = list(zip(*group, strict=True))
+        answers = answer(reader, rows, chunk=chunk, cache=cache, stops=stops, progress=progress)
+        for column, found in zip(group, zip(*answers, strict=True), strict=True):
+            made.append([s for p, a in zip(column, found, strict=True) for s in grade(tokenizer, p, a)])
+    return made
+
+
+def grade(tokenizer: Any, prompt: Prompt, answer: Answer) -> list[Sample]:
+    """Return the score of each part of an answer."""
+    said = tokenizer.decode(list(answer.output), skip_special_tokens=True)
+    right = prompt.ids[len(prompt.ids) - prompt.answer :]
+    made, start = [], 0
+    for part, end in zip(prompt.parts, prompt.ends, strict=True):
+        correct = said.strip().startswith(part) if len(prompt.parts) == 1 else part in said
+        hits = characters = 0
+        for wanted, guess in zip(right[start:end], answer.predicted[start:end], strict=True):
+            letters = [c for c in tokenizer.decode([wanted]) if c.isalnum()]
+            guessed = [c for c in tokenizer.decode([guess]) if c.isalnum()]
+            hits += sum(a == b for a, b in zip(letters, guessed, strict=False))
+            characters += len(letters)
+        digits = hits / characters if characters else float(correct)
+        made.append(Sample(part, said, correct, digits, math.fsum(answer.logprobs[start:end])))
+        start = end
+    return made

@@ -1,0 +1,27 @@
+"""Documents of the needle tasks; scores come from the package."""
+
+from typing import Any
+
+from rope_patch.evaluation.lm_eval_tasks import Documents, exact_match, recall, retrieval_documents
+
+__all__ = ["exact_match", "multikey", "multiquery", "multivalue", "recall", "single"]
+
+
+def single(**options: Any) -> Documents:
+    """One needle per prompt."""
+    return retrieval_documents("niah", **options)
+
+
+def multikey(**options: Any) -> Documents:
+    """A needle at every depth, one of them asked for."""
+    return retrieval_documents("niah", "multikey", **options)
+
+
+def multivalue(**options: Any) -> Documents:
+    """Needles of one name, all asked for."""
+    return retrieval_documents("multivalue", **options)
+
+
+def multiquery(**options: Any) -> Documents:
+    """Needles of several names, all asked for."""
+    return retrieval_documents("multiquery", **options)

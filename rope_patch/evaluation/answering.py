@@ -1,0 +1,158 @@
+"""Asking a model: greedy answers and their log-probabilities, with what prompts have in common read once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rope_patch.evaluation.prompts import Prompt
+from rope_patch.evaluation.scoring import CacheFactory, Reader
+
+TAIL = 16
+"""Prompt tokens read together with the answer, and again where the answer is wrong: what came before is not."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answered.
+
+    Attributes:
+        output: greedy tokens, as many as the right answer has; fewer when a token ended the text.
+        predicted: the most probable token at each place of the right answer, given the right ones before.
+        logprobs: log-probabilities of the right answer's tokens [nats].
+    """
+
+    output: tuple[int, ...]
+    predicted: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def fork(cache: Any) -> Any:
+    """Return a copy of a cache that can be added to without the first one changing.
+
+    The layers of transformers' ``DynamicCache`` put new tensors in place of the old, so their copies share memory;
+    anything else is copied whole.
+    """
+    if type(cache) is DynamicCache and all(
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+    ):
+        made = copy.copy(cache)
+        made.layers = [copy.copy(layer) for layer in cache.layers]
+        return made
+    return copy.deepcopy(cache)
+
+
+@torch.no_grad()
+def answer(
+    reader: Reader,
+    rows: Sequence[Sequence[Prompt]],
+    *,
+    chunk: int | None = None,
+    cache: CacheFactory | None = None,
+    stops: Sequence[int] = (),
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[list[Answer]]:
+    """Answer every prompt of a grid; the prompts of a column share what they begin with.
+
+    The prompt that has most in common with the others is read once, as a trunk; each other prompt is answered from a
+    copy of the trunk's cache, taken where the two part. The right answer is scored in the pass that reads the question.
+    Where greedy decoding takes another way, it is followed to the end.
+
+    Args:
+        reader: the model.
+        rows: (questions, batch) prompts, all of one length; answers within a row are of one length.
+        chunk: tokens per forward pass; all by default.
+        cache: factory of a cache to read through. With one, answers are read a token at a time, as in generation.
+        stops: token ids that end a text.
+        progress: told the tokens of prompts done.
+
+    Raises:
+        ValueError: prompts of different lengths, or logits that are not finite.
+    """
+    if len({len(prompt.ids) for row in rows for prompt in row}) != 1 or len({len(row) for row in rows}) != 1:
+        raise ValueError("the prompts of a grid must be of one length")
+    if any(len({prompt.answer for prompt in row}) != 1 for row in rows):
+        raise ValueError("answers of one row must be of one length in tokens")
+    ids = torch.tensor([[prompt.ids for prompt in row] for row in rows])  # (questions, batch, tokens)
+    size = ids.shape[2]
+    trunk, parting = _trunk(ids)
+    past, read, made = (cache or reader.new_cache)(), 0, {}
+    # From the one that parts first to the trunk itself, which never does.
+    for i in sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i])):
+        body = size - rows[i][0].answer - TAIL  # what is read before the tail
+        meet = max(0, min(parting[i], body))
+        if meet > read:
+            for _ in reader.read(ids[trunk, :, read:meet], past, chunk):
+                pass
+            read = meet
+        branch = past if i == trunk else fork(past)
+        if body > read:
+            for _ in reader.read(ids[i, :, read:body], branch, chunk):
+                pass
+        made[i] = _finish(reader, ids[i], max(body, read), rows[i][0].answer, branch, cache is not None, stops)
+        progress(ids[i].numel())
+    return [made[i] for i in range(len(rows))]
+
+
+def _trunk(ids: Tensor) -> tuple[int, list[int]]:
+    """The question whose prompt has most in common with the others, and where each parts from it [tokens]."""
+    best: tuple[int, list[int]] = (0, [])
+    for i in range(len(ids)):
+        same = (ids == ids[i]).all(1).long().cumprod(1).sum(1)  # over the batch: the shortest of the columns
+        parting = [int(n) for n in same]
+        if not best[1] or sum(parting) > sum(best[1]):
+            best = i, parting
+    return best
+
+
+def _finish(
+    reader: Reader, ids: Tensor, read: int, answer: int, past: Any, stepwise: bool, stops: Sequence[int]
+) -> list[Answer]:
+    """Read the end of the prompts and their answers: ids (batch, tokens), of which ``read`` are in the cache."""
+    asked = ids.shape[1] - answer
+    wanted = ids[:, asked:]
+    spare = fork(past)
+    if stepwise:
+        states = [_last(reader, ids[:, read:asked], past)]
+        states += [_last(reader, wanted[:, i, None], past) for i in range(answer - 1)]
+        hidden = torch.cat(states, dim=1)
+    else:
+        hidden = _all(reader, ids[:, read:-1], past)[:, -answer:]
+    loss, best = reader.score(hidden.flatten(0, 1), wanted.flatten())
+    if not bool(torch.isfinite(loss).all()):
+        raise ValueError("the model gives NaN or infinite logits for an answer")
+    logprobs, predicted = -loss.view(wanted.shape), best.view(wanted.shape)
+    outputs = wanted.clone()
+    missed = (predicted != wanted).any(1)
+    if bool(missed.any()):
+        # Up to the first miss of all rows greedy decoding says what is right; from there on it goes its own way.
+        first = int((predicted != wanted).long()[missed].argmax(1).min())
+        start = ids[:, read : asked + first]
+        for i in range(first, answer):
+            _, token = reader.score(_last(reader, start, spare)[:, 0], wanted[:, i])
+            outputs[:, i], start = token, token[:, None]
+        outputs[~missed] = wanted[~missed]
+    return [
+        Answer(_until(output.tolist(), stops), tuple(p.tolist()), tuple(score.tolist()))
+        for output, p, score in zip(outputs, predicted, logprobs, strict=True)
+    ]
+
+
+def _all(reader: Reader, ids: Tensor, past: Any) -> Tensor:
+    return torch.cat([hidden for _, hidden in reader.read(ids, past)], dim=1)
+
+
+def _last(reader: Reader, ids: Tensor, past: Any) -> Tensor:
+    return _all(reader, ids, past)[:, -1:]
+
+
+def _until(output: list[int], stops: Sequence[int]) -> tuple[int, ...]:
+    at = next((i for i, token in enumerate(output) if token in stops), len(output))
+    return tuple(output[:at])

@@ -1,0 +1,174 @@
+"""Texts of the user's own, and their tokens: a string, a file, a folder, a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_patch.evaluation.text import Corpus
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text with its name."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDocument:
+    """A document in the tokens of a model.
+
+    Attributes:
+        name: of the document.
+        ids: (tokens,) int64, special tokens in front included.
+        ends: (tokens,) int64, the byte of the UTF-8 text at which each token ends, so that bits per byte are exact
+            for any part of the text; None when the tokenizer does not tell.
+        prefix: the special tokens put in front.
+    """
+
+    name: str
+    ids: Tensor
+    ends: Tensor | None = None
+    prefix: tuple[int, ...] = ()
+
+
+Source = str | Path | Corpus | Iterable[Any]
+
+
+def documents(source: Source, *, column: str = "text", pattern: str = "**/*.txt") -> Iterator[Document]:
+    """Yield the documents of a source, one at a time; nothing is read ahead.
+
+    Args:
+        source: a text (``str``), a file or folder (``Path``), a built-in :class:`Corpus`, a ``datasets`` dataset
+            (streaming or not), or any iterable of texts, mappings or :class:`Document`.
+        column: where the text of a mapping is.
+        pattern: which files of a folder are read, in the order of their paths.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        ValueError: a file that is not UTF-8, a folder with no file of the pattern, a row without the column, or
+            nothing at all to read.
+    """
+    found = False
+    for document in _documents(source, column, pattern):
+        found = found or bool(document.text.strip())
+        yield document
+    if not found:
+        raise ValueError("the source holds no text: it is empty")
+
+
+def _documents(source: Source, column: str, pattern: str) -> Iterator[Document]:
+    match source:
+        case str():
+            yield Document("text", source)
+        case Path():
+            if not source.exists():
+                raise FileNotFoundError(f"no file or folder {str(source)!r}")
+            paths = sorted(source.glob(pattern)) if source.is_dir() else [source]
+            if not paths:
+                raise ValueError(f"folder {str(source)!r} holds no file like {pattern!r}: give pattern=")
+            for path in paths:
+                name = path.relative_to(source).as_posix() if source.is_dir() else path.name
+                try:
+                    yield Document(name, path.read_text(encoding="utf-8"))
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"{name} is not UTF-8 text (byte {error.start})") from None
+        case Corpus():
+            yield from (Document(f"{source.split}/{i}", text) for i, text in enumerate(source.documents))
+        case Mapping():
+            raise ValueError(f"a dataset with splits: choose one of {sorted(map(str, source))}")
+        case _:
+            for i, row in enumerate(source):
+                yield _row(row, i, column)
+
+
+def _row(row: Any, number: int, column: str) -> Document:
+    match row:
+        case Document():
+            return row
+        case str():
+            return Document(f"row {number}", row)
+        case Mapping():
+            if column not in row:
+                raise ValueError(f"row {number} has no column {column!r}. Known: {', '.join(map(str, row))}")
+            if not isinstance(row[column], str):
+                raise ValueError(f"column {column!r} of row {number} must be text, got {type(row[column]).__name__}")
+            return Document(f"row {number}", row[column])
+    raise TypeError(f"row {number} must be a text or a mapping, got {type(row).__name__}")
+
+
+def prefix_ids(tokenizer: Any, bos: bool | None = None) -> tuple[int, ...]:
+    """Return the special tokens that go in front of a text.
+
+    Args:
+        tokenizer: of the model.
+        bos: put the beginning-of-sequence token there; by default when the tokenizer has one. lm-eval does so only
+            for tokenizers that add it themselves: give ``bos=False`` to compare with it on others.
+
+    Raises:
+        ValueError: ``bos=True`` and the tokenizer has none.
+    """
+    if bos is False or (bos is None and tokenizer.bos_token_id is None):
+        return ()
+    if tokenizer.bos_token_id is None:
+        raise ValueError("bos=True, but this tokenizer has no beginning-of-sequence token: leave bos out")
+    return (int(tokenizer.bos_token_id),)
+
+
+def encode(
+    tokenizer: Any,
+    source: Source,
+    *,
+    bos: bool | None = None,
+    max_tokens: int | None = None,
+    column: str = "text",
+    pattern: str = "**/*.txt",
+) -> Iterator[TokenDocument]:
+    """Yield the documents of a source as tokens, one at a time.
+
+    The beginning-of-sequence token stands in front of each document when the tokenizer has one; no other special
+    token is added.
+
+    Args:
+        tokenizer: of the model.
+        source: as in :func:`documents`.
+        bos: as in :func:`prefix_ids`.
+        max_tokens: stop when so many have been given; the last document is cut there.
+        column: as in :func:`documents`.
+        pattern: as in :func:`documents`.
+
+    Raises:
+        ValueError: as :func:`documents` and :func:`prefix_ids`.
+    """
+    prefix, left = prefix_ids(tokenizer, bos), max_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
+    for document in documents(source, column=column, pattern=pattern):
+        made = _encode(tokenizer, document, prefix)
+        if left is not None:
+            ends = made.ends[:left] if made.ends is not None else None
+            made = TokenDocument(made.name, made.ids[:left], ends, prefix)
+            left -= len(made.ids)
+        yield made
+        if left == 0:
+            return
+
+
+def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> TokenDocument:
+    exact = bool(getattr(tokenizer, "is_fast", False))
+    # Too long for the model is what windows are for: verbose=False keeps the tokenizer's warning away.
+    coded = tokenizer(document.text, add_special_tokens=False, verbose=False, return_offsets_mapping=exact)
+    ids = torch.tensor([*prefix, *coded["input_ids"]], dtype=torch.long)
+    if not exact:
+        return TokenDocument(document.name, ids, None, prefix)
+    # Bytes up to each character; tokens that share a character end where it does, the first of them counts it.
+    size = torch.tensor([0, *(len(c.encode("utf-8", "surrogatepass")) for c in document.text)]).cumsum(0)
+    stops = torch.tensor([0] * len(prefix) + [stop for _, stop in coded["offset_mapping"]], dtype=torch.long)
+    return TokenDocument(document.name, ids, size[stops].cummax(0).values if len(stops) else size[:0], prefix)

@@ -1,0 +1,279 @@
+"""What the tasks under ``eval_tasks`` share: documents made offline for the tokenizer at hand, and their scores."""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+from transformers import AutoTokenizer
+
+from rope_patch.evaluation.documents import documents
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.text import builtin_text
+
+OPTIONS = ("samples", "depths", "seed", "haystack", "text", "stride", "windows")
+"""What ``--metadata`` may set."""
+
+Documents = dict[str, Dataset]
+
+
+class OfflineTask(ConfigurableTask):  # type: ignore[misc]
+    """A YAML task that generates as many tokens as each answer has, and whose request cache knows its documents.
+
+    lm-eval has one ``max_gen_toks`` per task, and the answer's length depends on the tokenizer. Its request cache goes
+    by the task's name alone, and would give the prompts of other ``--metadata``.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
+        """Make the documents.
+
+        Raises:
+            ValueError: metadata that would change what the task's name says.
+        """
+        metadata, fixed = self.config.metadata or {}, self.config.dataset_kwargs or {}
+        for key in fixed:
+            if key in metadata:
+                raise ValueError(f"{key} belongs to the task {self.config.task}: choose another task, not --metadata")
+        self.dataset = self.config.custom_dataset(**metadata, **fixed)
+
+    def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
+        """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
+        made = super().construct_requests(doc, ctx, **kwargs)
+        if self.OUTPUT_TYPE == "generate_until":
+            made.arguments[1].setdefault("max_gen_toks", doc["answer_tokens"])
+        return made
+
+    def build_all_requests(self, *, tokenizer_name: str = "", samples: Any = None, **kwargs: Any) -> None:
+        """Make the requests, or take them from lm-eval's cache when they are those of the same documents."""
+        said = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples]
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+        super().build_all_requests(tokenizer_name=f"{tokenizer_name}-{digest[:16]}", samples=samples, **kwargs)
+
+
+# --- documents -------------------------------------------------------------------------------------------------------
+
+
+def retrieval_documents(
+    task: str,
+    mode: str = "single",
+    *,
+    length: int,
+    samples: int,
+    depths: Sequence[float] | float,
+    seed: int,
+    haystack: str,
+    **rest: Any,
+) -> Documents:
+    """Return the prompts of :func:`rope_patch.evaluation.retrieval.retrieval`, sample by sample.
+
+    Args:
+        task: as there.
+        mode: as there.
+        length: of prompt and answer together, special tokens included [tokens].
+        samples: haystacks.
+        depths: of the needles.
+        seed: as there.
+        haystack: ``builtin``, ``noise``, or the path of a file or folder.
+        **rest: the arguments of the model, which name the tokenizer, and other metadata.
+
+    Raises:
+        ValueError: no tokenizer, a bad option, or a prompt that does not fit.
+    """
+    refuse_misspelled(rest)
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be a whole number >= 1, got {samples!r}: give --metadata samples=")
+    maker = _maker(_tokenizer_arguments(rest), haystack)
+    wanted = [depths] if isinstance(depths, int | float) else list(depths)
+    rows = []
+    for sample in range(samples):
+        for prompt in maker.prompts(task, length, wanted, mode=mode, seed=seed, sample=sample):
+            rows.append(
+                {
+                    "prompt": prompt.text,
+                    "target": prompt.target,
+                    "expected": list(prompt.parts),
+                    "depths": list(prompt.depths),
+                    "sample": sample,
+                    "answer_tokens": prompt.answer,
+                }
+            )
+    return {"test": Dataset.from_list(rows)}
+
+
+def perplexity_documents(
+    *, length: int, windows: int | None, stride: int | None, text: str | None, **rest: Any
+) -> Documents:
+    """Cut a text into windows whose last tokens are scored: context and continuation, both of whole words.
+
+    Each continuation begins where the one before ended and holds about ``stride`` tokens; its context is what stands
+    before it, so that both have at most ``length`` tokens. A context ends in a word, never in a space, and its tokens
+    are a prefix of those of the whole: nothing depends on how a program puts the two together.
+
+    Args:
+        length: of context and continuation together, special tokens included [tokens].
+        windows: how many; by default as many as have 128k tokens, at most 32.
+        stride: tokens of a continuation, about; half of the length by default.
+        text: path of a file or folder; the built-in held-out text by default.
+        **rest: the arguments of the model, which name the tokenizer, and other metadata.
+
+    Raises:
+        ValueError: no tokenizer, a bad option, a text that is too short or has too few spaces.
+    """
+    refuse_misspelled(rest)
+    stride = length // 2 if stride is None else stride
+    windows = max(1, min(32, 131072 // length)) if windows is None else windows
+    for name, value, most in (("windows", windows, None), ("stride", stride, length - 1)):
+        if not isinstance(value, int) or value < 1 or (most is not None and value > most):
+            span = "at least 1" if most is None else f"in [1, {most}]"
+            raise ValueError(f"{name} must be a whole number {span}, got {value!r}: give --metadata {name}=")
+    arguments = _tokenizer_arguments(rest)
+    tokenizer, prefix = load_tokenizer(arguments)
+    words, upto = _words(arguments, text)
+
+    wanted = length + (windows - 1) * stride
+    too_short = ValueError(
+        f"{windows} windows of {length} tokens every {stride} need about {wanted} tokens, the text holds {upto[-1]}: "
+        "give --metadata windows= (fewer) or text= (a longer one)"
+    )
+    if wanted > upto[-1]:
+        raise too_short
+
+    def tokens(low: int, high: int) -> list[int]:
+        part = "".join(words[low:high]).lstrip()
+        return [*prefix, *tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    room = length - stride - len(prefix)  # of a context
+    rows: list[dict[str, Any]] = []
+    middle = max(1, bisect.bisect_right(upto, room) - 1)
+    while len(rows) < windows:
+        begin = min(bisect.bisect_left(upto, upto[middle] - room), middle - 1)
+        end = bisect.bisect_right(upto, upto[begin] + length - len(prefix)) - 1
+        while end > middle and len(tokens(begin, end)) > length:
+            end -= 1
+        while end < len(words) and len(tokens(begin, end + 1)) <= length:
+            end += 1
+        if end == len(words):
+            raise too_short
+        if end <= middle:
+            raise ValueError(f"no word boundary within {stride} tokens: give --metadata stride= (more)")
+        whole, context = tokens(begin, end), tokens(begin, middle)
+        if whole[: len(context)] != context:  # this tokenizer joins what stands on both sides: cut a word later
+            middle += 1
+            continue
+        said = "".join(words[middle:end])
+        rows.append(
+            {
+                "context": "".join(words[begin:middle]).lstrip(),
+                "continuation": said,
+                "context_tokens": len(context),
+                "tokens": len(whole) - len(context),
+                "words": end - middle,
+                "bytes": len(said.encode("utf-8", "surrogatepass")),
+            }
+        )
+        middle = end
+    return {"test": Dataset.from_list(rows)}
+
+
+@functools.lru_cache(maxsize=1)
+def _words(arguments: TokenizerArguments, path: str | None) -> tuple[list[str], list[int]]:
+    """Words of a text, and the tokens up to each: an estimate, since neighbours may merge."""
+    tokenizer, _ = load_tokenizer(arguments)
+    if path is None:
+        text = builtin_text("heldout").text
+    else:
+        text = "\n\n".join(document.text for document in documents(Path(path).expanduser()))
+    words = re.findall(r"\s*\S+", text)
+    coded = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
+    return words, [0, *itertools.accumulate(len(ids) for ids in coded)]
+
+
+def refuse_misspelled(rest: Mapping[str, Any]) -> None:
+    """Refuse metadata that is nearly one of ours; options of other tasks and arguments of the model pass.
+
+    Raises:
+        ValueError: such a key.
+    """
+    for key in rest:
+        close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.8)
+        if close and key not in OPTIONS:
+            raise ValueError(f"unknown --metadata {key}=. Did you mean {close[0]!r}? Known: {', '.join(OPTIONS)}")
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+TokenizerArguments = tuple[tuple[str, Any], ...]
+
+
+def _tokenizer_arguments(metadata: Mapping[str, Any]) -> TokenizerArguments:
+    """What says which tokenizer the model will use, and how."""
+    name = next((metadata[key] for key in ("tokenizer", "pretrained", "model") if metadata.get(key)), None)
+    if name is None:
+        raise ValueError(
+            "lengths are counted in tokens of the model: give --metadata tokenizer= (or pretrained= in --model_args)"
+        )
+    names = ("add_bos_token", "revision", "subfolder", "trust_remote_code", "use_fast_tokenizer")
+    return (("name", name), *((key, metadata[key]) for key in names if metadata.get(key) is not None))
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]:
+    """Return the tokenizer, and the special tokens that lm-eval will put in front of a text.
+
+    Raises:
+        ValueError: special tokens also behind a text.
+    """
+    options = dict(arguments)
+    name, bos = options.pop("name"), options.get("add_bos_token")
+    if "use_fast_tokenizer" in options:
+        options["use_fast"] = options.pop("use_fast_tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(name, **options) if isinstance(name, str) else name
+    special = {} if bos is None else {"add_special_tokens": bos}
+    whole = tokenizer("word", **special)["input_ids"]
+    bare = tokenizer("word", add_special_tokens=False)["input_ids"]
+    front = len(whole) - len(bare)
+    if whole[front:] != bare:
+        raise ValueError(f"the tokenizer {name} puts special tokens behind a text: give add_bos_token=False")
+    return tokenizer, tuple(whole[:front])
+
+
+@functools.lru_cache(maxsize=2)
+def _maker(arguments: TokenizerArguments, haystack: str) -> PromptMaker:
+    tokenizer, prefix = load_tokenizer(arguments)
+    source = haystack if haystack in ("builtin", "noise") else Path(haystack).expanduser()
+    return PromptMaker(tokenizer, source, prefix=prefix)
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+def exact_match(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Tell whether the output begins with the value."""
+    return {"exact_match": float(results[0].strip().startswith(doc["expected"][0]))}
+
+
+def recall(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Return the share of the values that the output holds."""
+    found = [value in results[0] for value in doc["expected"]]
+    return {"recall": sum(found) / len(found)}
+
+
+def strided_perplexity(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    """Return the log-likelihood with its weight, in tokens, words and bytes."""
+    score = results[0][0]
+    weights = {"token_perplexity": "tokens", "word_perplexity": "words", "bits_per_byte": "bytes"}
+    return {metric: (score, doc[unit]) for metric, unit in weights.items()}

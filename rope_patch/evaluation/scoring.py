@@ -1,0 +1,183 @@
+"""Reading a causal language model so that ``[tokens, vocab]`` logits never exist; every score comes through here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+SLICE = 256
+"""Tokens whose logits exist at one time."""
+
+CacheFactory = Callable[[], Any]
+
+
+class Reader:
+    """A causal language model taken apart: its decoder reads chunks, its head scores slices.
+
+    Calling the parts skips what ``model(...)`` does after the decoder; the final scale and soft-cap are therefore
+    applied here, as the families define them (Cohere multiplies its logits, Granite divides them, Gemma caps them).
+
+    Args:
+        model: a causal language model of transformers, bare, quantized or under a LoRA adapter.
+
+    Raises:
+        ValueError: no decoder and output head, or an adapter that puts tokens of its own before the prompt.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
+        self.model = model
+        self.decoder, self.head = model.get_decoder(), model.get_output_embeddings()
+        if self.decoder is None or self.head is None:
+            raise ValueError(f"{type(model).__name__} has no decoder with an output head: a causal LM is needed")
+        config = model.config.get_text_config()
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        self.vocabulary: int = getattr(self.head, "out_features", self.head.weight.shape[0])  # packed in 4 bits
+        self.device: torch.device = model.get_input_embeddings().weight.device
+
+    def check(self, ids: Tensor) -> Tensor:
+        """Return token ids as int64.
+
+        Raises:
+            ValueError: not whole numbers, or ids that the model has no row for.
+        """
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(f"token_ids must be whole numbers, got {ids.dtype}")
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary):
+            raise ValueError(
+                f"token ids must be in [0, {self.vocabulary}), got {int(ids.min())} to {int(ids.max())}: "
+                "is this the model's own tokenizer?"
+            )
+        return ids.long()
+
+    def new_cache(self) -> Any:
+        """Return an empty cache that forgets what sliding layers do not read."""
+        return DynamicCache(config=self.model.config)
+
+    def read(self, ids: Tensor, past: Any = None, chunk: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Run the decoder over ids, in chunks when there is a cache.
+
+        Args:
+            ids: (rows, tokens).
+            past: cache to read through and add to.
+            chunk: tokens per forward pass; all by default.
+
+        Yields:
+            Offset of the chunk, and its last hidden states (rows, chunk, hidden).
+        """
+        size = chunk or max(ids.shape[1], 1)
+        for start in range(0, ids.shape[1], size):
+            part = ids[:, start : start + size].to(self.device)
+            out = self.decoder(input_ids=part, past_key_values=past, use_cache=past is not None)
+            yield start, out.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does."""
+        weight = self.head.weight
+        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
+        logits: Tensor = self.head(hidden.to(weight.device, dtype)).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Score the token that follows each state, a slice of logits at a time.
+
+        Args:
+            hidden: (states, hidden).
+            targets: (states,).
+
+        Returns:
+            Negative log-likelihood (states,) float64 [nats] and the most probable token (states,), both on the CPU.
+        """
+        losses, best = [], []
+        for low in range(0, len(targets), SLICE):
+            logits = self.logits(hidden[low : low + SLICE])
+            wanted = targets[low : low + SLICE].to(logits.device)
+            losses.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none").double().cpu())
+            best.append(logits.argmax(-1).cpu())
+        return torch.cat(losses), torch.cat(best)
+
+
+@torch.no_grad()
+def losses(
+    reader: Reader,
+    rows: Tensor,
+    first: Sequence[int],
+    *,
+    lengths: Sequence[int] | None = None,
+    chunk: int | None = None,
+    cache: CacheFactory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Score tokens of rows of equal or right-padded length, in one pass or in chunks through a cache.
+
+    Padding on the right is never seen by what stands before it, so no mask is sent.
+
+    Args:
+        reader: the model.
+        rows: (rows, tokens), padded on the right with any id.
+        first: position of the first token of each row to score, at least 1.
+        lengths: tokens of each row that are not padding; all by default.
+        chunk: tokens per forward pass; all by default.
+        cache: factory of a cache to read through; a ``DynamicCache`` when chunked.
+
+    Returns:
+        Negative log-likelihood (rows, tokens) float64 [nats] and most probable tokens (rows, tokens), both by the
+        position of the token scored; nan and -1 elsewhere.
+    """
+    width = rows.shape[1]
+    lengths = [width] * len(rows) if lengths is None else lengths
+    past = cache() if cache is not None else reader.new_cache() if chunk is not None and chunk < width else None
+    nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
+    best = torch.full(rows.shape, -1)
+    for start, hidden in reader.read(rows, past, chunk):
+        for i in range(len(rows)):
+            # The state at position p scores the token at p + 1.
+            low, high = max(start, first[i] - 1), min(start + hidden.shape[1], lengths[i] - 1)
+            if low < high:
+                states = hidden[i, low - start : high - start]
+                at = slice(low + 1, high + 1)
+                nll[i, at], best[i, at] = reader.score(states, rows[i, at])
+    return nll, best
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Measure without dropout, and with the caches that training with checkpointing switches off."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a digest of a model's weights and rotary settings, from a few values of each tensor.
+
+    It tells checkpoints, adapters, patches and data types apart in milliseconds, so that kept work is never
+    taken for that of another model. It is no checksum: a change that misses every sampled value is not seen.
+    """
+    digest = hashlib.sha256()
+    config = model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
+    rotary = [config.get("rope_parameters"), config.get("rope_patch")]
+    digest.update(json.dumps(rotary, sort_keys=True, default=str).encode())
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not isinstance(tensor, Tensor):
+                continue
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // 32)][:33].to("cpu")
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{sample.tolist()}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,63 @@
+"""What tests of the evaluation share: bold models, naive losses, spies."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from tiny import tiny_model
+from transformers import DynamicCache
+
+CAPPED = ("gemma2", "gemma3", "gemma4")
+
+
+def bold_model(family="llama", **changes):
+    """A tiny model whose attention and logits are far from uniform, so that a wrong position or cap shows."""
+    if family in CAPPED:
+        changes = {"final_logit_softcapping": 1.5, **changes}
+    return tiny_model(family, initializer_range=0.2, **changes)
+
+
+@torch.no_grad()
+def naive(model, rows):
+    """Loss of each predicted token from whole logits: (windows, tokens - 1) [nats]."""
+    logits = model(rows, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), rows[:, 1:], reduction="none")
+
+
+@contextmanager
+def spy(module):
+    """The number of rows of each call to a layer: the product of all axes but the last."""
+    rows = []
+    handle = module.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
+    try:
+        yield rows
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def spy_ids(model):
+    """The token ids of each call to the embedding."""
+    seen = []
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+class Caches:
+    """A factory that keeps what it made."""
+
+    def __init__(self, model):
+        self.model, self.made = model, []
+
+    def __call__(self):
+        self.made.append(DynamicCache(config=self.model.config))
+        return self.made[-1]
+
+    @property
+    def read(self):
+        """Tokens in each, by its own count (in a full layer: sliding ones forget)."""
+        return [cache.get_seq_length(1) for cache in self.made]

@@ -1,0 +1,346 @@
+"""The comparison of methods: paired on the same documents, resumable, and honest about what it can tell apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from scipy import stats
+from scored import spy_ids
+from test_surgery import module_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli import app
+from rope_patch.evaluation.compare import Comparison, Row, compare, tokens_to_read
+from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
+from rope_patch.evaluation.prompts import Haystack
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
+from rope_patch.evaluation.text import builtin_text
+
+ASSETS = rope_patch.data_path("assets")
+SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8)}
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    folder = ASSETS / "llama"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled, tmp_path):
+    model, tokenizer = bundled
+    stock, read = module_of(model), []
+    options = {"lengths": (64,), "windows": 1, "samples": 1, "progress": lambda name, n: read.append(n)}
+    options |= {"text": "Some words to read. " * 99, "haystack": Haystack("Nothing to see here, go on. " * 99)}
+    for methods, changes, message in [
+        (["default", "table:values=1/2"], {}, "one number per pair"),
+        ([], {}, "at least one method"),
+        (["pi", "pi:factor=4.0"], {}, "methods must differ from each other"),
+        (["default"], {"windows": 10**6}, "ask for fewer windows"),
+        (["default"], {"windows": 0}, "windows and bucket must be >= 1"),
+        (["default"], {"lengths": ()}, "at least one method and one length"),
+        (["default"], {"lengths": (0,)}, "lengths must be different numbers of at least 2 tokens, got [0]"),
+        (["default"], {"lengths": (64, 64)}, "lengths must be different numbers"),
+        (["default"], {"lengths": (64, 20)}, "this prompt needs at least"),
+        (["default"], {"depths": (1.5,)}, "depth must be in [0, 1], got 1.5"),
+        (["default"], {"task": "essay"}, "unknown task 'essay'"),
+        (["default"], {"text": " "}, "the source holds no text"),
+        (["default"], {"haystack": Haystack("")}, "the haystack is empty"),
+        (["default", "yarn:factr=4"], {}, "factr"),
+    ]:
+        with spy_ids(model) as seen, pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            compare(model, tokenizer, methods, **{**options, **changes})
+        assert not seen and read == []
+    result = compare(model, tokenizer, ["default", "pi"], **options)
+    assert module_of(model) is stock
+    assert json.loads(result.to_json())["trained_length"] == 256
+    assert sum(read) == tokens_to_read(2, [64], 1, 5, 1) == 2 * (64 + 5 * 64)
+
+
+def test_its_numbers_are_those_of_the_engines(bundled):
+    model, tokenizer = bundled
+    result = compare(model, tokenizer, ["default", "yarn:factor=4"], **SMALL)
+    stream = tokenizer(builtin_text("heldout").text, add_special_tokens=False, verbose=False)["input_ids"]
+    starts = [0, round((len(stream) - 127) / 2), len(stream) - 127]
+    rows = torch.tensor([[tokenizer.bos_token_id, *stream[i : i + 127]] for i in starts])
+    asked = {"lengths": (64, 128), "depths": (0.2, 0.8), "samples": 2}
+    for row, method in zip(result.rows, ("default", "yarn:factor=4"), strict=True):
+        with rope_patch.patched(model, method):
+            assert row.perplexity.nll == pytest.approx(perplexity(model, rows).nll, abs=1e-6)
+            assert row.retrieval.cells == retrieval(model, tokenizer, **asked).cells
+    columns = result.columns()
+    assert [(c.kind, c.start, c.stop) for c in columns] == [
+        ("perplexity", 0, 64),
+        ("perplexity", 64, 128),
+        ("retrieval", None, 64),
+        ("retrieval", None, 128),
+    ]
+    assert columns[1].values == tuple(row.perplexity.between(64, 128) for row in result.rows)
+    assert columns[3].values == tuple(row.retrieval.accuracy(128) for row in result.rows)
+
+
+# --- what can be told apart, on made-up scores
+
+
+def made_up(losses, hits, lengths=(8, 16)):
+    """A comparison of methods with given losses per window (mean at each position) and answers."""
+    rows = []
+    for (name, values), answers in zip(losses.items(), hits.values(), strict=True):
+        documents = tuple(
+            DocumentScore(f"w{i}", (7, 8), (7 * v, 8 * v), 15, 15 * v, None) for i, v in enumerate(values)
+        )
+        buckets = tuple(
+            Bucket(a, b, n * len(values), statistics.fmean(values), 0.1) for a, b, n in ((0, 8, 7), (8, 16, 8))
+        )
+        score = PerplexityResult(
+            nll=statistics.fmean(values),
+            stderr=0.1,
+            tokens=15 * len(values),
+            bits_per_byte=None,
+            windows=len(values),
+            window=16,
+            stride=16,
+            chunk=16,
+            prefix=(),
+            skipped=0,
+            buckets=buckets,
+            documents=documents,
+        )
+        samples = tuple(Sample("1", "1" if hit else "2", hit, float(hit), -1.0) for hit in answers)
+        cells = tuple(RetrievalCell(n, 0.5, samples) for n in lengths)
+        found = RetrievalResult("passkey", "single", cells, 0, "text", "", None, ())
+        rows.append(Row(name, score, found, ()))
+    return Comparison(tuple(rows), lengths, 8, "", "made up", None, 0)
+
+
+WINDOWS = [2.0, 2.5, 1.5, 3.0, 2.2, 1.8]
+
+
+def test_a_winner_needs_every_interval_to_exclude_zero():
+    losses = {
+        "best": WINDOWS,
+        "close": [v + d for v, d in zip(WINDOWS, (0.1, -0.1, 0.12, -0.05, 0.02, 0.01), strict=True)],
+        "worse": [v + d for v, d in zip(WINDOWS, (0.5, 0.6, 0.55, 0.5, 0.6, 0.52), strict=True)],
+    }
+    yes, no = [True] * 30, [False] * 30
+    hits = {"best": yes, "close": [True] * 29 + [False], "worse": no}
+    for column in made_up(losses, hits).columns():
+        assert column.best == 0 and column.winner is None
+        close, worse = column.differences
+        assert not close.separate and worse.separate
+    del losses["close"], hits["close"]
+    assert [column.winner for column in made_up(losses, hits).columns()] == ["best"] * 4
+    (alone,) = {c.winner for c in made_up({"best": WINDOWS}, {"best": yes}).columns()}
+    assert alone is None, "with nobody to win against there is no winner"
+
+
+def test_pairing_sees_what_the_means_alone_do_not():
+    """The windows differ by more than the methods do: only their differences tell."""
+    better = [v - 0.02 - 0.001 * i for i, v in enumerate(WINDOWS)]
+    result = made_up({"a": WINDOWS, "b": better}, {"a": [True], "b": [True]})
+    assert statistics.stdev(WINDOWS) > 10 * 0.02
+    column = result.columns()[1]
+    assert column.winner == "b"
+    expected = stats.ttest_rel(WINDOWS, better).confidence_interval(0.95)
+    found = result.difference("a", "b", "perplexity", 16, 8)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert (column.differences[0].low, column.differences[0].high) == pytest.approx((expected.low, expected.high))
+
+
+def test_many_methods_make_wider_intervals():
+    worse = [v + 0.3 + 0.1 * (i % 2) for i, v in enumerate(WINDOWS)]
+    two = made_up({"a": WINDOWS, "b": worse}, {"a": [True], "b": [True]}).columns()[0].differences[0]
+    names = "abcdefghijkl"
+    losses = {"a": WINDOWS} | {name: worse for name in names[1:]}
+    many = made_up(losses, {name: [True] for name in names}).columns()[0].differences[0]
+    assert many.estimate == two.estimate and many.low < two.low and many.high > two.high
+    level = stats.ttest_rel(worse, WINDOWS).confidence_interval(1 - 0.05 / 11)
+    assert (many.low, many.high) == pytest.approx((level.low, level.high))
+
+
+def test_one_window_decides_nothing():
+    result = made_up({"a": [1.0], "b": [9.0]}, {"a": [True], "b": [False]})
+    assert [column.winner for column in result.columns()] == [None] * 4
+    data = json.loads(result.to_json())
+    assert data["columns"][0]["differences"][0]["low"] is None, "infinite: JSON says null"
+
+
+def test_differences_are_asked_for_by_name():
+    result = made_up({"a": [1.0, 2.0], "b": [2.0, 2.5]}, {"a": [True] * 9, "b": [False] * 9})
+    assert result.difference("b", "a", "perplexity", 8).estimate == pytest.approx(0.75)
+    found = result.difference("b", "a", "retrieval", 16)
+    assert found.estimate == -1 and found.separate
+    with pytest.raises(ValueError, match=r"^no method 'c' in this comparison. Known: a, b$"):
+        result.difference("c", "a", "retrieval", 16)
+    with pytest.raises(ValueError, match="kind must be 'perplexity' or 'retrieval'"):
+        result.difference("b", "a", "speed", 16)
+    with pytest.raises(ValueError, match="not made of whole buckets"):
+        result.difference("b", "a", "perplexity", 9)
+
+
+# --- kept work
+
+
+def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
+    model, tokenizer = bundled
+    methods, journal = ["default", "yarn:factor=4"], tmp_path / "kept.jsonl"
+    whole = compare(model, tokenizer, methods, **SMALL)
+    told = []
+
+    def stop(name, tokens):
+        told.append(name)
+        if told.count("yarn:factor=4") == 2:
+            raise KeyboardInterrupt
+
+    stock = module_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        compare(model, tokenizer, methods, **SMALL, resume=journal, progress=stop)
+    assert module_of(model) is stock, "interrupted, the model is as it was"
+    kept = journal.read_bytes()
+    with journal.open("ab") as file:
+        file.write(b'{"key": "12')  # the machine stopped while it wrote
+    used = []
+    with spy_ids(model) as seen:
+        again = compare(model, tokenizer, methods, **SMALL, resume=journal, progress=lambda name, n: used.append(n))
+    assert again.to_json() == whole.to_json()
+    assert seen and journal.read_bytes().startswith(kept)
+    assert sum(used) == tokens_to_read(2, SMALL["lengths"], 3, 2, 2), "the bar counts what was kept"
+    with spy_ids(model) as seen:
+        assert compare(model, tokenizer, methods, **SMALL, resume=journal).to_json() == whole.to_json()
+    assert not seen
+    with spy_ids(model) as seen:  # another method joins: it alone is measured
+        more = compare(model, tokenizer, [*methods, "pi"], **SMALL, resume=journal)
+    assert [row.method for row in more.rows] == [*methods, "pi:factor=4"]
+    for row, before in zip(more.rows, again.rows, strict=False):
+        assert (row.perplexity, row.retrieval) == (before.perplexity, before.retrieval)
+    lengths = sum(ids.numel() for ids in seen)
+    assert 0 < lengths < 1.6 * tokens_to_read(1, SMALL["lengths"], 3, 2, 2)
+
+
+def test_a_file_of_another_kind_is_not_written_to(bundled, tmp_path):
+    model, tokenizer = bundled
+    path = tmp_path / "thesis.txt"
+    path.write_text("Chapter one.\nAll my work.\n")
+    with pytest.raises(ValueError, match=r"thesis.txt, line 1, is not a line of kept work: give another file"):
+        compare(model, tokenizer, ["default"], **SMALL, resume=path)
+    path.write_text("one line without an end")
+    with pytest.raises(ValueError, match=r"is not a file of kept work"):
+        compare(model, tokenizer, ["default"], **SMALL, resume=path)
+    assert path.read_text() == "one line without an end"
+
+
+@pytest.mark.slow
+def test_the_bundled_checkpoint_orders_the_methods_as_it_should(bundled):
+    """At four times its context: the default collapses, YaRN holds, NTK fails past twice, PI fails at once."""
+    model, tokenizer = bundled
+    names = ["default", "yarn:factor=4", "ntk:factor=4", "pi:factor=4"]
+    result = compare(model, tokenizer, names, lengths=(256, 512, 1024), windows=10, samples=5)
+    for worse in ("default", "ntk:factor=4", "pi:factor=4"):
+        found = result.difference(worse, "yarn:factor=4", "retrieval", 1024)
+        assert found.high < 0, (worse, found)
+        found = result.difference(worse, "yarn:factor=4", "perplexity", 1024, 512)
+        assert found.low > 0, (worse, found)
+    assert result.difference("pi:factor=4", "default", "retrieval", 256).high < 0
+    assert result.difference("pi:factor=4", "default", "perplexity", 256).low > 0
+    assert result.difference("default", "ntk:factor=4", "retrieval", 512).high < 0, "NTK still holds at twice"
+    yarn = result.rows[1].retrieval
+    assert yarn.interval(1024)[0] > 0.8 and result.rows[0].retrieval.interval(1024)[1] < 0.2
+
+
+# --- the command
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def test_the_command_writes_json_and_a_report(tmp_path):
+    out = tmp_path / "out"
+    asked = ["--methods", "default pi:factor=4", "--lengths", "64, 128", "--samples", "1", "--windows", "2", "-o", out]
+    result = command(ASSETS / "llama", *asked)
+    assert result.exit_code == 0, result.output
+    assert "ppl 64-128" in result.output and "passkey 128" in result.output
+    data = json.loads((out / "comparison.json").read_text())
+    assert [row["method"] for row in data["rows"]] == ["default", "pi:factor=4"]
+    assert (out / "report.html").read_text().startswith("<!DOCTYPE html>")
+    again = command(ASSETS / "llama", *asked, "--json", "--no-report")
+    assert json.loads(again.stdout) == data
+
+
+def test_an_adapter_is_measured_under_every_method(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    folder, out = tmp_path / "adapter", tmp_path / "out"
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "llama", dtype=torch.float32)
+    rope_patch.apply(model, "yarn", factor=4)
+    torch.manual_seed(0)
+    tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    rope_patch.save(tuned, folder)
+    asked = ["--methods", "default yarn:factor=4", "--lengths", "64", "--samples", "1", "--windows", "1", "-o", out]
+    result = command(ASSETS / "llama", *asked, "--adapter", folder, "--no-report")
+    assert result.exit_code == 0, result.output
+    data = json.loads((out / "comparison.json").read_text())
+    assert data["environment"]["adapter"] == "adapter (trained under yarn:factor=4)"
+    stream_start = data["rows"][1]["perplexity"]["nll"]
+    plain = command(ASSETS / "llama", *asked, "--no-report")
+    assert plain.exit_code == 0
+    other = json.loads((out / "comparison.json").read_text())
+    assert abs(other["rows"][1]["perplexity"]["nll"] - stream_start) > 1e-3, "kept work of the bare model is another's"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "default", "--lengths", "4q"], "a length is a number of tokens such as 4096 or 4k, got '4q'"),
+        (["--methods", "prope", "--lengths", "64"], "unknown method 'prope'. Did you mean 'p_rope'?"),
+        (["--methods", "default", "--lengths", "64", "--dtype", "int8"], "dtype must be one of auto, float32"),
+        (["--methods", "default", "--lengths", "64", "--text", "nowhere.txt"], "no file or folder 'nowhere.txt'"),
+        (["--methods", "", "--lengths", "64"], "give at least one method and one length"),
+    ],
+)
+def test_the_command_refuses_in_one_line(tmp_path, arguments, message):
+    result = command(ASSETS / "llama", *arguments, "-o", tmp_path / "out")
+    assert result.exit_code != 0 and message in str(result.exception)
+    assert not (tmp_path / "out" / "comparison.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
+    out = tmp_path / "out"
+    asked = [
+        *("compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4 pi:factor=4", "--lengths", "64 512"),
+        *("--samples", "4", "--windows", "4", "-o", str(out), "--no-report", "--threads", "1"),
+    ]
+    program = [sys.executable, "-c", "from rope_patch.cli import main; main()", *asked]
+    running = subprocess.Popen(
+        program, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+    )
+    journal = out / "kept.jsonl"
+    until = time.monotonic() + 60
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 8) and time.monotonic() < until:
+        time.sleep(0.02)
+    running.send_signal(kind)
+    _, said = running.communicate(timeout=60)
+    if kind == signal.SIGINT:
+        assert running.returncode == 130
+        assert "the same command goes on from there" in said and "Traceback" not in said
+    lines = journal.read_bytes().count(b"\n")
+    assert 8 <= lines < 3 * (4 + 2 * 4), "it was stopped on the way"
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert "comparison.json" in done.stdout
+    assert journal.read_bytes().count(b"\n") == 3 * (4 + 2 * 4), "nothing was measured twice"
+    data = json.loads((out / "comparison.json").read_text())
+    assert all(math.isfinite(row["perplexity"]["nll"]) for row in data["rows"])

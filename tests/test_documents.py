@@ -1,0 +1,133 @@
+"""Texts from strings, files, folders and datasets, and what their tokens cover."""
+
+from __future__ import annotations
+
+import re
+
+import datasets
+import pytest
+import torch
+from test_retrieval import bold
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import rope_patch
+from rope_patch.evaluation.documents import Document, TokenDocument, documents, encode
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.text import builtin_text
+
+TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+
+
+def read(source, **options):
+    return [(d.name, d.text) for d in documents(source, **options)]
+
+
+def test_a_string_is_a_text_and_a_path_is_a_file(tmp_path):
+    assert read("some words") == [("text", "some words")]
+    (tmp_path / "a.txt").write_text("ünder", encoding="utf-8")
+    assert read(tmp_path / "a.txt") == [("a.txt", "ünder")]
+
+
+def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
+    for name in ("b.txt", "a/z.txt", "c.md", "a/y.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path) == [("a/y.txt",) * 2, ("a/z.txt",) * 2, ("b.txt",) * 2]
+    assert read(tmp_path, pattern="*.md") == [("c.md", "c.md")]
+
+
+def test_datasets_streaming_or_not(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    loaded = datasets.load_dataset("json", data_files=str(tmp_path / "d.jsonl"), split="train")
+    assert read(loaded, column="body") == [("row 0", "one"), ("row 1", "two")]
+    stream = datasets.load_dataset("json", data_files=str(tmp_path / "d.jsonl"), split="train", streaming=True)
+    assert read(stream, column="body") == [("row 0", "one"), ("row 1", "two")]
+    model = bold()
+    result = perplexity(model, encode(TOKENIZER, stream, column="body"), window=64)
+    assert [d.name for d in result.documents] == ["row 0", "row 1"] and result.bits_per_byte > 0
+
+
+def test_a_stream_is_not_read_ahead():
+    asked = []
+
+    def endless():
+        while True:
+            asked.append(1)
+            yield {"text": "some words and some more of them"}
+
+    made = encode(TOKENIZER, endless(), max_tokens=25)
+    sizes = [len(d.ids) for d in made]
+    assert sum(sizes) == 25 and len(asked) == len(sizes)
+
+
+def test_other_iterables_and_the_built_in_corpus():
+    assert read(["a", {"text": "b"}, Document("c", "d")]) == [("row 0", "a"), ("row 1", "b"), ("c", "d")]
+    corpus = builtin_text("heldout")
+    names = [name for name, _ in read(corpus)]
+    assert names[:2] == ["heldout/0", "heldout/1"] and len(names) == len(corpus.documents)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda p: p / "none.txt", FileNotFoundError, "no file or folder"),
+        (lambda p: p / "binary.txt", ValueError, "binary.txt is not UTF-8 text (byte 1)"),
+        (lambda p: p / "empty", ValueError, "holds no file like '**/*.txt': give pattern="),
+        (lambda p: p / "blank.txt", ValueError, "the source holds no text: it is empty"),
+        (lambda p: "", ValueError, "the source holds no text: it is empty"),
+        (lambda p: [], ValueError, "the source holds no text: it is empty"),
+        (lambda p: [{"body": "x"}], ValueError, "row 0 has no column 'text'. Known: body"),
+        (lambda p: [{"text": 7}], ValueError, "column 'text' of row 0 must be text, got int"),
+        (lambda p: [7], TypeError, "row 0 must be a text or a mapping, got int"),
+        (
+            lambda p: datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}),
+            ValueError,
+            "a dataset with splits: choose one of ['train']",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, make, error, message):
+    (tmp_path / "binary.txt").write_bytes(b"a\xff\xfe")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(error, match=re.escape(message)):
+        list(documents(make(tmp_path)))
+
+
+def test_tokens_know_the_bytes_they_cover():
+    text = "naïve — “café” in 2024: 你好\n"
+    (document,) = encode(TOKENIZER, text)
+    assert document.prefix == (TOKENIZER.bos_token_id,) and document.ids.dtype == torch.long
+    assert document.ids.tolist() == [TOKENIZER.bos_token_id, *TOKENIZER(text, add_special_tokens=False)["input_ids"]]
+    assert int(document.ends[0]) == 0 and int(document.ends[-1]) == len(text.encode())
+    assert bool((document.ends.diff() >= 0).all())
+    for i in range(2, len(document.ids)):
+        said = TOKENIZER.decode(document.ids[1:i])
+        if "\ufffd" not in said:  # tokens that end within a character have no text of their own
+            assert int(document.ends[i - 1]) == len(said.encode())
+
+
+def test_special_tokens_are_put_once_and_only_in_front():
+    bare = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<eos>")
+    text = "some words"
+    plain = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    assert [d.ids.tolist() for d in encode(bare, text)] == [plain]
+    assert [d.ids.tolist() for d in encode(TOKENIZER, text, bos=False)] == [plain]
+    assert [d.ids.tolist() for d in encode(TOKENIZER, [text, text])] == [[0, *plain]] * 2
+    with pytest.raises(ValueError, match=r"^bos=True, but this tokenizer has no beginning-of-sequence token"):
+        list(encode(bare, text, bos=True))
+    with pytest.raises(ValueError, match=r"^max_tokens must be >= 1, got 0$"):
+        list(encode(bare, text, max_tokens=0))
+
+
+def test_a_slow_tokenizer_gives_no_bytes():
+    class Slow:
+        bos_token_id = None
+
+        def __call__(self, text, **_):
+            return {"input_ids": [ord(c) for c in text]}
+
+    (document,) = encode(Slow(), "abc")
+    assert document.ends is None and document.ids.tolist() == [97, 98, 99]
+    result = perplexity(bold(), [TokenDocument("d", document.ids)], window=8)
+    assert result.bits_per_byte is None and result.documents[0].bits_per_byte is None

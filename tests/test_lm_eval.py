@@ -1,0 +1,803 @@
+"""lm-eval: our model type against its own and against whole logits, our tasks against our engines, the command line."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import lm_eval
+import lm_eval.__main__
+import pytest
+import torch
+from lm_eval._cli import HarnessCLI
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
+from lm_eval.api.registry import Registry, get_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import TaskIndex
+from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.utils import simple_parse_args_string
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch import cli
+from rope_patch.evaluation import lm_eval_cli, lm_eval_tasks
+from rope_patch.evaluation.lm_eval_model import PARAMETERS, RopePatchLM
+from rope_patch.evaluation.lm_eval_tasks import OfflineTask, perplexity_documents, retrieval_documents
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.scoring import Reader, losses
+from rope_patch.evaluation.text import builtin_text
+from rope_patch.registry import METHODS, parse
+
+ROOT = Path(__file__).resolve().parents[1]
+TASKS = rope_patch.data_path("eval_tasks")
+RULER = Path(lm_eval.tasks.__file__).parent / "ruler"
+LLAMA = str(rope_patch.data_path("assets") / "llama")
+FAMILIES = {
+    "passkey": "exact_match",
+    "niah_single": "exact_match",
+    "niah_multikey": "exact_match",
+    "niah_multivalue": "recall",
+    "niah_multiquery": "recall",
+    "vt": "recall",
+    "rope_ppl": "token_perplexity",
+}
+LENGTHS = {"256": 256, "512": 512, **{f"{k}k": 1024 * k for k in (1, 2, 4, 8, 16, 32, 64, 128)}}
+VARIANTS = {
+    f"{family}_{name}": (family, name, length)
+    for family in FAMILIES
+    for name, length in LENGTHS.items()
+    if length > 256 or family == "rope_ppl"
+}
+DOCUMENT = "def area(width, height):\n    return width * height\n\nclass Shape:\n    sides = 4\n"
+PAIRS = [
+    (DOCUMENT, "    name = 'a rather long continuation of the text above'"),
+    ("The answer is", " no"),
+    ("The answer is", " yes"),
+    ("The answer is", " not what you think"),
+    ("", "Without any context"),
+    ("import os", "\nimport sys\nimport re"),
+    ("import os\nimport sys", "\nimport re"),  # the same tokens, fewer of them asked for
+]
+
+
+@functools.cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(LLAMA)
+
+
+def bold(family="llama", **changes):
+    """A tiny model with the vocabulary of the bundled tokenizer and logits far from uniform."""
+    ids = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return tiny_model(family, initializer_range=0.2, max_position_embeddings=128, **ids, **changes)
+
+
+def lm(kind=RopePatchLM, model=None, **options):
+    return kind(pretrained=bold() if model is None else model, tokenizer=tokenizer(), device="cpu", **options)
+
+
+def requests(kind, *arguments):
+    return [Instance(kind, {}, item, i) for i, item in enumerate(arguments)]
+
+
+def greedy(tokens):
+    return {"until": [], "do_sample": False, "max_gen_toks": tokens}
+
+
+def index(**options):
+    return TaskManager(include_defaults=False, include_path=str(TASKS), metadata=options)
+
+
+def run_tasks(model, names, **metadata):
+    manager = index(**{"pretrained": LLAMA, **metadata})
+    return lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, log_samples=True, bootstrap_iters=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder of a tiny model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    bold().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def shell(monkeypatch, tmp_path):
+    """Run command lines of lm-eval in this process and a folder of their own; its 14000 tasks are read once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(read_once))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    for module in ("utils", "__main__"):  # its handler would outlive the stream that pytest gives a test
+        monkeypatch.setattr(f"lm_eval.{module}.setup_logging", lambda *_, **__: None)
+    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path / "requests"))
+
+    def run(line, program=lm_eval_cli.main):
+        monkeypatch.setattr(sys, "argv", line if isinstance(line, list) else shlex.split(line))
+        program()
+
+    return run
+
+
+build = TaskIndex.build
+
+
+@functools.cache
+def defaults():
+    return build([Path(lm_eval.tasks.__file__).parent])
+
+
+def read_once(paths, **options):
+    standard, *others = paths if (root := Path(lm_eval.tasks.__file__).parent) in paths else [root, *paths]
+    found = dict(defaults()) if standard in paths else {}
+    return found | build(others, **options)
+
+
+def failure(shell, capsys, line):
+    with pytest.raises(SystemExit) as stop:
+        shell(line)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "Traceback" not in printed.err
+    return next(text for text in printed.err.splitlines() if text.startswith("error: "))
+
+
+# --- the same number three ways
+
+
+@torch.no_grad()
+def naive(model, pairs, side):
+    """Log-likelihood of each continuation, and whether it is greedy, from the whole logits of one padded batch."""
+    rows = [[*context, *rest] for context, rest in pairs]
+    width = max(map(len, rows))
+    padded = [[2] * (width - len(row)) + row if side == "left" else row + [2] * (width - len(row)) for row in rows]
+    kept = torch.tensor(
+        [
+            [0] * (width - len(row)) + [1] * len(row) if side == "left" else [1] * len(row) + [0] * (width - len(row))
+            for row in rows
+        ]
+    )
+    scores = model(torch.tensor(padded), attention_mask=kept, use_cache=False).logits.float().log_softmax(-1)
+    found = []
+    for (context, rest), row, table in zip(pairs, rows, scores, strict=True):
+        first = (width - len(row) if side == "left" else 0) + len(context)
+        own = table[first - 1 : first - 1 + len(rest)]
+        hits = own.argmax(-1) == torch.tensor(rest)
+        found.append((float(own[range(len(rest)), rest].sum()), bool(hits.all())))
+    return found
+
+
+@torch.no_grad()
+def scored(model, ids, first):
+    """Loss by token (1, tokens) from the scorer of our engines."""
+    return losses(Reader(model), torch.tensor([ids]), [first])[0]
+
+
+@pytest.mark.parametrize("method", [None, "yarn:factor=4", "abf:rope_theta=500000+p_rope:p=0.5"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_loglikelihood_is_that_of_whole_logits_and_of_hf(family, method):
+    # Without its cache: with it, 0.4.13 scores the wrong tokens of a text that is asked for from two places on.
+    stock = lm(HFLM, bold(family), logits_cache=False)
+    if method is not None:
+        rope_patch.apply(stock.model, method)
+    asked = requests("loglikelihood", *PAIRS)
+    expected = stock.loglikelihood(asked, disable_tqdm=True)
+    encoded = [stock._encode_pair(*pair) if pair[0] else ([0], stock.tok_encode(pair[1], False)) for pair in PAIRS]
+    for side in ("left", "right"):
+        for (score, hit), (wanted, best) in zip(naive(stock.model, encoded, side), expected, strict=True):
+            assert score == pytest.approx(wanted, abs=1e-4)
+            assert hit == best
+    for options in ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "chunk": 7}, {"batch_size": "auto"}):
+        ours = lm(model=bold(family), method=method, **options)
+        for (score, hit), (wanted, best) in zip(ours.loglikelihood(asked, disable_tqdm=True), expected, strict=True):
+            assert score == pytest.approx(wanted, abs=1e-4)
+            assert hit == best
+    # The engines' own scorer, on the same tokens.
+    for (context, rest), (wanted, _) in zip(encoded, expected, strict=True):
+        table = scored(stock.model, [*context, *rest], len(context))
+        assert -float(table[0, len(context) :].sum()) == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", [None, "p_rope:p=0.5"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rolling_loglikelihood_is_that_of_hf(family, method):
+    texts = requests("loglikelihood_rolling", (DOCUMENT * 6,), ("short",))  # 3 windows of 128, and 1
+    stock = lm(HFLM, bold(family), batch_size=4)
+    if method is not None:
+        rope_patch.apply(stock.model, method)
+    expected = stock.loglikelihood_rolling(texts, disable_tqdm=True)
+    ids = tokenizer()("short")["input_ids"]
+    assert naive(stock.model, [([0], ids)], "left")[0][0] == pytest.approx(expected[1], abs=1e-4)
+    for options in ({"batch_size": 1}, {"batch_size": 4, "chunk": 50}, {"batch_size": "auto"}):
+        ours = lm(model=bold(family), method=method, **options)
+        assert ours.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(expected, abs=1e-4)
+
+
+def test_no_logits_of_a_whole_text_are_made():
+    class Largest(TorchDispatchMode):
+        rows = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim and out.shape[-1] == 1024 and out.is_floating_point():
+                self.rows = max(self.rows, out.numel() // 1024)
+            return out
+
+    text = requests("loglikelihood_rolling", (DOCUMENT * 40,))
+    rows = {}
+    for kind in (HFLM, RopePatchLM):
+        model = lm(kind, bold(tie_word_embeddings=True), max_length=1000, batch_size=2)
+        with Largest() as seen:
+            model.loglikelihood_rolling(text, disable_tqdm=True)
+        rows[kind] = seen.rows
+    assert rows[HFLM] == 2000
+    assert rows[RopePatchLM] <= 1024, "the embedding itself, and slices of 256"
+
+
+def test_requests_that_differ_in_the_last_token_are_read_once():
+    model = lm(batch_size=1)
+    seen = []
+    model.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    answers = model.loglikelihood(requests("loglikelihood", *[("A, B or C:", f" {x}") for x in "abcd"]))
+    assert len(seen) == 1
+    assert len(set(answers)) == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 16}])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generation_is_that_of_hf(family, options):
+    prompts = requests("generate_until", *((DOCUMENT[:end], greedy(8)) for end in (20, 60, 80)))
+    expected = lm(HFLM, bold(family), batch_size=3).generate_until(prompts, disable_tqdm=True)
+    assert lm(model=bold(family), batch_size=3, **options).generate_until(prompts, disable_tqdm=True) == expected
+
+
+def test_bfloat16_is_scored_in_float32():
+    asked = requests("loglikelihood", (DOCUMENT[:30], DOCUMENT[30:]))
+    half = bold().to(torch.bfloat16)
+    ours = lm(model=half).loglikelihood(asked)[0][0]
+    assert ours == pytest.approx(lm(HFLM, half, softmax_dtype="float32").loglikelihood(asked)[0][0], abs=1e-3)
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        (["method=p_rope,p=0.75"], "p_rope:p=0.75"),
+        (["method=p_rope", "p=0.75"], "p_rope:p=0.75"),
+        (["method=yarn:factor=4,target_length=512"], "yarn:factor=4"),
+        (["method=abf:rope_theta=500000+p_rope:p=0.5"], "abf:rope_theta=500000+p_rope:p=0.5"),
+        (["method=longrope:factors=1/1/1/1/2/2/4/4"], "longrope:factors=1/1/1/1/2/2/4/4"),
+        (["method=longrope,factors=[1,1,1,1,2,2,4,4]"], "longrope:factors=1/1/1/1/2/2/4/4"),
+        (['{"method": ["abf:rope_theta=5e5", "p_rope:p=0.5"]}'], "abf:rope_theta=500000+p_rope:p=0.5"),
+        (
+            ['{"method": [{"method": "abf", "rope_theta": 5e5}, {"method": "p_rope", "p": 0.5}]}'],
+            "abf:rope_theta=500000+p_rope:p=0.5",
+        ),
+        (
+            ['{"method": {"method": "chain", "steps": ["pi:factor=2", "p_rope:p=0.5"]}}'],
+            "pi:factor=2+p_rope:p=0.5",
+        ),
+        (['{"method": "p_rope", "p": 0.75}'], "p_rope:p=0.75"),
+    ],
+)
+def test_every_form_of_a_method_passes_through_lm_evals_own_parser(words, method, checkpoint, monkeypatch):
+    command = ["lm_eval", "run", "--model", "rope_patch", "--tasks", "passkey_512", "--model_args", *words]
+    monkeypatch.setattr(sys, "argv", command)
+    given = HarnessCLI().parse_args().model_args
+    model = get_model("rope_patch").create_from_arg_obj(given, {"pretrained": checkpoint, "device": "cpu"})
+    expected = rope_patch.apply(bold(), method)
+    info = model.get_model_info()["rope_patch"]
+    assert info["method"] == method
+    assert info["tables"] == {"all": expected.after[None].fingerprint}
+    assert model.max_length == (512 if "target_length" in words[0] else 128)
+    rope_patch.verify(model.model)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_passes_through_both_parsers(name, monkeypatch):
+    said = str(METHODS[name]()) if name != "table" else "table:values=1/0.5/0.25"
+    monkeypatch.setattr(sys, "argv", ["lm_eval", "run", "--model_args", f"pretrained=x,method={said},dtype=float32"])
+    for given in (HarnessCLI().parse_args().model_args, simple_parse_args_string(f"pretrained=x,method={said}")):
+        assert parse(given["method"]) == parse(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "prope"}, "unknown method 'prope'. Did you mean 'p_rope'?"),
+        ({"method": "p_rope", "factor": 4}, "p_rope has no parameter 'factor'"),
+        ({"method": "p_rope", "pp": 0.5}, "unknown argument 'pp'. Did you mean 'p'?"),
+        ({"method": "p_rope:p=0.5", "p": 0.5}, "give parameters in the string or as keywords"),
+        ({"p": 0.5}, "p says how to patch: give method= too"),
+        ({"target_length": 512}, "target_length says how to patch: give method= too"),
+        ({"method": "pi", "target_lenght": 512}, "unknown argument 'target_lenght'. Did you mean 'target_length'?"),
+        ({"max_lenght": 512}, "unknown argument 'max_lenght'. Did you mean 'max_length'?"),
+        ({"chunk": 0}, "chunk must be a whole number of tokens >= 1, got 0"),
+        ({"truncation": True}, "truncation=True would cut prompts"),
+        ({"softmax_dtype": "bfloat16"}, "log-probabilities are float32 here"),
+        ({"method": "pi", "layer_types": "full_attention"}, "one table for all layers"),
+    ],
+)
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_wrong_argument_is_an_error(options, message, in_memory, checkpoint):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lm(model=bold() if in_memory else checkpoint, **options)
+
+
+def test_what_hf_and_from_pretrained_take_is_taken(checkpoint):
+    model = lm(model=checkpoint, method="pi", attn_implementation="eager", dtype="float32", attention_dropout=0.25)
+    assert model.model.config._attn_implementation == "eager"
+    assert model.model.config.attention_dropout == 0.25
+
+
+def test_no_parameter_of_a_method_is_an_argument_or_an_option_of_ours():
+    import inspect
+
+    assert not PARAMETERS & set(inspect.signature(HFLM.__init__).parameters)
+    assert not PARAMETERS & {*lm_eval_tasks.OPTIONS, "length", "tokenizer"}
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="t5 is an encoder-decoder, and rope_patch reads causal"):
+        lm(model=str(tmp_path))
+
+
+def test_only_the_named_layer_types_are_patched():
+    both = "full_attention/sliding_attention"
+    for said, kinds in (("full_attention", 1), (both, 2), (both.split("/"), 2)):
+        patched = lm(model=bold("gemma3"), method="pi", layer_types=said).get_model_info()["rope_patch"]["tables"]
+        stock = lm(model=bold("gemma3")).get_model_info()["rope_patch"]["tables"]
+        assert sum(patched[kind] != stock[kind] for kind in stock) == kinds
+
+
+def test_an_adapter_brings_its_patch(tmp_path, checkpoint):
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    rope_patch.apply(base, "abf:rope_theta=500000")
+    adapted = get_peft_model(base, LoraConfig(r=2, init_lora_weights=False))
+    rope_patch.save(adapted, tmp_path / "adapter")
+    asked = requests("loglikelihood", *PAIRS)
+    expected = lm(HFLM, adapted, logits_cache=False).loglikelihood(asked)
+    model = lm(model=checkpoint, peft=str(tmp_path / "adapter"))
+    assert model.get_model_info()["rope_patch"]["method"] == "abf:rope_theta=500000"
+    for got, wanted in zip(model.loglikelihood(asked), expected, strict=True):
+        assert got[0] == pytest.approx(wanted[0], abs=1e-4)
+    with pytest.raises(ValueError, match="was trained under abf:rope_theta=500000: leave method= out"):
+        lm(model=checkpoint, peft=str(tmp_path / "adapter"), method="pi")
+
+
+# --- nothing is cut
+
+
+def test_what_does_not_fit_raises_before_anything_runs():
+    model = lm(max_length=30)
+    ran = []
+    model.model.get_input_embeddings().register_forward_pre_hook(lambda *_: ran.append(1))
+    text = DOCUMENT.rstrip()
+    count = len(tokenizer()(text)["input_ids"])
+    message = f"a context of {count} and a continuation of 1 tokens do not fit into the model's 30"
+    with pytest.raises(ValueError, match=message) as error:
+        model.loglikelihood(requests("loglikelihood", ("short", " one"), (text, " x")))
+    assert "target_length=" in str(error.value)
+    assert "max_length=" in str(error.value)
+    with pytest.raises(
+        ValueError, match=f"a prompt of {count} tokens and 5 to generate do not fit into the model's 30"
+    ):
+        model.generate_until(requests("generate_until", (text, greedy(5))))
+    assert not ran
+
+
+def test_what_just_fits_runs():
+    text = DOCUMENT.rstrip()
+    count = len(tokenizer()(text)["input_ids"])
+    model = lm(max_length=count + 5)
+    assert model.generate_until(requests("generate_until", (text, greedy(5))))
+    assert lm(max_length=count).loglikelihood(requests("loglikelihood", (text, " x")))  # its last token is not read
+    with pytest.raises(ValueError, match="do not fit"):
+        lm(max_length=count + 4).generate_until(requests("generate_until", (text, greedy(5))))
+
+
+def test_nan_is_named():
+    model = lm()
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[74] = math.nan
+    model._loglikelihood_tokens([(None, [0, 4, 5], [6, 7, 8])])
+    with pytest.raises(ValueError, match="NaN for token 3 of a request of 6 tokens"):  # masked, 0 x NaN is NaN too
+        model._loglikelihood_tokens([(None, [0, 4, 5], [6, 74, 8])])
+
+
+def test_answers_of_another_model_are_not_reused(tmp_path):
+    asked, file = requests("loglikelihood", *PAIRS), str(tmp_path / "answers.db")
+    first = CachingLM(lm(method="pi"), file).loglikelihood(asked)
+    assert CachingLM(lm(method="pi"), file).loglikelihood(asked) == first
+    with pytest.raises(ValueError, match="answers of another model or patch: give another path"):
+        CachingLM(lm(method="p_rope:p=0.5"), file)
+
+
+# --- a patched folder, with and without this package
+
+
+def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
+    folder = tmp_path / "patched"
+    arguments = ["apply", LLAMA, "yarn", "factor=4", "--target-length", "1024", "-o", str(folder)]
+    assert CliRunner().invoke(cli.app, arguments, catch_exceptions=False).exit_code == 0
+    options = {"device": "cpu", "dtype": "float32", "batch_size": 4, "logits_cache": False}
+    text = builtin_text("heldout").documents[0]
+    asked = requests("loglikelihood", (text[:1200].rstrip(), text[len(text[:1200].rstrip()) : 2000]), *PAIRS)
+    prompts = requests("generate_until", (text[:1500], greedy(8)))
+    stock = HFLM(str(folder), **options)
+    for ours in (
+        RopePatchLM(LLAMA, method="yarn:factor=4", target_length=1024, **options),
+        RopePatchLM(str(folder), **options),
+    ):
+        assert ours.max_length == stock.max_length == 1024
+        for got, wanted in zip(ours.loglikelihood(asked), stock.loglikelihood(asked), strict=True):
+            assert got == (pytest.approx(wanted[0], abs=1e-4 * max(1, abs(wanted[0]) / 100)), wanted[1])
+        assert ours.generate_until(prompts) == stock.generate_until(prompts)
+        assert ours.get_model_info()["rope_patch"]["method"] == "yarn:factor=4"
+    with pytest.raises(ValueError, match="already patched"):
+        RopePatchLM(str(folder), method="pi", **options)
+    replaced = RopePatchLM(str(folder), method="pi", replace=True, **options)
+    assert replaced.get_model_info()["rope_patch"]["method"] == "pi:factor=4"
+
+
+# --- tasks
+
+
+def test_our_names_are_ours_alone():
+    ours = set(index().all_tasks)
+    assert ours >= set(VARIANTS)
+    assert not ours & set(defaults())
+    for name in ours - set(VARIANTS):
+        assert name.startswith("rope_"), name
+    for path in TASKS.rglob("*_template"):
+        assert path.name.startswith("rope_"), path
+
+
+def test_there_is_a_file_for_each_variant_and_no_other():
+    files = {path.stem: path for path in TASKS.rglob("*.yaml")}
+    assert set(files) == {*VARIANTS, "rope_retrieval"}
+    for name, (family, length_name, length) in VARIANTS.items():
+        assert 3 <= len(files[name].read_text().splitlines()) <= 5
+        config = load_yaml(files[name])
+        assert config["task"] == name
+        assert config["class"] is OfflineTask
+        assert callable(config["custom_dataset"])
+        assert callable(config["process_results"])
+        assert config["dataset_kwargs"] == {"length": length}
+        assert {f"rope_{family.removeprefix('rope_')}", f"rope_{length_name}"} <= set(config["tag"])
+        assert config["metadata"]["version"] == 1.0
+        assert set(config["metadata"]) - {"version"} <= set(lm_eval_tasks.OPTIONS)
+        assert FAMILIES[family] in [metric["metric"] for metric in config["metric_list"]]
+    group = load_yaml(files["rope_retrieval"])
+    assert set(group["task"]) <= set(index().all_tags)
+
+
+@pytest.mark.parametrize("length", [512, 1024])
+@pytest.mark.parametrize("bos", [None, False])
+@pytest.mark.parametrize(
+    ("task", "mode", "depths"),
+    [
+        ("passkey", "single", [0.0, 0.5, 1.0]),
+        ("niah", "multikey", [0.2, 0.8]),
+        ("multivalue", "single", [0.1, 0.9]),
+        ("multiquery", "single", [0.1, 0.9]),
+        ("vt", "single", [0.1, 0.5, 0.9]),
+    ],
+)
+def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(task, mode, depths, length, bos):
+    arguments = {"pretrained": LLAMA, **({} if bos is None else {"add_bos_token": bos})}
+    haystack = "builtin" if bos is None else "noise"
+    options = {"length": length, "samples": 2, "depths": depths, "seed": 3, "haystack": haystack, **arguments}
+    rows = retrieval_documents(task, mode, **options)["test"]
+    maker = cached_maker(haystack, bos)
+    made = [
+        prompt for sample in (0, 1) for prompt in maker.prompts(task, length, depths, mode=mode, seed=3, sample=sample)
+    ]
+    assert [row["prompt"] for row in rows] == [prompt.text for prompt in made]
+    assert [row["expected"] for row in rows] == [list(prompt.parts) for prompt in made]
+    model = lm(**({} if bos is None else {"add_bos_token": bos}))
+    for row in rows:
+        ids, _ = model.tok_batch_encode([row["prompt"]])
+        assert ids.shape[1] + row["answer_tokens"] == length
+        assert len(model.tok_encode(row["prompt"] + row["target"])) == length
+
+
+@functools.cache
+def cached_maker(haystack, bos):
+    return PromptMaker(tokenizer(), haystack, bos)
+
+
+@pytest.fixture(scope="module")
+def yarn():
+    """The bundled model, patched, in float32; it reads 512 tokens and no more."""
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
+    rope_patch.apply(model, "yarn:factor=4", target_length=512)
+    return model
+
+
+def test_scores_are_those_of_the_engine(yarn):
+    names = ["passkey_512", "niah_multikey_512", "niah_multivalue_512", "vt_512"]
+    depths = [0.0, 0.6, 1.0]
+    found = {
+        kind: run_tasks(lm(kind, yarn, batch_size=4), names, samples=2, depths=depths, seed=1)
+        for kind in (RopePatchLM, HFLM)
+    }
+    assert found[RopePatchLM]["results"] == found[HFLM]["results"]
+    for name in names:
+        family = VARIANTS[name][0]
+        task = family.removeprefix("niah_") if family != "niah_multikey" else "niah"
+        mode = "multikey" if family == "niah_multikey" else "single"
+        engine = retrieval(yarn, tokenizer(), task, lengths=(512,), depths=depths, samples=2, seed=1, mode=mode)
+        for results in found.values():
+            assert results["results"][name][f"{FAMILIES[family]},none"] == pytest.approx(engine.accuracy(512))
+            samples = results["samples"][name]
+            said = [sample["filtered_resps"][0] for sample in samples]
+            joined = FAMILIES[family] == "recall"
+            expected = [
+                cell.samples[i].output for i in range(2) for cell in (engine.cells[:1] if joined else engine.cells)
+            ]
+            assert said == expected
+    assert found[HFLM]["results"]["passkey_512"]["exact_match,none"] >= 0.5, "a score that could be seen to differ"
+
+
+def test_perplexity_is_that_of_the_engine(yarn):
+    found = {
+        kind: run_tasks(lm(kind, yarn, batch_size=2), ["rope_ppl_256"], windows=3, stride=100)
+        for kind in (RopePatchLM, HFLM)
+    }
+    rows = perplexity_documents(length=256, windows=3, stride=100, text=None, pretrained=LLAMA)["test"]
+    nll, tokens, size = 0.0, 0, 0
+    for row in rows:
+        table = scored(yarn, tokenizer()(row["context"] + row["continuation"])["input_ids"], row["context_tokens"])
+        nll += float(table[0, row["context_tokens"] :].sum())
+        tokens, size = tokens + row["tokens"], size + row["bytes"]
+    for results in found.values():
+        scores = results["results"]["rope_ppl_256"]
+        assert math.log(scores["token_perplexity,none"]) == pytest.approx(nll / tokens, abs=1e-4)
+        assert scores["bits_per_byte,none"] == pytest.approx(nll / math.log(2) / size, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("length", "stride", "windows"), [(256, None, None), (512, 100, 5), (4096, 4095, 2), (300, 7, 9)]
+)
+def test_windows_follow_each_other_and_are_cut_at_words(length, stride, windows):
+    rows = perplexity_documents(length=length, windows=windows, stride=stride, text=None, pretrained=LLAMA)["test"]
+    wanted = length // 2 if stride is None else stride
+    text = builtin_text("heldout").text
+    assert len(rows) == (windows or 32)
+    at = len(rows[0]["context"]) + text.index(rows[0]["context"][:200])
+    for row in rows:
+        assert not row["context"][-1].isspace()
+        assert row["continuation"][0].isspace()
+        assert text[at:].startswith(row["continuation"])
+        assert text[:at].endswith(row["context"])
+        at += len(row["continuation"])
+        context, rest = lm_pair(row["context"], row["continuation"])
+        assert (len(context), len(rest)) == (row["context_tokens"], row["tokens"])
+        assert len(context) + len(rest) <= length
+        assert abs(len(context) + len(rest) - length) <= 24, "a word or two short of it"
+        assert abs(len(rest) - wanted) <= 24
+        assert row["bytes"] == len(row["continuation"].encode())
+        assert row["words"] == len(row["continuation"].split())
+
+
+@functools.cache
+def plain_lm():
+    return lm(HFLM, max_length=8192)
+
+
+def lm_pair(context, continuation):
+    return plain_lm()._encode_pair(context, continuation)
+
+
+def test_a_text_and_a_haystack_of_ones_own(tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text(" ".join(f"word{i % 90}" for i in range(3000)), encoding="utf-8")
+    options = {"pretrained": LLAMA, "length": 256}
+    rows = perplexity_documents(windows=2, stride=64, text=str(path), **options)["test"]
+    assert all(row["continuation"].startswith(" word") for row in rows)
+    rows = retrieval_documents("passkey", samples=1, depths=0.5, seed=0, haystack=str(path), **options)["test"]
+    assert rows[0]["prompt"].count("word") > 20
+    rows = retrieval_documents("passkey", samples=1, depths=0.5, seed=0, haystack="noise", **options)["test"]
+    assert "The road goes on and on." in rows[0]["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("task", "metadata", "message"),
+    [
+        ("passkey_512", {"pretrained": None}, "give --metadata tokenizer="),
+        ("passkey_512", {"samples": 0}, "samples must be a whole number >= 1, got 0"),
+        ("passkey_512", {"depths": [1.5]}, r"depth must be in \[0, 1\], got 1.5"),
+        ("passkey_512", {"sample": 3}, "unknown --metadata sample=. Did you mean 'samples'?"),
+        ("passkey_512", {"length": 256}, "length belongs to the task passkey_512"),
+        ("passkey_512", {"haystack": "no/such/file"}, "no file or folder"),
+        ("rope_ppl_512", {"windows": 0}, "windows must be a whole number at least 1, got 0"),
+        ("rope_ppl_512", {"stride": 512}, r"stride must be a whole number in \[1, 511\], got 512"),
+        ("rope_ppl_128k", {"windows": 40}, "the text holds .*: give --metadata windows="),
+        ("vt_512", {"depths": [0.1] * 40, "samples": 1}, "needs at least"),
+    ],
+)
+def test_wrong_metadata_is_an_error(task, metadata, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        index(**{"pretrained": LLAMA, **metadata}).load([task])
+
+
+def test_options_of_other_tasks_pass():
+    metadata = {"pretrained": LLAMA, "samples": 1, "windows": 1, "stride": 50, "method": "pi", "p": 0.5}
+    assert set(index(**metadata).load(["rope_512"])["tasks"]) == {name for name in VARIANTS if name.endswith("_512")}
+
+
+def test_the_request_cache_knows_its_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path))
+
+    def prompts(**metadata):
+        task = index(pretrained=LLAMA, depths=[0.5], **metadata).load(["passkey_512"])["tasks"]["passkey_512"]
+        task.set_config("num_fewshot", 0)
+        built = []
+        monkeypatch.setattr(OfflineTask, "fewshot_context", lambda self, doc, **_: built.append(1) or doc["prompt"])
+        task.build_all_requests(limit=2, cache_requests=True)
+        return [request.args[0] for request in task.instances], len(built)
+
+    first, built = prompts(samples=3, seed=0)
+    assert (len(first), built) == (2, 3)
+    assert prompts(samples=3, seed=0) == (first, 0), "kept"
+    other, built = prompts(samples=3, seed=1)
+    assert built == 3
+    assert not set(other) & set(first)
+
+
+def test_rulers_own_tasks_run(tmp_path):
+    from lm_eval.tasks.ruler import niah_utils, vt_utils
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    # Its variable tracking never ends when its example has more than 500 tokens, as with the bundled tokenizer.
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+    text = [vt_utils.TEMPLATE * 9, niah_utils.TEMPLATE * 9, noise * 90, builtin_text("heldout").text[:90000]]
+    special = ["<pad>", "<bos>", "<eos>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=3072, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(text, trainer)
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=raw, **names).save_pretrained(tmp_path)
+    tiny_model(vocab_size=3072).save_pretrained(tmp_path)
+    model = RopePatchLM(str(tmp_path), method="yarn:factor=16", target_length=2048, device="cpu", batch_size=2)
+    for length, names in {
+        512: ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_fwe"],
+        1024: ["ruler_vt", "ruler_cwe"],
+    }.items():
+        metadata = {"pretrained": str(tmp_path), "max_seq_lengths": [length]}
+        manager = TaskManager(include_defaults=False, include_path=str(RULER), metadata=metadata)
+        found = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, limit=2, bootstrap_iters=0)
+        assert set(found["results"]) == set(names)
+        assert all(0 <= scores[f"{length},none"] <= 1 for scores in found["results"].values())
+
+
+# --- the command line
+
+
+def commands(page):
+    """The command lines of a page's bash blocks."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+PAGES = sorted(path.relative_to(TASKS).as_posix() for path in TASKS.rglob("README.md"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_the_pages_run(page, shell, capsys):
+    ran = []
+    for line in commands(TASKS / page):
+        said = shlex.split(line.replace("$(rope-patch tasks)", str(TASKS)).replace("MODEL", LLAMA), comments=True)
+        match said[0]:
+            case "rope-patch":
+                assert CliRunner().invoke(cli.app, said[1:], catch_exceptions=False).exit_code == 0, line
+            case "rope-patch-eval":
+                shell(said)
+            case "lm_eval":
+                shell(said, lm_eval.__main__.cli_evaluate)
+            case other:
+                raise AssertionError(f"{other} is no command of ours: {line}")
+        ran.append(capsys.readouterr().out)
+    assert any("|" in text for text in ran), "no table of results"
+    text = (TASKS / page).read_text(encoding="utf-8")
+    if "/" in page:
+        assert "arXiv:" in text or "arxiv.org" in text
+        assert "```bibtex" in text
+
+
+def test_the_command_runs_on_its_own(tmp_path):
+    """A process of its own, with every flag that keeps something."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "LM_HARNESS_CACHE_PATH": str(tmp_path / "requests")}
+    out = tmp_path / "out"
+    line = [sys.executable, "-m", "rope_patch.evaluation.lm_eval_cli", "--tasks", "passkey_512,rope_ppl_256"]
+    line += ["--model_args", f"pretrained={LLAMA},method=yarn:factor=4,target_length=1024,dtype=float32"]
+    line += ["--metadata", "samples=2", "windows=2", "depths=[0.1,0.9]", "--limit", "3", "--batch_size", "4"]
+    line += ["--output_path", str(out), "--log_samples", "--cache_requests", "true", "--device", "cpu"]
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "|passkey_512 " in done.stdout
+    (results,) = out.rglob("results_*.json")
+    saved = json.loads(results.read_text())
+    assert saved["results"]["passkey_512"]["sample_len"] == 3
+    assert saved["config"]["rope_patch"]["method"] == "yarn:factor=4"
+    assert set(saved["config"]["rope_patch"]["tables"]) == {"all"}
+    assert saved["configs"]["passkey_512"]["metadata"]["depths"] == [0.1, 0.9]
+    (samples,) = out.rglob("samples_passkey_512_*.jsonl")
+    assert len(samples.read_text().splitlines()) == 3
+    assert len(list((tmp_path / "requests").iterdir())) == 2
+
+
+def test_ls_and_validate_know_our_tasks_and_the_users(shell, capsys, tmp_path, monkeypatch):
+    ruler = build([RULER])  # in place of all that lm-eval has: printing it takes seconds
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(lambda paths, **_: ruler | build(paths[1:])))
+    own = tmp_path / "own"
+    own.mkdir()
+    template = TASKS / "passkey" / "rope_passkey_template"
+    (own / "mine.yaml").write_text(f"include: {template}\ntask: mine_300\ndataset_kwargs: {{length: 300}}\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    shell(f"rope-patch-eval ls subtasks --include_path {other}{os.pathsep}{own}")
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("passkey_128k", "mine_300", "niah_multikey_2"))
+    shell("rope-patch-eval validate --tasks passkey_512,niah_multikey_2")
+    assert "All tasks found and valid" in capsys.readouterr().out
+    config = tmp_path / "run.yaml"
+    config.write_text(f"include_path: {own}\ntasks: mine_300\nmodel_args: {{pretrained: {LLAMA}, max_length: 300}}\n")
+    shell(f"rope-patch-eval run --config {config} --metadata samples=1 depths=0.5 --device cpu")
+    assert "|mine_300" in capsys.readouterr().out
+
+
+def test_errors_are_one_line(shell, capsys, monkeypatch):
+    base = f"rope-patch-eval --tasks passkey_512 --metadata samples=1 --device cpu --model_args pretrained={LLAMA}"
+    assert "do not fit into the model's 256" in failure(shell, capsys, base)
+    assert "unknown method 'prope'. Did you mean 'p_rope'?" in failure(shell, capsys, f"{base},method=prope")
+    assert "Tasks not found: nothing" in failure(shell, capsys, base.replace("passkey_512", "nothing"))
+    assert "no folder nowhere" in failure(shell, capsys, f"{base} --include_path nowhere")
+    monkeypatch.setenv("ROPE_PATCH_DEBUG", "1")
+    with pytest.raises(ValueError, match="unknown method"):
+        shell(f"{base},method=prope")
+
+
+def test_without_lm_eval_one_line_says_what_to_install():
+    code = "import sys; sys.modules['lm_eval'] = None; from rope_patch.evaluation.lm_eval_cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == 'error: rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"'
+
+
+def test_the_script_and_the_entry_point_are_declared(monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"]["rope-patch-eval"] == "rope_patch.evaluation.lm_eval_cli:main"
+    (name, value), *rest = project["entry-points"]["lm_eval.models"].items()
+    assert not rest
+    assert name == "rope_patch"
+    # lm-eval's registry takes an entry point as it is; our module, loaded through it, adds no second entry.
+    registry = Registry("model")
+    monkeypatch.setattr("lm_eval.api.registry.model_registry", registry)
+    monkeypatch.delitem(sys.modules, "rope_patch.evaluation.lm_eval_model")
+    registry.register(name, target=importlib.metadata.EntryPoint(name, value, "lm_eval.models"))
+    assert registry.get(name).__name__ == "RopePatchLM"

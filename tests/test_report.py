@@ -1,0 +1,280 @@
+"""The report: one file, every score in its place, a winner only where there is one."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from rope_patch import plots, report
+from rope_patch.evaluation.compare import Comparison, Row
+from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
+from rope_patch.rotary import RotarySlot
+
+VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
+LENGTHS, DEPTHS = (4, 8), (0.0, 0.5, 1.0)
+
+
+def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengths=LENGTHS, table=(1.0, 0.1)):
+    """A method with a loss per window [nats/token], and of 6 samples so many right at each (length, depth)."""
+    edges = [0, *lengths]
+    tokens = tuple(b - a for a, b in itertools.pairwise(edges))
+    documents = tuple(
+        DocumentScore(f"row {i}", tokens, tuple(n * loss for n in tokens), sum(tokens), sum(tokens) * loss, None)
+        for i, loss in enumerate(losses)
+    )
+    mean, error = sum(losses) / len(losses), None if len(losses) == 1 else 0.1
+    buckets = tuple(Bucket(a, b, (b - a) * len(losses), mean, error) for a, b in itertools.pairwise(edges))
+    score = PerplexityResult(
+        *(mean, error, edges[-1] * len(losses), None, len(losses), edges[-1], edges[-1], edges[-1], (), 0),
+        *(buckets, documents),
+    )
+    cells = tuple(
+        RetrievalCell(
+            *(length, depth),
+            tuple(Sample("12", "12", i < (hits or {}).get((length, depth), 6), 0.5, -1.5) for i in range(6)),
+        )
+        for length in lengths
+        for depth in DEPTHS
+    )
+    found = RetrievalResult(task, "single", cells, 7, "noise", "cd" * 32, None, (0, 5))
+    slots = tuple(RotarySlot(torch.tensor(table), 1.0, 1e4, "default", 4, layer_type=kind) for kind in layer_types)
+    return Row(method, score, found, slots)
+
+
+def comparison(*rows, **fields):
+    lengths = tuple(sorted({cell.length for cell in rows[0].retrieval.cells}))
+    given = {"trained_length": 4, "text": "ab" * 32, "text_name": "a text", "python_version": None, "seed": 7}
+    return Comparison(rows, lengths, **{**given, "model": "Tiny model", "environment": {"torch": "2"}, **fields})
+
+
+NOTHING = {(length, depth): 0 for length in LENGTHS for depth in DEPTHS}
+GOOD, BAD = row("good", [1.0, 1.1, 1.05, 1.0]), row("bad", [3.0, 3.1, 3.05, 3.0], NOTHING, table=(0.5, 0.0))
+NEAR = row("near", [1.01, 1.09, 1.04, 1.02])
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests of words and tables: figures are made, and saving them is left out."""
+    monkeypatch.setattr(plots, "svg", lambda figure: "<svg></svg>")
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and keeps what was seen: attributes by tag, text of table rows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.rows: list[list[tuple[str, str]]] = []  # of each row: class and text of its cells
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append((dict(attrs).get("class") or "", ""))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+        if {"td", "th"} & set(self.open):
+            kind, text = self.rows[-1][-1]
+            self.rows[-1][-1] = kind, text + data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.seen if name == tag]
+
+    def row(self, method):
+        """The first row of a method: its scores."""
+        return next(cells for cells in self.rows if cells[0][1].strip() == method)
+
+
+def test_the_page_is_whole_and_loads_nothing():
+    text = report.report([comparison(GOOD, BAD), comparison(GOOD, NEAR, model="Second")], command="rope-patch x")
+    page = Page(text)
+    images = page.all("img")
+    assert len(images) == 4 + 3  # curves, exact match, log-probability; wavelengths where they differ
+    for image in images:
+        kind, _, data = image["src"].partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert b"</svg>" in base64.b64decode(data)
+        assert len(image["alt"]) > 40
+    for _, attributes in page.seen:
+        for name in ("src", "href", "srcset", "action", "data", "background"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+    assert not page.all("script")
+    assert not re.search(r"url\(|@import", text)
+    said = "".join(page.text)
+    for fact in ("rope-patch x", "Tiny model: passkey", "Second: passkey", "trained", "a text", "abababababababab…"):
+        assert fact in said
+    for fact in ("task passkey, mode single", "6 samples at each", "seed 7", "4 windows of 8 tokens", "stride 8"):
+        assert fact in said
+    for fact in ("ids 0, 5", "noise", "torch 2", "Newcombe’s method 10", "Student’s", "Bonferroni", "95 %"):
+        assert fact in said
+    assert {method for cells in page.rows for _, method in cells[:1]} >= {"good", "bad", "near"}
+    again = [comparison(GOOD, BAD), comparison(GOOD, NEAR, model="Second")]
+    assert text == report.report(again, command="rope-patch x")
+
+
+def test_tables_are_accessible(undrawn):
+    page = Page(report.report([comparison(GOOD, BAD)]))
+    assert len(page.all("caption")) == len(page.all("table")) == 4
+    assert all(attributes.get("scope") in ("col", "row", "colgroup") for attributes in page.all("th"))
+    assert page.all("html") == [{"lang": "en"}]
+
+
+def test_a_winner_is_marked_only_where_there_is_one(undrawn):
+    clear = comparison(GOOD, BAD)
+    assert [column.winner for column in clear.columns()] == ["good"] * 4
+    page = Page(report.report([clear]))
+    assert [kind for kind, _ in page.row("good")] == ["", *["winner"] * 4]
+    assert [kind for kind, _ in page.row("bad")] == [""] * 5
+    assert all("★" in text for _, text in page.row("good")[1:])
+
+    close = comparison(BAD, GOOD, NEAR)
+    assert [column.winner for column in close.columns()] == [None] * 4
+    page = Page(report.report([close]))
+    assert "winner" not in [attributes.get("class") for attributes in page.all("td")]
+    for method, kinds in {"bad": [""] * 4, "good": ["tied"] * 4, "near": ["tied"] * 4}.items():
+        assert [kind for kind, _ in page.row(method)][1:] == kinds
+
+
+def test_scores_and_differences(undrawn):
+    page = Page(report.report([comparison(GOOD, BAD)]))
+    _, first, _, at_four, _ = [re.sub(r"\s+", " ", text).strip() for _, text in page.row("good")]
+    assert first == f"★ {math.exp(1.0375):.2f}"
+    assert at_four == "★ 1.000.82 to 1.00"  # Wilson of 18 of 18
+    scores, differences = [[text for _, text in cells] for cells in page.rows if cells[0][1].strip() == "bad"][:2]
+    assert scores[3].strip() == "0.000.00 to 0.18"
+    assert differences[1].strip() == "+2.0000+2.0000 to +2.0000"  # every window the same two nats apart
+    assert differences[3].strip().startswith("−1.00−1.00 to −0.")
+    assert ("best", "best") in [cells[1] for cells in page.rows]
+
+
+def test_hostile_names_are_text():
+    evil = '<script>alert("1")</script>&$x$'
+    text = report.report([comparison(GOOD, row(evil, [2.0] * 4), model=evil, text_name=evil)], title=evil)
+    assert "<script" not in text
+    page = Page(text)
+    assert page.row(evil)
+    assert "".join(page.text).count(evil) >= 5
+
+
+def test_one_method_has_nothing_to_be_compared_with():
+    text = report.report([comparison(row("alone", [1.0], lengths=(8,)))])
+    page = Page(text)
+    assert [kind for kind, _ in page.row("alone")] == ["", "", ""]
+    assert "Newcombe" not in text
+    assert len(page.all("img")) == 4
+
+
+def test_no_end_and_no_value():
+    one = comparison(row("a", [1.0]), row("b", [2.0]), row("never", [math.inf]))
+    page = Page(report.report([one]))
+    said = "".join(page.text)
+    assert "−∞ to +∞" in said
+    assert not re.search(r"\b(nan|inf|None)\b", said)
+    assert "Not drawn, since no value is finite: never" in said
+    assert page.row("never")[1] == ("tied", "≈ ∞")
+    page = Page(report.report([comparison(row("x", [math.inf, math.inf]))]))
+    assert "No method has a finite perplexity" in "".join(page.text)
+    assert len(page.all("img")) == 3
+
+
+def test_layer_types_long_names_and_joined_tasks():
+    both = ("full_attention", "sliding_attention")
+    tables = ["+".join(["abf:rope_theta=500000"] * 5 + [f"table:values=1/{i}"]) + "/1" * 30 for i in range(2)]
+    made = [row(name, [1.0, 1.1], layer_types=both, task="vt") for name in tables]
+    made.append(row("nope", [1.0, 1.1], layer_types=both, task="vt", table=(0.0, 0.0)))
+    text = report.report([comparison(*made)])
+    page = Page(text)
+    said = "".join(page.text)
+    assert all(name in said for name in tables)  # in full, once
+    assert max(len(cells[0][1]) for cells in page.rows) < 90
+    assert "too narrow" in said
+    assert len(page.all("img")) == 5  # a figure of wavelengths for each layer type
+    assert [text for _, text in page.rows[-1][1:6]] == ["sliding_attention", "–", "–", "2 of 2", "1"]
+    same = [row(name, [1.0, 1.1], layer_types=both) for name in "ab"]
+    assert "In layers of type full_attention every method left the same table." in report.report([comparison(*same)])
+
+
+def test_twins_stay_two():
+    names = ["x" * 200, "x" * 100, "y"]
+    assert len(set(report._short(names))) == 3
+    assert max(map(len, report._short(names))) < 90
+
+
+def test_cells_land_where_they_belong():
+    hits = {(8, 0.5): 3, (4, 1.0): 0}
+    assert row("m", [1.0], hits).retrieval.cells[1].depth == 0.5
+    drawn = []
+    original = plots.retrieval_heatmap
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "retrieval_heatmap", lambda *a, **k: drawn.append(original(*a, **k)) or drawn[-1])
+        report.report([comparison(row("m", [1.0], hits), row("other", [1.0]))])
+    exact, logprob = drawn
+    first, second, _ = exact.axes
+    assert first.collections[0].get_array().tolist() == [[1, 1], [1, 0.5], [0, 1]]  # depths down, lengths across
+    assert second.collections[0].get_array().tolist() == [[1, 1], [1, 1], [1, 1]]
+    printed = {(text.get_position()[0] - 0.5, text.get_position()[1] - 0.5): text for text in first.texts}
+    assert printed[1, 1].get_text() == "0.50"
+    assert (printed[0, 2].get_text(), printed[0, 2].get_color()) == ("0.00", "white")
+    assert printed[0, 0].get_color() == "black"
+    assert first.get_title(loc="left") == "m"
+    assert [label.get_text() for label in first.get_yticklabels()] == ["0 %", "50 %", "100 %"]
+    assert [label.get_text() for label in second.get_xticklabels()] == ["4", "8"]
+    assert first.get_ylim() == (3, 0)
+    assert logprob.axes[0].texts[0].get_text() == "−1.5"
+
+
+def test_heat_map_without_a_number():
+    figure = plots.retrieval_heatmap(
+        {"m": [[-math.inf, -1.0]]}, lengths=(4096, 5), depths=(0.25,), title="t", limits=(-2, 0), digits=1
+    )
+    assert [text.get_text() for text in figure.axes[0].texts] == ["−∞", "−1.0"]
+    assert figure.axes[0].collections[0].get_array().mask.tolist() == [[True, False]]
+    assert figure.axes[0].get_xticklabels()[0].get_text() == "4k"
+
+
+def test_twelve_panels_in_even_rows():
+    grids = {f"m{i}": [[0.5] * 3] for i in range(5)}
+    figure = plots.retrieval_heatmap(grids, lengths=(1, 2, 3), depths=(0,), title="t")
+    rows = [axes.get_subplotspec().rowspan.start for axes in figure.axes[:5]]
+    assert rows == [0, 0, 0, 1, 1]
+
+
+def test_trained_length_beyond_the_curves_is_not_drawn():
+    axes = plots.perplexity_by_position({"m": ([1, 9], [2, 3])}, trained_length=10**6, title="t").axes[0]
+    assert axes.get_xlim()[1] < 20
+    assert len(axes.lines) == 1
+
+
+def test_write_is_all_or_nothing(tmp_path, undrawn):
+    path = tmp_path / "r.html"
+    report.write(path, [comparison(GOOD)], title="one")
+    before = path.read_text(encoding="utf-8")
+    assert before.startswith("<!DOCTYPE html>")
+    with pytest.raises(ValueError, match="at least one comparison"):
+        report.write(path, [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            report.write(path, [comparison(GOOD)], title="two")
+    assert path.read_text(encoding="utf-8") == before
+    assert list(tmp_path.iterdir()) == [path]

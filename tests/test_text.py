@@ -1,0 +1,138 @@
+"""The built-in corpus against the files it is made of."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from rope_patch.evaluation.text import builtin_text
+
+SPLITS = ("train", "heldout", "haystack")
+
+
+def test_the_splits_are_disjoint_and_non_empty():
+    corpora = [builtin_text(split) for split in SPLITS]
+    assert [corpus.split for corpus in corpora] == list(SPLITS)
+    for one, other in itertools.combinations(corpora, 2):
+        assert not set(one.documents) & set(other.documents)
+    for corpus in corpora:
+        assert len(corpus.documents) > 20
+        assert all(document.strip() for document in corpus.documents)
+        assert corpus.text == "\n\n".join(corpus.documents)
+        assert corpus.sha256 == hashlib.sha256("\0".join(corpus.documents).encode()).hexdigest()
+    # 80, 10 and 10 %.
+    train, heldout, haystack = (len(corpus.documents) for corpus in corpora)
+    assert 0.7 < train / (train + heldout + haystack) < 0.9
+    assert 0.5 < heldout / haystack < 2
+
+
+def test_language_topics_docstrings_and_source_are_all_there():
+    documents = [document for split in SPLITS for document in builtin_text(split).documents]
+    source = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text().strip()
+    assert documents.count(source) == 1
+    assert any('The "if" statement' in document for document in documents)
+    assert any(document.startswith("math\n\n") or document.startswith("_io\n\n") for document in documents)
+
+
+def test_the_corpus_is_the_same_each_time():
+    for split in SPLITS:
+        assert builtin_text.__wrapped__(split) == builtin_text.__wrapped__(split)
+        assert builtin_text(split) is builtin_text(split)
+
+
+def test_the_corpus_is_the_same_in_each_process():
+    code = f"from rope_patch.evaluation.text import builtin_text as t; print(*(t(s).sha256 for s in {SPLITS}))"
+    spoken = {"args": [sys.executable, "-c", code], "stdout": subprocess.PIPE}
+    processes = [subprocess.Popen(**spoken, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2")]
+    one, other = (process.communicate(timeout=60)[0].split() for process in processes)
+    assert one == other and len(set(one)) == 3
+
+
+def test_the_corpus_does_not_depend_on_what_the_process_did(monkeypatch):
+    before = [builtin_text.__wrapped__(split).sha256 for split in SPLITS]
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # by typer: the command line, and not the library
+    monkeypatch.setattr(sys, "last_type", OverflowError, raising=False)  # by an uncaught error in a notebook
+    monkeypatch.setattr(builtins, "display", re.compile, raising=False)  # by IPython
+    assert [builtin_text.__wrapped__(split).sha256 for split in SPLITS] == before
+
+
+@pytest.mark.parametrize("split", ["test", "Train", "", None])
+def test_an_unknown_split_is_refused(split):
+    with pytest.raises(ValueError, match=re.escape(f"unknown split {split!r}. Known: train, heldout, haystack")):
+        builtin_text(split)
+
+
+def union(monkeypatch, root):
+    """All documents made of a made-up standard library."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(root))
+    documents = []
+    for split in SPLITS:
+        documents += builtin_text.__wrapped__(split).documents
+    return documents
+
+
+def test_tests_installed_packages_tables_and_stubs_are_left_out(monkeypatch, tmp_path):
+    kept = ["good.py", "package/inner.py", "package/testing.py", "json/decoder.py", "package/config-3/kept.py"]
+    dropped = [
+        "test/test_x.py",
+        "package/tests/case.py",
+        "package/test/case.py",
+        "site-packages/torch/nn.py",
+        "dist-packages/numpy/core.py",
+        "encodings/cp1252.py",
+        "idlelib/run.py",
+        "tkinter/ttk.py",
+        "turtledemo/clock.py",
+        "lib2to3/pytree.py",
+        "ensurepip/__main__.py",
+        "pydoc_data/topics.py",
+        "__pycache__/good.py",
+        "config-3.11-x86_64-linux-gnu/python-config.py",
+        "_sysconfigdata__linux.py",
+        "notes.txt",
+    ]
+    for name in kept + dropped:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# MARK {name}\n" + "x = 1\n" * 50)
+    (tmp_path / "stub.py").write_text("# MARK stub.py")  # 200 characters or fewer
+    (tmp_path / "latin.py").write_bytes(b"# MARK latin.py \xff\xfe\n" + b"y = 2\n" * 50)
+    documents = union(monkeypatch, tmp_path)
+    found = [re.match(r"# MARK (\S+)", document)[1] for document in documents if document.startswith("# MARK")]
+    assert sorted(found) == sorted([*kept, "latin.py"])
+
+
+def test_files_are_read_in_the_order_of_their_names(monkeypatch, tmp_path):
+    names = [f"{folder}{i % 7}/{i:02}.py" for folder in "cab" for i in range(20)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"# MARK {name}\n" + "x = 1\n" * 50)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    read = 0
+    for split in SPLITS:
+        found = re.findall(r"# MARK (\S+)", builtin_text.__wrapped__(split).text)
+        assert found == sorted(found)
+        read += len(found)
+    assert read == len(names)
+
+
+def test_a_python_without_its_source_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(FileNotFoundError, match="carries no source of its standard library: give a text of your own"):
+        union(monkeypatch, tmp_path)
+
+
+def test_no_real_test_or_installed_package_is_in_the_corpus():
+    documents = {document for split in SPLITS for document in builtin_text(split).documents}
+    root = Path(sysconfig.get_path("stdlib"))
+    others = [*root.glob("test/test_[a-d]*.py"), *Path(pytest.__file__).parent.parent.glob("_pytest/*.py")]
+    others += root.glob("site-packages/pip/_internal/*.py")
+    assert len(others) > 20
+    assert not documents & {path.read_text(encoding="utf-8", errors="ignore").strip() for path in others}
