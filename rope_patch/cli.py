@@ -198,9 +198,16 @@ def copy(
 def _length(text: str) -> int:
     """A number of tokens; 4k is 4096."""
     digits, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    if not digits.isdigit():
+    if not digits.isascii() or not digits.isdigit():
         raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")
     return int(digits) * thousands
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"a depth is a number from 0 to 1, got {text!r}") from None
 
 
 def _items(text: str) -> list[str]:
@@ -220,19 +227,24 @@ def compare(
     ] = "single",
     depths: Annotated[str, typer.Option(help="Of the needles: 0 is the start, 1 the end.")] = "0 0.25 0.5 0.75 1",
     samples: Annotated[int, typer.Option(help="Haystacks per length; each is asked at every depth.")] = 5,
-    windows: Annotated[int, typer.Option(help="Windows of text for perplexity, as long as the longest length.")] = 16,
-    bucket: Annotated[int, typer.Option(help="Width of the perplexity curve's points [tokens].")] = 64,
+    windows: Annotated[
+        int | None, typer.Option(help="Windows of text, as long as the longest length; 16, or as many as there are.")
+    ] = None,
+    bucket: Annotated[int | None, typer.Option(help="Width of the perplexity curve's points [tokens].")] = None,
     text: Annotated[Path | None, typer.Option(help="File or folder (*.txt) for perplexity; else Python's own.")] = None,
     haystack: Annotated[str, typer.Option(help="builtin, noise, or a file or folder.")] = "builtin",
     layer_types: Annotated[
         list[str] | None, typer.Option("--layer-type", help="Which tables, on mixed models; may be repeated.")
     ] = None,
-    chunk: Annotated[int | None, typer.Option(help="Tokens per forward pass, to bound memory; whole prompts.")] = None,
+    freeze_at: Annotated[int | None, typer.Option(help="Length at which to freeze a dynamic table [tokens].")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Tokens per forward pass: bounds memory to the KV cache and little more.")
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens read side by side, at most.")] = 16384,
     device: Annotated[str, typer.Option(help="cpu, cuda …; auto spreads the model over what is there.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of keys and haystacks.")] = 0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     report: Annotated[bool, typer.Option(help="Write report.html; needs matplotlib.")] = True,
     as_json: Json = False,
 ) -> None:
@@ -253,17 +265,28 @@ def compare(
     from rope_patch import checkpoints
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.prompts import find_task
+    from rope_patch.evaluation.retrieval import check_asked
     from rope_patch.methods import as_method
 
     if report:
         from rope_patch import report as page
-    wanted = [as_method(name) for name in methods.split()]
-    sizes, places = [_length(item) for item in _items(lengths)], [float(item) for item in _items(depths)]
+    wanted = [as_method(name) for name in _items(methods)]
+    sizes, places = [_length(item) for item in _items(lengths)], [_number(item) for item in _items(depths)]
     types = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in types:
         raise ValueError(f"dtype must be one of {', '.join(types)}, got {dtype!r}")
     if not wanted or not sizes:
         raise ValueError("give at least one method and one length")
+    check_asked(task, mode, sizes, places, samples, chunk)
+    hay = haystack if haystack in ("builtin", "noise") else Path(haystack)
+    for path in (text, hay):
+        if isinstance(path, Path) and not path.exists():
+            raise FileNotFoundError(f"no file or folder {str(path)!r}")
+    if adapter is not None and not Path(adapter).exists() and adapter.count("/") != 1:
+        raise FileNotFoundError(f"no adapter folder {adapter!r}")
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
+    output.mkdir(parents=True, exist_ok=True)
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
@@ -281,7 +304,7 @@ def compare(
         print(f"adapter {notes['adapter']}: measured under every method", file=sys.stderr)
         loaded = PeftModel.from_pretrained(loaded, adapter)
     prompts = 1 if find_task(task, mode).joined else len(places)
-    total = engine.tokens_to_read(len(wanted), sizes, windows, prompts, samples)
+    total = engine.tokens_to_read(len(wanted), sizes, windows or 16, prompts, samples)
     try:
         with tqdm(total=total, unit="tok", unit_scale=True, desc=task, disable=as_json) as bar:
 
@@ -302,15 +325,17 @@ def compare(
                 task=task,
                 mode=mode,
                 text=text,
-                haystack=haystack if haystack in ("builtin", "noise") else Path(haystack),
+                haystack=hay,
                 chunk=chunk,
                 batch_tokens=batch_tokens,
                 layer_types=layer_types,
+                freeze_at=freeze_at,
                 resume=output / "kept.jsonl",
                 progress=told,
             )
     except KeyboardInterrupt:
-        print(f"what was finished is kept in {output}: the same command goes on from there", file=sys.stderr)
+        if (output / "kept.jsonl").exists():
+            print(f"what was finished is kept in {output}: the same command goes on from there", file=sys.stderr)
         raise
     comparison = replace(comparison, environment=comparison.environment | notes)
     checkpoints.write_atomically(output / "comparison.json", comparison.to_json())
@@ -321,6 +346,88 @@ def compare(
         return
     _print_table(comparison)
     print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if report else ""))
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder, hub id, or a name such as Llama-3.1-8B.", show_default=False)
+    ],
+    length: Annotated[str, typer.Option(help="Of a sequence, 131072 or 128k [tokens].", show_default=False)],
+    gpus: Annotated[int, typer.Option(help="Weights and states are divided among them (FSDP).")] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="Of one GPU, as nvidia-smi counts it [GiB].")] = 80,
+    batch: Annotated[int, typer.Option(help="Sequences per step, in each group that shares one.")] = 1,
+    full: Annotated[bool, typer.Option("--full", help="Train every weight, not LoRA.")] = False,
+    lora_rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
+    target_modules: Annotated[str, typer.Option(help='Such as "q_proj v_proj".')] = "all-linear",
+    long_lora: Annotated[bool, typer.Option("--long-lora", help="Train embeddings and norms too.")] = False,
+    quantization: Annotated[str, typer.Option(help="Of frozen weights: none, 8bit or nf4.")] = "none",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit or sgd.")] = "adamw",
+    checkpointing: Annotated[bool, typer.Option(help="Compute each layer again in the backward pass.")] = True,
+    loss: Annotated[str, typer.Option(help="fused (logits in slices) or naive (all at once).")] = "fused",
+    attention: Annotated[str, typer.Option(help="flash, sdpa or eager.")] = "flash",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    context_parallel: Annotated[int, typer.Option(help="GPUs that share one sequence.")] = 1,
+    tflops: Annotated[float, typer.Option(help="Dense peak of one GPU; an H100's in bfloat16.")] = 989,
+    mfu: Annotated[float, typer.Option(help="Share of it reached, recomputation counted.")] = 0.45,
+    as_json: Json = False,
+) -> None:
+    """Say what fine-tuning at a length takes, by part, and what to turn on when it does not fit.
+
+    Only the config is read; those of common models ship with the package. Nothing is downloaded or run.
+
+    Example: **rope-patch plan Llama-3.1-8B --length 128k --gpu-memory 141**
+    """
+    from rope_patch import planning
+
+    if gpu_memory <= 0:
+        raise ValueError(f"gpu-memory must be > 0 GiB, got {gpu_memory}")
+    options: dict[str, Any] = {"quantization": quantization, "optimizer": optimizer, "checkpointing": checkpointing}
+    options |= {"loss": loss, "attention": attention, "dtype": dtype, "batch": batch, "long_lora": long_lora}
+    options |= {"lora_rank": None if full else lora_rank, "target_modules": tuple(_items(target_modules))}
+    options |= {"gpus": gpus, "context_parallel": context_parallel, "tflops": tflops, "mfu": mfu}
+    planned = planning.plan(model, length=_length(length), **options)
+    if as_json:
+        print(planned.to_json(gpu_memory=gpu_memory))
+    else:
+        _print_plan(planned, gpu_memory)
+
+
+def _print_plan(planned: Any, gpu_memory: float) -> None:
+    """Print a plan for people: the parts, whether they fit, what to turn on, and the time."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    o, done, gib = planned.options, planned.compute, 2.0**30
+    title = f"{planned.shape.name}, {o.batch} x {o.length} tokens, {o.gpus} GPU{'s' * (o.gpus > 1)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for head, side in (("part", "left"), ("GiB per GPU", "right"), ("what", "left")):
+        table.add_column(head, justify=side)  # type: ignore[arg-type]
+    largest = max(part.bytes for part in planned.parts if part.turns)
+    for part in planned.parts:
+        idle = part.turns and part.bytes < largest
+        what = f"{part.what}; at another time, not counted" if idle else part.what
+        if part.bytes:
+            table.add_row(part.name, f"{part.bytes / gib:.2f}", what, style="dim" if idle else None)
+    table.add_section()
+    table.add_row("peak", f"{planned.total / gib:.2f}", f"of {gpu_memory:g}", style="bold")
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    steps = planned.advice(gpu_memory)
+    print("fits" if planned.fits(gpu_memory) else "does not fit" + (". Turn on, in this order:" if steps else ""))
+    for step in steps:
+        print(f"  {step.option}: {step.total / gib:.1f} GiB{', fits' * step.fits} ({step.cost})")
+    if not planned.fits(gpu_memory) and not (steps and steps[-1].fits):
+        print("  nothing else here makes it fit: take a shorter length or a smaller model")
+    longest = planned.longest(gpu_memory)
+    print(f"longest sequence that fits with these options: {f'{longest} tokens' if longest else 'none'}")
+    print(
+        f"evaluation at this length: {planned.kv_cache / gib:.2f} GiB of keys and values per sequence, beside weights"
+    )
+    print(
+        f"time: {done.seconds:.3g} s per step, {done.tokens_per_second:.0f} tokens/s, if {o.mfu:.0%} of {o.tflops:g} "
+        f"TFLOP/s per GPU are reached ({done.model_flops_share:.0%} without recomputation, the MFU of papers)"
+    )
 
 
 def _command() -> str:
@@ -334,12 +441,13 @@ def _print_table(comparison: Any) -> None:
     """Print the scores of every method, those that lead beyond doubt in green with a star."""
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     columns = comparison.columns()
     task = comparison.rows[0].retrieval.task
     heads = [f"ppl {c.start}-{c.stop}" if c.kind == "perplexity" else f"{task} {c.stop}" for c in columns]
-    title = f"{comparison.model}, trained at {comparison.trained_length} tokens"
+    title = escape(f"{comparison.model}, trained at {comparison.trained_length} tokens")
     table = Table("method", *heads, title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for i, row in enumerate(comparison.rows):
         cells = []
@@ -348,7 +456,8 @@ def _print_table(comparison: Any) -> None:
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
         table.add_row(row.method, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
+    if any(column.winner for column in columns):
+        print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
 
 
 @app.command()

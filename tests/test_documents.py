@@ -28,6 +28,15 @@ def test_a_string_is_a_text_and_a_path_is_a_file(tmp_path):
     assert read(tmp_path / "a.txt") == [("a.txt", "ünder")]
 
 
+def test_a_str_that_names_a_file_is_a_mistake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("some words")
+    with pytest.raises(
+        ValueError, match=re.escape("a str is the text itself, and 'book.txt' names a file: give Path(")
+    ):
+        read("book.txt")
+
+
 def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
     for name in ("b.txt", "a/z.txt", "c.md", "a/y.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -32,10 +32,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 BOTTOM = "_paths"  # imports nothing of ours; everyone may import it
-OPEN = {"analysis", "kv_cache", "training", "recipes", "eval_tasks", "benchmarks"}  # may hold any file
+OPEN = {"analysis", "kv_cache", "training", "planning", "recipes", "eval_tasks", "benchmarks"}  # may hold any file
 MODULES = {
     "evaluation": {
-        *("__init__", "text", "documents", "prompts", "intervals", "journal", "scoring", "answering"),
+        *("__init__", "text", "documents", "prompts", "intervals", "journal", "scoring", "answering", "prefill"),
         *("perplexity", "retrieval", "compare", "lm_eval_model", "lm_eval_cli", "lm_eval_tasks"),
     },
 }

@@ -321,7 +321,7 @@ def test_logits_that_are_not_finite_are_named_by_the_token_they_predict(chunk, b
 
     model.lm_head.register_forward_hook(spoil)
     message = f"the loss at position {position + 1} of window 0:300 of row 0 is not finite: NaN or infinite logits"
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises(ValueError, match=f"^{message}, try float32$"):
         perplexity(model, row, chunk=chunk)
 
 
@@ -479,6 +479,104 @@ def test_kept_windows_are_not_scored_again(tmp_path):
     with spy_ids(model) as seen:
         assert perplexity(model, rows, buckets=(0, 20, 40), resume=journal) == whole
     assert not seen
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_equal_windows_are_kept_once_and_each_other_with_its_own_score(tmp_path, batch):
+    model, one, other = bold_model(), ids(20, seed=1)[0], ids(20, seed=2)[0]
+    documents = [TokenDocument(f"d{i}", row) for i, row in enumerate([one, one, other, one, other])]
+    plain = perplexity(model, documents, window=20)
+    for _ in range(2):
+        kept = perplexity(model, documents, window=20, batch=batch, resume=tmp_path / "kept.jsonl")
+        assert [d.total_nll for d in kept.documents] == pytest.approx([d.total_nll for d in plain.documents])
+    assert (tmp_path / "kept.jsonl").read_bytes().count(b"\n") == 2
+
+
+def test_positions_that_no_document_reaches_are_left_out():
+    documents = [TokenDocument("a", ids(10)[0]), TokenDocument("b", ids(12)[0])]
+    result = perplexity(bold_model(), documents, window=40, buckets=(0, 8, 16, 40))
+    assert [(b.start, b.stop, b.tokens) for b in result.buckets] == [(0, 8, 14), (8, 16, 6)]
+    with pytest.raises(ValueError, match="not made of whole buckets"):
+        result.between(16, 40)
+
+
+def test_adapters_are_told_apart(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model, rows, kept = get_peft_model(bold_model(), config), ids(40), {}
+    model.add_adapter("other", config)
+    seen = []
+
+    def measure():
+        result = perplexity(model, rows, resume=kept)
+        assert result == perplexity(model, rows), "kept work of another state was taken"
+        seen.append(result.nll)
+
+    measure()
+    with model.disable_adapter():
+        measure()
+    model.set_adapter("other")
+    measure()
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["other"] *= 3
+    measure()
+    assert len(set(seen)) == 4
+
+
+def test_a_table_that_changes_with_the_length_is_read_whole_or_not_at_all():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 32}
+    spelled = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    model, rows = bold_model("phi3", rope_parameters=spelled, max_position_embeddings=64), ids(40, batch=1)
+    assert perplexity(model, rows).nll == pytest.approx(naive(model, rows).mean().item(), abs=1e-5)
+    for options in ({"chunk": 8}, {"cache": DynamicCache}):
+        with pytest.raises(ValueError, match=r"rotary table changes with the length.*freeze_at=LENGTH"):
+            perplexity(model, rows, **options)
+    with pytest.raises(ValueError, match="rotary table changes with the length"):
+        perplexity(model, ids(40), batch=2)
+    rope_patch.apply(model, "default", freeze_at=40)
+    assert perplexity(model, rows, chunk=8).nll == pytest.approx(naive(model, rows).mean().item(), abs=1e-5)
+
+
+def test_offloaded_weights_are_read_where_they_go(tmp_path):
+    from accelerate import cpu_offload, disk_offload
+
+    rows = ids(40)
+    expected = perplexity(bold_model(), rows, chunk=8).nll
+    model = cpu_offload(bold_model(), execution_device="cpu")
+    assert perplexity(model, rows, chunk=8, resume={}).nll == pytest.approx(expected, abs=1e-6)
+    model = bold_model(tie_word_embeddings=False)
+    expected = perplexity(model, rows).nll
+    disk_offload(model, offload_dir=str(tmp_path), execution_device="cpu")
+    assert perplexity(model, rows, resume={}).nll == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gemma4"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_reading_in_chunks_makes_no_mask_and_no_copy_of_the_cache(family, batch):
+    """Nothing as large as chunk × context, and keys in one place; sliding layers keep the masks of their windows."""
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.ndim == 4 and tensor.shape[-1] > 400:
+                    self.elements = max(self.elements, tensor.numel())
+            return out
+
+    model, rows = bold_model(family, num_key_value_heads=1, max_position_embeddings=1024), ids(512, batch=batch)
+    with Largest() as seen:
+        perplexity(model, rows, chunk=128, batch=batch)
+    assert seen.elements <= 64 * 512
+    with Largest() as stock, torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        for i in range(0, 512, 128):
+            model(rows[:, i : i + 128], past_key_values=cache)
+    assert stock.elements >= 128 * 512 or family == "mistral", "the measure sees what it should"
 
 
 @pytest.mark.parametrize("change", ["rows", "buckets", "chunk", "weights", "patch", "dtype"])

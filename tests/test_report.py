@@ -207,7 +207,7 @@ def test_layer_types_long_names_and_joined_tasks():
     said = "".join(page.text)
     assert all(name in said for name in tables)  # in full, once
     assert max(len(cells[0][1]) for cells in page.rows) < 90
-    assert "too narrow" in said
+    assert "one independent answer per haystack" in said
     assert len(page.all("img")) == 5  # a figure of wavelengths for each layer type
     assert [text for _, text in page.rows[-1][1:6]] == ["sliding_attention", "–", "–", "2 of 2", "1"]
     same = [row(name, [1.0, 1.1], layer_types=both) for name in "ab"]

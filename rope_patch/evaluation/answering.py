@@ -12,11 +12,15 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from rope_patch.evaluation.prefill import RoomyLayer
 from rope_patch.evaluation.prompts import Prompt
 from rope_patch.evaluation.scoring import CacheFactory, Reader
 
 TAIL = 16
 """Prompt tokens read together with the answer, and again where the answer is wrong: what came before is not."""
+
+SHORT = 32
+"""So few tokens more are not worth a pass of their own: they are read with the tail."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,32 @@ class Answer:
 
 
 def fork(cache: Any) -> Any:
-    """Return a copy of a cache that can be added to without the first one changing.
+    """Return a copy of a cache that can be added to without what the first one holds changing.
 
-    The layers of transformers' ``DynamicCache`` put new tensors in place of the old, so their copies share memory;
-    anything else is copied whole.
+    The layers of transformers' ``DynamicCache`` put new tensors in place of the old, and ours write behind what is
+    there, so their copies share memory: be done with the copy before the first one is added to. Anything else is copied
+    whole.
     """
     if type(cache) is DynamicCache and all(
-        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer) for layer in cache.layers
     ):
         made = copy.copy(cache)
         made.layers = [copy.copy(layer) for layer in cache.layers]
         return made
     return copy.deepcopy(cache)
+
+
+class NotFinite(ValueError):
+    """Logits that are NaN or infinite.
+
+    Attributes:
+        row: which prompt of a batch.
+        position: of the token that was to be predicted [tokens].
+    """
+
+    def __init__(self, row: int, position: int) -> None:
+        super().__init__(f"NaN or infinite logits for the token at position {position} of prompt {row}")
+        self.row, self.position = row, position
 
 
 @torch.no_grad()
@@ -83,7 +101,8 @@ def answer(
     ids = torch.tensor([[prompt.ids for prompt in row] for row in rows])  # (questions, batch, tokens)
     size = ids.shape[2]
     trunk, parting = _trunk(ids)
-    past, read, made = (cache or reader.new_cache)(), 0, {}
+    past = cache() if cache is not None else reader.new_cache(size)
+    read, made = 0, {}
     # From the one that parts first to the trunk itself, which never does.
     for i in sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i])):
         body = size - rows[i][0].answer - TAIL  # what is read before the tail
@@ -93,10 +112,19 @@ def answer(
                 pass
             read = meet
         branch = past if i == trunk else fork(past)
-        if body > read:
+        begin = read
+        if body - read > SHORT:
             for _ in reader.read(ids[i, :, read:body], branch, chunk):
                 pass
-        made[i] = _finish(reader, ids[i], max(body, read), rows[i][0].answer, branch, cache is not None, stops)
+            begin = body
+        try:
+            made[i] = _finish(reader, ids[i], begin, rows[i][0].answer, branch, cache is not None, stops)
+        except NotFinite as error:
+            prompt = rows[i][error.row]
+            raise ValueError(
+                f"NaN or infinite logits at position {error.position} of a prompt of {size} tokens that asks for "
+                f"{', '.join(prompt.parts)} at depth {', '.join(f'{depth:g}' for depth in prompt.depths)}: try float32"
+            ) from None
         progress(ids[i].numel())
     return [made[i] for i in range(len(rows))]
 
@@ -126,16 +154,19 @@ def _finish(
     else:
         hidden = _all(reader, ids[:, read:-1], past)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), wanted.flatten())
-    if not bool(torch.isfinite(loss).all()):
-        raise ValueError("the model gives NaN or infinite logits for an answer")
     logprobs, predicted = -loss.view(wanted.shape), best.view(wanted.shape)
+    if not bool(torch.isfinite(logprobs).all()):
+        where = (~torch.isfinite(logprobs)).nonzero()[0]
+        raise NotFinite(int(where[0]), asked + int(where[1]))
     outputs = wanted.clone()
     missed = (predicted != wanted).any(1)
     if bool(missed.any()):
-        # Up to the first miss of all rows greedy decoding says what is right; from there on it goes its own way.
+        # Up to the first miss of all rows greedy decoding says what is right. What it says there is known; from there
+        # on it goes its own way.
         first = int((predicted != wanted).long()[missed].argmax(1).min())
-        start = ids[:, read : asked + first]
-        for i in range(first, answer):
+        outputs[:, first] = predicted[:, first]
+        start = torch.cat([ids[:, read : asked + first], predicted[:, first, None]], dim=1)
+        for i in range(first + 1, answer):
             _, token = reader.score(_last(reader, start, spare)[:, 0], wanted[:, i])
             outputs[:, i], start = token, token[:, None]
         outputs[~missed] = wanted[~missed]

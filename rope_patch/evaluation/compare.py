@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import math
 import platform
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,15 +20,17 @@ from torch import nn
 
 from rope_patch import __version__
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, encode, prefix_ids
-from rope_patch.evaluation.intervals import paired_means, paired_shares
+from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
 from rope_patch.evaluation.journal import Journal
 from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
-from rope_patch.evaluation.prompts import Haystack, PromptMaker
-from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
+from rope_patch.evaluation.prompts import TASKS, Haystack, PromptMaker
+from rope_patch.evaluation.retrieval import RetrievalResult, check_asked, retrieval
 from rope_patch.evaluation.text import Corpus, builtin_text
-from rope_patch.methods import Method, MethodLike, as_method
+from rope_patch.methods import Default, Method, MethodLike, as_method
 from rope_patch.rotary import RotarySlot
+from rope_patch.sites import find_rotary
 from rope_patch.surgery import patched
+from rope_patch.verification import look
 
 SCHEMA = 2
 
@@ -101,12 +104,12 @@ class Comparison:
     Attributes:
         rows: one per method, in the order given.
         lengths: prompt lengths of the retrieval task [tokens].
-        trained_length: the context the model's config states before any patch [tokens].
+        trained_length: the context the model's config states [tokens].
         text: SHA-256 of the held-out text.
         text_name: what it is.
         python_version: whose files the built-in texts are made of; None for texts of the user's.
         seed: of the prompts.
-        confidence: that none of a column's intervals misses its difference (Bonferroni over the other methods).
+        confidence: that none of a column's intervals misses its difference (Bonferroni over all pairs of methods).
         model: class and name of the checkpoint.
         environment: versions, device, data type.
         schema: version of this layout.
@@ -162,8 +165,8 @@ class Comparison:
             values = [row.retrieval.accuracy(stop) for row in self.rows]
             best = max(range(len(values)), key=values.__getitem__)
         others = [row for i, row in enumerate(self.rows) if i != best]
-        # Each interval so wide that all of them hold together.
-        each = 1 - (1 - self.confidence) / max(1, len(others))
+        # Each so wide that those of all pairs hold together: the best was chosen by what was measured.
+        each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
         found = tuple(_difference(row, self.rows[best], kind, start or 0, stop, each) for row in others)
         wins = bool(found) and all(difference.separate for difference in found)
         return Column(kind, start, stop, tuple(values), best, self.rows[best].method if wins else None, found)
@@ -214,12 +217,24 @@ def _difference(row: Row, other: Row, kind: str, start: int, stop: int, confiden
         ours = [sample.correct for sample in row.retrieval.samples(stop)]
         theirs = [sample.correct for sample in other.retrieval.samples(stop)]
         estimate = (sum(ours) - sum(theirs)) / len(ours)
-        return Difference(row.method, estimate, *paired_shares(ours, theirs, confidence))
+        count = _independent(row.retrieval, other.retrieval, stop)
+        return Difference(row.method, estimate, *paired_shares(ours, theirs, confidence, count=count))
     if kind != "perplexity":
         raise ValueError(f"kind must be 'perplexity' or 'retrieval', got {kind!r}")
     a, b = (_by_window(r.perplexity, start, stop) for r in (row, other))
     estimate = math.fsum(a) / len(a) - math.fsum(b) / len(b)
     return Difference(row.method, estimate, *paired_means(a, b, confidence))
+
+
+def _independent(one: RetrievalResult, other: RetrievalResult, length: int) -> float:
+    """How many independent answers those at a length are worth: the ones of a haystack may hang together."""
+    pairs = [
+        [a.correct - b.correct for a, b in zip(mine.samples, theirs.samples, strict=True)]
+        for mine, theirs in zip(one.cells, other.cells, strict=True)
+        if mine.length == length
+    ]
+    haystacks = list(zip(*pairs, strict=True))
+    return float(len(haystacks)) if TASKS[one.task].joined else independent_count(haystacks)
 
 
 def _by_window(result: PerplexityResult, start: int, stop: int) -> list[float]:
@@ -233,8 +248,8 @@ def compare(
     methods: Sequence[MethodLike],
     *,
     lengths: Sequence[int],
-    windows: int = 16,
-    bucket: int = 64,
+    windows: int | None = None,
+    bucket: int | None = None,
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     samples: int = 4,
     seed: int = 0,
@@ -245,6 +260,7 @@ def compare(
     chunk: int | None = None,
     batch_tokens: int = 16384,
     layer_types: Sequence[str] | None = None,
+    freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
     progress: Callable[[str, int], None] = lambda name, tokens: None,
 ) -> Comparison:
@@ -253,12 +269,13 @@ def compare(
     All methods read the same windows and prompts, so their differences are paired.
 
     Args:
-        model: a causal language model, not patched; an adapter on it is measured under every method.
+        model: a causal language model; an adapter on it is measured under every method. One that is patched already
+            is measured as it is under ``"default"``, and every other method replaces its patch.
         tokenizer: its tokenizer.
         methods: what to compare; ``"default"`` is the model as it is.
         lengths: prompt lengths of the retrieval task; perplexity is measured over windows of the longest [tokens].
-        windows: windows of held-out text, spread evenly over it.
-        bucket: width of the position buckets [tokens].
+        windows: windows of text, spread evenly over it; by default 16, or as many as it has room for.
+        bucket: width of the position buckets [tokens]; by default a sixteenth of the longest length.
         depths: of the needle.
         samples: haystacks per length; each is asked at every depth.
         seed: of keys and haystacks.
@@ -270,6 +287,7 @@ def compare(
         chunk: tokens per forward pass; whole windows and prompts by default.
         batch_tokens: tokens read side by side, at most.
         layer_types: which tables are patched; as :func:`rope_patch.apply` chooses by default.
+        freeze_at: length at which a dynamic table is frozen before anything else [tokens].
         resume: file (or mapping) in which finished windows and haystacks are kept: after Ctrl-C or a crash the same
             call goes on where it was.
         progress: told the method and the tokens it has just read.
@@ -283,25 +301,29 @@ def compare(
     names = [str(method) for method in wanted]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
-    lengths = sorted(int(length) for length in lengths)
-    if lengths[0] < 2 or len(set(lengths)) < len(lengths):
-        raise ValueError(f"lengths must be different numbers of at least 2 tokens, got {lengths}")
-    if windows < 1 or bucket < 1:
-        raise ValueError(f"windows and bucket must be >= 1, got {windows} and {bucket}")
+    lengths, depths = check_asked(task, mode, lengths, depths, samples, chunk)
+    lengths = sorted(lengths)
+    if lengths[0] < 2:
+        raise ValueError(f"lengths must be at least 2 tokens, got {lengths[0]}")
+    bucket = max(2, lengths[-1] // 16) if bucket is None else bucket
+    if bucket < 1 or (windows is not None and windows < 1) or batch_tokens < 1:
+        raise ValueError(f"windows, bucket and batch_tokens must be >= 1, got {windows}, {bucket} and {batch_tokens}")
     source = builtin_text("heldout") if text is None else text
     texts, digest = _windows(tokenizer, source, lengths[-1], windows)
     maker = PromptMaker(tokenizer, haystack)
     for length in lengths:
         maker.prompts(task, length, depths, mode=mode, seed=seed)
     edges = sorted({*range(0, lengths[-1], bucket), *lengths, 0} - {1})
+    options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
+    found_patch = find_rotary(model).record
     for method in wanted:  # a method that does not fit this model fails before the first is measured
-        with patched(model, method, layer_types=layer_types):
+        with _under(model, method, found_patch is not None, options):
             pass
     kept = Journal(resume) if isinstance(resume, str | Path) else resume
     rows = []
     for method in wanted:
         told = functools.partial(progress, str(method))
-        with patched(model, method, layer_types=layer_types) as patch:
+        with _under(model, method, found_patch is not None, options) as slots, _named(str(method)):
             score = perplexity(
                 model,
                 texts,
@@ -327,14 +349,13 @@ def compare(
                 resume=kept,
                 progress=told,
             )
-            rows.append(Row(str(method), score, found, tuple(patch.after.values())))
-            trained = next(iter(patch.before.values())).max_position_embeddings
+            rows.append(Row(str(method), score, found, slots))
     parameter = next(model.parameters())
     name = str(getattr(model.config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]
     return Comparison(
         rows=tuple(rows),
         lengths=tuple(lengths),
-        trained_length=trained,
+        trained_length=look(model).slots[0].max_position_embeddings,
         text=digest,
         text_name=_name(source),
         python_version=source.python_version if isinstance(source, Corpus) else maker.haystack.python_version,
@@ -346,9 +367,29 @@ def compare(
             "torch": torch.__version__,
             "python": platform.python_version(),
             "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
-            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "dtype": _precision(model, str(parameter.dtype).removeprefix("torch.")),
+            **({"patch before": str(found_patch.to_method())} if found_patch is not None else {}),
         },
     )
+
+
+@contextlib.contextmanager
+def _under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]) -> Iterator[tuple[RotarySlot, ...]]:
+    """Measure under a method; gives the tables in use."""
+    if again and isinstance(method, Default):
+        yield look(model).slots
+        return
+    with patched(model, method, replace=again, **options) as patch:
+        yield tuple(patch.after.values())
+
+
+@contextlib.contextmanager
+def _named(method: str) -> Iterator[None]:
+    """Say which method a measurement failed under."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{method}: {error}") from error
 
 
 def tokens_to_read(methods: int, lengths: Sequence[int], windows: int, depths: int, samples: int) -> int:
@@ -356,12 +397,14 @@ def tokens_to_read(methods: int, lengths: Sequence[int], windows: int, depths: i
     return methods * (windows * max(lengths) + depths * samples * sum(lengths))
 
 
-def _windows(tokenizer: Any, source: Source, longest: int, windows: int) -> tuple[list[TokenDocument], str]:
+def _windows(tokenizer: Any, source: Source, longest: int, windows: int | None) -> tuple[list[TokenDocument], str]:
     """Windows spread over a text, each with the special tokens in front, and the digest of the text."""
     whole = source.text if isinstance(source, Corpus) else "\n\n".join(d.text for d in documents(source))
     (stream,) = encode(tokenizer, whole, bos=False)
     prefix = prefix_ids(tokenizer)
     size, total = longest - len(prefix), len(stream.ids)
+    if windows is None:
+        windows = max(1, min(16, total // size))
     if windows * size > total:
         raise ValueError(
             f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: "
@@ -378,6 +421,15 @@ def _windows(tokenizer: Any, source: Source, longest: int, windows: int) -> tupl
         made.append(TokenDocument(f"window {i}", ids, ends, prefix))
     digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
     return made, digest
+
+
+def _precision(model: Any, dtype: str) -> str:
+    wanted: Any = getattr(model.config, "quantization_config", None)
+    if wanted is None:
+        return dtype
+    said = wanted if isinstance(wanted, dict) else wanted.to_dict()
+    bits = next((f"{n} bits" for n in (4, 8) if said.get(f"load_in_{n}bit")), "")
+    return f"{said.get('quant_method', 'quantized')} {bits}, computed in {dtype}".replace(" ,", ",")
 
 
 def _name(source: Source) -> str:

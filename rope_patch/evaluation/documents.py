@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -28,8 +30,8 @@ class TokenDocument:
     Attributes:
         name: of the document.
         ids: (tokens,) int64, special tokens in front included.
-        ends: (tokens,) int64, the byte of the UTF-8 text at which each token ends, so that bits per byte are exact
-            for any part of the text; None when the tokenizer does not tell.
+        ends: (tokens,) int64, the byte of the UTF-8 text at which each token ends; None when the tokenizer does not
+            tell. Of tokens that share a character the first counts its bytes.
         prefix: the special tokens put in front.
     """
 
@@ -67,6 +69,8 @@ def documents(source: Source, *, column: str = "text", pattern: str = "**/*.txt"
 def _documents(source: Source, column: str, pattern: str) -> Iterator[Document]:
     match source:
         case str():
+            if "\0" not in source and os.path.exists(source):
+                raise ValueError(f"a str is the text itself, and {source!r} names a file: give Path({source!r})")
             yield Document("text", source)
         case Path():
             if not source.exists():
@@ -169,6 +173,8 @@ def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> Toke
     if not exact:
         return TokenDocument(document.name, ids, None, prefix)
     # Bytes up to each character; tokens that share a character end where it does, the first of them counts it.
-    size = torch.tensor([0, *(len(c.encode("utf-8", "surrogatepass")) for c in document.text)]).cumsum(0)
+    points = numpy.frombuffer(document.text.encode("utf-32-le", "surrogatepass"), dtype=numpy.uint32)
+    size = 1 + (points > 0x7F).astype(numpy.int64) + (points > 0x7FF) + (points > 0xFFFF)
+    upto = torch.from_numpy(numpy.concatenate([[0], size.cumsum()]))
     stops = torch.tensor([0] * len(prefix) + [stop for _, stop in coded["offset_mapping"]], dtype=torch.long)
-    return TokenDocument(document.name, ids, size[stops].cummax(0).values if len(stops) else size[:0], prefix)
+    return TokenDocument(document.name, ids, upto[stops].cummax(0).values if len(stops) else upto[:0], prefix)

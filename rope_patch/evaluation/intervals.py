@@ -11,21 +11,29 @@ from scipy import stats
 def wilson(correct: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return Wilson's score interval of a share.
 
-    *Source*: Wilson (1927), as in scipy.
+    *Source*: Wilson (1927).
 
     Example:
         >>> [round(x, 3) for x in wilson(25, 25)]
         [0.867, 1.0]
     """
-    found = stats.binomtest(correct, asked).proportion_ci(confidence, method="wilson")
-    return float(found.low), float(found.high)
+    low, high = _wilson(correct / asked, asked, confidence)
+    return max(0.0, low), min(1.0, high)
 
 
-def paired_shares(ours: Sequence[bool], theirs: Sequence[bool], confidence: float = 0.95) -> tuple[float, float]:
+def paired_shares(
+    ours: Sequence[bool], theirs: Sequence[bool], confidence: float = 0.95, *, count: float | None = None
+) -> tuple[float, float]:
     """Return an interval of ``share(ours) - share(theirs)`` when both answered the same questions.
 
     It stays honest where the two never differ, or always do. *Source*: Newcombe (1998), Statistics in Medicine 17,
     2635-2650, method 10 (Wilson limits joined, with the continuity-corrected correlation of the pairs).
+
+    Args:
+        ours: answers that are right.
+        theirs: the same questions, answered by another.
+        confidence: of the interval.
+        count: how many independent questions these are worth; their number by default.
 
     Raises:
         ValueError: of different lengths, or empty.
@@ -36,17 +44,17 @@ def paired_shares(ours: Sequence[bool], theirs: Sequence[bool], confidence: floa
     """
     if len(ours) != len(theirs) or not ours:
         raise ValueError(f"pairs are needed, got {len(ours)} and {len(theirs)} answers")
-    n = len(ours)
-    both = sum(a and b for a, b in zip(ours, theirs, strict=True))
-    first = sum(a and not b for a, b in zip(ours, theirs, strict=True))
-    second = sum(b and not a for a, b in zip(ours, theirs, strict=True))
-    neither = n - both - first - second
+    n = float(len(ours) if count is None else count)
+    kinds = [(a, b) for a, b in zip(ours, theirs, strict=True)]
+    both, first, second, neither = (
+        n * kinds.count(kind) / len(kinds) for kind in ((True, True), (True, False), (False, True), (False, False))
+    )
     p, q = (both + first) / n, (both + second) / n
-    (low_p, high_p), (low_q, high_q) = wilson(both + first, n, confidence), wilson(both + second, n, confidence)
+    (low_p, high_p), (low_q, high_q) = _wilson(p, n, confidence), _wilson(q, n, confidence)
     margins = (both + first) * (second + neither) * (both + second) * (first + neither)
-    numerator: float = both * neither - first * second
+    numerator = both * neither - first * second
     if numerator > 0:
-        numerator = max(numerator - n / 2, 0)
+        numerator = max(numerator - n / 2, 0.0)
     correlation = numerator / math.sqrt(margins) if margins else 0.0
 
     def reach(a: float, b: float) -> float:
@@ -57,6 +65,40 @@ def paired_shares(ours: Sequence[bool], theirs: Sequence[bool], confidence: floa
         max(-1.0, difference - reach(p - low_p, high_q - q)),
         min(1.0, difference + reach(high_p - p, q - low_q)),
     )
+
+
+def _wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
+    """Wilson's interval where the number of questions need not be whole."""
+    z = float(stats.norm.ppf((1 + confidence) / 2))
+    middle, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def independent_count(groups: Sequence[Sequence[float]]) -> float:
+    """Return how many independent values groups of values that hang together are worth (their design effect).
+
+    Between the number of groups (all of a group alike) and the number of values (no more alike than others).
+    *Source*: Kish (1965), Survey Sampling, section 5.4, with the intraclass correlation from a one-way analysis of
+    variance.
+
+    Args:
+        groups: of equal size.
+
+    Example:
+        >>> independent_count([[1, 1, 1], [0, 0, 0], [1, 1, 1]])
+        3.0
+    """
+    size, total = len(groups[0]), len(groups) * len(groups[0])
+    if size == 1 or len(groups) == 1:
+        return float(len(groups))
+    means = [math.fsum(group) / size for group in groups]
+    middle = math.fsum(means) / len(groups)
+    between = size * math.fsum((m - middle) ** 2 for m in means) / (len(groups) - 1)
+    within = math.fsum((x - m) ** 2 for m, group in zip(means, groups, strict=True) for x in group)
+    within /= total - len(groups)
+    spread = between + (size - 1) * within
+    correlation = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
+    return total / (1 + (size - 1) * correlation)
 
 
 def paired_means(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+START = b'{"key"'
+
 
 class Journal(MutableMapping[str, Any]):
     r"""A dictionary of JSON values in a file of lines, each written and synced before the next piece of work begins.
@@ -37,30 +39,31 @@ class Journal(MutableMapping[str, Any]):
         self._values: dict[str, Any] = {}
         if not self.path.exists():
             return
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        for number, line in enumerate(data[:whole].splitlines(), 1):
+        for number, line in enumerate(self.path.read_bytes().split(b"\n"), 1):
             try:
-                entry = json.loads(line)
-                self._values[entry["key"]] = entry["value"]
+                if line:
+                    entry = json.loads(line)
+                    self._values[entry["key"]] = entry["value"]
             except (ValueError, TypeError, KeyError):
-                raise ValueError(f"{self.path}, line {number}, is not a line of kept work: give another file") from None
-        if whole < len(data):
-            if whole == 0 and not data.startswith(b'{"key"'):
-                raise ValueError(f"{self.path} is not a file of kept work: give another file")
-            with self.path.open("r+b") as file:
-                file.truncate(whole)
+                if not line.startswith(START):  # one that was cut short is dropped
+                    raise ValueError(
+                        f"{self.path}, line {number}, is not a line of kept work: remove the file, or give another"
+                    ) from None
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        line = json.dumps({"key": name, "value": value}, allow_nan=False)
+        line = json.dumps({"key": name, "value": value}, allow_nan=False).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            end = os.fstat(file).st_size
+            whole = end == 0 or os.pread(file, 1, end - 1) == b"\n"
+            os.write(file, (b"" if whole else b"\n") + line + b"\n")  # at once: another process may write here too
+            os.fsync(file)
+        finally:
+            os.close(file)
         self._values[name] = value
 
     def __delitem__(self, name: str) -> None:

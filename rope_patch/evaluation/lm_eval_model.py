@@ -220,7 +220,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         # Of each row: the tokens its requests have in common, then the last token of each.
         nll = [torch.full((row.shared + len(row.asked),), math.nan, dtype=torch.float64) for row in batch]
         right = [torch.zeros(len(part), dtype=torch.bool) for part in nll]
-        past = reader.new_cache() if self.chunk is not None and self.chunk < ids.shape[1] else None
+        past = reader.new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
         mixed = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
             for start, hidden in reader.read(ids, past, self.chunk):
@@ -261,7 +261,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         @torch.no_grad()
         def attempt(batch_size: int) -> int:
             rows = torch.ones((batch_size, length), dtype=torch.long)
-            past = self.reader.new_cache() if self.chunk is not None and self.chunk < length else None
+            past = self.reader.new_cache(length) if self.chunk is not None and self.chunk < length else None
             for _ in self.reader.read(rows, past, self.chunk):
                 pass
             return batch_size

@@ -185,7 +185,8 @@ def perplexity(
             documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read one at a time.
         stride: tokens between window starts; the window by default (no overlap).
         chunk: tokens per forward pass; the window by default.
-        buckets: inner and outer position edges, such as (0, 64, 256, 1024); one bucket by default.
+        buckets: inner and outer position edges, such as (0, 64, 256, 1024); one bucket by default. Those that no
+            token falls into are left out of the result.
         cache: zero-argument factory of a cache to run through; a ``DynamicCache`` by default when chunked.
         window: window length; the whole text by default. Documents from an iterable need it.
         batch: windows per forward pass; shorter ones are padded on the right.
@@ -218,17 +219,15 @@ def perplexity(
     tally = _Tally(edges)
     with in_eval_mode(model):
         for group in _batched(_windows(documents, window, stride, tally, reader), batch):
-            names = [_key(item, identity) if resume is not None else "" for item in group]
-            todo = [item for item, name in zip(group, names, strict=True) if name not in kept]
-            scored = iter(_score(reader, todo, edges, chunk if chunk < window else None, cache))
+            names = [_key(item, identity) if resume is not None else str(i) for i, item in enumerate(group)]
+            # Equal windows have one name, and are scored once.
+            todo = {name: item for name, item in zip(names, group, strict=True) if name not in kept}
+            parts = _score(reader, list(todo.values()), edges, chunk if chunk < window else None, cache)
+            fresh = dict(zip(todo, parts, strict=True))
             for item, name in zip(group, names, strict=True):
-                if name not in kept:
-                    part = next(scored)
-                    if resume is not None:
-                        kept[name] = part
-                else:
-                    part = kept[name]
-                tally.add(item, part)
+                if resume is not None and name not in kept:
+                    kept[name] = fresh[name]
+                tally.add(item, kept[name] if name in kept else fresh[name])
                 progress(item.stop - item.start)
     return tally.result(window=window, stride=stride, chunk=chunk)
 
@@ -313,7 +312,7 @@ def _score(
             at = low + int((~torch.isfinite(part)).nonzero()[0])
             raise ValueError(
                 f"the loss at position {at} of window {item.start}:{item.stop} of {item.source.name} is not finite: "
-                "NaN or infinite logits"
+                "NaN or infinite logits, try float32"
             )
         sums, counts = [], []
         for start, stop in itertools.pairwise(edges):
@@ -365,7 +364,7 @@ class _Tally:
         for i, (start, stop) in enumerate(itertools.pairwise(self.edges)):
             part = [(u.tokens[i], u.nll[i]) for u in units if u.tokens[i]]
             if not part:
-                raise ValueError(f"no token is scored at positions {start} to {stop}")
+                continue
             mean, error, count = _mean(part)
             made.append(Bucket(start, stop, count, mean, error))
         sizes = [u.bytes for u in units]

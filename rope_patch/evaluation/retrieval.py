@@ -171,17 +171,7 @@ def retrieval(
     Raises:
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
     """
-    find_task(task, mode)
-    lengths, depths = [int(length) for length in lengths], sorted(float(depth) for depth in depths)
-    for name, values in (("lengths", lengths), ("depths", depths)):
-        if not values:
-            raise ValueError(f"{name} is empty")
-        if len(set(values)) < len(values):
-            raise ValueError(f"{name} must differ from each other, got {values}")
-    if samples < 1:
-        raise ValueError(f"samples must be >= 1, got {samples}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be >= 1 tokens, got {chunk}")
+    lengths, depths = check_asked(task, mode, lengths, depths, samples, chunk)
     if resume is not None and cache is not None:
         raise ValueError("resume cannot tell one cache from another: give resume or cache, not both")
     reader = Reader(model)
@@ -208,21 +198,43 @@ def retrieval(
                     key(what="retrieval", schema=SCHEMA, ids=[p.ids for p in prompts], chunk=chunk, model=identity)
                     for prompts in made
                 ]
-                todo = [prompts for prompts, name in zip(made, names, strict=True) if not (resume and name in kept)]
-                found = iter(_ask(reader, tokenizer, todo, chunk, cache, stops, progress))
+                todo = {name: prompts for name, prompts in zip(names, made, strict=True) if name not in kept}
+                found = _ask(reader, tokenizer, list(todo.values()), chunk, cache, stops, progress)
+                fresh = dict(zip(todo, found, strict=True))
                 for prompts, name in zip(made, names, strict=True):
-                    if resume is not None and name in kept:
-                        column = [Sample(**entry) for entry in kept[name]]
+                    if name not in todo:
                         progress(sum(len(prompt.ids) for prompt in prompts))
-                    else:
-                        column = next(found)
-                        if resume is not None:
-                            kept[name] = [asdict(sample) for sample in column]
-                    columns.append(column)
+                    elif resume is not None and name not in kept:
+                        kept[name] = [asdict(sample) for sample in fresh[name]]
+                    columns.append(fresh[name] if name in fresh else [Sample(**entry) for entry in kept[name]])
             for i, depth in enumerate(depths):
                 cells.append(RetrievalCell(length, depth, tuple(column[i] for column in columns)))
     hay = maker.haystack
     return RetrievalResult(task, mode, tuple(cells), seed, hay.name, hay.sha256, hay.python_version, maker.prefix)
+
+
+def check_asked(
+    task: str, mode: str, lengths: Sequence[int], depths: Sequence[float], samples: int, chunk: int | None
+) -> tuple[list[int], list[float]]:
+    """Return lengths and depths as numbers, the depths in order.
+
+    Raises:
+        ValueError: anything :func:`retrieval` cannot ask.
+    """
+    find_task(task, mode)
+    for name, values in (("lengths", lengths), ("depths", depths)):
+        if isinstance(values, str) or not len(values):
+            raise ValueError(f"{name} must be a list of numbers, got {values!r}" if values else f"{name} is empty")
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} must differ from each other, got {list(values)}")
+    for length in lengths:
+        if int(length) != length:
+            raise ValueError(f"a length must be a whole number of tokens, got {length}")
+    if samples < 1:
+        raise ValueError(f"samples must be >= 1, got {samples}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 tokens, got {chunk}")
+    return [int(length) for length in lengths], sorted(float(depth) for depth in depths)
 
 
 def _check(reader: Reader, prompt: Prompt) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from rope_patch.evaluation.prefill import RoomyLayer, lean_attention, sdpa_configs
+from rope_patch.rotary import RotaryTable
+from rope_patch.sites import is_dynamic
 
 SLICE = 256
 """Tokens whose logits exist at one time."""
@@ -43,7 +49,9 @@ class Reader:
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         self.vocabulary: int = getattr(self.head, "out_features", self.head.weight.shape[0])  # packed in 4 bits
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.configs = sdpa_configs(model)
+        self.dynamic = _is_dynamic(model)
+        self.device = device_of(model.get_input_embeddings())
 
     def check(self, ids: Tensor) -> Tensor:
         """Return token ids as int64.
@@ -60,9 +68,16 @@ class Reader:
             )
         return ids.long()
 
-    def new_cache(self) -> Any:
-        """Return an empty cache that forgets what sliding layers do not read."""
-        return DynamicCache(config=self.model.config)
+    def new_cache(self, capacity: int | None = None) -> Any:
+        """Return an empty cache that forgets what sliding layers do not read.
+
+        Args:
+            capacity: tokens it will hold, where known: then it grows in place. By default it is copied as it grows.
+        """
+        cache = DynamicCache(config=self.model.config)
+        if capacity is not None:
+            cache.layers = [RoomyLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        return cache
 
     def read(self, ids: Tensor, past: Any = None, chunk: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """Run the decoder over ids, in chunks when there is a cache.
@@ -75,17 +90,24 @@ class Reader:
         Yields:
             Offset of the chunk, and its last hidden states (rows, chunk, hidden).
         """
+        if self.dynamic and (past is not None or len(ids) > 1):
+            raise ValueError(
+                "this model's rotary table changes with the length it reads (rope_type dynamic, or longrope with two "
+                "tables), so chunks, caches and batches would change its numbers: freeze it first, "
+                "rope_patch.apply(model, 'default', freeze_at=LENGTH), or read whole texts one at a time"
+            )
         size = chunk or max(ids.shape[1], 1)
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
-            out = self.decoder(input_ids=part, past_key_values=past, use_cache=past is not None)
+            with lean_attention(self.configs if past is not None else ()):
+                out = self.decoder(input_ids=part, past_key_values=past, use_cache=past is not None)
             yield start, out.last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does."""
         weight = self.head.weight
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        logits: Tensor = self.head(hidden.to(weight.device, dtype)).float()
+        logits: Tensor = self.head(hidden.to(device_of(self.head), dtype)).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -100,13 +122,19 @@ class Reader:
         Returns:
             Negative log-likelihood (states,) float64 [nats] and the most probable token (states,), both on the CPU.
         """
-        losses, best = [], []
+        # Written in place: small results kept between the large tensors would split the heap, slice by slice.
+        losses = torch.empty(len(targets), dtype=torch.float64)
+        best = torch.empty(len(targets), dtype=torch.long)
         for low in range(0, len(targets), SLICE):
-            logits = self.logits(hidden[low : low + SLICE])
-            wanted = targets[low : low + SLICE].to(logits.device)
-            losses.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none").double().cpu())
-            best.append(logits.argmax(-1).cpu())
-        return torch.cat(losses), torch.cat(best)
+            at = slice(low, low + SLICE)
+            losses[at], best[at] = self._score_slice(hidden[at], targets[at])
+        return losses, best
+
+    def _score_slice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Score few states; its logits are gone before those of the next slice come."""
+        logits = self.logits(hidden)
+        wanted = targets.to(logits.device)
+        return torch.nn.functional.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1)
 
 
 @torch.no_grad()
@@ -137,7 +165,7 @@ def losses(
     """
     width = rows.shape[1]
     lengths = [width] * len(rows) if lengths is None else lengths
-    past = cache() if cache is not None else reader.new_cache() if chunk is not None and chunk < width else None
+    past = cache() if cache is not None else reader.new_cache(width) if chunk is not None and chunk < width else None
     nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
     best = torch.full(rows.shape, -1)
     for start, hidden in reader.read(rows, past, chunk):
@@ -163,21 +191,46 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a digest of a model's weights and rotary settings, from a few values of each tensor.
+def device_of(module: nn.Module) -> torch.device:
+    """Return where a module's inputs go: where its weights are, or where accelerate will put them."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    for found in (hook, *getattr(hook, "hooks", ())):
+        if getattr(found, "execution_device", None) is not None:
+            return torch.device(found.execution_device)
+    device: torch.device = module.weight.device  # type: ignore[assignment]
+    return device
 
-    It tells checkpoints, adapters, patches and data types apart in milliseconds, so that kept work is never
-    taken for that of another model. It is no checksum: a change that misses every sampled value is not seen.
+
+def _is_dynamic(model: nn.Module) -> bool:
+    if any(isinstance(module, RotaryTable) for module in model.modules()):
+        return False  # ours never is
+    config: Any = model.config
+    spelled: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    several = [item for item in spelled.values() if isinstance(item, Mapping)]
+    return any(is_dynamic(item) for item in several or [spelled] if "rope_type" in item)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a digest of a model's config, tables, adapters and weights, from a few values of each tensor.
+
+    It tells checkpoints, adapters, patches, data types and attention implementations apart in milliseconds, so that
+    kept work is never taken for that of another model. It is no checksum: a change that misses every sampled value of a
+    tensor, or weights that are offloaded to disk, is not seen.
     """
     digest = hashlib.sha256()
-    config = model.config.get_text_config().to_dict()  # type: ignore[operator, union-attr]
-    rotary = [config.get("rope_parameters"), config.get("rope_patch")]
-    digest.update(json.dumps(rotary, sort_keys=True, default=str).encode())
+    root: Any = model.config
+    text = root.get_text_config()
+    config = {name: value for name, value in text.to_dict().items() if name != "transformers_version"}
+    attention = getattr(text, "_attn_implementation", None)
+    digest.update(json.dumps([config, attention], sort_keys=True, default=str).encode())
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):  # a layer of PEFT
+            state = (module.active_adapters, module.scaling, module.disable_adapters, module.merged_adapters)
+            digest.update(f"{name}{state}".encode())
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if not isinstance(tensor, Tensor):
-                continue
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // 32)][:33].to("cpu")
-            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{sample.tolist()}".encode())
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            if not tensor.is_meta:
+                flat = tensor.detach().reshape(-1)
+                digest.update(str(flat[:: max(1, len(flat) // 32)][:33].to("cpu").tolist()).encode())
     return digest.hexdigest()

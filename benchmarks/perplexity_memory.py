@@ -1,0 +1,321 @@
+"""Peak memory and time of our perplexity against lm-eval's stock HFLM, on the same token ids of the same random model.
+
+    OMP_NUM_THREADS=1 python benchmarks/perplexity_memory.py -o benchmarks/results/perplexity_memory.json
+
+Memory: every figure comes from a process of its own, forked from one that has only imported. It is the highest resident
+set during the measurement (VmHWM, cleared just before) less the resident set just before, when the model is loaded and
+has read a few tokens. malloc is told to give back what is freed (M_MMAP_THRESHOLD fixed at the 128 KiB it starts with),
+so that the figure is what a side holds and not the holes that its heap happens to have; at the shortest and the longest
+text ours is measured as malloc comes, too. Time: all sides in one process, in turn, in an order that alternates, malloc
+as it comes; the figure is the median over rounds of our time / lm-eval's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+import rope_patch
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.scoring import SLICE
+
+MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
+LONG_MODEL = {"vocab": 32000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2}
+QUICK_MODEL = {"vocab": 4000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1}
+SIDES = ("lm_eval", "one_pass", "chunked")
+IMPORTS = ["lm_eval.models.huggingface", "rope_patch.evaluation.perplexity", "transformers.models.llama.modeling_llama"]
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def build(shape: dict[str, int], tokens: int) -> LlamaForCausalLM:
+    """Return a random model of a shape; the same weights at every call."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=3 * shape["hidden"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        max_position_embeddings=tokens,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def cache_bytes(shape: dict[str, int], tokens: int) -> int:
+    """Return the size of a float32 KV cache: keys and values of every layer."""
+    return 2 * shape["layers"] * shape["kv_heads"] * (shape["hidden"] // shape["heads"]) * tokens * 4
+
+
+def harness(model: LlamaForCausalLM, tokens: int) -> Any:
+    """Return lm-eval's stock HFLM around a model, with a tokenizer of as many words as the model knows."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2", pad_token="w2")
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=tokens)
+
+
+def work(side: str, job: dict[str, Any], model: LlamaForCausalLM, lm: Any) -> Callable[[torch.Tensor], float]:
+    """Return what one side does with token ids: the mean loss of all tokens but the first [nats/token]."""
+    if side == "lm_eval":
+
+        def run(ids: torch.Tensor) -> float:
+            row = ids.tolist()
+            # What loglikelihood_rolling makes of a text of one window, without its call of the tokenizer.
+            ((total, _),) = lm._loglikelihood_tokens([(("", ""), row[:1], row[1:])], disable_tqdm=True)
+            return -total / (len(row) - 1)
+
+        return run
+    chunk = job["chunk"] if side == "chunked" else None
+    return lambda ids: perplexity(model, ids, chunk=min(chunk, len(ids)) if chunk else None).nll
+
+
+def status(field: str) -> int:
+    """Return a field of this process's status [bytes]."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark needs Linux")
+
+
+def prepare(job: dict[str, Any], sides: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, Callable[..., float]]]:
+    """Return the token ids, and each side's work after it has read a few tokens."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    model = build(job["shape"], job["tokens"])
+    lm = harness(model, job["tokens"]) if "lm_eval" in sides else None
+    ids = torch.randint(3, job["shape"]["vocab"], (job["tokens"],), generator=torch.Generator().manual_seed(1))
+    works = {side: work(side, job, model, lm) for side in sides}
+    for run in works.values():
+        run(ids[:64])
+    return ids, works
+
+
+def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure one side in this process, which should be a fresh one."""
+    glibc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+    if glibc and job["gives_back"]:
+        glibc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+        glibc.mallopt(M_TRIM_THRESHOLD, 128 * 1024)
+    ids, works = prepare(job, (job["side"],))
+    gc.collect()
+    if glibc:
+        glibc.malloc_trim(0)
+    before = status("VmRSS")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        how = "VmHWM"
+    except OSError:  # not allowed here: the highest of all of this process, imports included
+        how = "ru_maxrss"
+    began = time.perf_counter()
+    nll = works[job["side"]](ids)
+    seconds = time.perf_counter() - began
+    highest = status("VmHWM") if how == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak_bytes": highest - before, "loaded_bytes": before, "nll": nll, "seconds": seconds, "peak_from": how}
+
+
+def measure_time(job: dict[str, Any]) -> dict[str, Any]:
+    """Time all sides in turn."""
+    ids, works = prepare(job, SIDES)
+    wall: dict[str, list[float]] = {side: [] for side in SIDES}
+    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
+    for i in range(job["repeats"]):
+        for side in SIDES if i % 2 else reversed(SIDES):
+            began = time.perf_counter(), time.process_time()
+            works[side](ids)
+            wall[side].append(time.perf_counter() - began[0])
+            cpu[side].append(time.process_time() - began[1])
+    return {"wall": wall, "cpu": cpu}
+
+
+def serve(job: dict[str, Any], answer: Connection) -> None:
+    """Do a job in this process; answer with what was found, or with what went wrong."""
+    try:
+        answer.send({"memory": measure_memory, "time": measure_time}[job["what"]](job))
+    except Exception as error:
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+def child(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one job in a process of its own, forked from one that has only imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(job, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = "it ended without an answer; was memory short?"
+    process.join()
+    if isinstance(found, str):
+        raise RuntimeError(f"{job} failed with status {process.exitcode}: {found}")
+    return found
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": round(middle, 4), "q1": round(low, 4), "q3": round(high, 4)}
+
+
+def megabytes(size: float) -> float:
+    """Return MB of 1e6 bytes."""
+    return round(size / 1e6, 1)
+
+
+def memory_row(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the memory of one side at one length."""
+    found = child({"what": "memory", "gives_back": True, **job})
+    cache = cache_bytes(job["shape"], job["tokens"]) if job["side"] == "chunked" else 0
+    return {
+        "side": job["side"],
+        "tokens": job["tokens"],
+        "peak_mb": megabytes(found["peak_bytes"]),
+        "cache_mb": megabytes(cache),
+        "peak_above_cache_mb": megabytes(found["peak_bytes"] - cache),
+        "loaded_mb": megabytes(found["loaded_bytes"]),
+        "peak_from": found["peak_from"],
+        "nll": found["nll"],
+        "seconds_unpaired": round(found["seconds"], 2),
+    }
+
+
+def malloc_row(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the memory of one side at one length with malloc as it comes."""
+    found = child({"what": "memory", "gives_back": False, **job})
+    return {"side": job["side"], "tokens": job["tokens"], "peak_mb": megabytes(found["peak_bytes"])}
+
+
+def time_row(job: dict[str, Any]) -> dict[str, Any]:
+    """Time all sides at one length."""
+    found = child({"what": "time", **job})
+    row: dict[str, Any] = {"tokens": job["tokens"], "rounds": job["repeats"]}
+    for side in SIDES:
+        row[f"{side}_s"] = round(statistics.median(found["wall"][side]), 3)
+    for side in SIDES[1:]:
+        for clock in ("wall", "cpu"):
+            pairs = zip(found[clock][side], found[clock]["lm_eval"], strict=True)
+            row[f"{side}_{clock}_ratio"] = spread([ours / theirs for ours, theirs in pairs])
+    return row
+
+
+def summary(memory: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures that the bars are about."""
+    rows = {(row["side"], row["tokens"]): row for row in memory}
+    lengths = sorted({row["tokens"] for row in memory})
+    short, long = lengths[0], lengths[-1]
+    above = [rows["chunked", n]["peak_above_cache_mb"] for n in lengths]
+    return {
+        "shortest_tokens": short,
+        "longest_tokens": long,
+        "lm_eval_peak_over_ours_at_longest": {
+            side: round(rows["lm_eval", long]["peak_mb"] / rows[side, long]["peak_mb"], 1) for side in SIDES[1:]
+        },
+        "chunked_peak_above_cache_growth": round(above[-1] / above[0] - 1, 4),
+        "chunked_peak_above_cache_growth_worst": round(max(above) / above[0] - 1, 4),
+        "worst_median_wall_ratio": {side: max(t[f"{side}_wall_ratio"]["median"] for t in times) for side in SIDES[1:]},
+        "worst_median_cpu_ratio": {side: max(t[f"{side}_cpu_ratio"]["median"] for t in times) for side in SIDES[1:]},
+        "largest_loss_difference": max(
+            abs(rows[side, n]["nll"] - rows["lm_eval", n]["nll"]) for side in SIDES[1:] for n in lengths
+        ),
+    }
+
+
+def main() -> None:
+    """Measure everything; write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file; standard output by default")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens; 4k to 32k by default")
+    parser.add_argument("--chunk", type=int, help="tokens per pass of the chunked prefill; 512 by default")
+    parser.add_argument("--repeats", type=int, help="rounds timed per length; by default 7, fewer at the longest")
+    parser.add_argument("--long", type=int, help="tokens of a run of ours alone; 131072 by default, 0 for none")
+    parser.add_argument("--quick", action="store_true", help="a size that takes seconds")
+    options = parser.parse_args()
+    shape, long_shape = (QUICK_MODEL, QUICK_MODEL) if options.quick else (MODEL, LONG_MODEL)
+    lengths = sorted(options.lengths or ([256, 512] if options.quick else [4096, 8192, 16384, 32768]))
+    chunk = options.chunk or (64 if options.quick else 512)
+    long = (1024 if options.quick else 131072) if options.long is None else options.long
+    memory, as_it_comes, times = [], [], []
+    ends = {lengths[0], lengths[-1]}
+    steps = len(lengths) * (len(SIDES) + 1) + len(ends) * (len(SIDES) - 1) + bool(long)
+    bar = tqdm(total=steps, desc="measurements", file=sys.stderr)
+    for tokens in lengths:
+        for side in SIDES:
+            job = {"side": side, "shape": shape, "tokens": tokens, "chunk": chunk}
+            memory.append(memory_row(job))
+            bar.update()
+            if side != "lm_eval" and tokens in ends:
+                as_it_comes.append(malloc_row(job))
+                bar.update()
+        repeats = options.repeats or (2 if options.quick else max(2, min(7, 7 * 8192 // tokens)))
+        times.append(time_row({"shape": shape, "tokens": tokens, "chunk": chunk, "repeats": repeats}))
+        bar.update()
+    alone = None
+    if long:
+        alone = memory_row({"side": "chunked", "shape": long_shape, "tokens": long, "chunk": chunk})
+        # Two tensors of float32: the logits and their log-softmax.
+        alone |= {"shape": long_shape, "two_logits_would_be_mb": megabytes(2 * long * long_shape["vocab"] * 4)}
+        bar.update()
+    bar.close()
+    report = {
+        "benchmark": "perplexity_memory",
+        "command": "python benchmarks/perplexity_memory.py " + shlex.join(sys.argv[1:]),
+        "what": "peak memory above the loaded model [MB], and time of ours / time of lm-eval's, same ids and model",
+        "summary": summary(memory, times),
+        "shape": shape | {"head_dim": shape["hidden"] // shape["heads"], "dtype": "float32"},
+        "settings": {"chunk": chunk, "logit_slice": SLICE, "batch": 1},
+        "environment": {
+            "device": platform.machine(),
+            "threads": 1,
+            "python": platform.python_version(),
+            "torch": torch.__version__.split("+")[0],
+            "transformers": transformers.__version__,
+            "lm_eval": metadata.version("lm_eval"),
+            "rope_patch": rope_patch.__version__,
+        },
+        "memory": memory,
+        "memory_malloc_as_it_comes": as_it_comes,
+        "time": times,
+        "alone": alone,
+    }
+    text = json.dumps(report, indent=1) + "\n"
+    if options.output is None:
+        print(text)
+    else:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text)
+    print(json.dumps(report["summary"], indent=1), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Tokens and time of our retrieval grid against lm-eval's stock ``generate_until``, on identical prompts.
+
+    OMP_NUM_THREADS=1 python benchmarks/retrieval_grid.py -o benchmarks/results/retrieval_grid.json
+
+The bundled checkpoints are patched, and asked for a key at each of 11 depths. Both sides get the same prompts, one at a
+time, run in one process in turn, in an order that alternates; what they say is compared string by string. Two figures:
+``asking``, from prompts to answers, and ``whole``, from the haystack's text to scores, prompts made on both sides. The
+figure is the median over rounds of lm-eval's CPU time / ours; above 1 ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch.evaluation.answering import answer
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.scoring import Reader
+
+CHECKPOINTS = ("llama", "gemma3")
+MODES = ("single", "multikey")
+TASK = "passkey"
+SEED = 0
+
+
+class Counter:
+    """Counts the tokens that a model's decoder reads."""
+
+    def __init__(self, model: Any) -> None:
+        self.tokens = 0
+        model.get_decoder().register_forward_pre_hook(self.see, with_kwargs=True)
+
+    def see(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the tokens of one call."""
+        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+        self.tokens += ids.numel()
+
+
+class Grid:
+    """One checkpoint, mode and length: the prompts, and what either side makes of them."""
+
+    def __init__(self, model: Any, tokenizer: Any, mode: str, length: int, depths: list[float], samples: int) -> None:
+        self.model, self.tokenizer, self.mode, self.length = model, tokenizer, mode, length
+        self.depths, self.samples = depths, samples
+        self.columns = self.make()
+
+    def make(self) -> list[list[Prompt]]:
+        """Make the prompts: a column of depths for each sample."""
+        maker = PromptMaker(self.tokenizer)
+        return [
+            maker.prompts(TASK, self.length, self.depths, mode=self.mode, seed=SEED, sample=i)
+            for i in range(self.samples)
+        ]
+
+    def lm_eval_asks(self, columns: list[list[Prompt]]) -> list[str]:
+        """Return what lm-eval's stock HFLM generates."""
+        # The checkpoint's max_length is that of its training; the prompt and the answer just fit into ours.
+        lm = HFLM(pretrained=self.model, tokenizer=self.tokenizer, batch_size=1, max_length=self.length)
+        requests = [
+            Instance(
+                request_type="generate_until",
+                doc={},
+                arguments=(prompt.text, {"until": [], "max_gen_toks": prompt.answer, "do_sample": False}),
+                idx=i,
+            )
+            for i, prompt in enumerate(prompt for column in columns for prompt in column)
+        ]
+        return lm.generate_until(requests, disable_tqdm=True)
+
+    def we_ask(self, columns: list[list[Prompt]]) -> list[str]:
+        """Return what our engine says, haystack by haystack."""
+        reader, said = Reader(self.model), []
+        for column in columns:
+            for (got,) in answer(reader, [[prompt] for prompt in column], stops=(self.tokenizer.eos_token_id,)):
+                said.append(self.tokenizer.decode(list(got.output), skip_special_tokens=True))
+        return said
+
+    def lm_eval_whole(self) -> list[str]:
+        """Make prompts and ask lm-eval."""
+        return self.lm_eval_asks(self.make())
+
+    def retrieval_whole(self) -> list[str]:
+        """Call the function that users call."""
+        result = retrieval(
+            self.model,
+            self.tokenizer,
+            TASK,
+            lengths=[self.length],
+            depths=self.depths,
+            samples=self.samples,
+            seed=SEED,
+            mode=self.mode,
+            batch_tokens=1,  # one prompt at a time, as lm-eval here
+        )
+        cells = sorted(result.cells, key=lambda cell: self.depths.index(cell.depth))
+        return [cell.samples[i].output for i in range(self.samples) for cell in cells]
+
+    def works(self) -> dict[str, dict[str, Callable[[], list[str]]]]:
+        """Return what is timed: by figure and side."""
+        return {
+            "asking": {"lm_eval": lambda: self.lm_eval_asks(self.columns), "ours": lambda: self.we_ask(self.columns)},
+            "whole": {"lm_eval": self.lm_eval_whole, "ours": self.retrieval_whole},
+        }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": round(middle, 3), "q1": round(low, 3), "q3": round(high, 3)}
+
+
+def measure(grid: Grid, counter: Counter, repeats: int) -> dict[str, Any]:
+    """Time both sides in turn; compare what they say and count what they read."""
+    row: dict[str, Any] = {"prompts": sum(map(len, grid.columns)), "rounds": repeats}
+    for figure, sides in grid.works().items():
+        cpu: dict[str, list[float]] = {side: [] for side in sides}
+        wall: dict[str, list[float]] = {side: [] for side in sides}
+        said: dict[str, list[str]] = {}
+        tokens: dict[str, int] = {}
+        for i in range(repeats):
+            for side in sides if i % 2 else reversed(sides):
+                counter.tokens = 0
+                began = time.process_time(), time.perf_counter()
+                said[side] = sides[side]()
+                cpu[side].append(time.process_time() - began[0])
+                wall[side].append(time.perf_counter() - began[1])
+                tokens[side] = counter.tokens
+        row[figure] = {
+            "cpu_ratio": spread([a / b for a, b in zip(cpu["lm_eval"], cpu["ours"], strict=True)]),
+            "wall_ratio": spread([a / b for a, b in zip(wall["lm_eval"], wall["ours"], strict=True)]),
+            "tokens_ratio": round(tokens["lm_eval"] / tokens["ours"], 3),
+            "lm_eval_tokens": tokens["lm_eval"],
+            "our_tokens": tokens["ours"],
+            "lm_eval_cpu_s": round(statistics.median(cpu["lm_eval"]), 3),
+            "our_cpu_s": round(statistics.median(cpu["ours"]), 3),
+            "outputs_identical": said["lm_eval"] == said["ours"],
+            "outputs_different": sum(a != b for a, b in zip(said["lm_eval"], said["ours"], strict=True)),
+        }
+        right = [prompt.parts[0] for column in grid.columns for prompt in column]
+        row["right"] = sum(s.strip().startswith(r) for s, r in zip(said["ours"], right, strict=True))
+        row["outputs"] = said["ours"][: len(grid.depths)]
+    return row
+
+
+def main() -> None:
+    """Measure everything; write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file; standard output by default")
+    parser.add_argument("--checkpoints", nargs="+", choices=CHECKPOINTS, help="both by default")
+    parser.add_argument("--method", default="yarn:factor=4")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens; 1024 and 2048 by default")
+    parser.add_argument("--depths", type=int, help="how many; 11 by default")
+    parser.add_argument("--samples", type=int, help="haystacks per length; 2 by default")
+    parser.add_argument("--repeats", type=int, help="rounds; 5 by default")
+    parser.add_argument("--quick", action="store_true", help="a size that takes seconds")
+    options = parser.parse_args()
+    quick = options.quick
+    lengths = options.lengths or ([256] if quick else [1024, 2048])
+    count = options.depths or (3 if quick else 11)
+    checkpoints = options.checkpoints or (CHECKPOINTS[:1] if quick else CHECKPOINTS)
+    samples, repeats = options.samples or (1 if quick else 2), options.repeats or (1 if quick else 5)
+    depths = [round(i / (count - 1), 3) for i in range(count)] if count > 1 else [0.5]
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    results = []
+    bar = tqdm(total=len(checkpoints) * len(MODES) * len(lengths), desc="grids")
+    for name in checkpoints:
+        folder = rope_patch.data_path("assets") / name
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        rope_patch.apply(model, options.method)
+        counter = Counter(model)
+        first = Grid(model, tokenizer, "single", 128, [0.5], 1)  # whatever is loaded late
+        first.we_ask(first.columns)
+        first.lm_eval_asks(first.columns)
+        for length in lengths:
+            for mode in MODES:
+                grid = Grid(model, tokenizer, mode, length, depths, samples)
+                found = measure(grid, counter, repeats)
+                results.append({"checkpoint": name, "mode": mode, "length": length, **found})
+                bar.update()
+    bar.close()
+    lowest = {
+        mode: {
+            figure: {
+                "cpu_ratio": min(row[figure]["cpu_ratio"]["median"] for row in results if row["mode"] == mode),
+                "tokens_ratio": min(row[figure]["tokens_ratio"] for row in results if row["mode"] == mode),
+            }
+            for figure in ("asking", "whole")
+        }
+        for mode in MODES
+    }
+    report = {
+        "benchmark": "retrieval_grid",
+        "command": "python benchmarks/retrieval_grid.py " + shlex.join(sys.argv[1:]),
+        "what": "lm-eval's CPU time / ours and lm-eval's tokens / ours, same prompts, greedy, one at a time",
+        "summary": {
+            "lowest_median": lowest,
+            "outputs_identical": all(row[f]["outputs_identical"] for row in results for f in ("asking", "whole")),
+            "outputs_compared": 2 * sum(row["prompts"] for row in results),
+        },
+        "settings": {
+            "task": TASK,
+            "method": options.method,
+            "depths": depths,
+            "samples": samples,
+            "seed": SEED,
+            "dtype": "float32",
+            "batch": 1,
+        },
+        "environment": {
+            "device": platform.machine(),
+            "threads": 1,
+            "python": platform.python_version(),
+            "torch": torch.__version__.split("+")[0],
+            "transformers": transformers.__version__,
+            "lm_eval": metadata.version("lm_eval"),
+            "rope_patch": rope_patch.__version__,
+        },
+        "results": results,
+    }
+    text = json.dumps(report, indent=1) + "\n"
+    if options.output is None:
+        print(text)
+    else:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text)
+    print(json.dumps(report["summary"], indent=1), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

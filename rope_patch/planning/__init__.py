@@ -1,0 +1,16 @@
+"""Memory and time of a fine-tuning step, from a config alone: no weights, no GPU.
+
+>>> from rope_patch.planning import plan
+>>> planned = plan("Llama-3.1-8B", length=131072, lora_rank=16)
+>>> planned.fits(141), planned.fits(80)
+(True, False)
+>>> [step.option for step in planned.advice(80)]
+['--gpus 2 --context-parallel 2']
+"""
+
+from rope_patch.planning.options import Options as Options
+from rope_patch.planning.plans import Plan as Plan
+from rope_patch.planning.plans import Step as Step
+from rope_patch.planning.plans import plan as plan
+from rope_patch.planning.shapes import Shape as Shape
+from rope_patch.planning.shapes import shipped as shipped

@@ -1,0 +1,223 @@
+"""Bytes on one GPU, part by part.
+
+Letters in formulas: N tokens on the GPU, h hidden, f ffn, q = heads x head_dim, k = KV heads x head_dim, V
+vocabulary, e bytes per entry of the dtype (2 or 4). Left out, each far below 1 %: rope tables, biases of adapters,
+token ids. Adapters are float32 with their products under autocast, as PEFT and Trainer's ``bf16=True`` have them, and
+without dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rope_patch.planning.options import Options
+from rope_patch.planning.shapes import Layer, Shape
+
+OVERHEAD = 2 * 2**30
+"""CUDA context, library workspaces and what the allocator cannot use [bytes]; an allowance, not derived."""
+
+LOSS_SLICE = 1024
+"""Tokens whose logits exist at one time in the fused loss."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One share of the memory. Those with ``turns`` are never live together: only the largest counts."""
+
+    name: str
+    bytes: int
+    what: str
+    turns: bool = False
+
+
+def memory(shape: Shape, o: Options) -> tuple[Part, ...]:
+    """Return the parts of one GPU's peak memory in training.
+
+    Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
+    arXiv:1910.02054, section 5.3); what FSDP gathers is added.
+    """
+    saved = shape.total(lambda layer: _saved(layer, shape, o))
+    work = max(_work(layer, shape, o) for layer in shape.kinds)
+    inputs = shape.total(lambda layer: layer.hidden * o.element * o.tokens)
+    if o.checkpointing:
+        work += max(_saved(layer, shape, o) for layer in shape.kinds)
+    adapters, copies = trained_beside(shape, o)
+    full = shape.parameters if o.lora_rank is None else 0
+    divided = (
+        Part("weights", _weights(shape, o), f"{shape.parameters / 1e9:.2f} B parameters, {_storage(o)}"),
+        Part("adapter", 4 * adapters + o.element * copies, f"{(adapters + copies) / 1e6:.1f} M parameters"),
+        Part("gradients", 4 * adapters + o.element * (copies + full), "of what is trained"),
+        Part("optimizer", _states(adapters, 4, o) + _states(copies + full, o.element, o), o.optimizer),
+    )
+    return (
+        *(Part(part.name, part.bytes // o.gpus, part.what) for part in divided),
+        Part("gathered", _gathered(shape, o), "two layers and the root, whole, under FSDP"),
+        Part("masks", _masks(shape, o), f"of {o.attention} attention"),
+        Part(
+            "activations",
+            int(inputs if o.checkpointing else saved),
+            "the input of every layer" if o.checkpointing else "all that the backward pass reads",
+        ),
+        Part(
+            "layer",
+            int(work),
+            "one layer computed again, its gradients" if o.checkpointing else "gradients in one layer",
+            turns=True,
+        ),
+        Part("loss", _loss(shape, o), _loss_words(o), turns=True),
+        Part("overhead", OVERHEAD, "context, workspaces, fragments: an allowance"),
+    )
+
+
+def kv_cache(shape: Shape, o: Options) -> int:
+    """Return the keys and values of one sequence in evaluation [bytes]; sliding layers hold their window only."""
+    return int(shape.total(lambda layer: 2 * layer.key * o.element * min(o.length, layer.window or o.length)))
+
+
+def trained_beside(shape: Shape, o: Options) -> tuple[int, int]:
+    """Return how many float32 entries LoRA adds, and how many of the model's own are trained as whole copies.
+
+    *Source*: LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): r (inputs + outputs) per projection. The copies are
+    PEFT's ``modules_to_save``; tied embeddings are copied once.
+    """
+    rank = o.lora_rank or 0
+    adapters = shape.total(lambda layer: rank * sum(x.inputs + x.outputs for x in o.targets(layer)))
+    return int(adapters), (shape.embedding + shape.norm_weights if o.long_lora else 0)
+
+
+def _storage(o: Options) -> str:
+    return o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
+
+
+def _packed(layer: Layer, o: Options) -> float:
+    """Bytes of a layer's weights as stored.
+
+    *Source*: bitsandbytes. LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339): one byte each and a float32 per output
+    row. NF4 (QLoRA, arXiv:2305.14314, section 3): half a byte each and per 64 of them a constant of one byte, itself
+    scaled in float32 per 256: 0.127 bits per weight for both.
+    """
+    rest = layer.parameters - layer.matmul_weights
+    match o.quantization:
+        case "8bit":
+            return layer.matmul_weights + 4 * sum(x.outputs for x in layer.linears) + rest * o.element
+        case "nf4":
+            return layer.matmul_weights * (1 / 2 + 1 / 64 + 4 / (64 * 256)) + rest * o.element
+    return layer.parameters * o.element
+
+
+def _outside(shape: Shape, o: Options) -> float:
+    """Bytes of what lies in no layer: embeddings, last norm, output projection; never quantized."""
+    return (shape.parameters - shape.total(lambda layer: layer.parameters)) * o.element
+
+
+def _weights(shape: Shape, o: Options) -> int:
+    return int(shape.total(lambda layer: _packed(layer, o)) + _outside(shape, o))
+
+
+def _states(entries: int, element: int, o: Options) -> int:
+    """Bytes an optimizer keeps for its entries.
+
+    *Source*: AdamW as in mixed-precision training (ZeRO, section 3.1): two float32 moments, and a float32 master of
+    16-bit weights. 8-bit Adam (Dettmers et al. 2022, arXiv:2110.02861, section 2): two one-byte moments, a float32
+    scale each per 256 entries (our reading of bitsandbytes), no master. SGD has no momentum here.
+    """
+    master = 4 if element < 4 else 0
+    return int(entries * {"adamw": 8 + master, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[o.optimizer])
+
+
+def _gathered(shape: Shape, o: Options) -> int:
+    """Bytes FSDP holds whole: the layer at work, the next one under way, and the root with embeddings and head."""
+    if o.gpus == 1:
+        return 0
+    layer = max(_packed(layer, o) for layer in shape.kinds)
+    gradient = 0 if o.lora_rank else max(layer.parameters for layer in shape.kinds) * o.element
+    return int(2 * layer + gradient + _outside(shape, o))
+
+
+def _masked(layer: Layer, o: Options) -> bool:
+    """Whether sdpa gets a mask: torch's kernels know the causal pattern by a flag, a sliding window only so."""
+    return o.attention == "sdpa" and layer.window is not None and layer.window < o.length
+
+
+def _masks(shape: Shape, o: Options) -> int:
+    """One mask per kind of layer, shared by its layers: booleans for sdpa, the model's dtype for eager."""
+    pairs = o.tokens / o.batch * o.length
+    if o.attention == "eager":
+        return int(len({layer.window for layer in shape.kinds}) * pairs * o.element)
+    return int(pairs) if any(_masked(layer, o) for layer in shape.kinds) else 0
+
+
+def _saved(layer: Layer, shape: Shape, o: Options) -> float:
+    r"""Bytes one layer saves for its backward pass.
+
+    *Source*: the counting of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1, equation 1:
+    :math:`sbh(34 + 5as/h)`), done again for what transformers runs. We differ: no dropout; grouped KV heads; norms
+    compute in float32, and a trained one keeps what it multiplies by its weight; a gated MLP keeps three tensors as
+    wide as f; inputs of projections are saved only where the weight or an adapter is trained, and 16-bit ones once per
+    adapter, because each casts its own copy; flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) keeps
+    q, k, v, its output and one float32 per head and token in place of the scores.
+    """
+    e = o.element
+    trained = o.lora_rank is None or o.long_lora
+    norms = sum(layer.norm_inputs) * (4 + trained * max(e, 4 * shape.norms_in_float32)) + 4 * len(layer.norm_inputs)
+    return o.tokens * (norms + _attention(layer, shape, o) + 3 * layer.ffn * e + _inputs(layer, o))
+
+
+def _attention(layer: Layer, shape: Shape, o: Options) -> float:
+    """Bytes per token that attention itself saves; eager keeps the softmax in float32 and once more in the dtype."""
+    e = o.element
+    if o.attention == "eager":
+        scores = 4 + (e if e < 4 else 0) + e * shape.capped_attention
+        return 3 * layer.query * e + layer.heads * o.length * scores
+    if _masked(layer, o):  # keys and values repeated for every head, the mask once more as numbers to add
+        return 4 * layer.query * e + 4 * layer.heads + o.length * e / o.batch
+    return 2 * (layer.query + layer.key) * e + 4 * layer.heads
+
+
+def _inputs(layer: Layer, o: Options) -> float:
+    """Bytes per token of the saved inputs of projections; flash's output is that of the attention's last one."""
+    own = layer.linears if o.lora_rank is None else o.targets(layer)
+    ranks = (o.lora_rank or 0) * len(own) * o.element
+    if o.lora_rank is not None and o.element < 4:
+        return ranks + sum(x.inputs for x in own) * o.element
+    widths = {x.place: x.inputs for x in own if x.place != "attention_out" or o.attention == "eager"}
+    return ranks + sum(widths.values()) * o.element
+
+
+def _work(layer: Layer, shape: Shape, o: Options) -> float:
+    """Bytes live beside the saved ones at the busiest moment of a layer.
+
+    *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest
+    of: the backward pass of the gated product (three gradients as wide as f, the saved input of the last projection
+    gone); the float32 copy that an adapter on that projection makes of its input; for eager attention, the gradients
+    of the softmax, when the MLP's tensors are gone. A frozen quantized projection is unpacked to be multiplied.
+    """
+    e = o.element
+    down = next(x for x in layer.linears if x.place == "mlp_out")
+    adapted = down in o.targets(layer)
+    released = layer.ffn * e if adapted or o.lora_rank is None else 0
+    gated = 3 * layer.ffn * e + 2 * layer.hidden * e - released
+    casting = (layer.ffn * (e + 4) if adapted and e < 4 else 0) + 5 * layer.hidden * e
+    scores = layer.heads * o.length * (4 + e) - 3 * layer.ffn * e - released if o.attention == "eager" else 0
+    unpacked = max(x.weight for x in layer.linears) * e if o.quantization != "none" else 0
+    return o.tokens * max(gated, casting, scores) + unpacked
+
+
+def _loss(shape: Shape, o: Options) -> int:
+    """Bytes live at the loss, from the last layer's output on.
+
+    *Source*: what autograd holds for ``cross_entropy(logits.float())``. The forward pass has logits in the dtype,
+    their float32 copy and the log-probabilities: (e + 4 + 4) V per token. The backward pass then has the
+    log-probabilities, their gradient and that of the float32 logits: (4 + 4 + 4) V, which is more. A cap on logits
+    keeps its tanh. The fused loss does the same for a slice of tokens and holds hidden states, their gradient and the
+    sum under way.
+    """
+    e, sliced = o.element, o.loss == "fused"
+    states = o.tokens * shape.hidden * (4 + 3 * e)  # the last norm's float32 input, its input and output, a gradient
+    cap = shape.capped_logits * (4 if sliced else e)  # slices are capped in float32
+    tokens = min(LOSS_SLICE, o.tokens) if sliced else o.tokens
+    return int(tokens * shape.vocab * (12 + cap) + states + sliced * 2 * o.tokens * shape.hidden * e)
+
+
+def _loss_words(o: Options) -> str:
+    return f"slices of {LOSS_SLICE} tokens" if o.loss == "fused" else "whole logits, three times in float32"

@@ -1,0 +1,171 @@
+"""A plan: what a training step takes, whether it fits, and what to change when it does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedModel
+
+from rope_patch.planning.compute import Compute, compute
+from rope_patch.planning.memory import Part, kv_cache, memory
+from rope_patch.planning.options import Options
+from rope_patch.planning.shapes import Shape
+
+SCHEMA = 1
+GIB = 2**30
+_WORTH = 0.98  # advice that saves less than 2 % is left out
+
+
+_Candidate: TypeAlias = tuple[str, str, dict[str, Any]]
+"""An option as the command line spells it, what it costs, and the changes it stands for."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One option to turn on, after those before it, and the peak that a plan with all of them has."""
+
+    option: str  # as the command line spells it
+    cost: str
+    changes: dict[str, Any]
+    total: int  # [bytes per GPU]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one training step takes on each GPU. Make one with :func:`plan`."""
+
+    shape: Shape
+    options: Options
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The memory by part [bytes per GPU]."""
+        return memory(self.shape, self.options)
+
+    @cached_property
+    def compute(self) -> Compute:
+        """FLOPs and time of one step."""
+        return compute(self.shape, self.options)
+
+    @property
+    def total(self) -> int:
+        """Peak memory [bytes per GPU]: all parts, but of those that take turns only the largest."""
+        standing = sum(part.bytes for part in self.parts if not part.turns)
+        return standing + max(part.bytes for part in self.parts if part.turns)
+
+    @property
+    def kv_cache(self) -> int:
+        """Keys and values of one sequence in evaluation [bytes]; no part of the training peak."""
+        return kv_cache(self.shape, self.options)
+
+    def __getitem__(self, part: str) -> int:
+        return {p.name: p.bytes for p in self.parts}[part]
+
+    def fits(self, gpu_memory: float) -> bool:
+        """Return whether the peak fits into a GPU of ``gpu_memory`` [GiB]."""
+        return self.total <= gpu_memory * GIB
+
+    def but(self, **changes: Any) -> Plan:
+        """Return the plan with other options."""
+        return _checked(self.shape, replace(self.options, **changes))
+
+    def longest(self, gpu_memory: float, *, step: int = 1024) -> int:
+        """Return the longest length that fits with these options, a multiple of ``step`` [tokens]; 0 for none."""
+        low, high = 0, 1
+        while high < 2**20 and self.but(length=high * step).fits(gpu_memory):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.but(length=middle * step).fits(gpu_memory) else (low, middle)
+        return low * step
+
+    def advice(self, gpu_memory: float) -> list[Step]:
+        """Return what to turn on, in order, until the plan fits [GiB]; empty when it fits already.
+
+        Options that change nothing about the result come first, then those that cost precision, then more GPUs. Each
+        total is that of a new plan with this and all earlier steps. A step that saves under 2 % is left out, and so is
+        one that later steps made needless. If the last step does not fit, nothing known here makes it fit.
+        """
+        chosen: list[_Candidate] = []
+        for candidate in _candidates(self):
+            now = self._with(chosen)
+            if now.fits(gpu_memory):
+                break
+            if now.but(**candidate[2]).total < _WORTH * now.total:
+                chosen.append(candidate)
+        for candidate in chosen[-2::-1]:
+            fewer = [other for other in chosen if other is not candidate]
+            if self._with(fewer).fits(gpu_memory):
+                chosen = fewer
+        plans = [self._with(chosen[: i + 1]) for i in range(len(chosen))]
+        return [Step(*c, p.total, p.fits(gpu_memory)) for c, p in zip(chosen, plans, strict=True)]
+
+    def _with(self, steps: list[_Candidate]) -> Plan:
+        return self.but(**{name: value for _, _, changes in steps for name, value in changes.items()})
+
+    def to_json(self, *, gpu_memory: float | None = None) -> str:
+        """Return the plan as JSON: bytes per GPU, seconds, FLOPs; with ``gpu_memory`` [GiB] also what fits."""
+        data = {
+            "schema": SCHEMA,
+            "model": self.shape.name,
+            "model_class": self.shape.model_class,
+            "parameters": self.shape.parameters,
+            "options": asdict(self.options),
+            "total_bytes": self.total,
+            "parts": [asdict(part) for part in self.parts],
+            "kv_cache_bytes": self.kv_cache,
+            "compute": asdict(self.compute),
+        }
+        if gpu_memory is not None:
+            data |= {
+                "gpu_memory_gib": gpu_memory,
+                "fits": self.fits(gpu_memory),
+                "longest_length": self.longest(gpu_memory),
+                "advice": [asdict(step) for step in self.advice(gpu_memory)],
+            }
+        return json.dumps(data, indent=2, allow_nan=False)
+
+
+def plan(model: str | Path | PreTrainedModel | Shape, *, length: int, **options: Any) -> Plan:
+    """Plan a fine-tuning step from a config alone.
+
+    Args:
+        model: shipped name, checkpoint folder, hub id, a model, or a shape read earlier.
+        length: of a sequence [tokens].
+        **options: see :class:`Options`.
+
+    Raises:
+        ValueError: unknown model or a bad option; the message says what to do.
+        TypeError: an option that does not exist.
+        OSError: nothing to load there.
+    """
+    return _checked(model if isinstance(model, Shape) else Shape.of(model), Options(length=length, **options))
+
+
+def _checked(shape: Shape, options: Options) -> Plan:
+    options.check(shape)
+    return Plan(shape, options)
+
+
+def _candidates(planned: Plan) -> Iterator[_Candidate]:
+    o = planned.options
+    yield "--loss fused", "the same loss; the head is computed once more", {"loss": "fused"}
+    yield "--attention flash", "the same attention; needs the kernel", {"attention": "flash"}
+    yield "--checkpointing", "the same gradients, up to a third more time", {"checkpointing": True}
+    yield "--batch 1", "accumulate gradients to keep the batch", {"batch": 1}
+    yield "--optimizer adamw_8bit", "states rounded to 8 bits", {"optimizer": "adamw_8bit"}
+    if o.lora_rank is None:
+        yield "no --full", "adapters of rank 16 in place of full fine-tuning", {"lora_rank": 16}
+    yield "--quantization nf4", "frozen weights rounded to 4 bits; slower", {"quantization": "nf4"}
+    for n in (2, 4, 8, 16, 32, 64):
+        if n > o.gpus:
+            yield f"--gpus {n}", "weights and states divided among them (FSDP)", {"gpus": n}
+        if n > o.context_parallel:
+            many = {"gpus": max(n, o.gpus), "context_parallel": n}
+            yield f"--gpus {many['gpus']} --context-parallel {n}", "each sequence divided among them", many

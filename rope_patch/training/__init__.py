@@ -1,0 +1,1 @@
+"""What the recipes and the studies share: data, collators, the loss and the trainer."""

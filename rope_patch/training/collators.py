@@ -1,0 +1,141 @@
+"""Ways to train short for long: which positions a row of tokens is given, and what the masks need for it.
+
+Positions that do not rise by one start a new segment for transformers' packed attention when no mask is sent (see
+``masking_utils``). So the collators that skip positions send an all-ones mask, which keeps plain causal attention, and
+the one that keeps documents apart sends none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_patch.training.loss import IGNORED
+
+Example = Mapping[str, Any]
+"""``ids``: tokens; ``index``: its number in the data, from which all randomness comes; optional ``weights`` (how much
+each label counts, 0 for none) and ``starts`` (where documents begin)."""
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows as they are: positions from 0, each token sees all before it.
+
+    Attributes:
+        pad: id that fills short rows on the right; not predicted, not seen by what stands before it.
+        seed: of the positions, with the number of the example: the same example gets the same ones in every run.
+    """
+
+    pad: int = 0
+    seed: int = 0
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Return ``input_ids``, ``labels``, ``weights``, ``position_ids`` and what masks need: (rows, tokens) each."""
+        width = max(len(example["ids"]) for example in examples)
+        ids = torch.full((len(examples), width), self.pad)
+        labels, weights = torch.full_like(ids, IGNORED), torch.zeros(ids.shape)
+        positions = torch.zeros_like(ids)
+        for i, example in enumerate(examples):
+            size = len(example["ids"])
+            ids[i, :size] = labels[i, :size] = torch.as_tensor(example["ids"])
+            weights[i, :size] = torch.as_tensor(example.get("weights", 1.0), dtype=torch.float32)
+            row = self.positions(size, example)
+            positions[i] = torch.cat([row, torch.arange(width - size) + (int(row[-1]) + 1 if size else 0)])
+        labels[weights == 0] = IGNORED
+        made = {"input_ids": ids, "labels": labels, "weights": weights, "position_ids": positions}
+        return made | self.masks(ids, examples)
+
+    def positions(self, size: int, example: Example) -> Tensor:
+        """Return the positions of a row of ``size`` tokens: (size,)."""
+        return torch.arange(size)
+
+    def masks(self, ids: Tensor, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Return what keeps attention causal over the whole row, whatever the positions."""
+        return {"attention_mask": torch.ones_like(ids)}
+
+    def rng(self, example: Example) -> random.Random:
+        """Return the source of an example's randomness."""
+        return random.Random(f"{self.seed}/{example['index']}")
+
+
+@dataclass(frozen=True)
+class PackedCollator(Collator):
+    """Documents packed into a row that do not see each other: positions start again at each, and no mask is sent."""
+
+    def positions(self, size: int, example: Example) -> Tensor:
+        """Return positions that count from the start of each document."""
+        starts = torch.zeros(size, dtype=torch.long)
+        for start in example.get("starts", (0,)):
+            starts[start:] = start
+        return torch.arange(size) - starts
+
+    def masks(self, ids: Tensor, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Return nothing: transformers reads the segments from the positions."""
+        return {}
+
+
+@dataclass(frozen=True)
+class PoSECollator(Collator):
+    """A short row cut into chunks, with positions skipped between them: distances up to the target are seen.
+
+    *Source*: Zhu et al. (2023), PoSE, arXiv:2309.10400, section 3: chunk lengths and skips drawn uniformly per example.
+    Ours starts the first chunk at a random position too when ``offset`` is set; theirs starts at 0.
+
+    Attributes:
+        target: positions go up to ``target - 1`` [tokens].
+        chunks: pieces of a row.
+        offset: let the first chunk start anywhere.
+    """
+
+    target: int = 4096
+    chunks: int = 2
+    offset: bool = False
+
+    def positions(self, size: int, example: Example) -> Tensor:
+        """Return rising positions with ``chunks - 1`` gaps.
+
+        Raises:
+            ValueError: a row longer than the target, or shorter than its chunks.
+        """
+        if size > self.target:
+            raise ValueError(f"a row of {size} tokens is longer than the target of {self.target}")
+        if size < self.chunks:
+            raise ValueError(f"a row of {size} tokens cannot be cut into {self.chunks} chunks")
+        rng, room = self.rng(example), self.target - size
+        cuts = sorted(rng.sample(range(1, size), self.chunks - 1))
+        skips = sorted(rng.randint(0, room) for _ in range(self.chunks))
+        if not self.offset:
+            skips[0] = 0
+        made = torch.arange(size)
+        for cut, skip in zip([0, *cuts], skips, strict=True):
+            made[cut:] = torch.arange(cut, size) + skip
+        return made
+
+
+@dataclass(frozen=True)
+class RandPosCollator(Collator):
+    """A short row at random positions of the target, in order.
+
+    *Source*: Ruoss et al. (2023), Randomized Positional Encodings, arXiv:2305.16843, section 3: a sorted sample without
+    replacement.
+
+    Attributes:
+        target: positions go up to ``target - 1`` [tokens].
+    """
+
+    target: int = 4096
+
+    def positions(self, size: int, example: Example) -> Tensor:
+        """Return ``size`` different positions, rising.
+
+        Raises:
+            ValueError: a row longer than the target.
+        """
+        if size > self.target:
+            raise ValueError(f"a row of {size} tokens is longer than the target of {self.target}")
+        return torch.tensor(sorted(self.rng(example).sample(range(self.target), size)))

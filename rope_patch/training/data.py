@@ -1,0 +1,85 @@
+"""Rows to train on: documents packed without losing a token, and prompts whose answers count."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.prompts import Prompt
+
+Boundaries = Literal["join", "apart", "whole"]
+BOUNDARIES = ("join", "apart", "whole")
+
+
+def pack(documents: Iterable[TokenDocument], length: int, boundaries: Boundaries = "join") -> Iterator[dict[str, Any]]:
+    """Yield rows of at most ``length`` tokens that hold every token of the documents exactly once, in order.
+
+    Args:
+        documents: as :func:`~rope_patch.evaluation.documents.encode` yields them, with their special tokens.
+        length: of a row [tokens].
+        boundaries: ``"join"``: a stream cut into rows, documents see those before them in their row; ``"apart"``: the
+            same rows, with ``starts`` that say where documents begin, for
+            :class:`~rope_patch.training.collators.PackedCollator`; ``"whole"``: each row holds one document or a piece
+            of one.
+
+    Yields:
+        ``ids``, ``index`` (number of the row), and ``starts`` of the documents within the row.
+
+    Raises:
+        ValueError: a length below 2, or unknown boundaries.
+    """
+    if length < 2:
+        raise ValueError(f"a row needs at least 2 tokens to learn one, got length={length}")
+    if boundaries not in BOUNDARIES:
+        raise ValueError(f"boundaries must be one of {', '.join(BOUNDARIES)}, got {boundaries!r}")
+    ids: list[int] = []
+    starts: list[int] = []
+    index = 0
+    for document in documents:
+        rest = document.ids.tolist()
+        if rest:
+            starts.append(len(ids))
+        while rest:
+            room = length - len(ids)
+            ids, rest = ids + rest[:room], rest[room:]
+            if len(ids) == length or (boundaries == "whole" and not rest):
+                yield {"ids": ids, "index": index, "starts": starts}
+                # What is left of a document goes on in the next row, where it is a start of its own.
+                ids, starts, index = [], [0] if rest else [], index + 1
+    if ids:
+        yield {"ids": ids, "index": index, "starts": starts}
+
+
+def prompt_row(prompt: Prompt, index: int, weight: float = 5.0, context_weight: float = 1.0) -> dict[str, Any]:
+    """Return a retrieval prompt as a row whose answer counts more than its text.
+
+    Args:
+        prompt: with its answer.
+        index: number of the row.
+        weight: of each answer token.
+        context_weight: of every other token; 0 trains the answer alone.
+    """
+    context = len(prompt.ids) - prompt.answer
+    weights = [context_weight] * context + [weight] * prompt.answer
+    return {"ids": list(prompt.ids), "index": index, "starts": [0], "weights": weights}
+
+
+def mix(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Return both in one random order that the seed fixes, numbered anew."""
+    made = [*rows, *others]
+    random.Random(f"{seed}/mix").shuffle(made)
+    return [{**row, "index": i} for i, row in enumerate(made)]
+
+
+def longest(documents: Iterable[TokenDocument]) -> int:
+    """Return the length of the longest document [tokens]."""
+    return max((len(document.ids) for document in documents), default=0)
+
+
+def as_tensor(row: dict[str, Any]) -> torch.Tensor:
+    """Return the ids of a row: (tokens,)."""
+    return torch.tensor(row["ids"], dtype=torch.long)
