@@ -6,8 +6,6 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-import torch
-
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.prompts import Prompt
 
@@ -73,13 +71,3 @@ def mix(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], seed: 
     made = [*rows, *others]
     random.Random(f"{seed}/mix").shuffle(made)
     return [{**row, "index": i} for i, row in enumerate(made)]
-
-
-def longest(documents: Iterable[TokenDocument]) -> int:
-    """Return the length of the longest document [tokens]."""
-    return max((len(document.ids) for document in documents), default=0)
-
-
-def as_tensor(row: dict[str, Any]) -> torch.Tensor:
-    """Return the ids of a row: (tokens,)."""
-    return torch.tensor(row["ids"], dtype=torch.long)
