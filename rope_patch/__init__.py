@@ -20,6 +20,7 @@ _HOME = {
     "sites": "PatchError",
     "verification": "inspect verify",
     "checkpoints": "RopePatchCallback load load_adapter save",
+    "planning": "Plan plan",
     "_paths": "data_path",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from rope_patch.methods import Truncated as Truncated
     from rope_patch.methods import Yarn as Yarn
     from rope_patch.methods import parse as parse
+    from rope_patch.planning import Plan as Plan
+    from rope_patch.planning import plan as plan
     from rope_patch.rotary import RotarySlot as RotarySlot
     from rope_patch.rotary import RotaryTable as RotaryTable
     from rope_patch.sites import PatchError as PatchError
