@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
 
 from rope_patch.methods import MethodLike
@@ -136,15 +137,36 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
     write_atomically(Path(folder) / RECORD_FILE, json.dumps(record.to_dict(), indent=1) + "\n")
 
 
-class RopePatchCallback(TrainerCallback):
+class RopePatchCallback(TrainerCallback, ExportableState):
     """Write ``rope_patch.json`` into every checkpoint a Trainer saves, after checking that the patch is still there.
 
+    The record also goes into the Trainer's own state, so that a run is only resumed under the patch it was begun with.
     ``trainer.save_model()`` fires no callback: save the final adapter with :func:`save`.
     """
 
+    def __init__(self) -> None:
+        self.record: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what the Trainer keeps of this callback in its checkpoints."""
+        return {"args": {}, "attributes": {"record": self.record}}
+
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
-        """Refuse to train a model whose patch is missing or altered."""
-        verify(model)
+        """Refuse to train a model whose patch is missing or altered, or not the one that the run was begun under.
+
+        Raises:
+            PatchError: such a model.
+        """
+        record = verify(model)
+        if state.global_step:  # resumed
+            kept = (state.stateful_callbacks or {}).get(type(self).__name__, {}).get("attributes", {}).get("record")
+            begun = PatchRecord.from_dict(kept) if kept else None
+            if begun is not None and not same_tables(begun.tables, record.tables):
+                raise PatchError(
+                    f"this run was begun under {begun.to_method()}, the model is patched with {record.to_method()}: "
+                    "patch it as before, or start a run of its own in another output_dir"
+                )
+        self.record = record.to_dict()
 
     def on_save(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
         """Put the record beside the checkpoint's weights."""

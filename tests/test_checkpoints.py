@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -284,6 +285,35 @@ def test_trainer_callback_writes_the_record(tmp_path, base_folder):
     trainer = Trainer(tuned, options, train_dataset=rows, callbacks=[rope_patch.RopePatchCallback()])
     with pytest.raises(PatchError, match="carries no patch record"):
         trainer.train()
+
+
+def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folder):
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    rows = Dataset.from_dict({"input_ids": ids(16, 8).tolist(), "labels": ids(16, 8).tolist()})
+
+    def run(method, steps, resume=False):
+        torch.manual_seed(0)
+        options = {"save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "seed": 1}
+        asked = TrainingArguments(
+            tmp_path / "run", max_steps=steps, report_to=[], lr_scheduler_type="constant", **options
+        )
+        tuned = lora(rope_patch.load(base_folder, method)).train()
+        trainer = Trainer(tuned, asked, train_dataset=rows, callbacks=[rope_patch.RopePatchCallback()])
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole = run("yarn", 4)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    with pytest.raises(PatchError, match=r"^this run was begun under yarn:factor=4, the model is .* pi:factor=4"):
+        run("pi", 4, resume=True)
+    with pytest.raises(PatchError, match="begun under yarn:factor=4, the model is patched with yarn:factor=8"):
+        run("yarn:factor=8", 4, resume=str(tmp_path / "run" / "checkpoint-2"))
+    resumed = run("yarn", 4, resume=True)
+    assert resumed == pytest.approx(whole, abs=1e-4) and len(resumed) == 4
+    begun = run("pi", 2)  # a new run in the same folder is not a resumed one
+    assert len(begun) == 2
 
 
 # --- failures while writing and reading ------------------------------------------------------------------------------
