@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from scored import CAPPED, bold_model, spy
 from tiny import ARCHITECTURES, ids
+from transformers import Trainer, TrainingArguments
 
+import rope_patch
+from rope_patch.checkpoints import read_record
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.scoring import Reader
 from rope_patch.training import loss as loss_module
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
 from rope_patch.training.data import pack
 from rope_patch.training.loss import IGNORED, fuse, token_loss, unfuse
+from rope_patch.training.trainer import LongTrainer
 
 # --- the loss
 
@@ -210,3 +214,84 @@ def test_rows_are_padded_on_the_right_and_padding_is_not_learnt():
 def test_rows_that_do_not_fit_are_refused(collator, size, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         collator([example(size)])
+
+
+# --- the trainer
+
+
+def rows_of(count, size=24):
+    return [{"ids": ids(size, batch=1, seed=i)[0].tolist(), "index": i, "starts": [0]} for i in range(count)]
+
+
+def arguments(folder, **changes):
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "logging_steps": 1}
+    options |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "learning_rate": 1e-3, "seed": 3}
+    return TrainingArguments(folder, **(options | changes))
+
+
+def losses_of(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_it_trains_as_stock_trainer_does(tmp_path):
+    rows = rows_of(16)
+    stock = Trainer(
+        bold_model(),
+        arguments(tmp_path, train_sampling_strategy="sequential", remove_unused_columns=False),
+        train_dataset=rows,
+        data_collator=lambda batch: {name: Collator()(batch)[name] for name in ("input_ids", "labels")},
+    )
+    stock.train()
+    ours = LongTrainer(bold_model(), arguments(tmp_path), rows, Collator())
+    ours.train()
+    assert losses_of(ours) == pytest.approx(losses_of(stock), abs=1e-5)
+    for (name, mine), theirs in zip(ours.model.named_parameters(), stock.model.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4), name
+
+
+def test_weights_count_over_the_whole_step(tmp_path):
+    """Two passes of unequal weight make one step: the mean is over the labels of both."""
+    rows = rows_of(4)
+    rows[0]["weights"], rows[3]["weights"] = [0.0] * 20 + [5.0] * 4, [0.0] * 23 + [1.0]
+    model = bold_model()
+    total = count = 0.0
+    for row in rows:
+        batch = Collator()([row])
+        with torch.no_grad():
+            logits = model(batch["input_ids"], use_cache=False).logits[:, :-1].float()
+        part = torch.nn.functional.cross_entropy(logits[0], batch["input_ids"][0, 1:], reduction="none")
+        total, count = (
+            total + float((part * batch["weights"][0, 1:]).sum()),
+            count + float(batch["weights"][0, 1:].sum()),
+        )
+    trainer = LongTrainer(model, arguments(tmp_path, max_steps=1), rows, Collator())
+    trainer.train()
+    assert losses_of(trainer) == pytest.approx([total / count], abs=1e-4)
+
+
+def test_a_patched_adapter_resumes_bit_close_with_its_positions(tmp_path):
+    """PoSE positions come from the example, so the second half of a resumed run is that of a whole one."""
+
+    def run(folder, steps, resume=False):
+        torch.manual_seed(0)
+        model = bold_model()
+        rope_patch.apply(model, "yarn", factor=4)
+        tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        options = arguments(folder, max_steps=steps, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
+        trainer = LongTrainer(tuned, options, rows_of(16), PoSECollator(target=96, seed=1))
+        trainer.train(resume_from_checkpoint=resume)
+        return losses_of(trainer)
+
+    whole = run(tmp_path / "whole", 4)
+    first = run(tmp_path / "cut", 2)
+    assert read_record(tmp_path / "cut" / "checkpoint-2") is not None
+    assert first == pytest.approx(whole[:2], abs=1e-6)
+    assert run(tmp_path / "cut", 4, resume=True) == pytest.approx(whole, abs=1e-4)
+
+
+def test_nothing_to_train_on_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"^there is nothing to train on: no rows$"):
+        LongTrainer(bold_model(), arguments(tmp_path), [], Collator())
+    rows = [{**row, "weights": [0.0] * 24} for row in rows_of(4)]
+    with pytest.raises(ValueError, match="a step has no label to learn"):
+        LongTrainer(bold_model(), arguments(tmp_path), rows, Collator()).train()
