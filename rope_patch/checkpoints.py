@@ -159,8 +159,12 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         """
         record = verify(model)
         if state.global_step:  # resumed
-            kept = (state.stateful_callbacks or {}).get(type(self).__name__, {}).get("attributes", {}).get("record")
+            entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # Trainer looks for it
+            entry = entry[-1] if isinstance(entry, list) else entry
+            kept = entry["attributes"]["record"]
             begun = PatchRecord.from_dict(kept) if kept else None
+            if begun is None:
+                warnings.warn("the checkpoint says nothing of a patch: was the run begun under this one?", stacklevel=2)
             if begun is not None and not same_tables(begun.tables, record.tables):
                 raise PatchError(
                     f"this run was begun under {begun.to_method()}, the model is patched with {record.to_method()}: "

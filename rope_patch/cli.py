@@ -380,7 +380,7 @@ def plan(
     """
     from rope_patch import planning
 
-    if gpu_memory <= 0:
+    if not 0 < gpu_memory < float("inf"):
         raise ValueError(f"gpu-memory must be > 0 GiB, got {gpu_memory}")
     options: dict[str, Any] = {"quantization": quantization, "optimizer": optimizer, "checkpointing": checkpointing}
     options |= {"loss": loss, "attention": attention, "dtype": dtype, "batch": batch, "long_lora": long_lora}

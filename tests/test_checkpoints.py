@@ -312,6 +312,13 @@ def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folde
         run("yarn:factor=8", 4, resume=str(tmp_path / "run" / "checkpoint-2"))
     resumed = run("yarn", 4, resume=True)
     assert resumed == pytest.approx(whole, abs=1e-4) and len(resumed) == 4
+    state = tmp_path / "run" / "checkpoint-2" / "trainer_state.json"
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    told = json.loads(state.read_text())
+    del told["stateful_callbacks"]["RopePatchCallback"]  # as of a run that was begun without it
+    state.write_text(json.dumps(told))
+    with pytest.warns(UserWarning, match="the checkpoint says nothing of a patch"):
+        assert run("yarn", 4, resume=True) == resumed
     begun = run("pi", 2)  # a new run in the same folder is not a resumed one
     assert len(begun) == 2
 

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import rope_patch
 from rope_patch.cli import app
 from rope_patch.evaluation.compare import Comparison, Row, compare, tokens_to_read
+from rope_patch.evaluation.journal import Journal
 from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
 from rope_patch.evaluation.prompts import Haystack
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
@@ -431,3 +432,15 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
     assert journal.read_bytes().count(b"\n") == 3 * (4 + 2 * 4), "nothing was measured twice"
     data = json.loads((out / "comparison.json").read_text())
     assert all(math.isfinite(row["perplexity"]["nll"]) for row in data["rows"])
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"ke', b'{"key": "b", "val', b"\0\0\0\0"])
+def test_a_line_cut_short_anywhere_is_dropped_and_the_next_one_is_whole(tmp_path, torn):
+    path = tmp_path / "kept.jsonl"
+    Journal(path)["a"] = 1
+    with path.open("ab") as file:
+        file.write(torn)
+    journal = Journal(path)
+    assert dict(journal) == {"a": 1}
+    journal["c"] = 3
+    assert dict(Journal(path)) == {"a": 1, "c": 3}

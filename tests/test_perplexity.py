@@ -621,3 +621,39 @@ def test_documents_are_refused_before_the_model_runs(tokens, arguments, error, m
     with spy_ids(model) as seen, pytest.raises(error, match=f"^{re.escape(message)}"):
         perplexity(model, tokens, **arguments)
     assert not seen
+
+
+def test_adapters_without_a_scaling_and_tables_changed_by_hand_are_told_apart():
+    from peft import IA3Config, get_peft_model
+
+    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    model = get_peft_model(bold_model(), config)
+    on = scoring.fingerprint(model)
+    with model.disable_adapter():
+        assert scoring.fingerprint(model) != on
+    assert scoring.fingerprint(model) == on
+    bare = bold_model(head_dim=128)
+    seen = {scoring.fingerprint(bare)}
+    bare.model.rotary_emb.inv_freq[1::2] *= 0.5
+    seen.add(scoring.fingerprint(bare))
+    bare.model.rotary_emb.attention_scaling = 1.7
+    seen.add(scoring.fingerprint(bare))
+    assert len(seen) == 3
+
+
+def test_the_attention_chosen_since_is_kept():
+    model, rows = bold_model(), ids(40)
+    reader = scoring.Reader(model)
+    for chosen in ("eager", "sdpa"):
+        model.set_attn_implementation(chosen)
+        scoring.losses(reader, rows, [1, 1], chunk=8)
+        assert model.config._attn_implementation == chosen
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        perplexity(model, rows, chunk=8)
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"

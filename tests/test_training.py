@@ -84,8 +84,13 @@ def test_an_adapter_trains_through_it_and_logits_are_still_there():
 
 def test_a_row_with_nothing_to_learn_is_no_nan():
     model, rows = bold_model(), ids(8)
-    total, count = token_loss(Reader(model), model.model(rows).last_hidden_state, torch.full_like(rows, IGNORED))
+    nothing = torch.full_like(rows, IGNORED)
+    total, count = token_loss(Reader(model), model.model(rows).last_hidden_state, nothing)
     assert total.item() == 0 and count.item() == 0
+    for items in (None, 7, torch.tensor(7)):
+        loss = fuse(model)(rows, labels=nothing, num_items_in_batch=items, return_dict=False)["loss"]
+        loss.backward()
+        assert loss.item() == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 # --- packing
@@ -130,8 +135,10 @@ def example(size, index=0, **more):
 
 @torch.no_grad()
 def run(model, batch):
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
-    return model(**inputs, use_cache=False).logits
+    inputs = {
+        name: batch[name] for name in ("input_ids", "position_ids", "attention_mask", "use_cache") if name in batch
+    }
+    return model(**({"use_cache": False} | inputs)).logits
 
 
 @torch.no_grad()
@@ -169,6 +176,7 @@ def test_packed_documents_do_not_see_each_other(attention):
     model = bold_model(attention=attention)
     batch = PackedCollator()([example(24, starts=[0, 5, 17])])
     assert batch["position_ids"][0].tolist() == [*range(5), *range(12), *range(7)] and "attention_mask" not in batch
+    assert batch["use_cache"] is False, "with a cache transformers would not look for segments"
     segment = torch.tensor([0] * 5 + [1] * 12 + [2] * 7)
     allowed = torch.ones(24, 24, dtype=torch.bool).tril() & (segment[:, None] == segment)
     assert torch.allclose(run(model, batch), explicit(model, batch, allowed), atol=1e-4)

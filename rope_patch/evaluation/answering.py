@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rope_patch.evaluation.prefill import RoomyLayer
 from rope_patch.evaluation.prompts import Prompt
 from rope_patch.evaluation.scoring import CacheFactory, Reader
 
@@ -21,6 +19,9 @@ TAIL = 16
 
 SHORT = 32
 """So few tokens more are not worth a pass of their own: they are read with the tail."""
+
+
+_SHARING = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer", "RoomyLayer"}
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ def fork(cache: Any) -> Any:
     there, so their copies share memory: be done with the copy before the first one is added to. Anything else is copied
     whole.
     """
-    if type(cache) is DynamicCache and all(
-        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer) for layer in cache.layers
-    ):
+    if type(cache) is DynamicCache:
         made = copy.copy(cache)
-        made.layers = [copy.copy(layer) for layer in cache.layers]
+        made.layers = [
+            copy.copy(layer) if type(layer).__name__ in _SHARING else copy.deepcopy(layer) for layer in cache.layers
+        ]
         return made
     return copy.deepcopy(cache)
 
@@ -103,9 +104,10 @@ def answer(
     trunk, parting = _trunk(ids)
     past = cache() if cache is not None else reader.new_cache(size)
     read, made = 0, {}
+    longest = max(row[0].answer for row in rows)
     # From the one that parts first to the trunk itself, which never does.
     for i in sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i])):
-        body = size - rows[i][0].answer - TAIL  # what is read before the tail
+        body = size - longest - TAIL  # what is read before the tail
         meet = max(0, min(parting[i], body))
         if meet > read:
             for _ in reader.read(ids[trunk, :, read:meet], past, chunk):

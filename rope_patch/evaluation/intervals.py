@@ -79,7 +79,7 @@ def independent_count(groups: Sequence[Sequence[float]]) -> float:
 
     Between the number of groups (all of a group alike) and the number of values (no more alike than others).
     *Source*: Kish (1965), Survey Sampling, section 5.4, with the intraclass correlation from a one-way analysis of
-    variance.
+    variance. An estimate, and a rough one below ten groups; values that are all equal count as unrelated.
 
     Args:
         groups: of equal size.

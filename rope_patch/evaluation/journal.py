@@ -45,7 +45,8 @@ class Journal(MutableMapping[str, Any]):
                     entry = json.loads(line)
                     self._values[entry["key"]] = entry["value"]
             except (ValueError, TypeError, KeyError):
-                if not line.startswith(START):  # one that was cut short is dropped
+                # One that was cut short is dropped: its beginning, or the zeros of a file system that lost power.
+                if not line.startswith(START) and not START.startswith(line) and line.strip(b"\0"):
                     raise ValueError(
                         f"{self.path}, line {number}, is not a line of kept work: remove the file, or give another"
                     ) from None

@@ -291,7 +291,7 @@ def _batched(windows: Iterator[_Window], size: int) -> Iterator[list[_Window]]:
 
 
 def _key(item: _Window, identity: dict[str, Any]) -> str:
-    ids = hashlib.sha256(item.ids.numpy().tobytes()).hexdigest()
+    ids = hashlib.sha256(item.ids.cpu().numpy().tobytes()).hexdigest()
     return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **identity)
 
 

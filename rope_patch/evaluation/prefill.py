@@ -57,6 +57,8 @@ def prefill_attention(
     batch, heads, size, width = query.shape
     before = key.shape[2] - size
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
+    special = special or not causal or bool(kwargs.get("dropout"))
     if attention_mask is not None or size == 1 or before == 0 or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     groups = key.shape[1]
@@ -102,11 +104,15 @@ def sdpa_configs(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def lean_attention(configs: Sequence[Any]) -> Iterator[None]:
-    """Attend with :func:`prefill_attention` in the parts of a model that these configs belong to."""
+    """Attend with :func:`prefill_attention` in the parts of a model that these configs belong to.
+
+    For as long as this lasts the model is not to be read from another thread.
+    """
+    before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = NAME
     try:
         yield
     finally:
-        for config in configs:
-            config._attn_implementation_internal = "sdpa"
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name

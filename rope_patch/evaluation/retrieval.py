@@ -195,7 +195,14 @@ def retrieval(
                     for i in range(low, min(low + size, samples))
                 ]
                 names = [
-                    key(what="retrieval", schema=SCHEMA, ids=[p.ids for p in prompts], chunk=chunk, model=identity)
+                    key(
+                        what="retrieval",
+                        schema=SCHEMA,
+                        prompts=[(p.ids, p.answer, p.parts, p.ends) for p in prompts],
+                        stops=sorted(stops),
+                        chunk=chunk,
+                        model=identity,
+                    )
                     for prompts in made
                 ]
                 todo = {name: prompts for name, prompts in zip(names, made, strict=True) if name not in kept}

@@ -49,7 +49,6 @@ class Reader:
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         self.vocabulary: int = getattr(self.head, "out_features", self.head.weight.shape[0])  # packed in 4 bits
-        self.configs = sdpa_configs(model)
         self.dynamic = _is_dynamic(model)
         self.device = device_of(model.get_input_embeddings())
 
@@ -97,9 +96,10 @@ class Reader:
                 "rope_patch.apply(model, 'default', freeze_at=LENGTH), or read whole texts one at a time"
             )
         size = chunk or max(ids.shape[1], 1)
+        configs = sdpa_configs(self.model) if past is not None else []
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
-            with lean_attention(self.configs if past is not None else ()):
+            with lean_attention(configs):
                 out = self.decoder(input_ids=part, past_key_values=past, use_cache=past is not None)
             yield start, out.last_hidden_state
 
@@ -224,13 +224,16 @@ def fingerprint(model: nn.Module) -> str:
     attention = getattr(text, "_attn_implementation", None)
     digest.update(json.dumps([config, attention], sort_keys=True, default=str).encode())
     for name, module in model.named_modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):  # a layer of PEFT
-            state = (module.active_adapters, module.scaling, module.disable_adapters, module.merged_adapters)
-            digest.update(f"{name}{state}".encode())
+        state = [(key, value) for key, value in vars(module).items() if key.endswith("attention_scaling")]
+        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):  # a layer of PEFT
+            asked = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+            state += [(key, getattr(module, key, None)) for key in asked]
+        digest.update(f"{name}{state}".encode() if state else b"")
     with torch.no_grad():
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             if not tensor.is_meta:
                 flat = tensor.detach().reshape(-1)
-                digest.update(str(flat[:: max(1, len(flat) // 32)][:33].to("cpu").tolist()).encode())
+                some = flat if len(flat) <= 1024 else flat[:: len(flat) // 32]
+                digest.update(str(some.to("cpu").tolist()).encode())
     return digest.hexdigest()

@@ -34,7 +34,7 @@ class Collator:
     pad: int = 0
     seed: int = 0
 
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         """Return ``input_ids``, ``labels``, ``weights``, ``position_ids`` and what masks need: (rows, tokens) each."""
         width = max(len(example["ids"]) for example in examples)
         ids = torch.full((len(examples), width), self.pad)
@@ -54,7 +54,7 @@ class Collator:
         """Return the positions of a row of ``size`` tokens: (size,)."""
         return torch.arange(size)
 
-    def masks(self, ids: Tensor, examples: Sequence[Example]) -> dict[str, Tensor]:
+    def masks(self, ids: Tensor, examples: Sequence[Example]) -> dict[str, Any]:
         """Return what keeps attention causal over the whole row, whatever the positions."""
         return {"attention_mask": torch.ones_like(ids)}
 
@@ -65,7 +65,10 @@ class Collator:
 
 @dataclass(frozen=True)
 class PackedCollator(Collator):
-    """Documents packed into a row that do not see each other: positions start again at each, and no mask is sent."""
+    """Documents packed into a row that do not see each other: positions start again at each, and no mask is sent.
+
+    Under flash attention transformers looks for segments in single rows only: train with one row per pass there.
+    """
 
     def positions(self, size: int, example: Example) -> Tensor:
         """Return positions that count from the start of each document."""
@@ -74,9 +77,9 @@ class PackedCollator(Collator):
             starts[start:] = start
         return torch.arange(size) - starts
 
-    def masks(self, ids: Tensor, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Return nothing: transformers reads the segments from the positions."""
-        return {}
+    def masks(self, ids: Tensor, examples: Sequence[Example]) -> dict[str, Any]:
+        """Return no mask: transformers reads the segments from the positions, but only where there is no cache."""
+        return {"use_cache": False}
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def token_loss(reader: Reader, hidden: Tensor, labels: Tensor, weights: Tensor |
         counts = weights[:, 1:].flatten().to(states.device, torch.float32)
     keep = wanted != IGNORED
     states, wanted, counts = states[keep], wanted[keep], counts[keep]
-    total = states.new_zeros((), dtype=torch.float32)
+    total = (hidden[:, :1] * 0).sum().float()  # with nothing to learn still a loss that has a gradient
     for low in range(0, len(wanted), SLICE):
         part = slice(low, low + SLICE)
         made: Any = checkpoint(_sum, reader, states[part], wanted[part], counts[part], use_reentrant=False)
@@ -78,12 +78,12 @@ def fuse(model: Any) -> Any:
         if labels is None:
             return stock(*args, **kwargs)
         kwargs.pop("logits_to_keep", None)
-        kwargs["use_cache"] = False
+        kwargs |= {"use_cache": False, "return_dict": True}
         reader = Reader(base)
         hidden = reader.decoder(*args, **kwargs).last_hidden_state
         total, count = token_loss(reader, hidden, labels, weights)
         divisor = count if items is None else torch.as_tensor(items, device=total.device)
-        return {"loss": total / divisor}
+        return {"loss": total / divisor.clamp(min=torch.finfo(torch.float32).tiny)}
 
     base.forward = forward
     base._rope_patch_fused = True
