@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, MutableMapping, Sequence
@@ -180,9 +181,13 @@ def retrieval(
     if resume is not None:
         kept = Journal(resume) if isinstance(resume, str | Path) else resume
     identity = fingerprint(model) if resume is not None else ""
-    for length in lengths:  # what does not fit is refused before any has run
-        for prompt in maker.prompts(task, length, depths, mode=mode, seed=seed):
-            _check(reader, prompt)
+
+    def prompts_of(length: int, sample: int) -> list[Prompt]:
+        return maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
+
+    first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
+    for prompt in itertools.chain(*first.values()):
+        _check(reader, prompt)
     stops = _stops(model, tokenizer)
     cells = []
     with in_eval_mode(model):
@@ -190,10 +195,7 @@ def retrieval(
             columns: list[list[Sample]] = []  # of each haystack, by depth
             size = max(1, batch_tokens // length)
             for low in range(0, samples, size):
-                made = [
-                    maker.prompts(task, length, depths, mode=mode, seed=seed, sample=i)
-                    for i in range(low, min(low + size, samples))
-                ]
+                made = [prompts_of(length, i) if i else first[length] for i in range(low, min(low + size, samples))]
                 names = [
                     key(
                         what="retrieval",
