@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch import demo, plots
-from rope_patch.registry import METHODS
+from rope_patch.methods import METHODS
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rope_patch.cli import app
-from rope_patch.registry import METHODS
+from rope_patch.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
