@@ -48,7 +48,7 @@ def perplexity_by_position(
 
 
 def wavelength_changes(tables: Mapping[str, Tensor], *, before: Tensor | None, context: int, title: str) -> Figure:
-    """Draw each table on its own over the one before: small multiples of :func:`wavelengths`.
+    """Draw the wavelengths of each table over those of the one before, a panel per table.
 
     Args:
         tables: name to inv_freq: (pairs,) [rad/token].

@@ -1,13 +1,11 @@
-"""Rows to train on: documents packed without losing a token, and prompts whose answers count."""
+"""Rows to train on: documents packed without losing a token."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.prompts import Prompt
 
 Boundaries = Literal["join", "apart", "whole"]
 BOUNDARIES = ("join", "apart", "whole")
@@ -50,24 +48,3 @@ def pack(documents: Iterable[TokenDocument], length: int, boundaries: Boundaries
                 ids, starts, index = [], [0] if rest else [], index + 1
     if ids:
         yield {"ids": ids, "index": index, "starts": starts}
-
-
-def prompt_row(prompt: Prompt, index: int, weight: float = 5.0, context_weight: float = 1.0) -> dict[str, Any]:
-    """Return a retrieval prompt as a row whose answer counts more than its text.
-
-    Args:
-        prompt: with its answer.
-        index: number of the row.
-        weight: of each answer token.
-        context_weight: of every other token; 0 trains the answer alone.
-    """
-    context = len(prompt.ids) - prompt.answer
-    weights = [context_weight] * context + [weight] * prompt.answer
-    return {"ids": list(prompt.ids), "index": index, "starts": [0], "weights": weights}
-
-
-def mix(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Return both in one random order that the seed fixes, numbered anew."""
-    made = [*rows, *others]
-    random.Random(f"{seed}/mix").shuffle(made)
-    return [{**row, "index": i} for i, row in enumerate(made)]
