@@ -133,8 +133,10 @@ def save(model: nn.Module, out: str | Path, *, tokenizer: Any = None, **save_opt
 
 
 def write_record(record: PatchRecord, folder: str | Path) -> None:
-    """Write ``rope_patch.json`` into a folder, atomically."""
-    write_atomically(Path(folder) / RECORD_FILE, json.dumps(record.to_dict(), indent=1) + "\n")
+    """Write ``rope_patch.json`` into a folder, atomically; one that says the same already is left alone."""
+    path, text = Path(folder) / RECORD_FILE, json.dumps(record.to_dict(), indent=1) + "\n"
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_atomically(path, text)
 
 
 class RopePatchCallback(TrainerCallback, ExportableState):

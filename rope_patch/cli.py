@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.training.command import finetune
+
 app = typer.Typer(
     help="Adapt Hugging Face checkpoints to longer contexts by changing their rotary position embeddings.",
     no_args_is_help=True,
@@ -195,14 +197,6 @@ def copy(
     print(f"copied to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def _length(text: str) -> int:
-    """A number of tokens; 4k is 4096."""
-    digits, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    if not digits.isascii() or not digits.isdigit():
-        raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")
-    return int(digits) * thousands
-
-
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -267,11 +261,12 @@ def compare(
     from rope_patch.evaluation.prompts import find_task
     from rope_patch.evaluation.retrieval import check_asked
     from rope_patch.methods import as_method
+    from rope_patch.registry import parse_length
 
     if report:
         from rope_patch import report as page
     wanted = [as_method(name) for name in _items(methods)]
-    sizes, places = [_length(item) for item in _items(lengths)], [_number(item) for item in _items(depths)]
+    sizes, places = [parse_length(item) for item in _items(lengths)], [_number(item) for item in _items(depths)]
     types = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in types:
         raise ValueError(f"dtype must be one of {', '.join(types)}, got {dtype!r}")
@@ -379,6 +374,7 @@ def plan(
     Example: **rope-patch plan Llama-3.1-8B --length 128k --gpu-memory 141**
     """
     from rope_patch import planning
+    from rope_patch.registry import parse_length
 
     if not 0 < gpu_memory < float("inf"):
         raise ValueError(f"gpu-memory must be > 0 GiB, got {gpu_memory}")
@@ -386,7 +382,7 @@ def plan(
     options |= {"loss": loss, "attention": attention, "dtype": dtype, "batch": batch, "long_lora": long_lora}
     options |= {"lora_rank": None if full else lora_rank, "target_modules": tuple(_items(target_modules))}
     options |= {"gpus": gpus, "context_parallel": context_parallel, "tflops": tflops, "mfu": mfu}
-    planned = planning.plan(model, length=_length(length), **options)
+    planned = planning.plan(model, length=parse_length(length), **options)
     if as_json:
         print(planned.to_json(gpu_memory=gpu_memory))
     else:
@@ -428,6 +424,9 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
         f"time: {done.seconds:.3g} s per step, {done.tokens_per_second:.0f} tokens/s, if {o.mfu:.0%} of {o.tflops:g} "
         f"TFLOP/s per GPU are reached ({done.model_flops_share:.0%} without recomputation, the MFU of papers)"
     )
+
+
+app.command()(finetune)
 
 
 def _command() -> str:
@@ -521,7 +520,12 @@ def _print_json(data: Any) -> None:
 
 
 def main() -> None:
-    """Run the command; errors of the user's making are one line on stderr."""
+    """Run the ``rope-patch`` command."""
+    run(app)
+
+
+def run(app: typer.Typer) -> None:
+    """Run a command; errors of the user's making are one line on stderr."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports missing kernels that no command uses
     try:
         app()

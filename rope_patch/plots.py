@@ -120,6 +120,40 @@ def retrieval_heatmap(
     return figure
 
 
+def shares_beside_perplexity(
+    groups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], Sequence[float]]]], *, title: str, share: str
+) -> Figure:
+    """Draw a share with its interval beside perplexity, a line per arm, a row of panels per group.
+
+    Args:
+        groups: group to arm to (share, its interval, perplexity of each seed).
+        title: of the figure.
+        share: what the share is of.
+    """
+    sizes = [len(arms) for arms in groups.values()]
+    figure = Figure(figsize=(9, 0.9 + 0.36 * sum(sizes)), layout="constrained")
+    grid = figure.subplots(len(groups), 2, squeeze=False, sharex="col", height_ratios=sizes)
+    for (name, arms), (left, right) in zip(groups.items(), grid, strict=True):
+        for i, (value, (low, high), perplexities) in enumerate(arms.values()):
+            left.plot([low, high], [i, i], color=_COLORS[0], linewidth=2, solid_capstyle="butt")
+            left.plot(value, i, marker="o", color=_COLORS[0])
+            right.plot(perplexities, [i] * len(perplexities), marker="o", linestyle="", color=_COLORS[1], alpha=0.6)
+        left.set_yticks(range(len(arms)), [_wrapped(arm, 24) for arm in arms])
+        right.set_yticks(range(len(arms)), [""] * len(arms))
+        left.set_title(name, loc="left", fontsize=10)
+        for axes in (left, right):
+            axes.set_ylim(len(arms) - 0.5, -0.5)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(True, axis="both", color="0.92")
+            axes.set_axisbelow(True)
+    grid[-1][0].set(xlabel=share, xlim=(-0.03, 1.03))
+    grid[-1][1].set(xlabel="perplexity (log scale), a point per seed", xscale="log")
+    grid[-1][1].xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+    grid[-1][1].xaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG document that needs no fonts; figures made alike give the same text."""
     out = io.StringIO()

@@ -194,6 +194,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def parse_length(text: str) -> int:
+    """Return a number of tokens; 4k is 4096.
+
+    >>> parse_length("32k"), parse_length("1000")
+    (32768, 1000)
+    """
+    digits, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    if not digits.isascii() or not digits.isdigit():
+        raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")
+    return int(digits) * thousands
+
+
 def _field_types(cls: type[Method]) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 

@@ -493,3 +493,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "gpu-memory must be > 0" in fail(
         monkeypatch, capsys, "plan", "Llama-3.1-8B", "--length", "4k", "--gpu-memory", "0"
     )
+
+
+def test_advice_never_tries_what_excludes_itself():
+    """Found by hand: dropping "no --full" again while NF4 stays would train packed weights."""
+    steps = plan("Llama-3.1-8B", length=131072, batch=2, lora_rank=None, loss="naive").advice(1)
+    assert "no --full" in [step.option for step in steps] and not steps[-1].fits

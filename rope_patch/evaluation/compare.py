@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -19,7 +18,7 @@ import transformers
 from torch import nn
 
 from rope_patch import __version__
-from rope_patch.evaluation.documents import Source, TokenDocument, documents, encode, prefix_ids
+from rope_patch.evaluation.documents import Source, spread_windows
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
 from rope_patch.evaluation.journal import Journal
 from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
@@ -309,7 +308,7 @@ def compare(
     if bucket < 1 or (windows is not None and windows < 1) or batch_tokens < 1:
         raise ValueError(f"windows, bucket and batch_tokens must be >= 1, got {windows}, {bucket} and {batch_tokens}")
     source = builtin_text("heldout") if text is None else text
-    texts, digest = _windows(tokenizer, source, lengths[-1], windows)
+    texts, digest = spread_windows(tokenizer, source, lengths[-1], windows)
     maker = PromptMaker(tokenizer, haystack)
     for length in lengths:
         maker.prompts(task, length, depths, mode=mode, seed=seed)
@@ -395,32 +394,6 @@ def _named(method: str) -> Iterator[None]:
 def tokens_to_read(methods: int, lengths: Sequence[int], windows: int, depths: int, samples: int) -> int:
     """Return the tokens that :func:`compare` reports through ``progress``, for a task of one prompt per depth."""
     return methods * (windows * max(lengths) + depths * samples * sum(lengths))
-
-
-def _windows(tokenizer: Any, source: Source, longest: int, windows: int | None) -> tuple[list[TokenDocument], str]:
-    """Windows spread over a text, each with the special tokens in front, and the digest of the text."""
-    whole = source.text if isinstance(source, Corpus) else "\n\n".join(d.text for d in documents(source))
-    (stream,) = encode(tokenizer, whole, bos=False)
-    prefix = prefix_ids(tokenizer)
-    size, total = longest - len(prefix), len(stream.ids)
-    if windows is None:
-        windows = max(1, min(16, total // size))
-    if windows * size > total:
-        raise ValueError(
-            f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: "
-            "ask for fewer windows, or give a longer text"
-        )
-    made = []
-    for i in range(windows):
-        start = round(i * (total - size) / max(1, windows - 1))
-        ids = torch.cat([torch.tensor(prefix, dtype=torch.long), stream.ids[start : start + size]])
-        ends = None
-        if stream.ends is not None:
-            before = stream.ends[start - 1] if start else torch.tensor(0)
-            ends = torch.cat([before.repeat(len(prefix)), stream.ends[start : start + size]])
-        made.append(TokenDocument(f"window {i}", ids, ends, prefix))
-    digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
-    return made, digest
 
 
 def _precision(model: Any, dtype: str) -> str:

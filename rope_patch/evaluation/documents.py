@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -163,6 +164,44 @@ def encode(
         yield made
         if left == 0:
             return
+
+
+def spread_windows(
+    tokenizer: Any, source: Source, longest: int, windows: int | None = None
+) -> tuple[list[TokenDocument], str]:
+    """Return windows spread evenly over a text, each with the special tokens in front, and the digest of the text.
+
+    Args:
+        tokenizer: of the model.
+        source: as in :func:`documents`.
+        longest: length of a window [tokens].
+        windows: how many; by default 16, or as many as the text has room for.
+
+    Raises:
+        ValueError: too little text.
+    """
+    whole = source.text if isinstance(source, Corpus) else "\n\n".join(d.text for d in documents(source))
+    (stream,) = encode(tokenizer, whole, bos=False)
+    prefix = prefix_ids(tokenizer)
+    size, total = longest - len(prefix), len(stream.ids)
+    if windows is None:
+        windows = max(1, min(16, total // size))
+    if windows * size > total:
+        raise ValueError(
+            f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: "
+            "ask for fewer windows, or give a longer text"
+        )
+    made = []
+    for i in range(windows):
+        start = round(i * (total - size) / max(1, windows - 1))
+        ids = torch.cat([torch.tensor(prefix, dtype=torch.long), stream.ids[start : start + size]])
+        ends = None
+        if stream.ends is not None:
+            before = stream.ends[start - 1] if start else torch.tensor(0)
+            ends = torch.cat([before.repeat(len(prefix)), stream.ends[start : start + size]])
+        made.append(TokenDocument(f"window {i}", ids, ends, prefix))
+    digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
+    return made, digest
 
 
 def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> TokenDocument:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,15 +31,17 @@ class Reader:
 
     Calling the parts skips what ``model(...)`` does after the decoder; the final scale and soft-cap are therefore
     applied here, as the families define them (Cohere multiplies its logits, Granite divides them, Gemma caps them).
+    The parts of a model sharded by FSDP2 are called through its root, so every process must read the same tokens.
 
     Args:
-        model: a causal language model of transformers, bare, quantized or under a LoRA adapter.
+        model: a causal language model of transformers, bare, quantized, sharded or under a LoRA adapter.
+        inside: the parts are called from the model's own ``forward``: what FSDP2 shards is gathered already.
 
     Raises:
         ValueError: no decoder and output head, or an adapter that puts tokens of its own before the prompt.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, inside: bool = False) -> None:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
         self.model = model
@@ -48,9 +51,13 @@ class Reader:
         config = model.config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        self.vocabulary: int = getattr(self.head, "out_features", self.head.weight.shape[0])  # packed in 4 bits
+        weight: Any = getattr(self.head, "weight", None)
+        packed = weight is None or hasattr(weight, "quant_state")
+        # PEFT states the features of a tied head's copy the wrong way round; the weight of one in 4 bits has no shape.
+        self.vocabulary: int = self.head.out_features if packed else weight.shape[0]
         self.dynamic = _is_dynamic(model)
         self.device = device_of(model.get_input_embeddings())
+        self.call = _call if inside else _through_root(model, self.decoder)
 
     def check(self, ids: Tensor) -> Tensor:
         """Return token ids as int64.
@@ -100,14 +107,14 @@ class Reader:
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
             with lean_attention(configs):
-                out = self.decoder(input_ids=part, past_key_values=past, use_cache=past is not None)
+                out = self.call(self.decoder, input_ids=part, past_key_values=past, use_cache=past is not None)
             yield start, out.last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does."""
         weight = self.head.weight
         dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
-        logits: Tensor = self.head(hidden.to(device_of(self.head), dtype)).float()
+        logits: Tensor = self.call(self.head, hidden.to(device_of(self.head), dtype)).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
@@ -181,14 +188,20 @@ def losses(
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Measure without dropout, and with the caches that training with checkpointing switches off."""
+    """Measure without dropout, and with the caches that training with checkpointing switches off.
+
+    Weights that FSDP2 has gathered meanwhile are given back: until then ``model.zero_grad()`` would miss the real ones.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         for module, mode in modes.items():
             module.training = mode
+            if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                module.reshard()
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -199,6 +212,25 @@ def device_of(module: nn.Module) -> torch.device:
             return torch.device(found.execution_device)
     device: torch.device = module.weight.device  # type: ignore[assignment]
     return device
+
+
+def _call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return part(*args, **kwargs)
+
+
+def _through_root(model: nn.Module, decoder: nn.Module) -> Callable[..., Any]:
+    """Return what calls the parts of a model; where FSDP2 shards it, as a forward pass of the root.
+
+    The root gathers and casts what belongs to no sharded layer, and the first pass of all must be the root's.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import, and without it nothing is sharded
+    root: Any = next((m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)), None)
+    if root is None or root is decoder or not any(module is decoder for module in root.modules()):
+        return _call
+    root._rope_patch_call = _call
+    fsdp.register_fsdp_forward_method(root, "_rope_patch_call")
+    call: Callable[..., Any] = root.__dict__.pop("_rope_patch_call")
+    return call
 
 
 def _is_dynamic(model: nn.Module) -> bool:
@@ -233,7 +265,8 @@ def fingerprint(model: nn.Module) -> str:
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             if not tensor.is_meta:
-                flat = tensor.detach().reshape(-1)
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a sharded model
+                flat = whole.detach().reshape(-1)
                 some = flat if len(flat) <= 1024 else flat[:: len(flat) // 32]
                 digest.update(str(some.to("cpu").tolist()).encode())
     return digest.hexdigest()

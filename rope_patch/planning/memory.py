@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rope_patch.evaluation.scoring import SLICE
 from rope_patch.planning.options import Options
 from rope_patch.planning.shapes import Layer, Shape
 
 OVERHEAD = 2 * 2**30
 """CUDA context, library workspaces and what the allocator cannot use [bytes]; an allowance, not derived."""
-
-LOSS_SLICE = 1024
-"""Tokens whose logits exist at one time in the fused loss."""
 
 
 @dataclass(frozen=True)
@@ -215,9 +213,9 @@ def _loss(shape: Shape, o: Options) -> int:
     e, sliced = o.element, o.loss == "fused"
     states = o.tokens * shape.hidden * (4 + 3 * e)  # the last norm's float32 input, its input and output, a gradient
     cap = shape.capped_logits * (4 if sliced else e)  # slices are capped in float32
-    tokens = min(LOSS_SLICE, o.tokens) if sliced else o.tokens
+    tokens = min(SLICE, o.tokens) if sliced else o.tokens
     return int(tokens * shape.vocab * (12 + cap) + states + sliced * 2 * o.tokens * shape.hidden * e)
 
 
 def _loss_words(o: Options) -> str:
-    return f"slices of {LOSS_SLICE} tokens" if o.loss == "fused" else "whole logits, three times in float32"
+    return f"slices of {SLICE} tokens" if o.loss == "fused" else "whole logits, three times in float32"

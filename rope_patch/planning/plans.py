@@ -94,20 +94,25 @@ class Plan:
         """
         chosen: list[_Candidate] = []
         for candidate in _candidates(self):
-            now = self._with(chosen)
-            if now.fits(gpu_memory):
+            now, then = self._with(chosen), self._with([*chosen, candidate])
+            if now is None or now.fits(gpu_memory):
                 break
-            if now.but(**candidate[2]).total < _WORTH * now.total:
+            if then is not None and then.total < _WORTH * now.total:
                 chosen.append(candidate)
         for candidate in chosen[-2::-1]:
             fewer = [other for other in chosen if other is not candidate]
-            if self._with(fewer).fits(gpu_memory):
+            less = self._with(fewer)
+            if less is not None and less.fits(gpu_memory):
                 chosen = fewer
         plans = [self._with(chosen[: i + 1]) for i in range(len(chosen))]
-        return [Step(*c, p.total, p.fits(gpu_memory)) for c, p in zip(chosen, plans, strict=True)]
+        return [Step(*c, p.total, p.fits(gpu_memory)) for c, p in zip(chosen, plans, strict=True) if p is not None]
 
-    def _with(self, steps: list[_Candidate]) -> Plan:
-        return self.but(**{name: value for _, _, changes in steps for name, value in changes.items()})
+    def _with(self, steps: list[_Candidate]) -> Plan | None:
+        """The plan after these steps; None where they exclude each other, as NF4 and training every weight do."""
+        try:
+            return self.but(**{name: value for _, _, changes in steps for name, value in changes.items()})
+        except ValueError:
+            return None
 
     def to_json(self, *, gpu_memory: float | None = None) -> str:
         """Return the plan as JSON: bytes per GPU, seconds, FLOPs; with ``gpu_memory`` [GiB] also what fits."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from rope_patch.training.loss import IGNORED
 
 Example = Mapping[str, Any]
-"""``ids``: tokens; ``index``: its number in the data, from which all randomness comes; optional ``weights`` (how much
-each label counts, 0 for none) and ``starts`` (where documents begin)."""
+"""``ids``: tokens; ``index``: its number in the data, from which all randomness comes; ``weights``: how much each label
+counts, 0 for none, or None where all count 1; ``starts``: where documents begin. The last two may be missing."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,15 @@ class Collator:
     pad: int = 0
     seed: int = 0
 
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """Return ``input_ids``, ``labels``, ``weights``, ``position_ids`` and what masks need: (rows, tokens) each."""
+    def __call__(self, examples: Sequence[Example | list[Any]]) -> dict[str, Any]:
+        """Return ``input_ids``, ``labels``, ``weights``, ``position_ids`` and what masks need: (rows, tokens) each.
+
+        Args:
+            examples: rows, or lists of rows.
+        """
+        return self._collate([row for item in examples for row in (item if isinstance(item, list) else [item])])
+
+    def _collate(self, examples: Sequence[Any]) -> dict[str, Any]:
         width = max(len(example["ids"]) for example in examples)
         ids = torch.full((len(examples), width), self.pad)
         labels, weights = torch.full_like(ids, IGNORED), torch.zeros(ids.shape)
@@ -43,7 +50,8 @@ class Collator:
         for i, example in enumerate(examples):
             size = len(example["ids"])
             ids[i, :size] = labels[i, :size] = torch.as_tensor(example["ids"])
-            weights[i, :size] = torch.as_tensor(example.get("weights", 1.0), dtype=torch.float32)
+            counts = example.get("weights")
+            weights[i, :size] = torch.as_tensor(1.0 if counts is None else counts, dtype=torch.float32)
             row = self.positions(size, example)
             positions[i] = torch.cat([row, torch.arange(width - size) + (int(row[-1]) + 1 if size else 0)])
         labels[weights == 0] = IGNORED

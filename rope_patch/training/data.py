@@ -1,14 +1,36 @@
-"""Rows to train on: documents packed without losing a token."""
+"""Rows to train on: documents packed without losing a token, and retrieval prompts among them."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
 from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.prompts import Prompt, PromptMaker, find_task
 
 Boundaries = Literal["join", "apart", "whole"]
 BOUNDARIES = ("join", "apart", "whole")
+
+NEEDLES = 4
+"""Of a training prompt that asks for all its needles at once, as many as RULER's (arXiv:2404.06654) have."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedDocument(TokenDocument):
+    """A document some of whose tokens count more, or not at all.
+
+    Attributes:
+        weights: (tokens,) of each label; None where all count 1.
+    """
+
+    weights: Tensor | None = None
 
 
 def pack(documents: Iterable[TokenDocument], length: int, boundaries: Boundaries = "join") -> Iterator[dict[str, Any]]:
@@ -23,7 +45,8 @@ def pack(documents: Iterable[TokenDocument], length: int, boundaries: Boundaries
             of one.
 
     Yields:
-        ``ids``, ``index`` (number of the row), and ``starts`` of the documents within the row.
+        ``ids``, ``index`` (number of the row), ``starts`` of the documents within the row, and ``weights`` of its
+        labels (None where all count 1).
 
     Raises:
         ValueError: a length below 2, or unknown boundaries.
@@ -32,19 +55,111 @@ def pack(documents: Iterable[TokenDocument], length: int, boundaries: Boundaries
         raise ValueError(f"a row needs at least 2 tokens to learn one, got length={length}")
     if boundaries not in BOUNDARIES:
         raise ValueError(f"boundaries must be one of {', '.join(BOUNDARIES)}, got {boundaries!r}")
+    index = itertools.count()
     ids: list[int] = []
+    weights: list[float] = []
     starts: list[int] = []
-    index = 0
+    weighted = False
+
+    def row() -> dict[str, Any]:
+        return {"ids": ids, "index": next(index), "starts": starts, "weights": weights if weighted else None}
+
     for document in documents:
-        rest = document.ids.tolist()
-        if rest:
-            starts.append(len(ids))
-        while rest:
-            room = length - len(ids)
-            ids, rest = ids + rest[:room], rest[room:]
-            if len(ids) == length or (boundaries == "whole" and not rest):
-                yield {"ids": ids, "index": index, "starts": starts}
-                # What is left of a document goes on in the next row, where it is a start of its own.
-                ids, starts, index = [], [0] if rest else [], index + 1
+        own = getattr(document, "weights", None)
+        size, done = len(document.ids), 0
+        while done < size:
+            starts.append(len(ids))  # what is left of a document goes on in the next row as a start of its own
+            stop = min(size, done + length - len(ids))
+            ids += document.ids[done:stop].tolist()
+            weights += [1.0] * (stop - done) if own is None else own[done:stop].tolist()
+            weighted, done = weighted or own is not None, stop
+            if len(ids) == length or (boundaries == "whole" and done == size):
+                yield row()
+                ids, weights, starts, weighted = [], [], [], False
     if ids:
-        yield {"ids": ids, "index": index, "starts": starts}
+        yield row()
+
+
+def prompt_row(prompt: Prompt, index: int, answer_weight: float) -> dict[str, Any]:
+    """Return a retrieval prompt with its answer as a row, the tokens of the answer counting so much each."""
+    size = len(prompt.ids)
+    weights = [1.0] * (size - prompt.answer) + [answer_weight] * prompt.answer
+    return {"ids": list(prompt.ids), "index": index, "starts": [0], "weights": weights}
+
+
+def mix(
+    rows: Iterable[dict[str, Any]],
+    maker: PromptMaker,
+    share: float,
+    length: int,
+    *,
+    task: str = "passkey",
+    answer_weight: float = 5.0,
+    seed: int = 0,
+    first: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Put retrieval prompts between rows; which and where follows from the seed and the number of the row.
+
+    Args:
+        rows: of :func:`pack`; they are numbered anew.
+        maker: of prompts; give it a text that is not evaluated on.
+        share: of all rows, in [0, 1].
+        length: of a prompt [tokens].
+        task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
+        answer_weight: how much a token of an answer counts.
+        seed: of all of it; evaluation draws its keys from seeds of its own.
+        first: number of the first row.
+
+    Raises:
+        ValueError: an unknown task, or a length with no room for it.
+    """
+    source, needles = iter(rows), NEEDLES if find_task(task).joined else 1
+    for index in itertools.count(first):
+        rng = random.Random(f"train/{seed}/{index}")
+        if share and rng.random() < share:
+            depths = [rng.random() for _ in range(needles)]
+            (prompt,) = maker.prompts(task, length, depths, seed=rng.getrandbits(32), sample=index)
+            yield prompt_row(prompt, index, answer_weight)
+            continue
+        row = next(source, None)
+        if row is None:
+            return
+        yield {**row, "index": index}
+
+
+def conversation(tokenizer: Any, messages: list[dict[str, Any]], learn: Literal["all", "assistant"]) -> TokenDocument:
+    """Return a conversation in the model's chat template.
+
+    Args:
+        tokenizer: of the model; it has a chat template.
+        messages: of ``role`` and ``content``, as transformers' ``apply_chat_template`` takes them.
+        learn: which labels count: all, or those of the assistant's turns, each with the tokens that end it. One that
+            opens the conversation does not count: nothing tells where in its rendering it begins.
+
+    Raises:
+        ValueError: no chat template, one that refuses these messages, or one whose rendering of a turn depends on
+            those after it.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("this tokenizer has no chat template: set tokenizer.chat_template, or give plain text")
+
+    def render(count: int, ask: bool = False) -> list[int]:
+        try:
+            return list(tokenizer.apply_chat_template(messages[:count], add_generation_prompt=ask, return_dict=False))
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses a conversation: {error}") from error
+
+    ids = render(len(messages))
+    if learn == "all":
+        return TokenDocument("conversation", torch.tensor(ids))
+    weights = torch.zeros(len(ids))
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and i:
+            before, after = render(i, ask=True), render(i + 1)
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                raise ValueError(
+                    "this chat template renders earlier turns differently once later ones are there, or in tokens that "
+                    "run on from one turn to the next, so the assistant's cannot be told: set data.learn=all"
+                )
+            weights[len(before) : len(after)] = 1
+    return WeightedDocument("conversation", torch.tensor(ids), weights=weights)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from rope_patch.checkpoints import RopePatchCallback
 from rope_patch.sites import find_rotary
+from rope_patch.training.advice import GIB, oom_advice
 from rope_patch.training.collators import Collator
-from rope_patch.training.loss import IGNORED, fuse
+from rope_patch.training.loss import fuse
+from rope_patch.training.resuming import WholeCheckpoints
+from rope_patch.training.sharding import ShardedCollator, check_windows, weight_of
 
 
-class LongTrainer(Trainer):
+class LongTrainer(WholeCheckpoints):
     """Train on rows of :func:`~rope_patch.training.data.pack`, under one of :mod:`~rope_patch.training.collators`.
 
     The loss is the mean over all labels of a step, accumulated passes and devices together, each counting its weight.
     Rows come in the order given, so that lengths can be scheduled and a resumed run sees what it would have seen. On a
-    patched model every checkpoint carries the patch's record.
+    patched model every checkpoint carries the patch's record. A checkpoint appears when it is whole, and not before.
 
     Args:
         model: a causal language model, bare or under PEFT; its ``forward`` is fused in place.
         args: of transformers. ``remove_unused_columns`` and ``train_sampling_strategy`` are set here.
-        rows: to train on.
+        rows: to train on, a sequence; an item is a row or a list of rows.
         collator: gives rows their positions and masks.
+        judge: called with model and step where transformers would evaluate; returns numbers by name, which are logged
+            with ``eval_`` in front and choose the best checkpoint.
         callbacks: further ones.
         **kwargs: as Trainer takes them.
 
@@ -33,13 +38,16 @@ class LongTrainer(Trainer):
         ValueError: no rows, or a row with no label.
     """
 
+    _running: torch.Size | None = None  # (rows, tokens) of the pass under way
+
     def __init__(
         self,
         model: Any,
         args: TrainingArguments,
-        rows: Sequence[dict[str, Any]],
+        rows: Any,
         collator: Collator,
         *,
+        judge: Callable[[Any, int], dict[str, float]] | None = None,
         callbacks: Sequence[Any] = (),
         **kwargs: Any,
     ) -> None:
@@ -49,18 +57,81 @@ class LongTrainer(Trainer):
         args.train_sampling_strategy = "sequential"
         args.label_names = ["labels"]
         guards = [RopePatchCallback()] if find_rotary(model).record is not None else []
+        self.judge = judge
+        if judge is not None:
+            kwargs["eval_dataset"] = rows  # transformers insists on one; the judge has texts and prompts of its own
         super().__init__(
             fuse(model), args, train_dataset=rows, data_collator=collator, callbacks=[*guards, *callbacks], **kwargs
         )
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"one process would use {self.args.n_gpu} GPUs: start one for each with accelerate launch or torchrun, "
+                "or show it one with CUDA_VISIBLE_DEVICES=0"
+            )
+        cp_size, sp_size = self.get_cp_size(), self.get_sp_size()
+        if cp_size > 1 or sp_size > 1:
+            check_windows(model.config, sp_size)
+            self.data_collator = ShardedCollator(collator, cp_size, sp_size)
+            self.data_collator([rows[0]])  # what cannot be shared out is refused before any training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, as :meth:`WholeCheckpoints.train` does.
+
+        Raises:
+            torch.OutOfMemoryError: with what a plan of the step says, and what to change.
+        """
+        self._running = None
+        try:
+            return super().train(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if self._running is None:  # while it evaluates, which no plan of a step explains
+                raise
+            batch, shared = self._running, self.get_sp_size()  # under Ulysses each device is given its own tokens
+            cuda = self.args.device.type == "cuda"
+            room = torch.cuda.get_device_properties(self.args.device).total_memory / GIB if cuda else None
+            advice = oom_advice(self.model, self.args, batch[1] * shared, room, batch=batch[0])
+            raise torch.OutOfMemoryError(f"{error}\n{advice}") from error
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """One pass; its shape is noted, for when it does not fit."""
+        self._running = inputs["input_ids"].shape
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Return what the judge measures, logged; without one as transformers does it."""
+        self._running = None
+        if self.judge is None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        metrics = {
+            f"{metric_key_prefix}_{name}": value
+            for name, value in self.judge(self.model, self.state.global_step).items()
+        }
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """What the summed loss of a step is divided by: the weights of its labels."""
-        counts = [batch["weights"][:, 1:][batch["labels"][:, 1:] != IGNORED].sum() for batch in batch_samples]
-        if not counts:
-            return None
-        total = torch.stack(counts).sum().to(device)
-        if total == 0:
-            raise ValueError("a step has no label to learn: longer rows or more of them are needed")
+        """What the summed loss of a step is divided by: the weights of its labels, over all devices."""
+        if self.get_sp_size() > 1 or not batch_samples:
+            return None  # under Ulysses transformers takes a mean of its own
+        total = torch.stack([weight_of(batch) for batch in batch_samples]).sum().to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            total = self.accelerator.gather(total).sum()
-        return total
+            total = self.accelerator.gather(total).sum() / self.get_tp_size()
+        # After the gathering, so that a device whose own rows have no label does not leave the others waiting. A number
+        # and no tensor, which FSDP2 would round to the precision it computes in.
+        number = float(total) / self.get_cp_size()  # devices that share a row have all counted it
+        if number == 0:
+            raise ValueError("a step has no label to learn: longer rows or more of them are needed")
+        return number
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Cut the weights where transformers cuts the labels."""
+        context: Any
+        context, inputs = super()._prepare_context_parallel_inputs(model, inputs)
+        if "shift_weights" in inputs:
+            context.keywords["buffers"].append(inputs["shift_weights"])
+            context.keywords["buffer_seq_dims"].append(1)
+            context.keywords["no_restore_buffers"].add(inputs["shift_weights"])
+        return context, inputs

@@ -1,0 +1,178 @@
+"""What to change when a step does not fit into the GPU's memory, with the totals a plan predicts."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from rope_patch.planning import Plan, Shape, plan
+
+GIB = 2**30
+
+PLAIN = (
+    "No plan covers this step ({reason}). What takes less memory, in this order: gradient_checkpointing=True; "
+    'per_device_train_batch_size=1 with more gradient_accumulation_steps; attn_implementation="flash_attention_2"; '
+    'optim="adamw_8bit"; a frozen model in 4 bits under LoRA; shorter rows; FSDP over more GPUs'
+)
+
+
+def oom_advice(
+    model: Any, args: TrainingArguments, length: int, gpu_memory: float | None, *, batch: int | None = None
+) -> str:
+    """Return what a step was predicted to take, by part, and what to change, with the total each change leads to.
+
+    Args:
+        model: the one that ran out of memory, bare or under PEFT.
+        args: what it was trained with.
+        length: of the longest row [tokens].
+        gpu_memory: of one GPU [GiB]; None where it is not known, then the parts are all that is said.
+        batch: rows of one pass; by default as ``args`` say.
+
+    Returns:
+        A few lines; plain words where no plan covers the model.
+    """
+    try:
+        planned = _plan(model, args, length, batch or args.per_device_train_batch_size)
+        return "\n".join(_lines(planned, gpu_memory))
+    except Exception as error:  # whatever it is, it must not hide the first one
+        return PLAIN.format(reason=error)
+
+
+def _lines(planned: Plan, gpu_memory: float | None) -> Iterator[str]:
+    o = planned.options
+    said = f"{o.batch} x {o.length} tokens on each GPU were predicted to take {planned.total / GIB:.1f} GiB"
+    yield f"{said}: {_parts(planned)}"
+    if gpu_memory is None:
+        return
+    if planned.fits(gpu_memory):
+        yield (
+            f"That fits into {gpu_memory:.1f} GiB. Look for other processes on the GPU (nvidia-smi), and set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragments"
+        )
+        return
+    yield f"The GPU has {gpu_memory:.1f} GiB. Change, each after those before it:"
+    yield from changes(planned, gpu_memory)
+
+
+def changes(planned: Plan, gpu_memory: float) -> Iterator[str]:
+    """Yield what to change in a run that does not fit, in order, with the total each change leads to [GiB]."""
+    longest = planned.longest(gpu_memory)
+    if planned.options.dtype == "float32" and planned.options.lora_rank is not None:
+        planned = planned.but(dtype="bfloat16")
+        yield _line("dtype=torch.bfloat16 for the model (recipe: model.dtype=bfloat16)", planned.total)
+    for step in planned.advice(gpu_memory):
+        yield _line(_words(step.changes), step.total, step.cost)
+        planned = planned.but(**step.changes)
+    if not planned.fits(gpu_memory):
+        yield "Nothing known here makes it fit"
+    if longest:
+        yield f"Or shorter rows: up to {longest} tokens fit without these steps"
+
+
+def _line(words: str, total: int, cost: str = "") -> str:
+    return f"- {words}: {total / GIB:.1f} GiB" + (f" ({cost})" if cost else "")
+
+
+def _parts(planned: Plan) -> str:
+    """The parts that make up the total, largest first; of those that take turns, only the largest is in it."""
+    turns = max((part for part in planned.parts if part.turns), key=lambda part: part.bytes)
+    parts = [part for part in planned.parts if not part.turns or part is turns]
+    parts = sorted((p for p in parts if p.bytes >= planned.total / 100), key=lambda part: -part.bytes)
+    return ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in parts)
+
+
+def _words(changes: Mapping[str, Any]) -> str:
+    """Say an option of a plan as users of Trainer set it, and as the recipe does."""
+    match changes:
+        case {"loss": _}:
+            return "train through rope_patch.training.loss.fuse(model), as LongTrainer does"
+        case {"attention": _}:
+            return 'attn_implementation="flash_attention_2" for the model (recipe: model.attention=flash)'
+        case {"checkpointing": _}:
+            return "gradient_checkpointing=True (recipe: train.checkpointing=true)"
+        case {"batch": size}:
+            return f"one row per pass: per_device_train_batch_size={size} (recipe: train.batch={size})"
+        case {"optimizer": name}:
+            return f'optim="{name}" (recipe: train.optimizer={name})'
+        case {"lora_rank": rank}:
+            return f"LoRA (recipe: lora.rank={rank})"
+        case {"quantization": kind}:
+            return f"BitsAndBytesConfig(load_in_4bit=True) of NF4 for the model (recipe: model.quantization={kind})"
+        case {"gpus": gpus, "context_parallel": sharing}:
+            return f"FSDP over {gpus} GPUs, {sharing} of them sharing each row (context parallel, cp_size={sharing})"
+        case {"gpus": gpus}:
+            return f"FSDP over {gpus} GPUs (full shard)"
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def _plan(model: Any, args: TrainingArguments, length: int, batch: int) -> Plan:
+    """Return the plan of what runs.
+
+    Raises:
+        ValueError: a model, an adapter or a quantization that plans do not know.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with torch.device("meta"):  # without adapters and packed weights, which a shape would take for the model's own
+        shape = Shape.of(type(base)(copy.deepcopy(base.config)))
+    kernel = str(base.config.get_text_config()._attn_implementation)
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    gpus = args.world_size if _sharded(args) else 1  # DDP has all of the model on each
+    return plan(
+        shape,
+        length=length,
+        batch=batch,
+        **_adapters(model, base, shape),
+        quantization=_quantization(base),
+        # Others, such as Adafactor and Lion, keep less than AdamW.
+        optimizer="adamw_8bit" if "8bit" in optimizer else "sgd" if optimizer == "sgd" else "adamw",
+        checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in base.modules()),
+        loss="fused" if getattr(base, "_rope_patch_fused", False) else "naive",
+        attention=kernel if kernel in ("eager", "sdpa") else "flash",
+        dtype=str(base.dtype).removeprefix("torch."),
+        gpus=gpus,
+        context_parallel=_sharing(args) if gpus > 1 else 1,
+    )
+
+
+def _adapters(model: Any, base: Any, shape: Shape) -> dict[str, Any]:
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        return {"lora_rank": None}
+    config = next(iter(adapters.values()))
+    known = {linear.name.rpartition(".")[2] for layer in shape.kinds for linear in layer.linears}
+    names = {name.rpartition(".")[2] for name, module in base.named_modules() if hasattr(module, "lora_A")} & known
+    if not names:
+        raise ValueError(f"adapters of type {config.peft_type.value} on none of the projections")
+    copies = [p for name, p in base.named_parameters() if ".modules_to_save." in name]
+    beside = any(p.numel() == shape.embedding for p in copies)
+    return {"lora_rank": config.r, "target_modules": tuple(sorted(names)), "long_lora": beside}
+
+
+def _quantization(base: Any) -> str:
+    if getattr(base, "is_loaded_in_4bit", False):
+        return "nf4"
+    if getattr(base, "is_loaded_in_8bit", False):
+        return "8bit"
+    if getattr(base.config, "quantization_config", None) is not None:
+        raise ValueError("quantized otherwise than by bitsandbytes")
+    return "none"
+
+
+def _sharded(args: TrainingArguments) -> bool:
+    """Whether weights and states are divided among the GPUs: FSDP, or DeepSpeed's third stage."""
+    deepspeed = getattr(args, "hf_deepspeed_config", None)
+    fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    return fsdp or (deepspeed is not None and bool(deepspeed.is_zero3()))
+
+
+def _sharing(args: TrainingArguments) -> int:
+    """How many GPUs share a row: context parallelism, or Ulysses."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    config = args.parallelism_config or ParallelismConfig()  # accelerate launch tells it by the environment
+    return max(getattr(config, "cp_size", None) or 1, getattr(config, "sp_size", None) or 1)

@@ -1,0 +1,141 @@
+"""The model card of a run: command, patch, data, curve and scores, all from what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rope_patch.training.judging import Judgement
+from rope_patch.training.options import Options, read
+
+TEMPLATE = """---
+library_name: {library}
+base_model: {base}
+tags: [rope_patch, long-context]
+---
+# {base}, {patch}, {length} tokens
+
+Trained with rope_patch {version}. {what}
+
+```python
+import rope_patch
+
+model = rope_patch.load("THIS FOLDER")
+```
+{warning}
+## Scores
+
+{scores}
+
+Retrieval: exact match on {asked} {task} prompts per length, with 95 % Wilson intervals{seen}.
+Perplexity: by position, over {windows} windows of held-out text.
+
+## Training
+
+```bash
+{command}
+```
+
+{steps} steps, {tokens} tokens, {minutes:.1f} minutes on {processes} x {device}{best}.
+{data}
+{curve}
+Last losses: {losses}. torch {torch}, transformers {transformers}, Python {python}.
+
+```yaml
+{options}```
+"""
+
+ONTO = """
+`peft` alone would load this adapter onto the stock rotary table without a word, and the model would be wrong:
+`rope_patch.json` beside it says which patch it needs, and the line above applies it.
+"""
+
+
+def card(results: dict[str, Any], final: Judgement) -> str:
+    """Return the card.
+
+    Args:
+        results: as in ``results.json``.
+        final: the judgement at the end, for its intervals.
+    """
+    options = read(base=results["options"])
+    data, environment = options.data, results["environment"]
+    adapter = options.lora.rank > 0
+    return TEMPLATE.format(
+        library="peft" if adapter else "transformers",
+        base=options.model.name,
+        patch=results["patch"] or "no patch",
+        length=options.target_length,
+        version=environment["rope_patch"],
+        what=_what(options),
+        warning=ONTO if adapter else "",
+        scores=_scores(results, final),
+        asked=len(final.retrieval.samples(final.lengths[0])),
+        task=options.evaluation.task,
+        seen=", of a kind that was trained on" if data.retrieval and data.task == options.evaluation.task else "",
+        windows=final.perplexity.windows if final.perplexity else 0,
+        command=results["command"],
+        steps=results["steps"],
+        tokens=f"{results['tokens']:,}",
+        minutes=results["seconds"] / 60,
+        processes=environment["processes"],
+        device=environment["device"],
+        best=""
+        if results["best_step"] is None
+        else f"; step {results['best_step']} had the best score and is this one",
+        data=_data(options),
+        curve=_curve(results["curve"], list(results["after"])[1:]),
+        losses=", ".join(f"{entry['loss']:.3f} (step {entry['step']})" for entry in results["losses"][-3:]),
+        torch=environment["torch"],
+        transformers=environment["transformers"],
+        python=environment["python"],
+        options=options.to_yaml(),
+    )
+
+
+def _what(options: Options) -> str:
+    lora, packed = options.lora, options.model.quantization
+    if not lora.rank:
+        return "Every weight was trained."
+    more = ", embeddings and norms too" if lora.long_lora else ""
+    return f"LoRA of rank {lora.rank}{more}" + (f", over weights in {packed}." if packed != "none" else ".")
+
+
+def _curve(rows: list[dict[str, Any]], names: list[str]) -> str:
+    if not rows:
+        return ""
+    lines = [f"| step | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    lines += [f"| {row['step']} | " + " | ".join(f"{row[name]:.3g}" for name in names) + " |" for row in rows]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _scores(results: dict[str, Any], final: Judgement) -> str:
+    lines = ["| | before | after |", "|---|---|---|"]
+    before, after = results["before"] or {}, results["after"]
+    for name in list(after)[1:]:
+        kind, *numbers = name.split("_")
+        known = "" if name not in before else f"{before[name]:.3g}"
+        interval = ""
+        if kind == "retrieval":
+            low, high = final.retrieval.interval(int(numbers[0]))
+            interval = f" ({low:.2f} to {high:.2f})"
+        label = f"{kind} at {numbers[0]}" if kind == "retrieval" else f"{kind} {numbers[0]} to {numbers[1]}"
+        lines.append(f"| {label} | {known} | {after[name]:.3g}{interval} |")
+    return "\n".join(lines)
+
+
+def _data(options: Options) -> str:
+    data = options.data
+    source = "text that ships with CPython" if data.source == "builtin" else data.source
+    stages = options.stages
+    shares = [f" ({share:.0%} of the steps)" if len(stages) > 1 else "" for _, share in stages]
+    lengths = ", then ".join(f"{length}{share}" for (length, _), share in zip(stages, shares, strict=True))
+    documents = {"join": "joined", "apart": "kept apart", "whole": "one per row"}[data.boundaries]
+    kinds = {
+        "full": "at their own positions",
+        "pose": f"in {data.chunks} chunks with positions skipped up to {options.target_length} (PoSE)",
+        "randpos": f"at random positions up to {options.target_length} (RandPos)",
+    }
+    prompts = (
+        f" {data.retrieval:.0%} of the rows were {data.task} prompts over the same text." if data.retrieval else ""
+    )
+    return f"Data: {source}, rows of {lengths} tokens, documents {documents}, {kinds[data.positions]}.{prompts}"

@@ -1,0 +1,327 @@
+"""One run from options to a verified adapter with its scores: what the recipe, the studies and ``make adapt`` call."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers.integrations.integration_utils import is_tensorboard_available
+
+from rope_patch import __version__, checkpoints
+from rope_patch.checkpoints import write_atomically
+from rope_patch.evaluation.journal import Journal
+from rope_patch.sites import find_rotary
+from rope_patch.training.card import card
+from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
+from rope_patch.training.judging import Judge, Judgement
+from rope_patch.training.models import load_model, prepare, resolve
+from rope_patch.training.options import Options
+from rope_patch.training.resuming import latest_checkpoint
+from rope_patch.training.sources import Rows, make_rows, reading_processes
+from rope_patch.training.trainer import LongTrainer
+
+SCHEMA = 1
+_CHECKPOINTING = next(
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
+)  # later releases call it by the first
+
+OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
+"""What transformers calls them, where it has another name."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run.
+
+    Attributes:
+        folder: the adapter (or model), loaded by :func:`rope_patch.load`.
+        results: the contents of ``results.json``: options, command, scores before and after, the curve.
+    """
+
+    folder: Path
+    results: dict[str, Any]
+
+
+def finetune(options: Options, *, command: str = "", restart: bool = False) -> Result:
+    """Train as the options say, and leave an adapter that cannot be loaded onto the wrong positions.
+
+    ``options.output`` gets the adapter (or model) with its patch record, the tokenizer, ``results.json``,
+    ``evaluation.json`` (every prompt and text position that was judged) and a model card; under ``work``: rows,
+    checkpoints, TensorBoard logs. A run that was interrupted goes on from its last whole checkpoint; one that is
+    finished is returned as it is.
+
+    Args:
+        options: of the run.
+        command: that started it, for the card.
+        restart: throw away what an earlier run left in the output folder.
+
+    Raises:
+        ValueError: options that do not fit the model or the data, or an output folder that holds another run.
+        PatchError: the patch does not fit the model.
+        torch.OutOfMemoryError: with advice from the plan.
+    """
+    out = Path(options.output).expanduser()
+    work = out / "work"
+    processes = reading_processes()
+    first = int(os.environ.get("RANK", 0)) == 0
+    _check_device(options)
+    kept = _claim(options, out, processes, restart and first)
+    if kept is not None:
+        return Result(out, kept)
+    args = arguments(options, work)
+    model, tokenizer = load_model(options.model, options.train.precision)
+    model = prepare(model, options)
+    judged = Judged(Judge(options.evaluation, options.evaluation_lengths, tokenizer), work / "judged.jsonl", first)
+    with args.main_process_first(local=False, desc="packing"):
+        rows = make_rows(options, tokenizer, work, processes=processes, quiet=not first)
+    checkpoint = latest_checkpoint(work)
+    if checkpoint is not None:
+        _check_base(checkpoint, model)
+    args.eval_on_start = options.evaluation.before and checkpoint is None
+    trainer = build_trainer(model, args, rows, options, tokenizer, judged)
+    began = time.time()
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    seconds = time.time() - began
+    trained: Any = trainer.model
+    final = judged.final(trained, trainer.state)
+    state = _whole_state(trainer)
+    trainer.accelerator.wait_for_everyone()
+    if not first:
+        return Result(out, {})
+    results = _results(options, trainer, rows, judged, final, seconds, command, processes)
+    checkpoints.save(trained, out, tokenizer=tokenizer, **({} if state is None else {"state_dict": state}))
+    scores = {"before": judged.before.get("judged"), "after": _to_json(final)}
+    write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
+    write_atomically(out / "README.md", card(results, final))
+    write_atomically(out / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+    return Result(out, results)
+
+
+def arguments(options: Options, folder: Path) -> TrainingArguments:
+    """Return transformers' arguments for these options.
+
+    Raises:
+        ValueError: a scheduler that transformers does not know, or a precision this machine has not.
+    """
+    train, every = options.train, options.evaluation.every
+    checkpointing: dict[str, Any] = {_CHECKPOINTING: train.checkpointing}
+    checkpointing[f"{_CHECKPOINTING}_kwargs"] = {"use_reentrant": False}
+    warmup = round(train.warmup * train.steps) if train.warmup < 1 else int(train.warmup)
+    return TrainingArguments(
+        str(folder),
+        max_steps=train.steps,
+        per_device_train_batch_size=train.batch,
+        gradient_accumulation_steps=train.accumulate,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type=train.scheduler,
+        warmup_steps=warmup,
+        optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        bf16=train.precision == "bfloat16",
+        fp16=train.precision == "float16",
+        **checkpointing,
+        use_liger_kernel=train.liger,
+        # Its fused loss and rotary kernels would take the place of ours.
+        liger_kernel_config={"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False},
+        seed=train.seed,
+        save_strategy="steps",
+        save_steps=options.save_every,
+        save_total_limit=train.keep,
+        eval_strategy="steps" if every else "no",
+        eval_steps=every or None,
+        metric_for_best_model="score" if every else None,
+        greater_is_better=True if every else None,
+        load_best_model_at_end=bool(every),
+        logging_steps=train.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # a loss that is no number is shown as it is
+        report_to=["tensorboard"] if is_tensorboard_available() else [],
+        ddp_find_unused_parameters=False,
+        use_cpu=not torch.cuda.is_available(),
+    )
+
+
+def build_trainer(
+    model: Any, args: TrainingArguments, rows: Rows, options: Options, tokenizer: Any, judge: Any = None
+) -> LongTrainer:
+    """Return the trainer of a run: rows, positions, early stop."""
+    patience = options.evaluation.patience
+    stop = [EarlyStoppingCallback(patience)] if patience else []
+    return LongTrainer(model, args, rows, collator(options, tokenizer), judge=judge, callbacks=stop)
+
+
+class Judged:
+    """A judge that keeps every judgement on disk, so that a resumed run still has the first.
+
+    Args:
+        judge: measures.
+        path: of the file.
+        first: whether this process writes it.
+    """
+
+    def __init__(self, judge: Judge, path: Path, first: bool) -> None:
+        self.judge, self.log, self.first = judge, Journal(path), first
+        self.made: dict[int, Judgement] = {}
+
+    def __call__(self, model: Any, step: int) -> dict[str, float]:
+        """Measure a model, and return the numbers that the Trainer logs."""
+        found = self.made[step] = self.judge(model)
+        if self.first:
+            self.log[str(step)] = {"metrics": found.metrics(), "judged": _to_json(found)}
+        return found.metrics()
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """What was measured before training; empty where nothing was."""
+        found: dict[str, Any] = self.log.get("0", {})
+        return found
+
+    def final(self, model: Any, state: Any) -> Judgement:
+        """Return the judgement of the model that is kept: the best one was measured already."""
+        step = state.best_global_step if state.best_model_checkpoint is not None else state.global_step
+        return self.made[step] if step in self.made else self.judge(model)
+
+
+def collator(options: Options, tokenizer: Any) -> Collator:
+    """Return what gives the rows their positions and masks."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    seed, target = options.train.seed, options.target_length
+    match options.data.positions, options.data.boundaries:
+        case "pose", _:
+            return PoSECollator(pad, seed, target=target, chunks=options.data.chunks)
+        case "randpos", _:
+            return RandPosCollator(pad, seed, target=target)
+        case _, "apart":
+            return PackedCollator(pad, seed)
+    return Collator(pad, seed)
+
+
+def _check_device(options: Options) -> None:
+    packed = options.model.quantization != "none"
+    if packed and not torch.cuda.is_available() and (options.evaluation.every or options.evaluation.before):
+        raise ValueError(
+            "bitsandbytes on a CPU packs quantized weights anew when a model is first evaluated, and trains it wrongly "
+            "after that: set evaluation.every=0 and evaluation.before=false, so that only the end is judged"
+        )
+    if packed and options.train.liger:
+        raise ValueError("train.liger replaces MLPs that model.quantization would pack: use one of the two")
+
+
+def _claim(options: Options, out: Path, processes: int, restart: bool) -> dict[str, Any] | None:
+    """Take the output folder for this run; return the results where it has been done."""
+    asked = {name: values for name, values in options.to_dict().items() if name != "output"}  # a folder may move
+    run = {"schema": SCHEMA, "processes": processes, "options": asked}
+    file = out / "work" / "run.json"
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(f"output: {str(out)!r} is a file: give a folder")
+    if restart:
+        shutil.rmtree(out / "work", ignore_errors=True)
+        (out / "results.json").unlink(missing_ok=True)
+    if file.exists():
+        other = json.loads(file.read_text(encoding="utf-8"))
+        changed, done = "; ".join(_changes(other, run)), (out / "results.json").exists()
+        if changed and (done or latest_checkpoint(out / "work") is not None):
+            raise ValueError(f"{out} holds a run with {changed}: choose another output, or --restart to throw it away")
+        if changed:  # it never got to a checkpoint: nothing is lost
+            return _claim(options, out, processes, restart=True)
+        if done:
+            results: dict[str, Any] = json.loads((out / "results.json").read_text(encoding="utf-8"))
+            return results
+        return None
+    if latest_checkpoint(out / "work") is not None:
+        raise ValueError(f"{out} holds checkpoints of something else: choose another output")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(run, indent=1) + "\n")
+    return None
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    made = []
+    for name in sorted({*old, *new}):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            made += _changes(a, b, "" if name == "options" else f"{prefix}{name}.")
+        elif str(a) != str(b):
+            made.append(f"{prefix}{name}={a} (now {b})")
+    return made
+
+
+def _check_base(checkpoint: Path, model: Any) -> None:
+    """Refuse to resume on another base model than the one the checkpoint names."""
+    file = checkpoint / checkpoints.ADAPTER_FILE
+    if not file.exists():
+        return
+    theirs = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    ours = model.get_base_model().config.name_or_path if hasattr(model, "get_base_model") else None
+    if theirs != ours:
+        raise ValueError(f"{checkpoint} belongs to {theirs}, this run trains {ours}: choose another output")
+
+
+def _to_json(found: Judgement) -> dict[str, Any]:
+    """A judgement as JSON: every prompt, every position bucket of every window."""
+    return {
+        "retrieval": asdict(found.retrieval),
+        "perplexity": None if found.perplexity is None else asdict(found.perplexity),
+    }
+
+
+def _whole_state(trainer: LongTrainer) -> dict[str, Any] | None:
+    """The weights gathered from all devices, where each holds a share of them."""
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        return None
+    state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return state
+
+
+def _results(
+    options: Options,
+    trainer: LongTrainer,
+    rows: Rows,
+    judged: Judged,
+    final: Judgement,
+    seconds: float,
+    command: str,
+    processes: int,
+) -> dict[str, Any]:
+    state, trained = trainer.state, trainer.model
+    record = None if trained is None else find_rotary(trained).record
+    best = state.best_global_step if options.evaluation.every else None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+    if best == 0:
+        warnings.warn("no checkpoint scored above the model before training", stacklevel=2)
+    return {
+        "schema": SCHEMA,
+        "command": command or " ".join(sys.argv),
+        "options": options.to_dict(),
+        "base": resolve(options.model.name) if options.model.name != resolve(options.model.name) else None,
+        "patch": None if record is None else str(record.to_method()),
+        "steps": state.global_step,
+        "best_step": best,
+        "tokens": rows.tokens(state.global_step * options.train.batch * options.train.accumulate * processes),
+        "seconds": round(seconds, 1),
+        "before": judged.before.get("metrics"),
+        "curve": [{"step": step, **judged.log[str(step)]["metrics"]} for step in sorted(map(int, judged.log))],
+        "after": final.metrics(),
+        "losses": [{"step": e["step"], "loss": e["loss"]} for e in state.log_history if "loss" in e],
+        "environment": {
+            "rope_patch": __version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": device,
+            "processes": processes,
+        },
+    }

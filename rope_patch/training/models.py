@@ -1,0 +1,191 @@
+"""The model of a run: loaded, patched, with adapters on what is to be trained."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, BitsAndBytesConfig
+
+from rope_patch import checkpoints
+from rope_patch._paths import data_path
+from rope_patch.methods import as_method
+from rope_patch.planning.options import ALL_LINEAR
+from rope_patch.registry import did_you_mean
+from rope_patch.sites import find_rotary
+from rope_patch.surgery import apply
+from rope_patch.training.options import LoraOptions, ModelOptions, Options, Precision
+
+ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
+"""What transformers calls the kernels."""
+
+BUNDLED = ("llama", "gemma3")
+
+
+def resolve(name: str) -> str:
+    """Return the folder of a bundled checkpoint, or the name as it is: a folder of yours comes first.
+
+    Example:
+        >>> resolve("meta-llama/Llama-3.1-8B")
+        'meta-llama/Llama-3.1-8B'
+    """
+    return str(data_path("assets") / name) if name in BUNDLED and not Path(name).exists() else name
+
+
+def load_model(options: ModelOptions, compute: Precision = "bfloat16") -> tuple[Any, Any]:
+    """Return model and tokenizer.
+
+    On a GPU the weights go to this process's own; quantized ones are quantized as they are read.
+
+    Args:
+        options: of the checkpoint.
+        compute: what quantized weights are multiplied in.
+
+    Raises:
+        ValueError: weights that are quantized already, asked to be quantized again.
+        OSError: nothing to load there; the message says what to do.
+    """
+    kind = getattr(torch, options.dtype)
+    wanted: dict[str, Any] = {"dtype": kind, "attn_implementation": ATTENTION[options.attention]}
+    shared: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    source = resolve(options.name)
+    if options.quantization != "none":
+        found = getattr(checkpoints.load_config(source, **shared), "quantization_config", None)
+        if found is not None:
+            raise ValueError(f"{options.name} is quantized already: set model.quantization=none")
+        wanted["quantization_config"] = _bitsandbytes(options.quantization, kind, getattr(torch, compute))
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        wanted["device_map"] = {"": local if torch.cuda.is_available() else "cpu"}
+    model = checkpoints.load(source, **wanted, **shared)
+    tokenizer = AutoTokenizer.from_pretrained(source, **shared)
+    return model, tokenizer
+
+
+def _bitsandbytes(quantization: str, storage: torch.dtype, compute: torch.dtype) -> BitsAndBytesConfig:
+    if quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=storage,  # so that FSDP can divide the packed weights with the others
+    )
+
+
+def prepare(model: Any, options: Options) -> Any:
+    """Patch a model and put adapters on it; in place where the model is, and returned.
+
+    Args:
+        model: of :func:`load_model`.
+        options: ``patch`` and ``lora`` are read.
+
+    Returns:
+        A ``PeftModel``; the model itself where every weight is trained.
+
+    Raises:
+        PatchError: the patch does not fit this model.
+        ValueError: a target that matches no projection (the known ones are named).
+    """
+    patch = options.patch
+    names = target_names(model, options.lora.target_modules) if options.lora.rank else []
+    if patch.method is not None or find_rotary(model).record is None:
+        apply(
+            model,
+            as_method(patch.method or "default"),
+            target_length=options.target_length,
+            layer_types=patch.layer_types,
+            freeze_at=patch.freeze_at,
+            replace=patch.replace,
+        )
+    if not options.lora.rank:
+        return model.float() if options.model.dtype == "float32" else model
+    return _adapt(model, options.lora, names, options.train.seed)
+
+
+def _adapt(model: Any, options: LoraOptions, names: list[str], seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    beside = beside_lora(model) if options.long_lora else []
+    tied = bool(beside) and model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    torch.manual_seed(seed)  # the adapters' first values
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=options.rank,
+            lora_alpha=options.alpha or 2 * options.rank,
+            lora_dropout=options.dropout,
+            target_modules=pattern(model, names),
+            modules_to_save=beside or None,
+            ensure_weight_tying=tied,
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def pattern(model: Any, names: list[str]) -> str:
+    """Return the regular expression of projections with these last names in the text decoder's layers."""
+    return rf"{re.escape(_decoder_path(model))}\.layers\..*\.({'|'.join(map(re.escape, names))})"
+
+
+def _decoder_path(model: Any) -> str:
+    decoder = model.get_decoder()
+    return next(str(name) for name, module in model.named_modules() if module is decoder)
+
+
+def target_names(model: Any, wanted: str | list[str]) -> list[str]:
+    """Return the last names of the projections that get an adapter.
+
+    Read from the model, so a family needs no code of its own.
+
+    Args:
+        model: a causal language model of transformers, bare.
+        wanted: ``"all-linear"``, ``"attention"``, or names.
+
+    Raises:
+        ValueError: a name that matches nothing.
+    """
+    layers = model.get_decoder().layers
+    linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
+    attention = _last(name for name in linear if "attn" in name)
+    known = _last(name for name in linear if "attn" in name or "mlp" in name)
+    if wanted == ALL_LINEAR:
+        return known
+    if wanted == "attention":
+        return attention
+    names = [wanted] if isinstance(wanted, str) else list(map(str, wanted))
+    for name in names or [""]:
+        if name not in known:
+            raise ValueError(
+                f"lora.target_modules: {name!r} matches no projection of {type(model).__name__}."
+                f"{did_you_mean(name, [*known, ALL_LINEAR, 'attention'])} "
+                f"Known: {ALL_LINEAR}, attention, {', '.join(known)}"
+            )
+    return names
+
+
+def _last(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def beside_lora(model: Any) -> list[str]:
+    """Return the paths of embeddings and norms, which LongLoRA trains beside its adapters.
+
+    Whole paths: PEFT takes a name for every module that ends in it, a vision tower's ``post_layernorm`` for ``norm``.
+
+    *Source*: Chen et al. (2023), LongLoRA, arXiv:2309.12307, section 3.3. An output projection that is not tied to the
+    embeddings stays frozen, as theirs does.
+    """
+    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
+    inside = _decoder_path(model)
+    names = [f"{inside}.{name}" for name, module in decoder.named_modules() if module is embedding]
+    for name, module in decoder.named_modules():
+        weights = dict(module.named_parameters(recurse=False))
+        if set(weights) <= {"weight", "bias"} and "weight" in weights and weights["weight"].ndim == 1:
+            names.append(f"{inside}.{name}")
+    return names

@@ -1,0 +1,273 @@
+"""From a data set to rows on disk: read with ``datasets``, packed once, the same for every process and restart."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from rope_patch.evaluation.documents import TokenDocument, encode
+from rope_patch.evaluation.journal import key
+from rope_patch.evaluation.prompts import Haystack, PromptMaker, find_task
+from rope_patch.evaluation.text import builtin_text
+from rope_patch.training.data import conversation, mix, pack
+from rope_patch.training.options import DataOptions, Options
+
+READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Which of ``datasets``' readers takes which files."""
+
+ENOUGH = 1000
+"""Documents after which none as long as a row means that there is hardly one."""
+
+PROMPT_TEXT = 2_000_000
+"""Characters of training text that retrieval prompts are hidden in, at most."""
+
+
+def open_source(options: DataOptions, seed: int, epoch: int = 0) -> Any:
+    """Return the documents as a ``datasets`` dataset, shuffled if asked.
+
+    Args:
+        options: ``source`` and what goes with it.
+        seed: of the order.
+        epoch: another order for each time the data is read.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        ValueError: files of no kind that is known or of several, one that cannot be read, or a column that is not
+            there.
+    """
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    path = Path(options.source)
+    if options.source == "builtin":
+        made: Any = datasets.Dataset.from_dict({"text": list(builtin_text("train").documents)})
+    elif path.exists():
+        paths = _files(path)
+        kinds = {READERS.get(p.suffix) for p in paths}
+        if len(kinds) != 1 or None in kinds:
+            found = ", ".join(sorted({p.suffix or p.name for p in paths})) or "nothing"
+            raise ValueError(f"{path} must hold files of one kind ({', '.join(READERS)}), found {found}")
+        more = {"sample_by": "document"} if kinds == {"text"} else {}
+        try:
+            made = datasets.load_dataset(
+                kinds.pop(), data_files=[str(p) for p in paths], split="train", streaming=options.streaming, **more
+            )
+        except (DatasetGenerationError, StopIteration) as error:  # the second where there is nothing in a JSON file
+            raise ValueError(f"data.source: cannot read {path}: {error.__cause__ or 'it is empty'}") from error
+    elif path.is_absolute() or options.source.startswith((".", "~")) or path.suffix in READERS:
+        raise FileNotFoundError(f"no file or folder {options.source!r}")
+    else:
+        made = datasets.load_dataset(options.source, options.config, split=options.split, streaming=options.streaming)
+    columns = made.column_names or list(next(iter(made), {}))
+    if options.column not in columns:
+        raise ValueError(f"data.column: {options.source} has no column {options.column!r}. Known: {', '.join(columns)}")
+    return made.shuffle(seed=seed + epoch) if options.shuffle else made
+
+
+def _files(path: Path) -> list[Path]:
+    """What is read of a folder, in order; a file is itself."""
+    return sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file()) if path.is_dir() else [path]
+
+
+def token_documents(tokenizer: Any, source: Iterable[Any], options: DataOptions) -> Iterator[TokenDocument]:
+    """Yield the documents of a dataset as tokens; lists of messages through the chat template.
+
+    Raises:
+        ValueError: neither text nor messages in the column, or text where the assistant's turns are to be learnt.
+    """
+    for number, row in enumerate(source):
+        value = row[options.column]
+        if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
+            if value:
+                yield conversation(tokenizer, value, options.learn)
+        elif isinstance(value, str):
+            if options.learn == "assistant":
+                raise ValueError("data.learn=assistant needs a column of messages, and this one holds plain text")
+            if value.strip():
+                yield from encode(tokenizer, [value])
+        else:
+            raise ValueError(f"data.column: row {number} holds neither text nor messages, but {type(value).__name__}")
+
+
+class Rows(Dataset[list[dict[str, Any]]]):
+    """Rows in groups of equal tokens: one at the longest length, or as many shorter ones as make up for it.
+
+    Args:
+        rows: of a ``datasets`` dataset, in order.
+        groups: how many rows each item has, item by item.
+    """
+
+    def __init__(self, rows: Any, groups: list[int]) -> None:
+        self.rows = rows
+        self.upto = [0, *itertools.accumulate(groups)]
+
+    def __len__(self) -> int:
+        return len(self.upto) - 1
+
+    def __getitem__(self, item: int) -> list[dict[str, Any]]:
+        item = range(len(self))[item]
+        return [self.rows[i] for i in range(self.upto[item], self.upto[item + 1])]
+
+    def tokens(self, items: int) -> int:
+        """Return the tokens of the first so many items."""
+        return sum(len(ids) for ids in self.rows.select_columns("ids").select(range(self.upto[items]))["ids"])
+
+
+def make_rows(options: Options, tokenizer: Any, folder: Path, *, processes: int = 1, quiet: bool = False) -> Rows:
+    """Pack the rows of a whole run into a file, or find it there.
+
+    What a run needs is known before: so much is read and no more. Data that ends before begins again in another order.
+
+    Args:
+        options: of the run.
+        tokenizer: of the model.
+        folder: of the file; it is named by everything it depends on, and appears in one move.
+        processes: that train side by side, each with its own share of the rows.
+        quiet: show no progress.
+
+    Raises:
+        ValueError: no document as long as a row, and ``data.allow_short`` not set.
+    """
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    stages = plan_stages(options, processes)
+    path = folder / f"rows-{_identity(options, tokenizer, stages)}.arrow"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".{path.name}.{os.getpid()}"
+        features = datasets.Features(
+            ids=datasets.List(datasets.Value("int32")),
+            index=datasets.Value("int64"),
+            starts=datasets.List(datasets.Value("int32")),
+            weights=datasets.List(datasets.Value("float32")),
+        )
+        try:
+            with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
+                total = sum(items * per for _, items, per in stages)
+                for row in tqdm(_all_rows(options, tokenizer, stages), "packing", total, unit="rows", disable=quiet):
+                    writer.write(row)
+                writer.finalize()
+            os.replace(part, path)
+        finally:
+            shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
+    return Rows(datasets.Dataset.from_file(str(path)), [per for _, items, per in stages for _ in range(items)])
+
+
+def reading_processes() -> int:
+    """Return how many processes train on rows of their own, as the launcher's environment says.
+
+    Those that share a row (context parallel, Ulysses, tensor parallel) count as one.
+    """
+    from accelerate.parallelism_config import ParallelismConfig
+
+    sharing: int = ParallelismConfig().non_data_parallel_size
+    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // sharing)
+
+
+def plan_stages(options: Options, processes: int = 1) -> list[tuple[int, int, int]]:
+    """Return length of the rows [tokens], number of items, and rows per item, stage by stage."""
+    per_step = options.train.batch * options.train.accumulate * processes
+    longest = max(length for length, _ in options.stages)
+    edges = [round(share * options.train.steps) for share in itertools.accumulate(s for _, s in options.stages)]
+    made = []
+    for (length, _), low, high in zip(options.stages, [0, *edges], edges, strict=False):
+        if high == low:
+            raise ValueError(f"data.lengths: the stage of {length} tokens has no whole step of {options.train.steps}")
+        made.append((length, (high - low) * per_step, longest // length))
+    return made
+
+
+def _identity(options: Options, tokenizer: Any, stages: list[tuple[int, int, int]]) -> str:
+    source = Path(options.data.source)
+    sizes = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in _files(source)] if source.exists() else []
+    text = builtin_text("train").sha256 if options.data.source == "builtin" else sizes
+    probe = tokenizer("Rows of 0123 tokens.\n", add_special_tokens=False)["input_ids"]
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    coding = tokenizer.get_vocab() if fast is None else fast.to_str()
+    speech = [probe, coding, tokenizer.bos_token_id, tokenizer.chat_template]
+    return key(data=asdict(options.data), seed=options.train.seed, stages=stages, text=text, tokenizer=speech)[:16]
+
+
+def _all_rows(options: Options, tokenizer: Any, stages: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+    data, seed = options.data, options.train.seed
+    documents = _Documents(options, tokenizer, max(length for length, *_ in stages))
+    maker = _prompt_maker(options, tokenizer) if data.retrieval else None
+    first = 0
+    for length, items, per in stages:
+        count = items * per
+        rows = pack(documents, length, data.boundaries)
+        mixed: Iterable[dict[str, Any]] = ({**row, "index": i} for i, row in enumerate(rows, first))
+        if maker is not None:
+            more = {"task": data.task, "answer_weight": data.answer_weight, "seed": seed, "first": first}
+            mixed = mix(rows, maker, data.retrieval, length, **more)  # type: ignore[arg-type]
+        yield from itertools.islice(mixed, count)
+        first += count
+    documents.check()
+
+
+class _Documents:
+    """The documents without end; each stage goes on where the one before stopped reading."""
+
+    def __init__(self, options: Options, tokenizer: Any, longest: int) -> None:
+        self.options, self.tokenizer, self.longest = options, tokenizer, longest
+        self.seen = self.most = 0
+        self.source = self._endless()
+
+    def __iter__(self) -> Iterator[TokenDocument]:
+        return self.source
+
+    def _endless(self) -> Iterator[TokenDocument]:
+        for epoch in itertools.count():
+            before = self.seen
+            source = open_source(self.options.data, self.options.train.seed, epoch)
+            for document in token_documents(self.tokenizer, source, self.options.data):
+                if not len(document.ids):
+                    continue
+                self.seen, self.most = self.seen + 1, max(self.most, len(document.ids))
+                if self.seen == ENOUGH:
+                    self.check()
+                yield document
+            if self.seen == before:
+                raise ValueError(f"data.source: {self.options.data.source} holds no text")
+            if epoch == 0:
+                self.check()
+                order = "another" if self.options.data.shuffle else "the same"
+                warnings.warn(f"the data ends before the run does: it is read again, in {order} order", stacklevel=2)
+
+    def check(self) -> None:
+        """Refuse data in which nothing is as far apart as the rows are long."""
+        if self.most < self.longest and self.seen and not self.options.data.allow_short:
+            raise ValueError(
+                f"no document is as long as a row: the longest of {self.seen} read has {self.most} tokens, the rows "
+                f"{self.longest}. Nothing in them is that far apart. Give longer documents or shorter data.lengths, "
+                "or set data.allow_short=true to train on short ones joined"
+            )
+
+
+def _prompt_maker(options: Options, tokenizer: Any) -> PromptMaker:
+    find_task(options.data.task)
+    texts, size = [], 0
+    for row in open_source(options.data, options.train.seed):
+        value = row[options.data.column]
+        if not isinstance(value, str):
+            raise ValueError("data.retrieval: prompts are hidden in plain text, and the data holds conversations")
+        texts.append(value)
+        size += len(value)
+        if size > PROMPT_TEXT:
+            break
+    random.Random(options.train.seed).shuffle(texts)
+    text = "\n\n".join(texts)
+    if not text.strip():
+        raise ValueError(f"data.source: {options.data.source} holds no text")
+    return PromptMaker(tokenizer, Haystack(text, "training text"))

@@ -1,0 +1,304 @@
+"""What test_distributed.py runs in one process and, through torchrun, in two: the same figures must come out.
+
+``torchrun --nproc_per_node 2 tests/distributed_child.py FOLDER`` writes ``rank-0.pt`` and ``rank-1.pt`` there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from scored import bold_model
+from tiny import ids
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+import rope_patch
+from rope_patch import checkpoints
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.scoring import Reader, fingerprint
+from rope_patch.sites import PatchError
+from rope_patch.training import loss as loss_module
+from rope_patch.training.collators import PoSECollator
+from rope_patch.training.loss import fuse, token_loss
+from rope_patch.training.sharding import ShardedCollator, weight_of
+from rope_patch.training.trainer import LongTrainer
+
+PROCESSES = 2
+TEXT = ids(96, batch=1, seed=7)[0]
+COLLATOR = PoSECollator(target=96, seed=1)
+
+
+def rows(count=16, size=24):
+    """Rows whose labels weigh from nothing to a lot, so that a mean of means is far from the mean."""
+    made = []
+    for i in range(count):
+        rng = random.Random(i)
+        heavy = 5.0 if i % 4 == 0 else 0.5
+        weights = [heavy * rng.randint(0, 2) for _ in range(size)]
+        if i in (2, 3):  # all that the second of two processes sees first
+            weights = [0.0] * size
+        made.append({"ids": ids(size, batch=1, seed=i)[0].tolist(), "index": i, "starts": [0], "weights": weights})
+    return made
+
+
+def tuned(tied=False, folder=None):
+    """A patched model under LoRA, the same in every process."""
+    if folder is None:
+        model = bold_model(tie_word_embeddings=tied)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rope_patch.apply(model, "yarn", factor=4)
+    torch.manual_seed(0)
+    made = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:  # zeros at first, under which no gradient reaches lora_A
+                parameter.normal_(std=0.05)
+    return made.train()
+
+
+def full():
+    """A patched model all of whose weights are trained, the head's too."""
+    model = bold_model()
+    rope_patch.apply(model, "yarn", factor=4)
+    return model.train()
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+# --- the trainer
+
+
+def train(folder, steps, resume=False):
+    """Losses, gradient norms and the adapter after some steps of eight rows, on as many processes as there are."""
+    size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=2,
+        max_steps=steps,
+        logging_steps=1,
+        save_steps=1,
+        save_total_limit=1,
+        use_cpu=True,
+        report_to=[],
+        optim="sgd",  # unlike Adam it shows a wrong scale
+        learning_rate=0.3,
+        lr_scheduler_type="constant",
+        disable_tqdm=True,
+        seed=3,
+    )
+    trainer, written = LongTrainer(tuned(), arguments, rows(), COLLATOR), []
+    stock = checkpoints.write_record
+    checkpoints.write_record = lambda record, folder: (written.append(Path(folder).name), stock(record, folder))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        checkpoints.write_record = stock
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    adapter = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return {
+        "losses": [entry["loss"] for entry in history],
+        "norms": [entry["grad_norm"] for entry in history],
+        "adapter": adapter,
+        "written": written,
+    }
+
+
+def nothing_to_learn(folder):
+    """The error of a step without labels, which every process must raise; one alone would leave the others waiting."""
+    empty = [{**row, "weights": [0.0] * len(row["ids"])} for row in rows()]
+    arguments = TrainingArguments(folder, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+    try:
+        LongTrainer(tuned(), arguments, empty, COLLATOR).train()
+    except ValueError as error:
+        return str(error)
+
+
+# --- sharded models
+
+
+def step(model, processes=1, rank=0):
+    """Loss and gradients of a step of two passes, each process on its share of the rows."""
+    model.zero_grad()
+    passes = [COLLATOR([row]) for row in rows(4)]
+    total = float(sum(weight_of(batch) for batch in passes))
+    summed = torch.zeros(())
+    for batch in passes[rank::processes]:
+        loss = model(**batch, num_items_in_batch=total)["loss"]
+        (loss * processes).backward()  # FSDP averages over processes
+        summed += loss.detach().float()
+    if processes > 1:
+        dist.all_reduce(summed)
+    grads = {
+        name.replace("_checkpoint_wrapped_module.", ""): whole(p.grad).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return {"loss": float(summed), "gradients": grads}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def measure(model):
+    """What the engines find, in one pass and in chunks."""
+    return [
+        perplexity(model, TEXT).nll,
+        perplexity(model, TEXT, chunk=16).nll,
+        perplexity(model, TEXT, window=32, stride=16, batch=2).nll,
+    ]
+
+
+def bundled():
+    """The bundled checkpoint, patched, and what it remembers: samples of (answer, right or wrong)."""
+    folder = rope_patch.data_path("assets") / "llama"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rope_patch.apply(model, "yarn", factor=4)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def remember(model, tokenizer):
+    found = retrieval(model, tokenizer, lengths=[256], depths=[0.2, 0.8], samples=1, seed=3)
+    return [asdict(sample) for cell in found.cells for sample in cell.samples]
+
+
+def verified(model):
+    """Whether the tables in use are the patch's."""
+    try:
+        rope_patch.verify(model)
+    except PatchError as error:
+        return str(error)
+    return "verified"
+
+
+def by_hand(model, mesh, **options):
+    """Shard the layers and the root, as torch's own examples do."""
+    options["mesh"] = mesh
+    for layer in model.get_decoder().layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def by_accelerate(model, *, precision="no", efficient=False, checkpointing=False):
+    """Shard as accelerate does where there are GPUs: its own function, with a stand-in for the Accelerator."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=efficient
+    )
+    if precision != "no":
+        plugin.set_mixed_precision(precision)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=None,
+        mixed_precision=precision,
+        is_main_process=dist.get_rank() == 0,
+        is_fsdp2=True,
+        device=torch.device("cpu"),
+    )
+    if checkpointing:
+        plugin.set_auto_wrap_policy(model)
+        model = fsdp2_apply_ac(accelerator, model)
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def sharded(mesh, rank):
+    """All that is measured on sharded models, by name."""
+    found = {}
+    for name, make in {
+        "by hand": lambda: by_hand(fuse(tuned()), mesh),
+        "by accelerate": lambda: by_accelerate(fuse(tuned())),
+        "tied": lambda: by_accelerate(fuse(tuned(tied=True))),
+        "checkpointed by Trainer": lambda: by_accelerate(fuse(checkpointed(tuned()))),
+        "checkpointed by accelerate": lambda: by_accelerate(fuse(tuned()), checkpointing=True),
+        "whole": lambda: by_accelerate(fuse(full())),
+        "whole by hand": lambda: by_hand(fuse(full()), mesh, reshard_after_forward=True),
+    }.items():
+        model = make()
+        before = measure(model)  # the engines come first, before any forward pass of the root
+        made = [step(model, PROCESSES, rank) for _ in range(2)]
+        after = measure(model)
+        again = step(model, PROCESSES, rank)
+        found[name] = {"before": before, "steps": [*made, again], "after": after, "verified": verified(model)}
+        found[name]["fingerprint"] = fingerprint(model)
+    rounded = by_accelerate(fuse(tuned()), precision="bf16")
+    found["bf16"] = {"steps": [step(rounded, PROCESSES, rank)], "verified": verified(rounded), "nll": measure(rounded)}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    rounded = by_hand(fuse(tuned()), mesh, mp_policy=policy)
+    found["bf16 by hand"] = {"steps": [step(rounded, PROCESSES, rank)], "verified": verified(rounded)}
+    # Only the first process checks, as when a checkpoint is written: nothing in it may wait for the others.
+    found["alone"] = verified(rounded) if rank == 0 else "verified"
+    model, tokenizer = bundled()
+    found["remembered"] = remember(by_hand(model, mesh), tokenizer)
+    return found
+
+
+def loaded_by_one(folder, rank):
+    """The first process hands its weights round (cpu_ram_efficient_loading); the others have patched empty ones."""
+    names = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    os.environ |= names
+    try:
+        model = tuned(folder=folder)
+        if rank:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+        model = by_accelerate(fuse(model), efficient=True)
+        return {"verified": verified(model), "nll": measure(model), **step(model, PROCESSES, rank)}
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+
+
+def cut_by_torch(mesh):
+    """The loss of rows cut by torch's context parallelism, from states cut alike: attention needs a GPU, this not."""
+    model = bold_model()
+    batch = ShardedCollator(COLLATOR, cp_size=PROCESSES)(rows(4, size=23))
+    with torch.no_grad():
+        hidden = model.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).last_hidden_state
+        shared = [hidden.clone(), batch["shift_labels"], batch["shift_weights"]]
+        with context_parallel(mesh, buffers=shared, buffer_seq_dims=[1] * 3, no_restore_buffers=set(shared)):
+            found = torch.stack(token_loss(Reader(model), *shared, shifted=True))
+    dist.all_reduce(found)
+    return {"found": found.tolist(), "tokens": shared[0].shape[1], "hidden": hidden}
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a wait that has no end fails soon
+    found = {"whole": train(folder / "whole", 2), "cut": train(folder / "cut", 1)}
+    found["resumed"] = train(folder / "cut", 2, resume=True)
+    found["nothing"] = nothing_to_learn(folder / "nothing")
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    loss_module.SLICE = 8  # several slices, so that the head runs more than once
+    found["sharded"] = sharded(mesh, rank)
+    found["loaded by one"] = loaded_by_one(folder / "base", rank)
+    found["cut by torch"] = cut_by_torch(mesh)
+    torch.save(found, folder / f"rank-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,324 @@
+"""The fine-tuning recipe, end to end on a bundled checkpoint: what it leaves, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny import ids
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch.checkpoints import read_record
+from rope_patch.sites import PatchError, find_rotary
+from rope_patch.training import finetune as module
+from rope_patch.training.finetune import arguments, collator, finetune
+from rope_patch.training.options import read
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "finetune_lora.py"
+LLAMA = rope_patch.data_path("assets") / "llama"
+SMALL = [
+    "model.name=llama",
+    "model.dtype=float32",
+    "patch.method=yarn:factor=4",
+    "patch.target_length=1024",
+    "data.lengths=128",
+    "train.steps=4",
+    "train.batch=1",
+    "train.accumulate=2",
+    "train.warmup=1",
+    "train.precision=float32",
+    "train.learning_rate=0.01",
+    "train.log_every=1",
+    "evaluation.lengths=128 256",
+    "evaluation.depths=[0.2,0.8]",
+    "evaluation.samples=1",
+    "evaluation.windows=2",
+]
+
+
+def options(out, *words):
+    return read(words=[*SMALL, f"output={out}", *words])
+
+
+def losses(result):
+    return [entry["loss"] for entry in result.results["losses"]]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run with evaluations on the way."""
+    out = tmp_path_factory.mktemp("run") / "yarn"
+    return finetune(options(out, "evaluation.every=2"), command="python recipes/finetune_lora.py x.yaml")
+
+
+def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
+    folder, results = done.folder, done.results
+    assert str(read_record(folder).to_method()) == "yarn:factor=4" == results["patch"]
+    assert results == json.loads((folder / "results.json").read_text())
+    assert results["steps"] == 4 and results["tokens"] == 4 * 2 * 128
+    assert [row["step"] for row in results["curve"]] == [0, 2, 4] and len(results["losses"]) == 4
+    judged = json.loads((folder / "evaluation.json").read_text())
+    for when in ("before", "after"):
+        right = [s["correct"] for c in judged[when]["retrieval"]["cells"] if c["length"] == 256 for s in c["samples"]]
+        assert len(right) == 2 and results[when]["retrieval_256"] == sum(right) / 2
+    text = (folder / "README.md").read_text()
+    for needed in (
+        "python recipes/finetune_lora.py x.yaml",
+        "yarn:factor=4",
+        "rope_patch.load",
+        "text that ships with CPython",
+        "| perplexity 128 to 256 |",
+        f"{results['after']['perplexity_0_128']:.3g}",
+        f"{results['losses'][-1]['loss']:.3f}",
+        "learning_rate: 0.01",
+    ):
+        assert needed in text, needed
+    assert list((folder / "work" / "runs").rglob("events.out.tfevents.*")), "TensorBoard finds its logs"
+
+
+def test_before_is_the_patched_model_and_after_is_what_was_saved(done):
+    """The scores are those that the engines give for the model in memory and for the folder loaded anew."""
+    judge = module.Judge(options("x").evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    rope_patch.apply(model, "yarn", factor=4, target_length=1024)
+    assert judge(model).metrics() == pytest.approx(done.results["before"], abs=1e-6)
+    before, after = done.results["before"], done.results["after"]
+    assert judge(rope_patch.load(done.folder, dtype=torch.float32)).metrics() == pytest.approx(after, abs=1e-5)
+    assert after["perplexity_0_128"] != pytest.approx(before["perplexity_0_128"], abs=1e-3)
+
+
+RELOAD = """
+import sys
+import torch
+import rope_patch
+from safetensors.torch import load_file, save_file
+model = rope_patch.load(sys.argv[1], dtype=torch.float32)
+with torch.no_grad():
+    save_file({"logits": model(load_file(sys.argv[2])["ids"], use_cache=False).logits.contiguous()}, sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+def test_the_round_trip_of_an_adapter(done, tmp_path):
+    """A new process gives equal logits; plain PEFT on the bare base is told apart; merged, stock code suffices."""
+    from safetensors.torch import load_file, save_file
+
+    rows = ids(200, batch=2) + 5
+    model = rope_patch.load(done.folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(rows, use_cache=False).logits
+    save_file({"ids": rows}, tmp_path / "ids")
+    subprocess.run(
+        [sys.executable, "-c", RELOAD, done.folder, tmp_path / "ids", tmp_path / "logits"], check=True, cwd=ROOT
+    )
+    assert torch.equal(load_file(tmp_path / "logits")["logits"], expected)
+
+    bare = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    wrong = PeftModel.from_pretrained(bare, done.folder)
+    with torch.no_grad():
+        assert not torch.allclose(wrong(rows, use_cache=False).logits, expected, atol=1e-2), "and nothing was said"
+    with pytest.raises(PatchError):
+        rope_patch.verify(wrong, read_record(done.folder))
+    with pytest.raises(PatchError, match="the model is not patched"):
+        rope_patch.load_adapter(AutoModelForCausalLM.from_pretrained(LLAMA), done.folder)
+
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.allclose(stock(rows, use_cache=False).logits, expected, atol=1e-4)
+
+
+def test_a_finished_run_is_returned_as_it_is(done, monkeypatch):
+    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("it was loaded again"))
+    again = finetune(options(done.folder, "evaluation.every=2"))
+    assert again.results == done.results
+
+
+def test_another_run_in_the_same_folder_is_refused(done):
+    with pytest.raises(ValueError, match=r"holds a run with patch\.method=yarn:factor=4 \(now pi:factor=4\); train\.s"):
+        finetune(options(done.folder, "evaluation.every=2", "patch.method=pi:factor=4", "train.seed=3"))
+    with pytest.raises(ValueError, match=r"holds a run with model\.name=llama \(now gemma3\): choose another output"):
+        finetune(options(done.folder, "evaluation.every=2", "model.name=gemma3"))
+
+
+def test_checkpoints_of_something_else_are_refused(done, tmp_path):
+    shutil.copytree(done.folder / "work" / "checkpoint-4", tmp_path / "out" / "work" / "checkpoint-4")
+    with pytest.raises(ValueError, match="holds checkpoints of something else: choose another output"):
+        finetune(options(tmp_path / "out"))
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(done, tmp_path, monkeypatch):
+    """Stopped between the checkpoints at 2 and 4: resumed from 2, the same losses, the first judgement kept."""
+    out = tmp_path / "cut"
+    stock = module.LongTrainer.training_step
+    passes = []
+
+    def stopping(self, *args, **kwargs):
+        passes.append(1)
+        if len(passes) == 7:  # in the fourth step
+            raise KeyboardInterrupt
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.LongTrainer, "training_step", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(options(out, "evaluation.every=2"))
+    assert not (out / "results.json").exists() and not (out / "adapter_model.safetensors").exists()
+    result = finetune(options(out, "evaluation.every=2"))
+    assert len(passes) == 7 + 4, "two steps of two passes were left"
+    assert losses(result) == pytest.approx(losses(done), abs=1e-4)
+    assert result.results["after"] == pytest.approx(done.results["after"], abs=1e-3)
+    assert [row["step"] for row in result.results["curve"]] == [0, 2, 4]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_not_resumed_from(done, tmp_path):
+    shutil.copytree(done.folder, tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    config = tmp_path / "run" / "work" / "checkpoint-4" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "someone/else"}))
+    with pytest.raises(ValueError, match=r"belongs to someone/else, this run trains .*llama: choose another output"):
+        finetune(options(tmp_path / "run", "evaluation.every=2"))
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_by_score_is_kept_and_patience_ends_a_run(tmp_path, monkeypatch):
+    """Scores are scripted: the second evaluation is the best, then two are worse."""
+    scores = iter([0.1, 0.3, 0.9, 0.5, 0.4, 0.3, 0.2])
+    stock = module.Judge.__call__
+    seen = []
+
+    def scripted(self, model):
+        found = stock(self, model)
+        score = next(scores)
+        weight = next(p.clone() for n, p in model.named_parameters() if "lora_B" in n)
+        seen.append((score, weight))
+        monkeypatch.setattr(type(found), "score", property(lambda _: score))
+        return found
+
+    monkeypatch.setattr(module.Judge, "__call__", scripted)
+    words = ("evaluation.every=1", "evaluation.patience=2", "train.steps=6", "train.keep=1", "evaluation.lengths=128")
+    result = finetune(options(tmp_path / "run", *words))
+    assert result.results["steps"] == 4 and result.results["best_step"] == 2
+    assert [score for score, _ in seen] == [0.1, 0.3, 0.9, 0.5, 0.4], "the best one was not measured again"
+    kept = rope_patch.load(result.folder, dtype=torch.float32)
+    weight = next(p for n, p in kept.named_parameters() if "lora_B" in n)
+    assert torch.equal(weight, seen[2][1]) and not torch.equal(weight, seen[4][1])
+    assert "step 2 had the best score" in (result.folder / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data.positions=pose", "patch.method=abf:factor=50+p_rope:p=0.75"),
+        ("data.positions=randpos", "data.boundaries=whole", "data.retrieval=0.5"),
+        ("data.boundaries=apart", "lora.target_modules=attention"),
+        ("data.lengths=64:0.5 128", "lora.long_lora=true", "data.boundaries=whole", "data.allow_short=true"),
+        ("lora.rank=0", "patch.method=nope", "train.checkpointing=false", "train.learning_rate=0.001"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_ways_to_train(words, tmp_path):
+    words = ("train.steps=2", "evaluation.before=false", "evaluation.lengths=128", *words)
+    result = finetune(options(tmp_path / "run", *words))
+    assert all(map(torch.isfinite, map(torch.tensor, losses(result)))) and len(losses(result)) == 2
+    assert result.results["before"] is None
+    model = rope_patch.load(result.folder, dtype=torch.float32)
+    record = find_rotary(model).record
+    assert str(record.to_method()) == (result.results["patch"] or "default")
+    judge = module.Judge(options("x", *words).evaluation, (128,), AutoTokenizer.from_pretrained(LLAMA))
+    assert judge(model).metrics() == pytest.approx(result.results["after"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_qlora_trains_on_a_cpu_and_refuses_to_be_judged_before(tmp_path):
+    words = ("model.quantization=nf4", "train.steps=2", "evaluation.lengths=128")
+    with pytest.raises(ValueError, match=r"set evaluation\.every=0 and evaluation\.before=false"):
+        finetune(options(tmp_path / "run", *words))
+    result = finetune(options(tmp_path / "run", "evaluation.before=false", *words))
+    assert len(losses(result)) == 2 and str(read_record(result.folder).to_method()) == "yarn:factor=4"
+    assert all(torch.isfinite(torch.tensor(losses(result))))
+
+
+def test_a_mistake_costs_nothing(tmp_path):
+    """A run that never got to a checkpoint gives its folder up to the corrected command."""
+    out, small = tmp_path / "run", ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
+    for wrong in ("patch.layer_types=[nonsense]", "train.scheduler=steady", "lora.target_modules=[q_prj]"):
+        with pytest.raises(ValueError):
+            finetune(options(out, wrong, *small))
+    assert not (out / "results.json").exists()
+    assert finetune(options(out, *small)).results["steps"] == 1
+    assert finetune(options(out, "data.lengths=128", *small)).results["steps"] == 1, (
+        "a number said otherwise is the same"
+    )
+
+
+def test_arguments_are_those_asked_for(tmp_path):
+    made = arguments(options(tmp_path, "train.warmup=0.5", "train.optimizer=paged_adamw_8bit"), tmp_path)
+    assert made.warmup_steps == 2 and made.optim == "paged_adamw_8bit" and not made.bf16
+    assert made.per_device_train_batch_size == 1 and made.gradient_accumulation_steps == 2
+    with pytest.raises(ValueError, match="steady"):
+        arguments(options(tmp_path, "train.scheduler=steady"), tmp_path)
+
+
+def test_collators_follow_the_options():
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    kinds = {
+        "PoSECollator": ("data.positions=pose", "data.chunks=3"),
+        "RandPosCollator": ("data.positions=randpos",),
+        "PackedCollator": ("data.boundaries=apart",),
+        "Collator": (),
+    }
+    for name, words in kinds.items():
+        made = collator(options("x", "train.seed=4", *words), tokenizer)
+        assert type(made).__name__ == name and made.seed == 4 and made.pad == tokenizer.pad_token_id
+        assert getattr(made, "target", 1024) == 1024
+    assert made is not None and collator(options("x", "data.positions=pose", "data.chunks=3"), tokenizer).chunks == 3
+
+
+# --- the command
+
+
+def run(*words, cwd=None):
+    return subprocess.run(
+        [sys.executable, str(RECIPE), *map(str, words)], capture_output=True, text=True, check=False, cwd=cwd
+    )
+
+
+@pytest.mark.slow
+def test_the_smoke_run_of_the_command_line(tmp_path):
+    config = ROOT / "recipes" / "configs" / "llama-3.1-8b-32k.yaml"
+    done = run(config, "--smoke", f"output={tmp_path / 'out'}", "train.steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "retrieval 1024:" in done.stdout and "perplexity 256 to 1024:" in done.stdout
+    assert str(read_record(tmp_path / "out").to_method()) == "p_rope:p=0.75"
+    assert "FutureWarning" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_wrong_words_are_one_line_and_help_shows_how():
+    done = run("model.nmae=llama", "data.lengths=64", "output=x")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "unknown option 'model.nmae'. Did you mean 'model.name'? Known in model: name, rev" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    shown = run("--help")
+    assert shown.returncode == 0 and "lora.yaml" in shown.stdout and "--dry-run" in shown.stdout
+
+
+@pytest.mark.slow
+def test_a_dry_run_tells_what_it_takes_and_writes_nothing(tmp_path):
+    config = ROOT / "recipes" / "configs" / "llama-3.1-8b-128k.yaml"
+    done = run(config, "--dry-run", "--gpu-memory", 141, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "200 steps of 524288 tokens" in done.stdout and "fits into 141" in done.stdout
+    assert "method: p_rope:p=0.75" in done.stdout and list(tmp_path.iterdir()) == []
