@@ -10,13 +10,16 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full check
+.PHONY: help demo adapt test test-full check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(RUNTIME) ## what a patch does, on a bundled model, in a few minutes
 	$(BIN)/rope-patch demo
+
+adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: 20 minutes
+	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png
 
 test: $(DEV) ## the tests of every day
 	$(BIN)/python -m pytest -m "not full" --durations=20

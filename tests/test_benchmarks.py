@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("lm_eval")
 
@@ -17,8 +18,8 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")]
 
 
-def run(name: str, tmp_path: Path) -> dict[str, Any]:
-    """Run a benchmark at its quick size and return its report."""
+def run(name: str, tmp_path: Path, *, against: str = "lm_eval") -> dict[str, Any]:
+    """Run a benchmark at its quick size and return its report, which names the version of what ours is held against."""
     output = tmp_path / f"{name}.json"
     done = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "-o", str(output)],
@@ -32,7 +33,7 @@ def run(name: str, tmp_path: Path) -> dict[str, Any]:
     assert {"benchmark", "command", "what", "summary", "settings", "environment"} <= report.keys()
     assert report["benchmark"] == name
     assert report["command"].startswith(f"python benchmarks/{name}.py --quick")
-    assert {"torch", "transformers", "lm_eval", "rope_patch", "threads", "device"} <= report["environment"].keys()
+    assert {"torch", "transformers", against, "rope_patch", "threads", "device"} <= report["environment"].keys()
     return report
 
 
@@ -53,6 +54,35 @@ def test_perplexity_memory(tmp_path: Path) -> None:
     assert [row["tokens"] for row in report["time"]] == [256, 512]
     assert all(row[f"{side}_wall_ratio"]["median"] > 0 for row in report["time"] for side in ("one_pass", "chunked"))
     assert report["alone"]["tokens"] == 1024 and report["alone"]["peak_mb"] > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
+def test_train_step(tmp_path: Path) -> None:
+    report = run("train_step", tmp_path, against="accelerate")
+    summary = report["summary"]
+    assert summary["largest_loss_difference"] < 1e-5
+    assert summary["bar_reached"]["gradients"] and summary["largest_relative_gradient_difference"] < 1e-5
+    sides = {"stock", "ours", "torch", "ours_128"}
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        sides.remove("torch")
+    for part, expected in (("loss_path", sides), ("step", {"stock", "ours"})):
+        for figure in ("memory", "time"):
+            assert {row["side"] for row in report[part][figure]} == expected
+        assert all(min(row["peak_mb_repeats"]) > 0 for row in report[part]["memory"])
+        for row in report[part]["time"]:
+            assert row["tokens_per_s"] > 0 and len(row["wall_s_repeats"]) == report["settings"]["rounds"]
+            assert row["side"] == "stock" or row["wall_speed_over_stock"]["median"] > 0
+    # Whole logits in the backward pass: their log-softmax, and the gradients of both.
+    peaks = {row["side"]: row["peak_mb"] for row in report["loss_path"]["memory"]}
+    tokens, vocabulary = report["settings"]["tokens"], report["shape"]["vocab"]
+    assert peaks["stock"] == pytest.approx(3 * tokens * vocabulary * 4 / 1e6, rel=0.15)
+    assert peaks["ours_128"] < peaks["stock"] / 5
+    # Query, key, value and output of 2 layers, two matrices each, none of them without a gradient.
+    assert report["step"]["gradients"]["tensors"] == 2 * 4 * 2
+    assert report["step"]["gradients"]["smallest_tensor_maximum"] > 0
+    for side, compared in report["loss_path"]["against_stock_head_trained_too"].items():
+        assert side in sides and compared["gradients"].keys() == {"states", "head"}
+        assert all(gradient["relative"] < 1e-5 for gradient in compared["gradients"].values())
 
 
 def test_retrieval_grid(tmp_path: Path) -> None:

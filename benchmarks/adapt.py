@@ -1,0 +1,283 @@
+"""Adapt both bundled checkpoints from 256 to 1024 tokens under five methods, three seeds each, all judged alike.
+
+    python benchmarks/adapt.py -o benchmarks/results/adapt.json --figure docs/adapt.png      # or: make adapt
+    python benchmarks/adapt.py --quick                                                       # one seed, few steps
+
+Every cell is a run of the fine-tuning recipe on the same text, with as many tokens, in a process of its own; no
+retrieval prompt is trained on. Each leaves its adapter in build/adapters/CHECKPOINT/METHOD-SEED and is not run again
+once it is there. Two arms (`yarn-pose`, `abf-pose`) train on rows of 256 tokens at positions up to 1024.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from scipy import stats
+from tqdm import tqdm
+
+from rope_patch.checkpoints import write_atomically
+from rope_patch.evaluation.intervals import independent_count, paired_shares, wilson
+
+SHAPES = ("llama", "gemma3")
+METHODS = {
+    "default": "default",
+    "pi": "pi:factor=4",
+    "abf": "abf:factor=50",
+    "yarn": "yarn:factor=4",
+    "p_rope": "p_rope:p=0.5",
+}
+POSE = ("yarn", "abf")
+SEEDS = (0, 1, 2)
+LONG, SHORT = 1024, 256
+STEPS, TOKENS = 40, 4096
+DEPTHS, SAMPLES = 10, 20
+
+
+def cells(quick: bool) -> list[tuple[str, str, int]]:
+    """Return checkpoint, arm and seed of every cell."""
+    arms = {shape: [*METHODS, *(f"{name}-pose" for name in POSE if shape == "llama")] for shape in SHAPES}
+    if quick:
+        return [("llama", arm, 0) for arm in ("default", "yarn", "yarn-pose")]
+    return [(shape, arm, seed) for seed in SEEDS for shape in SHAPES for arm in arms[shape]]
+
+
+def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str, int]:
+    """Run a cell to its end; it goes on from its last checkpoint."""
+    os.environ.update(TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import warnings
+
+    import torch
+    import transformers
+
+    from rope_patch.training.finetune import finetune
+    from rope_patch.training.options import read
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    shape, arm, seed = cell
+    name, pose = arm.removesuffix("-pose"), arm.endswith("-pose")
+    length = SHORT if pose else LONG
+    with open(os.devnull, "w") as nowhere:
+        shown = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr = nowhere
+        try:
+            finetune(
+                read(
+                    base={
+                        "model": {"name": shape, "dtype": "float32"},
+                        "patch": {"method": METHODS[name], "target_length": LONG},
+                        "lora": {"rank": 16},
+                        "data": {"lengths": length, "positions": "pose" if pose else "full"},
+                        "train": {
+                            "steps": 4 if quick else STEPS,
+                            "batch": TOKENS // length,
+                            "accumulate": 1,
+                            "learning_rate": 1e-3,
+                            "scheduler": "cosine",
+                            "warmup": 0.1,
+                            "checkpointing": False,
+                            "seed": seed,
+                            "keep": 1,
+                        },
+                        "evaluation": {
+                            "before": False,  # `make demo` shows the methods without training
+                            "lengths": f"{SHORT} {LONG}",
+                            "depths": [i / (DEPTHS - 1) for i in range(DEPTHS)],
+                            "samples": 2 if quick else SAMPLES,
+                            "windows": 4 if quick else 16,
+                            "seed": seed,
+                        },
+                        "output": str(folder_of(Path(root), cell)),
+                    }
+                ),
+                command="python benchmarks/adapt.py",
+            )
+        finally:
+            sys.stdout, sys.stderr = shown
+    return cell
+
+
+def folder_of(root: Path, cell: tuple[str, str, int]) -> Path:
+    """Return where a cell's adapter lies."""
+    shape, arm, seed = cell
+    return root / shape / f"{arm}-{seed}"
+
+
+def report(root: Path, done: list[tuple[str, str, int]]) -> dict[str, Any]:
+    """Return the table of all cells: shares with intervals, differences from default paired by prompt and by seed."""
+    judged = {cell: json.loads((folder_of(root, cell) / "evaluation.json").read_text()) for cell in done}
+    ran = {cell: json.loads((folder_of(root, cell) / "results.json").read_text()) for cell in done}
+    rows = []
+    for shape in dict.fromkeys(shape for shape, *_ in done):
+        arms = list(dict.fromkeys(arm for s, arm, _ in done if s == shape))
+        seeds = sorted({seed for s, _, seed in done if s == shape})
+        for arm in arms:
+            found = {n: [answers(judged[shape, arm, seed], n) for seed in seeds] for n in (SHORT, LONG)}
+            base = [answers(judged[shape, "default", seed], LONG) for seed in seeds]
+            row = {
+                "checkpoint": shape,
+                "arm": arm,
+                "patch": ran[shape, arm, seeds[0]]["patch"],
+                "seeds": seeds,
+                "tokens": ran[shape, arm, seeds[0]]["tokens"],
+                "passkey": {str(n): share(found[n]) for n in (SHORT, LONG)},
+                "perplexity": {
+                    name: {"mean": statistics.fmean(values), "seeds": values}
+                    for name in ran[shape, arm, seeds[0]]["after"]
+                    if name.startswith("perplexity")
+                    for values in [[ran[shape, arm, seed]["after"][name] for seed in seeds]]
+                },
+                "seconds": round(statistics.fmean(ran[shape, arm, seed]["seconds"] for seed in seeds), 1),
+            }
+            if arm != "default":
+                row["above_default"] = difference(found[LONG], base)
+            if arm.endswith("-pose"):
+                full = [answers(judged[shape, arm.removesuffix("-pose"), seed], LONG) for seed in seeds]
+                row["above_full_length"] = difference(found[LONG], full)
+            rows.append(row)
+    some = ran[done[0]]
+    return {
+        "rows": rows,
+        "environment": {**some["environment"], "device": platform.machine()},
+        "options": some["options"],
+    }
+
+
+def answers(judged: dict[str, Any], length: int) -> list[list[bool]]:
+    """Return which prompts of a length were answered right: depths of each haystack, haystack by haystack."""
+    columns = [
+        [sample["correct"] for sample in cell["samples"]]
+        for cell in judged["after"]["retrieval"]["cells"]
+        if cell["length"] == length
+    ]
+    return [list(haystack) for haystack in zip(*columns, strict=True)]
+
+
+def share(seeds: list[list[list[bool]]]) -> dict[str, Any]:
+    """Return the share of right answers over all seeds, with a Wilson interval that knows haystacks as clusters."""
+    haystacks = [haystack for seed in seeds for haystack in seed]
+    flat = [right for haystack in haystacks for right in haystack]
+    worth = independent_count([[float(x) for x in haystack] for haystack in haystacks])
+    found = sum(flat) / len(flat)
+    low, high = wilson(round(found * worth), max(1, round(worth)))
+    return {
+        "exact_match": found,
+        "interval": [min(low, found), max(high, found)],
+        "prompts": len(flat),
+        "seeds": [statistics.fmean(x for haystack in seed for x in haystack) for seed in seeds],
+    }
+
+
+def difference(ours: list[list[list[bool]]], theirs: list[list[list[bool]]]) -> dict[str, Any]:
+    """Return a paired difference of shares with two 95 % intervals: over the prompts, and over the seeds alone."""
+    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    worth = independent_count([[float(p) - float(q) for p, q in zip(a, b, strict=True)] for a, b in pairs])
+    a, b = ([x for haystack in side for x in haystack] for side in zip(*pairs, strict=True))
+    low, high = paired_shares(a, b, count=worth)
+    each = [
+        statistics.fmean(x for h in one for x in h) - statistics.fmean(x for h in two for x in h)
+        for one, two in zip(ours, theirs, strict=True)
+    ]
+    made: dict[str, Any] = {"difference": (sum(a) - sum(b)) / len(a), "interval_prompts": [low, high], "seeds": each}
+    if len(each) > 1:
+        half = float(stats.t.ppf(0.975, len(each) - 1)) * statistics.stdev(each) / math.sqrt(len(each))
+        made["interval_seeds"] = [statistics.fmean(each) - half, statistics.fmean(each) + half]
+    return made
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a table for people."""
+    made = [
+        f"{'checkpoint':10s}  {'arm':10s}  {'ppl 0-256':>9s}  {'ppl 256-1024':>12s}  {'passkey 256':>11s}  "
+        f"{'passkey 1024':>20s}  {'above default':>24s}"
+    ]
+    for row in rows:
+        near, far = (row["perplexity"][f"perplexity_{a}_{b}"]["mean"] for a, b in ((0, SHORT), (SHORT, LONG)))
+        short, long = row["passkey"][str(SHORT)], row["passkey"][str(LONG)]
+        low, high = long["interval"]
+        ahead = ""
+        if "above_default" in row:
+            d = row["above_default"]
+            ahead = f"{d['difference']:+.2f} ({d['interval_prompts'][0]:+.2f} to {d['interval_prompts'][1]:+.2f})"
+        made.append(
+            f"{row['checkpoint']:10s}  {row['arm']:10s}  {near:9.2f}  {far:12.2f}  {short['exact_match']:11.2f}  "
+            f"{long['exact_match']:4.2f} ({low:.2f} to {high:.2f})  {ahead:>24s}"
+        )
+    return "\n".join(made)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file to write; else it is printed")
+    parser.add_argument("--figure", type=Path, help="picture to write; needs matplotlib")
+    parser.add_argument("--adapters", type=Path, default=Path("build/adapters"), help="folder of the cells")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="cells at one time, a thread each")
+    parser.add_argument("--quick", action="store_true", help="three small cells")
+    options = parser.parse_args()
+    wanted, began = cells(options.quick), time.time()
+    left = [cell for cell in wanted if not (folder_of(options.adapters, cell) / "results.json").exists()]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    bar = tqdm(total=len(wanted), initial=len(wanted) - len(left), unit="run", desc="adapt")
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        try:
+            waiting = [pool.submit(train, cell, str(options.adapters), options.quick) for cell in left]
+            for finished in as_completed(waiting):
+                shape, arm, seed = finished.result()
+                bar.set_postfix_str(f"{shape} {arm}-{seed}")
+                bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            print("stopped: finished cells are kept, the same command goes on from there", file=sys.stderr)
+            raise
+    bar.close()
+    made = {
+        "benchmark": "adapt",
+        "command": "python benchmarks/adapt.py " + shlex.join(sys.argv[1:]),
+        "what": f"LoRA at {LONG} tokens on equal tokens of text; passkey exact match and perplexity, held out",
+        "cells_run_now": len(left),
+        "seconds_now": round(time.time() - began, 1),
+        "cpu_seconds_now": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, 1),
+        **report(options.adapters, wanted),
+    }
+    print(table(made["rows"]))
+    if options.figure:
+        draw(made["rows"], options.figure)
+    text = json.dumps(made, indent=1) + "\n"
+    if options.output is None:
+        print(text)
+    else:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.output, text)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    from rope_patch.plots import shares_beside_perplexity
+
+    groups: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        long, far = row["passkey"][str(LONG)], row["perplexity"][f"perplexity_{SHORT}_{LONG}"]["seeds"]
+        groups.setdefault(row["checkpoint"], {})[row["arm"]] = (long["exact_match"], long["interval"], far)
+    title = f"After {STEPS * TOKENS:,} tokens of LoRA at {LONG} (trained at {SHORT}), {len(rows[0]['seeds'])} seeds"
+    figure = shares_beside_perplexity(groups, title=title, share=f"passkey exact match at {LONG}, 95 % intervals")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

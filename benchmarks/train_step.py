@@ -1,0 +1,527 @@
+"""Peak memory and tokens/s of a training step: ours against transformers' Trainer, same model, rows and steps.
+
+    OMP_NUM_THREADS=1 python benchmarks/train_step.py -o benchmarks/results/train_step.json
+
+``loss_path``: from the last hidden states to their gradient, the head frozen as under LoRA. ``stock`` makes whole
+logits and their cross-entropy as transformers' models do, ``ours`` is ``token_loss`` (``ours_N`` with slices of N
+tokens), and ``torch`` is ``torch.nn.functional.linear_cross_entropy`` in chunks of its own choice, where torch has it.
+``step``: one step of Trainer and one of LongTrainer, on a patched model with LoRA adapters and gradient checkpointing.
+Losses and gradients of all sides are compared.
+
+Memory: every figure comes from a process of its own. On the CPU it is the highest resident set during the work (VmHWM,
+cleared just before) less that just before, malloc told to give back what is freed; on CUDA torch's own count. Time: all
+sides in one process, in turn, in an order that alternates; the figure is the median over rounds of tokens/s against
+stock's in the same round, above 1 is faster. The first round warms up and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import multiprocessing
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import LlamaConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+import rope_patch
+from rope_patch.checkpoints import write_atomically
+from rope_patch.evaluation.scoring import Reader
+from rope_patch.training import loss as loss_module
+from rope_patch.training.collators import Collator
+from rope_patch.training.loss import token_loss
+from rope_patch.training.trainer import LongTrainer
+
+MODEL = {"vocab": 32000, "hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2}
+QUICK_MODEL = {"vocab": 2000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1}
+LORA = {"r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "task_type": "CAUSAL_LM"}
+METHOD = "yarn:factor=4"
+BAR = {"loss_path_peak_stock_over_ours": 5.0, "relative_gradient_difference": 1e-5}
+HAS_TORCH_SIDE = hasattr(functional, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
+IMPORTS = ["peft", "rope_patch.training.trainer", "transformers.models.llama.modeling_llama"]
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def build(job: dict[str, Any]) -> LlamaForCausalLM:
+    """Return a random model of a job's shape, all of it frozen; the same weights at every call."""
+    shape = job["shape"]
+    config = LlamaConfig(
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=3 * shape["hidden"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        max_position_embeddings=max(64, job["tokens"] // 4),
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(job["device"], getattr(torch, job["dtype"]))
+    return model.requires_grad_(False)
+
+
+def token_ids(job: dict[str, Any], seed: int = 1) -> Tensor:
+    """Return a row of random tokens: (1, tokens)."""
+    return torch.randint(3, job["shape"]["vocab"], (1, job["tokens"]), generator=torch.Generator().manual_seed(seed))
+
+
+# --- the loss path
+
+
+def loss_of(side: str, model: LlamaForCausalLM, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean loss as a side computes it; ``ours_N`` is ours with slices of N tokens."""
+    if side == "stock":  # the end of LlamaForCausalLM.forward
+        return model.loss_function(logits=model.lm_head(hidden), labels=labels, vocab_size=model.config.vocab_size)
+    if side == "torch":
+        states, wanted = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return functional.linear_cross_entropy(
+            states, model.lm_head.weight, wanted, options=torch.nn.LinearCrossEntropyOptions()
+        )
+    library = loss_module.SLICE
+    loss_module.SLICE = int(side.partition("_")[2] or library)
+    try:
+        total, count = token_loss(Reader(model), hidden, labels)
+    finally:
+        loss_module.SLICE = library
+    return total / count
+
+
+class LossPath:
+    """Hidden states and labels of a row, and a model of which only the head is used."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.model, self.labels = build(job), token_ids(job).to(job["device"])
+        # What the last norm puts out: mean square 1.
+        states = torch.randn(1, job["tokens"], job["shape"]["hidden"], generator=torch.Generator().manual_seed(2))
+        self.states = states.to(job["device"], self.model.dtype)
+
+    def __call__(self, side: str, tokens: int | None = None) -> tuple[float, Tensor]:
+        """Go forward and backward through one side; returns the loss and the states' gradient."""
+        hidden = self.states[:, :tokens].clone().requires_grad_()
+        loss = loss_of(side, self.model, hidden, self.labels[:, :tokens])
+        loss.backward()
+        assert hidden.grad is not None
+        return loss.item(), hidden.grad
+
+
+def loss_memory(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the peak of one side of the loss path."""
+    path = LossPath(job)
+    path(job["side"], 64)
+    return peak_of(lambda: path(job["side"])[0], job["device"])
+
+
+def loss_time(job: dict[str, Any]) -> dict[str, Any]:
+    """Compare the sides of the loss path and time them in turn."""
+    path = LossPath(job)
+    head = path.model.lm_head.weight
+    found: dict[str, tuple[float, dict[str, Tensor]]] = {}
+    # Not timed: the head is trained here too, so that its gradient can be compared.
+    for side in job["sides"]:
+        head.requires_grad_(True)
+        loss, gradient = path(side)
+        found[side] = loss, {"states": gradient, "head": head.grad}
+        head.grad = None
+        head.requires_grad_(False)
+    stock = found["stock"]
+    compared = {
+        side: {
+            "loss_difference": abs(loss - stock[0]),
+            "gradients": {name: difference(gradients[name], stock[1][name]) for name in gradients},
+        }
+        for side, (loss, gradients) in found.items()
+        if side != "stock"
+    }
+    found.clear()
+    wall: dict[str, list[float]] = {side: [] for side in job["sides"]}
+    cpu: dict[str, list[float]] = {side: [] for side in job["sides"]}
+    for i in range(job["repeats"] + 1):
+        for side in job["sides"] if i % 2 else reversed(job["sides"]):
+            synchronize(job["device"])
+            began = time.perf_counter(), time.process_time()
+            path(side)
+            synchronize(job["device"])
+            wall[side].append(time.perf_counter() - began[0])
+            cpu[side].append(time.process_time() - began[1])
+    return {"compared": compared, "wall": drop_first(wall), "cpu": drop_first(cpu)}
+
+
+# --- the whole step
+
+
+class Watch(TrainerCallback):
+    """Keeps the time of every step, and the gradients of the last."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.wall, self.cpu = device, [], []
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clocks."""
+        synchronize(self.device)
+        self.began = time.perf_counter(), time.process_time()
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        """Keep the gradients."""
+        named = model.named_parameters()
+        self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop the clocks."""
+        synchronize(self.device)
+        self.wall.append(time.perf_counter() - self.began[0])
+        self.cpu.append(time.process_time() - self.began[1])
+
+
+class Step:
+    """A patched model with adapters, and a trainer that takes one step on one row."""
+
+    def __init__(self, job: dict[str, Any], side: str) -> None:
+        model = build(job)
+        rope_patch.apply(model, METHOD)
+        # Both matrices random: with B at zero, as usual, A would have no gradient to compare.
+        model = get_peft_model(model, LoraConfig(**LORA, init_lora_weights=False))
+        self.folder = tempfile.TemporaryDirectory()
+        args = TrainingArguments(
+            self.folder.name,
+            per_device_train_batch_size=1,
+            max_steps=1,
+            learning_rate=1e-4,
+            max_grad_norm=0.0,  # clipping would rescale the gradients that are compared
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            train_sampling_strategy="sequential",
+            label_names=["labels"],
+            dataloader_pin_memory=False,
+            use_cpu=job["device"] == "cpu",
+        )
+        rows = [{"ids": token_ids(job)[0].tolist(), "index": 0}]
+        collator, self.watch = Collator(), Watch(job["device"])
+        if side == "ours":
+            self.trainer = LongTrainer(model, args, rows, collator, callbacks=[self.watch])
+        else:
+
+            def unweighted(examples: list[Any]) -> dict[str, Any]:
+                return {name: value for name, value in collator(examples).items() if name != "weights"}
+
+            self.trainer = Trainer(model, args, train_dataset=rows, data_collator=unweighted, callbacks=[self.watch])
+        self.trainer.remove_callback(PrinterCallback)
+
+    def __call__(self) -> float:
+        """Take one step, from a new optimizer; returns the loss before it."""
+        self.trainer.train()
+        return next(entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry)
+
+
+def step_memory(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the peak of one step of one side."""
+    Step({**job, "shape": QUICK_MODEL, "tokens": 64}, job["side"])()  # whatever is loaded late
+    step = Step(job, job["side"])
+    found = peak_of(step, job["device"])
+    return found | {"gradients": {name: g.flatten().tolist() for name, g in step.watch.gradients.items()}}
+
+
+def step_time(job: dict[str, Any]) -> dict[str, Any]:
+    """Time the steps of both sides in turn."""
+    steps = {side: Step(job, side) for side in job["sides"]}
+    for i in range(job["repeats"] + 1):
+        for side in job["sides"] if i % 2 else reversed(job["sides"]):
+            steps[side]()
+    return {
+        "wall": drop_first({side: step.watch.wall for side, step in steps.items()}),
+        "cpu": drop_first({side: step.watch.cpu for side, step in steps.items()}),
+    }
+
+
+# --- measuring
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def drop_first(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return times without the round that warms up."""
+    return {side: values[1:] for side, values in times.items()}
+
+
+def difference(found: Tensor, expected: Tensor) -> dict[str, float]:
+    """Return the largest difference of two tensors, and what it is relative to the largest value expected."""
+    largest = float((found.double() - expected.double()).abs().max())
+    return {"largest": largest, "relative": largest / float(expected.abs().max())}
+
+
+def status(field: str) -> int:
+    """Return a field of this process's status [bytes]."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: on the CPU this benchmark needs Linux")
+
+
+def peak_of(work: Callable[[], float], device: str) -> dict[str, Any]:
+    """Return the most memory that a piece of work held above what was held before it, and the loss it returned."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = work()
+        torch.cuda.synchronize()
+        highest, how = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated"
+    else:
+        if platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).malloc_trim(0)
+        before = status("VmRSS")
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            how = "VmHWM"
+        except OSError:  # not allowed here: the highest of all of this process, imports included
+            how = "ru_maxrss"
+        loss = work()
+        highest = status("VmHWM") if how == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak_bytes": highest - before, "loaded_bytes": before, "loss": loss, "peak_from": how}
+
+
+def serve(job: dict[str, Any], answer: Connection) -> None:
+    """Do a job in this process; answer with what was found, or with what went wrong."""
+    works = {"loss_memory": loss_memory, "loss_time": loss_time, "step_memory": step_memory, "step_time": step_time}
+    try:
+        torch.set_num_threads(1)
+        transformers.utils.logging.set_verbosity_error()
+        # Its new name for gradient checkpointing is unknown to the oldest release that this package supports.
+        warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+        if job["what"].endswith("memory") and platform.libc_ver()[0] == "glibc":
+            glibc = ctypes.CDLL(None)
+            glibc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
+            glibc.mallopt(M_TRIM_THRESHOLD, 128 * 1024)
+        answer.send(works[job["what"]](job))
+    except Exception as error:
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+def child(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one job in a process of its own, forked from one that has only imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(job, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = "it ended without an answer; was memory short?"
+    process.join()
+    if isinstance(found, str):
+        raise RuntimeError(f"{job} failed with status {process.exitcode}: {found}")
+    return found
+
+
+# --- the report
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return median, quartiles and ends."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    named = {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}
+    return {name: round(value, 4) for name, value in named.items()}
+
+
+def memory_row(side: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the processes of one side found."""
+    peaks = [round(each["peak_bytes"] / 1e6, 2) for each in found]
+    return {
+        "side": side,
+        "peak_mb": round(statistics.median(peaks), 2),
+        "peak_mb_repeats": peaks,
+        "loaded_mb": round(found[0]["loaded_bytes"] / 1e6, 1),
+        "peak_from": found[0]["peak_from"],
+        "loss": found[0]["loss"],
+    }
+
+
+def time_row(side: str, found: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Return one side's tokens/s, alone and against stock's of the same round."""
+    row: dict[str, Any] = {"side": side, "tokens_per_s": round(tokens / statistics.median(found["wall"][side]), 1)}
+    for clock in ("wall", "cpu"):
+        if side != "stock":
+            pairs = zip(found[clock]["stock"], found[clock][side], strict=True)
+            row[f"{clock}_speed_over_stock"] = spread([stock / ours for stock, ours in pairs])
+        row[f"{clock}_s_repeats"] = [round(value, 4) for value in found[clock][side]]
+    return row
+
+
+def peak_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return stock's peak over every other side's."""
+    peaks = {row["side"]: row["peak_mb"] for row in rows}
+    return {side: round(peaks["stock"] / peak, 2) for side, peak in peaks.items() if side != "stock"}
+
+
+def speed_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the median speed of every side over stock's."""
+    return {row["side"]: row["wall_speed_over_stock"]["median"] for row in rows if row["side"] != "stock"}
+
+
+def step_gradients(stock: dict[str, list[float]], ours: dict[str, list[float]]) -> dict[str, Any]:
+    """Compare the gradients of two steps, tensor by tensor; the difference is relative to the tensor's largest."""
+    if stock.keys() != ours.keys() or not stock:
+        raise RuntimeError("the two trainers gave gradients to different parameters")
+    each = [difference(torch.tensor(ours[name]), torch.tensor(stock[name])) for name in stock]
+    return {
+        "tensors": len(each),
+        "largest": max(one["largest"] for one in each),
+        "relative": max(one["relative"] for one in each),
+        "smallest_tensor_maximum": min(max(map(abs, values)) for values in stock.values()),
+    }
+
+
+def main() -> None:
+    """Measure everything; write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, help="JSON file; standard output by default")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="the bar is for float32")
+    parser.add_argument("--tokens", type=int, help="of the row; 4096 by default")
+    parser.add_argument("--slices", type=int, nargs="*", help="other slices of ours, tokens; 256 512 1024 by default")
+    parser.add_argument("--repeats", type=int, help="rounds timed; 5 by default")
+    parser.add_argument("--memory-repeats", type=int, default=2, help="processes per side")
+    parser.add_argument("--quick", action="store_true", help="a size that takes seconds")
+    options = parser.parse_args()
+    quick = options.quick
+    tokens, repeats = options.tokens or (2048 if quick else 4096), options.repeats or (2 if quick else 5)
+    slices = options.slices if options.slices is not None else ([128] if quick else [256, 512, 1024])
+    if options.device == "cuda":
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several Trainer would split the batch
+    base = {
+        "shape": QUICK_MODEL if quick else MODEL,
+        "tokens": tokens,
+        "device": options.device,
+        "dtype": options.dtype,
+    }
+    others = [f"ours_{size}" for size in slices if size != loss_module.SLICE]
+    loss_sides = ["stock", "ours", *(["torch"] if HAS_TORCH_SIDE else []), *others]
+    step_sides = ["stock", "ours"]
+    bar = tqdm(total=(len(loss_sides) + 2) * options.memory_repeats + 2, desc="measurements", file=sys.stderr)
+
+    def measure(**job: Any) -> dict[str, Any]:
+        found = child(base | job)
+        bar.update()
+        return found
+
+    def memory(what: str, sides: list[str]) -> dict[str, list[dict[str, Any]]]:
+        rounds = [{side: measure(what=what, side=side) for side in sides} for _ in range(options.memory_repeats)]
+        return {side: [each[side] for each in rounds] for side in sides}
+
+    loss_found, step_found = memory("loss_memory", loss_sides), memory("step_memory", step_sides)
+    loss_times = measure(what="loss_time", sides=loss_sides, repeats=repeats)
+    step_times = measure(what="step_time", sides=step_sides, repeats=repeats)
+    bar.close()
+    loss_path = {
+        "memory": [memory_row(side, found) for side, found in loss_found.items()],
+        "time": [time_row(side, loss_times, tokens) for side in loss_sides],
+        "against_stock_head_trained_too": loss_times["compared"],
+    }
+    gradients = {side: found[0].pop("gradients") for side, found in step_found.items()}
+    step = {
+        "memory": [memory_row(side, found) for side, found in step_found.items()],
+        "time": [time_row(side, step_times, tokens) for side in step_sides],
+        "gradients": step_gradients(**gradients),
+    }
+    step["loss_difference"] = abs(step["memory"][0]["loss"] - step["memory"][1]["loss"])
+    ratio = peak_ratios(loss_path["memory"])["ours"]
+    worst = max(
+        step["gradients"]["relative"],
+        *(one["relative"] for one in loss_times["compared"]["ours"]["gradients"].values()),
+    )
+    report = {
+        "benchmark": "train_step",
+        "command": "python benchmarks/train_step.py " + shlex.join(sys.argv[1:]),
+        "what": "stock's peak memory / each side's, and each side's tokens/s / stock's, same model, row and step",
+        "summary": {
+            "loss_path_peak_stock_over": peak_ratios(loss_path["memory"]),
+            "loss_path_speed_over_stock": speed_ratios(loss_path["time"]),
+            "step_peak_stock_over": peak_ratios(step["memory"]),
+            "step_speed_over_stock": speed_ratios(step["time"]),
+            "largest_loss_difference": max(step["loss_difference"], loss_times["compared"]["ours"]["loss_difference"]),
+            "largest_relative_gradient_difference": worst,
+            "bar": BAR,
+            "bar_reached": {
+                "memory": ratio >= BAR["loss_path_peak_stock_over_ours"],
+                "gradients": math.isfinite(worst) and worst <= BAR["relative_gradient_difference"],
+            },
+        },
+        "notes": [
+            "Times are noisy: the machine did other work. Compare ratios within rounds, and their quartiles.",
+            "ours is the library as it is, with slices of settings.slice tokens; ours_N has slices of N.",
+            "torch cannot scale or cap logits; it makes its gradients in the forward pass.",
+        ],
+        "shape": base["shape"] | {"dtype": options.dtype},
+        "settings": {
+            "tokens": tokens,
+            "rows": 1,
+            "slice": loss_module.SLICE,
+            "rounds": repeats,
+            "memory_repeats": options.memory_repeats,
+            "method": METHOD,
+            "lora": LORA,
+            "gradient_checkpointing": True,
+            "optimizer": "adamw, Trainer's default",
+            "max_grad_norm": 0.0,
+        },
+        "environment": {
+            "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
+            "threads": 1,
+            "python": platform.python_version(),
+            "torch": torch.__version__.split("+")[0],
+            "transformers": transformers.__version__,
+            "peft": metadata.version("peft"),
+            "accelerate": metadata.version("accelerate"),
+            "rope_patch": rope_patch.__version__,
+        },
+        "loss_path": loss_path,
+        "step": step,
+    }
+    text = json.dumps(report, indent=1) + "\n"
+    if options.output is None:
+        print(text)
+    else:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.output, text)
+    print(json.dumps(report["summary"], indent=1), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
