@@ -85,7 +85,7 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
                         "lora": {"rank": 16},
                         "data": {"lengths": length, "positions": "pose" if pose else "full"},
                         "train": {
-                            "steps": 4 if quick else STEPS,
+                            "steps": 2 if quick else STEPS,
                             "batch": TOKENS // length,
                             "accumulate": 1,
                             "learning_rate": 1e-3,
@@ -99,8 +99,8 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
                             "before": False,  # `make demo` shows the methods without training
                             "lengths": f"{SHORT} {LONG}",
                             "depths": [i / (DEPTHS - 1) for i in range(DEPTHS)],
-                            "samples": 2 if quick else SAMPLES,
-                            "windows": 4 if quick else 16,
+                            "samples": 1 if quick else SAMPLES,
+                            "windows": 2 if quick else 16,
                             "seed": seed,
                         },
                         "output": str(folder_of(Path(root), cell)),
@@ -274,7 +274,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         long, far = row["passkey"][str(LONG)], row["perplexity"][f"perplexity_{SHORT}_{LONG}"]["seeds"]
         groups.setdefault(row["checkpoint"], {})[row["arm"]] = (long["exact_match"], long["interval"], far)
     title = f"After {STEPS * TOKENS:,} tokens of LoRA at {LONG} (trained at {SHORT}), {len(rows[0]['seeds'])} seeds"
-    figure = shares_beside_perplexity(groups, title=title, share=f"passkey exact match at {LONG}, 95 % intervals")
+    figure = shares_beside_perplexity(
+        groups,
+        title=title,
+        share=f"passkey exact match at {LONG}, 95 % intervals",
+        perplexity=f"perplexity at {SHORT} to {LONG}",
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

@@ -121,7 +121,11 @@ def retrieval_heatmap(
 
 
 def shares_beside_perplexity(
-    groups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], Sequence[float]]]], *, title: str, share: str
+    groups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], Sequence[float]]]],
+    *,
+    title: str,
+    share: str,
+    perplexity: str,
 ) -> Figure:
     """Draw a share with its interval beside perplexity, a line per arm, a row of panels per group.
 
@@ -129,6 +133,7 @@ def shares_beside_perplexity(
         groups: group to arm to (share, its interval, perplexity of each seed).
         title: of the figure.
         share: what the share is of.
+        perplexity: of what.
     """
     sizes = [len(arms) for arms in groups.values()]
     figure = Figure(figsize=(9, 0.9 + 0.36 * sum(sizes)), layout="constrained")
@@ -147,7 +152,7 @@ def shares_beside_perplexity(
             axes.grid(True, axis="both", color="0.92")
             axes.set_axisbelow(True)
     grid[-1][0].set(xlabel=share, xlim=(-0.03, 1.03))
-    grid[-1][1].set(xlabel="perplexity (log scale), a point per seed", xscale="log")
+    grid[-1][1].set(xlabel=f"{perplexity} (log scale), a point per seed", xscale="log")
     grid[-1][1].xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
     grid[-1][1].xaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)

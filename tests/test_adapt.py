@@ -1,0 +1,115 @@
+"""The study of adapted checkpoints: its statistics by hand, its cells by a quick run, the pages against its JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rope_patch.planning import plan
+from rope_patch.training.options import read
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "adapt.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="not in the source distribution")
+
+
+@pytest.fixture(scope="module")
+def adapt():
+    spec = importlib.util.spec_from_file_location("adapt", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def seeds(*shares):
+    """Answers of as many seeds: four haystacks of five depths each, of which so many are right."""
+    return [[[i < right for i in range(5)] for _ in range(4)] for right in shares]
+
+
+def test_a_difference_is_paired_and_its_interval_over_seeds_is_students(adapt):
+    found = adapt.difference(seeds(5, 4, 5), seeds(1, 2, 1))
+    assert found["difference"] == pytest.approx((14 - 4) / 15)
+    assert found["seeds"] == pytest.approx([0.8, 0.4, 0.8])
+    # mean 2/3, standard deviation sqrt(2 (2/15)^2 + (4/15)^2) / sqrt(2) = 0.23094, t(2, .975) = 4.302653
+    half = 4.302653 * 0.230940 / math.sqrt(3)
+    assert found["interval_seeds"] == pytest.approx([2 / 3 - half, 2 / 3 + half], abs=1e-5)
+    low, high = found["interval_prompts"]
+    assert 0 < low < found["difference"] < high <= 1
+    same = adapt.difference(seeds(3, 3), seeds(3, 3))
+    assert same["difference"] == 0 and same["interval_prompts"][0] < 0 < same["interval_prompts"][1]
+
+
+def test_a_share_knows_that_prompts_of_a_haystack_hang_together(adapt):
+    mixed = [[[i % 2 == 0 for i in range(4)] for _ in range(6)]]
+    split = [[[h % 2 == 0] * 4 for h in range(6)]]  # whole haystacks right or wrong: six answers, not 24
+    one, other = adapt.share(mixed), adapt.share(split)
+    assert one["exact_match"] == other["exact_match"] == 0.5 and one["prompts"] == other["prompts"] == 24
+    assert other["interval"][1] - other["interval"][0] > 1.5 * (one["interval"][1] - one["interval"][0])
+
+
+def test_the_cells_are_those_promised(adapt):
+    cells = adapt.cells(quick=False)
+    assert len(cells) == len(set(cells)) == 36
+    for shape in ("llama", "gemma3"):
+        assert {(arm, seed) for s, arm, seed in cells if s == shape and not arm.endswith("pose")} == {
+            (arm, seed) for arm in ("default", "pi", "abf", "yarn", "p_rope") for seed in range(3)
+        }
+
+
+@pytest.mark.slow
+def test_a_quick_study_runs_is_resumed_and_says_what_it_measured(adapt, tmp_path):
+    def run():
+        command = [sys.executable, str(SCRIPT), "--quick", "-o", "out.json", "--workers", "1"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads((tmp_path / "out.json").read_text()), done.stdout
+
+    made, shown = run()
+    assert made["cells_run_now"] == 3 and [row["arm"] for row in made["rows"]] == ["default", "yarn", "yarn-pose"]
+    for row in made["rows"]:
+        folder = adapt.folder_of(tmp_path / "build" / "adapters", ("llama", row["arm"], 0))
+        assert (folder / "adapter_model.safetensors").exists() and (folder / "rope_patch.json").exists()
+        judged = json.loads((folder / "evaluation.json").read_text())
+        right = [x for haystack in adapt.answers(judged, 1024) for x in haystack]
+        assert len(right) == 10 and row["passkey"]["1024"]["exact_match"] == sum(right) / 10
+        assert row["tokens"] == 2 * 4096 and row["arm"] in shown
+    again, _ = run()
+    assert again["cells_run_now"] == 0 and again["rows"] == made["rows"]
+
+
+def test_pages_say_what_the_study_measured(adapt):
+    made = json.loads((ROOT / "benchmarks" / "results" / "adapt.json").read_text())
+    assert len(made["rows"]) == 12 and all(row["seeds"] == [0, 1, 2] for row in made["rows"])
+    assert all(row["passkey"]["1024"]["prompts"] == 600 for row in made["rows"])
+    lines = [line.rstrip() for line in adapt.table(made["rows"]).splitlines()]
+    recipes, page = ((ROOT / name).read_text() for name in ("recipes/README.md", "README.md"))
+    assert "\n".join(lines) in recipes
+    llama = [line[12:] for line in lines if line.startswith(("checkpoint", "llama"))]
+    assert "\n".join(llama) in page
+    step = json.loads((ROOT / "benchmarks" / "results" / "train_step.json").read_text())["summary"]
+    assert f"{step['loss_path_peak_stock_over']['ours']:.0f} times less memory" in page
+
+
+def test_the_table_of_configs_says_what_is_planned():
+    page = (ROOT / "recipes" / "README.md").read_text()
+    rows = re.findall(
+        r"^\| \[([\w.-]+)\]\(configs/\1\.yaml\) \| ([\w.-]+) \| `([^`]+)` \| (\d+) \|[^|]+\| (\d+) \| (\d+)", page, re.M
+    )
+    configs = {path.stem for path in (ROOT / "recipes" / "configs").glob("*-*k.yaml")}
+    assert {name for name, *_ in rows} == configs and len(configs) == 14
+    for name, model, method, length, plain, packed in rows:
+        options = read([ROOT / "recipes" / "configs" / f"{name}.yaml"])
+        assert options.model.name.endswith(model) and options.patch.method.startswith(method)
+        assert options.target_length == int(length)
+        for kind, said in (("none", plain), ("nf4", packed)):
+            more = {"quantization": kind, "attention": options.model.attention, "lora_rank": options.lora.rank}
+            assert round(plan(options.model.name, length=int(length), **more).total / 2**30) == int(said), name
