@@ -11,6 +11,7 @@ once it is there. Two arms (`yarn-pose`, `abf-pose`) train on rows of 256 tokens
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import math
@@ -18,10 +19,10 @@ import os
 import platform
 import resource
 import shlex
+import signal
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,11 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
         finally:
             sys.stdout, sys.stderr = shown
     return cell
+
+
+def _deaf() -> None:
+    """Ctrl-C is for the parent, which ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def folder_of(root: Path, cell: tuple[str, str, int]) -> Path:
@@ -226,25 +232,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write; else it is printed")
     parser.add_argument("--figure", type=Path, help="picture to write; needs matplotlib")
-    parser.add_argument("--adapters", type=Path, default=Path("build/adapters"), help="folder of the cells")
+    parser.add_argument("--adapters", type=Path, help="folder of the cells; build/adapters, of --quick another")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="cells at one time, a thread each")
     parser.add_argument("--quick", action="store_true", help="three small cells")
     options = parser.parse_args()
+    options.adapters = options.adapters or Path("build/adapters-quick" if options.quick else "build/adapters")
     wanted, began = cells(options.quick), time.time()
     left = [cell for cell in wanted if not (folder_of(options.adapters, cell) / "results.json").exists()]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     bar = tqdm(total=len(wanted), initial=len(wanted) - len(left), unit="run", desc="adapt")
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        try:
-            waiting = [pool.submit(train, cell, str(options.adapters), options.quick) for cell in left]
-            for finished in as_completed(waiting):
-                shape, arm, seed = finished.result()
+    work = functools.partial(train, root=str(options.adapters), quick=options.quick)
+    try:
+        with get_context("spawn").Pool(min(options.workers, len(left)) or 1, _deaf) as pool:
+            for shape, arm, seed in pool.imap_unordered(work, left):
                 bar.set_postfix_str(f"{shape} {arm}-{seed}")
                 bar.update()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            print("stopped: finished cells are kept, the same command goes on from there", file=sys.stderr)
-            raise
+            pool.close()
+            pool.join()  # its processes' time is counted when they are gone
+    except KeyboardInterrupt:
+        print("\nstopped: finished cells are kept, the same command goes on from there", file=sys.stderr)
+        sys.exit(130)
     bar.close()
     made = {
         "benchmark": "adapt",

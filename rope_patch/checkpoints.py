@@ -257,7 +257,7 @@ def load(
         if method is not None and record is not None:
             raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
         model = _reaching_hub(base, lambda: AutoModelForCausalLM.from_pretrained(base, **from_pretrained))
-        wanted = find_rotary(model).record or record
+        wanted = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
         if method is not None:
             apply(model, method, **(apply_options or {}))
         elif wanted is not None:

@@ -76,7 +76,7 @@ def test_a_quick_study_runs_is_resumed_and_says_what_it_measured(adapt, tmp_path
     made, shown = run()
     assert made["cells_run_now"] == 3 and [row["arm"] for row in made["rows"]] == ["default", "yarn", "yarn-pose"]
     for row in made["rows"]:
-        folder = adapt.folder_of(tmp_path / "build" / "adapters", ("llama", row["arm"], 0))
+        folder = adapt.folder_of(tmp_path / "build" / "adapters-quick", ("llama", row["arm"], 0))
         assert (folder / "adapter_model.safetensors").exists() and (folder / "rope_patch.json").exists()
         judged = json.loads((folder / "evaluation.json").read_text())
         right = [x for haystack in adapt.answers(judged, 1024) for x in haystack]

@@ -140,7 +140,7 @@ def test_the_round_trip_of_an_adapter(done, tmp_path):
 def test_a_finished_run_is_returned_as_it_is(done, monkeypatch):
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("it was loaded again"))
     again = finetune(options(done.folder, "evaluation.every=2"))
-    assert again.results == done.results
+    assert again.results == done.results and again.again and not done.again
 
 
 def test_another_run_in_the_same_folder_is_refused(done):
@@ -150,10 +150,127 @@ def test_another_run_in_the_same_folder_is_refused(done):
         finetune(options(done.folder, "evaluation.every=2", "model.name=gemma3"))
 
 
-def test_checkpoints_of_something_else_are_refused(done, tmp_path):
-    shutil.copytree(done.folder / "work" / "checkpoint-4", tmp_path / "out" / "work" / "checkpoint-4")
-    with pytest.raises(ValueError, match="holds checkpoints of something else: choose another output"):
-        finetune(options(tmp_path / "out"))
+def test_a_folder_of_something_else_is_left_alone(done, tmp_path):
+    """Also by --restart, and also the folder of the model itself."""
+    for name in ("work/thesis.txt", "results.json", "work/checkpoint-4/adapter_model.safetensors"):
+        folder = tmp_path / name.replace("/", "-")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("precious")
+        for restart in (False, True):
+            with pytest.raises(ValueError, match="holds files, and no run of ours: give a new or empty folder"):
+                finetune(options(folder), restart=restart)
+        assert (folder / name).read_text() == "precious" and len([*folder.rglob("*")]) == name.count("/") + 1
+    shutil.copytree(LLAMA, tmp_path / "mine")
+    with pytest.raises(ValueError, match="is the folder of the model itself: give another"):
+        finetune(options(tmp_path / "mine", f"model.name={tmp_path / 'mine'}"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file: give a folder"):
+        finetune(options(tmp_path / "file"))
+
+
+@pytest.mark.slow
+def test_restart_throws_nothing_away_before_the_new_run_is_sound(done, tmp_path):
+    shutil.copytree(done.folder, tmp_path / "run")
+    words = ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
+    with pytest.raises((ValueError, OSError)):
+        finetune(options(tmp_path / "run", *words, "model.name=./nowhere"), restart=True)
+    assert (tmp_path / "run" / "results.json").exists() and (tmp_path / "run" / "work" / "checkpoint-4").exists()
+    (tmp_path / "run" / "work" / ".rows-left-behind").write_text("")
+    result = finetune(options(tmp_path / "run", *words), restart=True)
+    assert result.results["steps"] == 1 and not (tmp_path / "run" / "work" / "checkpoint-4").exists()
+    assert not (tmp_path / "run" / "work" / ".rows-left-behind").exists()
+
+
+def test_two_commands_do_not_work_in_one_folder(tmp_path):
+    from rope_patch.training.runs import begun, look
+
+    run = look(options(tmp_path / "run"), 1, source="x")
+    with (
+        begun(run, "abc", first=True),
+        pytest.raises(BlockingIOError, match="another command is at work in"),
+        begun(run, "abc", first=True),
+    ):
+        pass
+    again = look(options(tmp_path / "run"), 1, source="x")
+    with pytest.raises(KeyboardInterrupt), begun(again, "abc", first=True):
+        raise KeyboardInterrupt
+    fresh = look(options(tmp_path / "new"), 1, source="x")
+    with pytest.raises(ValueError), begun(fresh, "abc", first=True):
+        raise ValueError("bad data")
+    assert not (tmp_path / "new").exists(), "nothing came of it"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_own_rows_and_its_own_model(done, tmp_path):
+    """The data or the base may have changed since: the first does not matter, the second is refused."""
+    text, base, out = tmp_path / "text.txt", tmp_path / "base", tmp_path / "run"
+    text.write_text("\n".join(rope_patch.evaluation.text.builtin_text("train").documents[40:44]))
+    shutil.copytree(LLAMA, base)
+    words = (f"model.name={base}", f"data.source={text}", "evaluation.before=false", "evaluation.lengths=128")
+    words = (*words, "train.save_every=2", "evaluation.windows=0")
+    whole = finetune(options(tmp_path / "whole", *words))
+    finetune(options(out, *words))
+    for name in ("results.json", "adapter_model.safetensors"):
+        (out / name).unlink()
+    shutil.rmtree(out / "work" / "checkpoint-4")
+    text.write_text("Other text. " * 2000)
+    result = finetune(options(out, *words))
+    assert losses(result) == pytest.approx(losses(whole), abs=1e-5)
+    assert len(list((out / "work").glob("rows-*.arrow"))) == 1
+    (out / "results.json").unlink()
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.layers[0].mlp.up_proj.weight.data *= 1.5
+    model.save_pretrained(base)
+    with pytest.raises(ValueError, match="was trained on other weights than the model has now"):
+        finetune(options(out, *words))
+
+
+@pytest.mark.slow
+def test_a_finished_run_whose_adapter_is_gone_is_finished_again(done, tmp_path):
+    shutil.copytree(done.folder, tmp_path / "run")
+    (tmp_path / "run" / "adapter_model.safetensors").unlink()
+    result = finetune(options(tmp_path / "run", "evaluation.every=2"))
+    assert not result.again and (tmp_path / "run" / "adapter_model.safetensors").exists()
+    assert result.results["after"] == pytest.approx(done.results["after"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
+    base, small = tmp_path / "base", ("train.steps=1", "evaluation.before=false", "evaluation.lengths=128")
+    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    rope_patch.apply(model, "yarn", factor=4, target_length=1024)
+    rope_patch.save(model, base, tokenizer=AutoTokenizer.from_pretrained(LLAMA))
+    own = (f"model.name={base}", "patch.method=null", *small)
+    with pytest.raises(
+        ValueError, match=r"patch\.replace without patch\.method would change nothing: the checkpoint keeps"
+    ):
+        finetune(options(tmp_path / "a", *own, "patch.replace=true"))
+    with pytest.raises(ValueError, match=r"own yarn:factor=4 is made for 1024 tokens, not for 2048: give shorter"):
+        finetune(options(tmp_path / "a", *own, "patch.target_length=2048"))
+    kept = finetune(options(tmp_path / "a", *own, "patch.target_length=512"))
+    assert kept.results["patch"] == "yarn:factor=4" and kept.results["target_length"] == 1024
+    other = finetune(
+        options(tmp_path / "b", f"model.name={base}", "patch.method=pi:factor=4", "patch.replace=true", *small)
+    )
+    loaded = rope_patch.load(other.folder, dtype=torch.float32)
+    assert str(find_rotary(loaded).record.to_method()) == "pi:factor=4"
+    with pytest.raises(ValueError, match="is an adapter: merge it into its base first"):
+        finetune(options(tmp_path / "c", f"model.name={other.folder}", *small))
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    words = ("train.learning_rate=1e30", "train.steps=8", "evaluation.before=false", "train.save_every=8")
+    with pytest.raises(FloatingPointError, match=r"the loss of step \d is (nan|inf): take a lower learning rate"):
+        finetune(options(tmp_path / "run", *words))
+
+
+@pytest.mark.slow
+def test_a_run_that_made_things_worse_says_so(tmp_path):
+    words = ("train.learning_rate=0.3", "train.steps=2", "evaluation.lengths=128")
+    with pytest.warns(UserWarning, match="scores lower than before"):
+        result = finetune(options(tmp_path / "run", *words))
+    assert result.results["worse"] and "scores lower than before training" in (result.folder / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from rope_patch.training.judging import Judgement
+from rope_patch.training.models import BUNDLED
 from rope_patch.training.options import Options, read
 
 TEMPLATE = """---
-library_name: {library}
-base_model: {base}
-tags: [rope_patch, long-context]
----
+{head}---
 # {base}, {patch}, {length} tokens
 
 Trained with rope_patch {version}. {what}
@@ -19,13 +19,13 @@ Trained with rope_patch {version}. {what}
 ```python
 import rope_patch
 
-model = rope_patch.load("THIS FOLDER")
+model = rope_patch.load("THIS FOLDER", dtype="{dtype}")
 ```
 {warning}
 ## Scores
 
 {scores}
-
+{worse}
 Retrieval: exact match on {asked} {task} prompts per length, with 95 % Wilson intervals{seen}.
 Perplexity: by position, over {windows} windows of held-out text.
 
@@ -61,14 +61,16 @@ def card(results: dict[str, Any], final: Judgement) -> str:
     data, environment = options.data, results["environment"]
     adapter = options.lora.rank > 0
     return TEMPLATE.format(
-        library="peft" if adapter else "transformers",
+        head=_head(options, adapter),
+        dtype=options.model.dtype,
         base=options.model.name,
         patch=results["patch"] or "no patch",
-        length=options.target_length,
+        length=results["target_length"],
         version=environment["rope_patch"],
         what=_what(options),
-        warning=ONTO if adapter else "",
+        warning=ONTO if adapter and results["patch"] not in (None, "default") else "",
         scores=_scores(results, final),
+        worse="\n**It scores lower than before training.**\n" if results["worse"] else "",
         asked=len(final.retrieval.samples(final.lengths[0])),
         task=options.evaluation.task,
         seen=", of a kind that was trained on" if data.retrieval and data.task == options.evaluation.task else "",
@@ -90,6 +92,14 @@ def card(results: dict[str, Any], final: Judgement) -> str:
         python=environment["python"],
         options=options.to_yaml(),
     )
+
+
+def _head(options: Options, adapter: bool) -> str:
+    """The front matter, as YAML."""
+    made: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    if options.model.name not in BUNDLED:  # which no hub knows
+        made["base_model"] = options.model.name
+    return OmegaConf.to_yaml(OmegaConf.create({**made, "tags": ["rope_patch", "long-context"]}))
 
 
 def _what(options: Options) -> str:

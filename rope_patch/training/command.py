@@ -139,7 +139,9 @@ def _targets(options: Options, shape: Shape) -> tuple[str, ...]:
     if options.lora.rank and wanted == "attention":
         linears = [linear for layer in shape.kinds for linear in layer.linears if linear.place.startswith("attention")]
         return tuple(dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears))
-    return ("all-linear",) if not options.lora.rank or isinstance(wanted, str) else tuple(wanted)
+    if not options.lora.rank:
+        return ("all-linear",)
+    return (wanted,) if isinstance(wanted, str) else tuple(wanted)
 
 
 def _run(options: Options, restart: bool, threads: int | None) -> None:
@@ -156,12 +158,18 @@ def _run(options: Options, restart: bool, threads: int | None) -> None:
     try:
         result = run(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart)
     except torch.OutOfMemoryError as error:  # its advice has lines
-        print(f"error: {error}", file=sys.stderr)
+        print(f"\nerror: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
+    except Exception:
+        print(file=sys.stderr)  # below the progress bar
+        raise
     if not result.results:  # another process tells
         return
+    if result.again:
+        print(f"{result.folder} was finished before: nothing was run")
     before, after = result.results["before"] or {}, result.results["after"]
     for name in list(after)[1:]:
         was = f"{before[name]:.3g} -> " if name in before else ""
         print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {was}{after[name]:.3g}")
-    print(f"wrote {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")
+    made = "it is in" if result.again else "wrote"
+    print(f"{made} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")

@@ -5,30 +5,31 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import EarlyStoppingCallback, TrainingArguments
+from accelerate import PartialState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
+from transformers.trainer import TRAINER_STATE_NAME
 
 from rope_patch import __version__, checkpoints
 from rope_patch.checkpoints import write_atomically
 from rope_patch.evaluation.journal import Journal
+from rope_patch.evaluation.scoring import fingerprint
 from rope_patch.sites import find_rotary
 from rope_patch.training.card import card
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
 from rope_patch.training.judging import Judge, Judgement
 from rope_patch.training.models import load_model, prepare, resolve
 from rope_patch.training.options import Options
-from rope_patch.training.resuming import latest_checkpoint
+from rope_patch.training.runs import RESULTS, Run, begun, check_base, look, note
 from rope_patch.training.sources import Rows, make_rows, reading_processes
 from rope_patch.training.trainer import LongTrainer
 
@@ -47,11 +48,14 @@ class Result:
 
     Attributes:
         folder: the adapter (or model), loaded by :func:`rope_patch.load`.
-        results: the contents of ``results.json``: options, command, scores before and after, the curve.
+        results: the contents of ``results.json``: options, command, scores before and after, the curve. Empty in all
+            processes but the first.
+        again: it was finished before, and nothing was run.
     """
 
     folder: Path
     results: dict[str, Any]
+    again: bool = False
 
 
 def finetune(options: Options, *, command: str = "", restart: bool = False) -> Result:
@@ -72,41 +76,84 @@ def finetune(options: Options, *, command: str = "", restart: bool = False) -> R
         PatchError: the patch does not fit the model.
         torch.OutOfMemoryError: with advice from the plan.
     """
-    out = Path(options.output).expanduser()
-    work = out / "work"
     processes = reading_processes()
     first = int(os.environ.get("RANK", 0)) == 0
     _check_device(options)
-    kept = _claim(options, out, processes, restart and first)
-    if kept is not None:
-        return Result(out, kept)
-    args = arguments(options, work)
+    source = resolve(options.model.name)
+    run = look(options, processes, source=source, restart=restart)
+    if run.results is not None:
+        return Result(run.out, run.results if first else {}, again=True)
+    args = arguments(options, run.work)
     model, tokenizer = load_model(options.model, options.train.precision)
+    identity = fingerprint(model)
     model = prepare(model, options)
-    judged = Judged(Judge(options.evaluation, options.evaluation_lengths, tokenizer), work / "judged.jsonl", first)
+    check_base(run, model, identity)
+    judge = Judge(options.evaluation, options.evaluation_lengths, tokenizer)
+    PartialState().wait_for_everyone()  # all have looked before the first of them writes
+    with begun(run, identity, first):
+        return _train(options, run, args, model, tokenizer, judge, identity, command, processes, first)
+
+
+def _train(
+    options: Options,
+    run: Run,
+    args: TrainingArguments,
+    model: Any,
+    tokenizer: Any,
+    judge: Judge,
+    identity: str,
+    command: str,
+    processes: int,
+    first: bool,
+) -> Result:
+    out, work, checkpoint = run.out, run.work, run.checkpoint
     with args.main_process_first(local=False, desc="packing"):
-        rows = make_rows(options, tokenizer, work, processes=processes, quiet=not first)
-    checkpoint = latest_checkpoint(work)
-    if checkpoint is not None:
-        _check_base(checkpoint, model)
+        rows = make_rows(options, tokenizer, work, processes=processes, quiet=not first, known=run.rows)
+    if first and checkpoint is None:
+        note(run, identity, rows=rows.name)
+    judged = Judged(judge, work / "judged.jsonl", first)
     args.eval_on_start = options.evaluation.before and checkpoint is None
-    trainer = build_trainer(model, args, rows, options, tokenizer, judged)
-    began = time.time()
+    trainer = build_trainer(model, args, rows, options, tokenizer, judged, checkpoint)
+    clock = Clock(work / "seconds.json", checkpoint is not None)
+    trainer.add_callback(clock)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    seconds = time.time() - began
     trained: Any = trainer.model
     final = judged.final(trained, trainer.state)
     state = _whole_state(trainer)
     trainer.accelerator.wait_for_everyone()
     if not first:
         return Result(out, {})
-    results = _results(options, trainer, rows, judged, final, seconds, command, processes)
+    results = _results(options, trainer, rows, judged, final, clock.seconds, command, processes)
     checkpoints.save(trained, out, tokenizer=tokenizer, **({} if state is None else {"state_dict": state}))
     scores = {"before": judged.before.get("judged"), "after": _to_json(final)}
     write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
     write_atomically(out / "README.md", card(results, final))
-    write_atomically(out / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+    write_atomically(out / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
     return Result(out, results)
+
+
+class Clock(TrainerCallback):
+    """Counts the seconds of a run over all its parts; what was lost to a kill does not count.
+
+    Args:
+        path: where they are kept.
+        resumed: the run goes on.
+    """
+
+    def __init__(self, path: Path, resumed: bool) -> None:
+        self.path = path
+        kept = resumed and path.is_file()
+        self.began = time.time() - (json.loads(path.read_text(encoding="utf-8")) if kept else 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far, evaluations included."""
+        return time.time() - self.began
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep them with each checkpoint."""
+        if state.is_world_process_zero:
+            write_atomically(self.path, json.dumps(round(self.seconds, 1)))
 
 
 def arguments(options: Options, folder: Path) -> TrainingArguments:
@@ -155,11 +202,22 @@ def arguments(options: Options, folder: Path) -> TrainingArguments:
 
 
 def build_trainer(
-    model: Any, args: TrainingArguments, rows: Rows, options: Options, tokenizer: Any, judge: Any = None
+    model: Any,
+    args: TrainingArguments,
+    rows: Rows,
+    options: Options,
+    tokenizer: Any,
+    judge: Any = None,
+    checkpoint: Path | None = None,
 ) -> LongTrainer:
     """Return the trainer of a run: rows, positions, early stop."""
-    patience = options.evaluation.patience
-    stop = [EarlyStoppingCallback(patience)] if patience else []
+    stop = []
+    if options.evaluation.patience:
+        stop.append(EarlyStoppingCallback(options.evaluation.patience))
+        if checkpoint is not None:  # Trainer begins to count anew
+            state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            kept = state["stateful_callbacks"].get("EarlyStoppingCallback", {}).get("attributes", {})
+            stop[0].early_stopping_patience_counter = kept.get("early_stopping_patience_counter", 0)
     return LongTrainer(model, args, rows, collator(options, tokenizer), judge=judge, callbacks=stop)
 
 
@@ -191,8 +249,15 @@ class Judged:
 
     def final(self, model: Any, state: Any) -> Judgement:
         """Return the judgement of the model that is kept: the best one was measured already."""
-        step = state.best_global_step if state.best_model_checkpoint is not None else state.global_step
+        step = best_step(state)
+        step = state.global_step if step is None else step
         return self.made[step] if step in self.made else self.judge(model)
+
+
+def best_step(state: Any) -> int | None:
+    """Return the step of the checkpoint that Trainer loads at the end; None where it loads none."""
+    best = state.best_model_checkpoint
+    return None if best is None else int(Path(best).name.rpartition("-")[2])
 
 
 def collator(options: Options, tokenizer: Any) -> Collator:
@@ -218,56 +283,6 @@ def _check_device(options: Options) -> None:
         )
     if packed and options.train.liger:
         raise ValueError("train.liger replaces MLPs that model.quantization would pack: use one of the two")
-
-
-def _claim(options: Options, out: Path, processes: int, restart: bool) -> dict[str, Any] | None:
-    """Take the output folder for this run; return the results where it has been done."""
-    asked = {name: values for name, values in options.to_dict().items() if name != "output"}  # a folder may move
-    run = {"schema": SCHEMA, "processes": processes, "options": asked}
-    file = out / "work" / "run.json"
-    if out.exists() and not out.is_dir():
-        raise NotADirectoryError(f"output: {str(out)!r} is a file: give a folder")
-    if restart:
-        shutil.rmtree(out / "work", ignore_errors=True)
-        (out / "results.json").unlink(missing_ok=True)
-    if file.exists():
-        other = json.loads(file.read_text(encoding="utf-8"))
-        changed, done = "; ".join(_changes(other, run)), (out / "results.json").exists()
-        if changed and (done or latest_checkpoint(out / "work") is not None):
-            raise ValueError(f"{out} holds a run with {changed}: choose another output, or --restart to throw it away")
-        if changed:  # it never got to a checkpoint: nothing is lost
-            return _claim(options, out, processes, restart=True)
-        if done:
-            results: dict[str, Any] = json.loads((out / "results.json").read_text(encoding="utf-8"))
-            return results
-        return None
-    if latest_checkpoint(out / "work") is not None:
-        raise ValueError(f"{out} holds checkpoints of something else: choose another output")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(run, indent=1) + "\n")
-    return None
-
-
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    made = []
-    for name in sorted({*old, *new}):
-        a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            made += _changes(a, b, "" if name == "options" else f"{prefix}{name}.")
-        elif str(a) != str(b):
-            made.append(f"{prefix}{name}={a} (now {b})")
-    return made
-
-
-def _check_base(checkpoint: Path, model: Any) -> None:
-    """Refuse to resume on another base model than the one the checkpoint names."""
-    file = checkpoint / checkpoints.ADAPTER_FILE
-    if not file.exists():
-        return
-    theirs = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    ours = model.get_base_model().config.name_or_path if hasattr(model, "get_base_model") else None
-    if theirs != ours:
-        raise ValueError(f"{checkpoint} belongs to {theirs}, this run trains {ours}: choose another output")
 
 
 def _to_json(found: Judgement) -> dict[str, Any]:
@@ -298,10 +313,11 @@ def _results(
 ) -> dict[str, Any]:
     state, trained = trainer.state, trainer.model
     record = None if trained is None else find_rotary(trained).record
-    best = state.best_global_step if options.evaluation.every else None
+    before, after = judged.before.get("metrics"), final.metrics()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
-    if best == 0:
-        warnings.warn("no checkpoint scored above the model before training", stacklevel=2)
+    worse = before is not None and after["score"] < before["score"]
+    if worse:
+        warnings.warn("after training the model scores lower than before: the card says so", stacklevel=2)
     return {
         "schema": SCHEMA,
         "command": command or " ".join(sys.argv),
@@ -309,12 +325,14 @@ def _results(
         "base": resolve(options.model.name) if options.model.name != resolve(options.model.name) else None,
         "patch": None if record is None else str(record.to_method()),
         "steps": state.global_step,
-        "best_step": best,
+        "best_step": best_step(state),
+        "target_length": (record.target_length if record else None) or options.target_length,
+        "worse": worse,
         "tokens": rows.tokens(state.global_step * options.train.batch * options.train.accumulate * processes),
         "seconds": round(seconds, 1),
-        "before": judged.before.get("metrics"),
+        "before": before,
         "curve": [{"step": step, **judged.log[str(step)]["metrics"]} for step in sorted(map(int, judged.log))],
-        "after": final.metrics(),
+        "after": after,
         "losses": [{"step": e["step"], "loss": e["loss"]} for e in state.log_history if "loss" in e],
         "environment": {
             "rope_patch": __version__,

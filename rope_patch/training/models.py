@@ -16,6 +16,7 @@ from rope_patch import checkpoints
 from rope_patch._paths import data_path
 from rope_patch.methods import as_method
 from rope_patch.planning.options import ALL_LINEAR
+from rope_patch.record import PatchRecord
 from rope_patch.registry import did_you_mean
 from rope_patch.sites import find_rotary
 from rope_patch.surgery import apply
@@ -54,6 +55,10 @@ def load_model(options: ModelOptions, compute: Precision = "bfloat16") -> tuple[
     wanted: dict[str, Any] = {"dtype": kind, "attn_implementation": ATTENTION[options.attention]}
     shared: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     source = resolve(options.name)
+    if Path(source, checkpoints.ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{options.name} is an adapter: merge it into its base first (merge_and_unload), and save that"
+        )
     if options.quantization != "none":
         found = getattr(checkpoints.load_config(source, **shared), "quantization_config", None)
         if found is not None:
@@ -94,7 +99,10 @@ def prepare(model: Any, options: Options) -> Any:
     """
     patch = options.patch
     names = target_names(model, options.lora.target_modules) if options.lora.rank else []
-    if patch.method is not None or find_rotary(model).record is None:
+    own = find_rotary(model).record
+    if patch.method is None and own is not None:
+        _check_own_patch(own, options)
+    else:
         apply(
             model,
             as_method(patch.method or "default"),
@@ -106,6 +114,22 @@ def prepare(model: Any, options: Options) -> Any:
     if not options.lora.rank:
         return model.float() if options.model.dtype == "float32" else model
     return _adapt(model, options.lora, names, options.train.seed)
+
+
+def _check_own_patch(own: PatchRecord, options: Options) -> None:
+    """The checkpoint's patch stays: refuse what would be ignored, and rows that it is not made for."""
+    given = [name for name in ("layer_types", "freeze_at", "replace") if getattr(options.patch, name)]
+    if given:
+        raise ValueError(
+            f"patch.{given[0]} without patch.method would change nothing: the checkpoint keeps its own "
+            f"{own.to_method()}"
+        )
+    if own.target_length is not None and options.target_length > own.target_length:
+        raise ValueError(
+            f"the checkpoint's own {own.to_method()} is made for {own.target_length} tokens, not for "
+            f"{options.target_length}: give shorter data.lengths or patch.target_length, or patch.method with "
+            "patch.replace=true"
+        )
 
 
 def _adapt(model: Any, options: LoraOptions, names: list[str], seed: int) -> Any:

@@ -139,7 +139,7 @@ class TrainOptions:
         liger: Liger's kernels for norms and MLPs; needs a GPU and the extra ``gpu``. The loss is ours either way.
         seed: of adapters, order, positions and prompts.
         save_every: steps between checkpoints; by default those of ``evaluation.every``, or a fifth of all.
-        keep: checkpoints kept, the best one besides.
+        keep: checkpoints kept, the best one among them.
         log_every: steps between lines of the log.
     """
 
@@ -248,6 +248,7 @@ class Options:
             ("evaluation.every", self.evaluation.every, 0),
             ("evaluation.windows", self.evaluation.windows, 0),
             ("evaluation.patience", self.evaluation.patience, 0),
+            ("train.seed", self.train.seed, 0),
         )
         for name, value, least in low:
             if value is not None and value < least:
@@ -278,10 +279,10 @@ class Options:
                 f"{asked} trains the model's own weights, whose small updates {self.model.dtype} rounds away: set "
                 "model.dtype=float32 (train.precision still sets the arithmetic)"
             )
-        if self.evaluation.every and self.save_every % self.evaluation.every:
+        if self.evaluation.every and self.save_every != self.evaluation.every:
             raise ValueError(
-                f"train.save_every={self.save_every} must be a multiple of evaluation.every={self.evaluation.every}: "
-                "a checkpoint is chosen by its score"
+                f"train.save_every={self.save_every} must be evaluation.every={self.evaluation.every}, or left out: "
+                "the best of what was judged must be there to be kept"
             )
         if self.evaluation.patience and not self.evaluation.every:
             raise ValueError("evaluation.patience needs evaluation.every: nothing is judged before the end")

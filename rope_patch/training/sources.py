@@ -105,10 +105,11 @@ class Rows(Dataset[list[dict[str, Any]]]):
     Args:
         rows: of a ``datasets`` dataset, in order.
         groups: how many rows each item has, item by item.
+        name: of the file.
     """
 
-    def __init__(self, rows: Any, groups: list[int]) -> None:
-        self.rows = rows
+    def __init__(self, rows: Any, groups: list[int], name: str = "") -> None:
+        self.rows, self.name = rows, name
         self.upto = [0, *itertools.accumulate(groups)]
 
     def __len__(self) -> int:
@@ -123,7 +124,15 @@ class Rows(Dataset[list[dict[str, Any]]]):
         return sum(len(ids) for ids in self.rows.select_columns("ids").select(range(self.upto[items]))["ids"])
 
 
-def make_rows(options: Options, tokenizer: Any, folder: Path, *, processes: int = 1, quiet: bool = False) -> Rows:
+def make_rows(
+    options: Options,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    processes: int = 1,
+    quiet: bool = False,
+    known: str | None = None,
+) -> Rows:
     """Pack the rows of a whole run into a file, or find it there.
 
     What a run needs is known before: so much is read and no more. Data that ends before begins again in another order.
@@ -134,6 +143,7 @@ def make_rows(options: Options, tokenizer: Any, folder: Path, *, processes: int 
         folder: of the file; it is named by everything it depends on, and appears in one move.
         processes: that train side by side, each with its own share of the rows.
         quiet: show no progress.
+        known: name of the file where a run has one: it goes on with its own rows, whatever became of the data since.
 
     Raises:
         ValueError: no document as long as a row, and ``data.allow_short`` not set.
@@ -142,7 +152,9 @@ def make_rows(options: Options, tokenizer: Any, folder: Path, *, processes: int 
     from datasets.arrow_writer import ArrowWriter
 
     stages = plan_stages(options, processes)
-    path = folder / f"rows-{_identity(options, tokenizer, stages)}.arrow"
+    path = folder / (known or f"rows-{_identity(options, tokenizer, stages)}.arrow")
+    if known is not None and not path.exists():
+        raise ValueError(f"{path}, the rows that this run was begun on, is gone: --restart, or choose another output")
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{path.name}.{os.getpid()}"
@@ -161,7 +173,8 @@ def make_rows(options: Options, tokenizer: Any, folder: Path, *, processes: int 
             os.replace(part, path)
         finally:
             shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
-    return Rows(datasets.Dataset.from_file(str(path)), [per for _, items, per in stages for _ in range(items)])
+    groups = [per for _, items, per in stages for _ in range(items)]
+    return Rows(datasets.Dataset.from_file(str(path)), groups, path.name)
 
 
 def reading_processes() -> int:

@@ -93,9 +93,19 @@ class LongTrainer(WholeCheckpoints):
             raise torch.OutOfMemoryError(f"{error}\n{advice}") from error
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One pass; its shape is noted, for when it does not fit."""
+        """One pass; its shape is noted, for when it does not fit.
+
+        Raises:
+            FloatingPointError: a loss that is no number: what follows would be none either.
+        """
         self._running = inputs["input_ids"].shape
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss of step {self.state.global_step + 1} is {float(loss)}: take a lower learning rate, or more "
+                "warmup; checkpoints before it are kept"
+            )
+        return loss
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
