@@ -412,7 +412,9 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
         *("compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4 pi:factor=4", "--lengths", "64 512"),
         *("--samples", "4", "--windows", "4", "-o", str(out), "--no-report", "--threads", "1"),
     ]
-    program = [sys.executable, "-c", "from rope_patch.cli import main; main()", *asked]
+    # A background job of a shell ignores SIGINT, and so would what the tests start there.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = [sys.executable, "-c", f"{listen}; from rope_patch.cli import main; main()", *asked]
     running = subprocess.Popen(
         program, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
     )
