@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.theory_command import theory
 from rope_patch.training.command import finetune
 
 app = typer.Typer(
@@ -427,6 +428,7 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
 
 
 app.command()(finetune)
+app.command()(theory)
 
 
 def _command() -> str:

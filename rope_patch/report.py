@@ -69,16 +69,7 @@ def report(comparisons: Sequence[Comparison], *, command: str | None = None, tit
     """
     if not comparisons:
         raise ValueError("a report needs at least one comparison")
-    environment = Environment(
-        loader=FileSystemLoader(data_path("assets")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["breakable"] = _breakable
-    template = environment.get_template("report.html.jinja")
-    return template.render(title=title, command=command, sections=[_section(c) for c in comparisons])
+    return render("report.html.jinja", title=title, command=command, sections=[_section(c) for c in comparisons])
 
 
 def write(
@@ -91,6 +82,25 @@ def write(
         OSError: the folder cannot be written.
     """
     write_atomically(path, report(comparisons, command=command, title=title))
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a page of ``assets``: everything escaped, an unknown name an error."""
+    environment = Environment(
+        loader=FileSystemLoader(data_path("assets")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = _breakable
+    return environment.get_template(template).render(**values)
+
+
+def picture(figure: Any, alt: str, caption: str) -> Picture:
+    """Return a figure as an image that holds itself."""
+    data = base64.b64encode(plots.svg(figure).encode()).decode()
+    return Picture(f"data:image/svg+xml;base64,{data}", alt, caption)
 
 
 def _section(comparison: Comparison) -> dict[str, Any]:
@@ -193,7 +203,7 @@ def _curves(comparison: Comparison, names: Sequence[str]) -> Picture | None:
     figure = plots.perplexity_by_position(
         curves, trained_length=comparison.trained_length, title="Perplexity by position in the window"
     )
-    return _picture(
+    return picture(
         figure,
         f"Lines of perplexity against position, one per method. At position {longest:g}, best first: {told}.",
         "Lower is better; the scale is logarithmic. All methods read the same windows, so they rise and fall together."
@@ -214,7 +224,7 @@ def _maps(comparison: Comparison, names: Sequence[str]) -> list[Picture]:
         limits = options.pop("limits", (min(values, default=-1.0), 0.0))
         figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, limits=limits, **options)
         alt = f"{options['title']}: a panel per method, prompt length across, depth of the needle down. "
-        return _picture(figure, f"{alt}Every number is in the table of all retrieval scores.", caption)
+        return picture(figure, f"{alt}Every number is in the table of all retrieval scores.", caption)
 
     return [
         draw(
@@ -268,7 +278,7 @@ def _wavelengths(comparison: Comparison, names: Sequence[str]) -> list[Picture |
             f"{grey}The dotted line is the trained length: a pair below it makes at least one full turn within it. "
             "Triangles at the top are pairs that stand still."
         )
-        made.append(_picture(figure, alt, caption))
+        made.append(picture(figure, alt, caption))
     return made
 
 
@@ -289,11 +299,6 @@ def _tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[s
 
 def _by_row(names: Sequence[str], columns: Sequence[Sequence[Cell]]) -> list[tuple[str, tuple[Cell, ...]]]:
     return list(zip(names, zip(*columns, strict=True), strict=True))
-
-
-def _picture(figure: Any, alt: str, caption: str) -> Picture:
-    data = base64.b64encode(plots.svg(figure).encode()).decode()
-    return Picture(f"data:image/svg+xml;base64,{data}", alt, caption)
 
 
 def _depths(row: Row) -> list[float]:

@@ -26,21 +26,24 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("kv_cache", "analysis"),
     ("evaluation",),
     ("fitting", "kv_check", "training", "planning", "export"),
-    ("report", "plots"),
+    ("theory_papers", "theory_tables"),
+    ("report", "plots", "plots_theory", "theory_report"),
     ("__init__",),  # the public names: below the top, so that no module of the library imports them back
-    ("cli", "demo", "recipes", "eval_tasks", "benchmarks"),
+    ("cli", "theory_command", "demo", "recipes", "eval_tasks", "benchmarks"),
 )
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 BOTTOM = "_paths"  # imports nothing of ours; everyone may import it
 OPEN = {"analysis", "kv_cache", "training", "planning", "recipes", "eval_tasks", "benchmarks"}  # may hold any file
 MODULES = {
+    "theory": {"__init__", "decay", "constructions", "images"},
     "evaluation": {
         *("__init__", "text", "documents", "prompts", "intervals", "journal", "scoring", "answering", "prefill"),
         *("perplexity", "retrieval", "compare", "lm_eval_model", "lm_eval_cli", "lm_eval_tasks"),
     },
 }
 OUTSIDE = {"recipes", "eval_tasks", "benchmarks", "tests"}  # folders of the repository, not of the package
-PURE = {"torch", "jaxtyping"}  # all that frequencies may import beyond the standard library's
+PLOTS = {"plots", "plots_theory"}
+PURE = {"torch", "jaxtyping"}  # all that frequencies and theory may import beyond the standard library's
 PURE_STDLIB = {"__future__", "collections", "dataclasses", "functools", "hashlib", "itertools", "math"}
 PURE_STDLIB |= {"struct", "typing"}
 
@@ -159,8 +162,8 @@ def _third_party(module: str, item: Import) -> str | None:
     level = LEVEL.get(unit, -1)
     if name in OUTSIDE and unit not in OUTSIDE:
         return f"{name} is a folder of the repository: the package cannot import it"
-    if unit == "frequencies" and name not in PURE | PURE_STDLIB:
-        return f"frequencies is pure maths on torch, yet it imports {name}"
+    if unit in ("frequencies", "theory") and name not in PURE | PURE_STDLIB:
+        return f"{unit} is pure maths on torch, yet it imports {name}"
     if unit == "__init__" and name in {"torch", "transformers", "peft", "lm_eval", "matplotlib"}:
         return f"__init__ does no work at import, yet it imports {name}"
     if name == "transformers" and level < LEVEL["surgery"]:
@@ -173,8 +176,8 @@ def _third_party(module: str, item: Import) -> str | None:
     harness = module.startswith("evaluation.lm_eval_") or unit in ("eval_tasks", "benchmarks")
     if name == "lm_eval" and not harness:
         return "lm_eval is imported in evaluation/lm_eval_*.py, eval_tasks and benchmarks alone"
-    if name == "matplotlib" and module != "plots":
-        return "matplotlib is imported in plots alone"
+    if name == "matplotlib" and module not in PLOTS:
+        return "matplotlib is imported in plots and plots_theory alone"
     return None
 
 
@@ -257,7 +260,8 @@ def test_the_tree_is_read() -> None:
         ("__init__", "from .cli import main", "__init__ imports cli"),
         ("__init__", "import torch", "__init__ does no work at import"),
         ("_paths", "from .frequencies import turns", "_paths imports nothing of ours"),
-        ("theory", "from .methods import parse", "theory needs frequencies alone"),
+        ("theory.__init__", "from ..methods import parse", "theory needs frequencies alone"),
+        ("theory.helices", "", "theory.helices has no place in the layers"),
         ("kv_cache.cache", "from ..evaluation.text import builtin_text", "kv_cache never imports evaluation"),
         ("kv_cache.__init__", "from ..evaluation import text", "kv_cache never imports evaluation"),
         ("kv_cache.__init__", "from .. import evaluation", "kv_cache never imports evaluation"),
@@ -268,7 +272,8 @@ def test_the_tree_is_read() -> None:
         ("frequencies", "import numpy", "frequencies is pure maths"),
         ("frequencies", "from transformers import AutoConfig", "frequencies is pure maths"),
         ("methods", "def f():\n    import transformers", "transformers is imported from surgery upwards"),
-        ("theory", "import transformers.utils", "transformers is imported from surgery upwards"),
+        ("theory.decay", "import transformers.utils", "theory is pure maths"),
+        ("theory.images", "def f():\n    import numpy", "theory is pure maths"),
         ("surgery", "def f():\n    import peft", "peft is imported in checkpoints"),
         ("checkpoints", "import peft", "inside functions only"),
         (
@@ -279,7 +284,8 @@ def test_the_tree_is_read() -> None:
         ("evaluation.compare", "def f():\n    import lm_eval", "lm_eval is imported in"),
         ("cli", "def f():\n    from lm_eval.api import model", "lm_eval is imported in"),
         ("recipes.lora", "import lm_eval", "lm_eval is imported in"),
-        ("report", "def f():\n    import matplotlib.pyplot as plt", "matplotlib is imported in plots alone"),
+        ("report", "def f():\n    import matplotlib.pyplot as plt", "matplotlib is imported in plots"),
+        ("theory_report", "import matplotlib", "matplotlib is imported in plots"),
         ("cli", "from recipes import finetune_lora", "recipes is a folder of the repository"),
     ],
 )
@@ -299,7 +305,7 @@ def test_planted_violation_is_seen(module: str, source: str, message: str) -> No
         ),
         ("rotary", "from rope_patch.methods import parse"),
         ("record", "from rope_patch import __version__\nfrom .methods import parse"),
-        ("theory", "from .frequencies import turns\nimport torch"),
+        ("theory.images", "from ..frequencies import turns\nfrom .decay import activation\nimport torch"),
         ("surgery", "import transformers\nfrom .theory import decay"),
         ("checkpoints", "def f():\n    from peft import PeftModel"),
         ("checkpoints", "if TYPE_CHECKING:\n    from peft import PeftModel"),
@@ -312,6 +318,7 @@ def test_planted_violation_is_seen(module: str, source: str, message: str) -> No
         ),
         ("training.trainer", "from peft import LoraConfig"),
         ("plots", "import matplotlib.pyplot as plt"),
+        ("plots_theory", "import matplotlib\nfrom .plots import svg"),
         ("__init__", "from ._paths import data_path\ndef __getattr__(n):\n    from .report import write"),
         ("cli", "import rope_patch\nfrom rope_patch import apply\nfrom .demo import run"),
         ("eval_tasks.passkey.utils", "import lm_eval\nfrom rope_patch.evaluation import retrieval"),

@@ -1,0 +1,648 @@
+"""What a table implies, against hand-derived numbers, brute force, scipy and mpmath, and attention inside a Llama."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import mpmath
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import sici, softmax
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+import rope_patch
+from rope_patch import theory
+from rope_patch.frequencies import geometric, granularity, granularity_bounds, granularity_limit, ntk_theta
+from rope_patch.theory_papers import BOS, KEY, PAIR, QUERY, in_pair, papers
+from rope_patch.theory_tables import study
+
+PLAIN, GEMMA = geometric(1e4, 128), geometric(1e4, 256)
+TABLES = {
+    "plain": geometric(1e4, 16),
+    "single pair": geometric(1e4, 2),
+    "long": geometric(5e5, 64) / 8,
+    "still pairs": torch.tensor([1.0, 0.3, 0.0, 1e-32]),
+}
+each_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def matrix(table: torch.Tensor, position: float) -> numpy.ndarray:
+    """R^position as a matrix, feature by feature: features i and i + n are rotated by table[i] * position."""
+    n = len(table)
+    out = numpy.zeros((2 * n, 2 * n))
+    for i, step in enumerate(table.tolist()):
+        angle = 0.0 if step < 1e-20 else step * position
+        out[i, i] = out[i + n, i + n] = math.cos(angle)
+        out[i, i + n], out[i + n, i] = -math.sin(angle), math.sin(angle)
+    return out
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+@each_table
+def test_activation_is_the_product_of_rotated_vectors(table):
+    query, key = normal(2, 2 * len(table))
+    distances = torch.tensor([0, 1, 2, 17, 1000, -3])
+    expected = [float(query.numpy() @ matrix(table, -r) @ key.numpy()) for r in distances.tolist()]
+    assert theory.activation(table, distances, query, key).tolist() == pytest.approx(expected, abs=1e-11)
+    curve = theory.activation_curve(table, 2500, query, key)  # three blocks, the last one broken
+    torch.testing.assert_close(curve, theory.activation(table, torch.arange(2500), query, key), rtol=0, atol=1e-10)
+    assert len(theory.activation_curve(table, 7)) == 7
+
+
+def test_activation_is_transformers_logit():
+    # q at position m, k at n = m - r, rotated by transformers' own modules in its own layout
+    config = LlamaConfig(head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    query, key = normal(2, 64).float()
+    for m, n in ((5, 5), (40, 3), (300, 299)):
+        cos, sin = LlamaRotaryEmbedding(config)(query, torch.tensor([[m, n]]))
+        stacked = torch.stack([query, key])[None, None]
+        rotated = apply_rotary_pos_emb(stacked, stacked, cos, sin)[0][0, 0]
+        ours = theory.activation(geometric(1e4, 64), torch.tensor([m - n]), query, key)
+        assert ours.item() == pytest.approx(float(rotated[0] @ rotated[1]), abs=2e-3)
+
+
+def test_all_ones_by_hand():
+    # 2 cos(1 r) + 2 cos(0.1 r): at r = 10, 2 * -0.83907 + 2 * 0.54030
+    table = torch.tensor([1.0, 0.1])
+    assert theory.activation(table, torch.tensor([0, 10])).tolist() == pytest.approx([4, -0.59754], abs=1e-5)
+
+
+def test_all_ones_decays_as_the_cosine_integral_does():
+    # d -> infinity: the mean of cos(r b^-u) over u in [0, 1] is (Ci(r) - Ci(r / b)) / ln b
+    table = torch.tensor([1e4 ** (-(i + 0.5) / 4000) for i in range(4000)], dtype=torch.float64)
+    for r in (1, 10, 100, 1000):
+        expected = (mpmath.ci(r) - mpmath.ci(r / 1e4)) / mpmath.log(1e4)
+        found = theory.activation(table, torch.tensor([r])).item() / 8000
+        assert found == pytest.approx(float(expected), abs=2e-3)
+    # and so B24's premise for one constant vector: down by more than half within 100 tokens
+    assert theory.activation(PLAIN, torch.tensor([100])).item() < 0.5 * 128
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gaussian_moments_against_samples(shared):
+    table, r, count = torch.tensor([1.0, 0.1, 0.0]), torch.tensor([0, 1, 7, 40]), 40000
+    draws = normal(2, count, 6, seed=3)
+    values = []
+    for distance in r.tolist():
+        turned = draws[0 if shared else 1] @ torch.tensor(matrix(table, -distance)).T
+        values.append((draws[0] * turned).sum(1))
+    sampled = torch.stack(values)
+    mean, deviation = theory.gaussian_moments(table, r, shared=shared)
+    assert float(((sampled.mean(1) - mean).abs() / deviation).max()) < 5 / count**0.5
+    torch.testing.assert_close(sampled.std(1), deviation, rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_proposition_3_2_independent_gaussians_average_zero_at_every_distance(repeated):
+    r = torch.tensor([0, 1, 5, 100, 3000])
+    values = theory.gaussian_activation(geometric(1e4, 16), r, samples=4000, seed=1, repeated=repeated)
+    mean, deviation = theory.gaussian_moments(geometric(1e4, 16), r)
+    assert mean.tolist() == [0] * 5
+    assert float((values.mean(0) / deviation).abs().max()) < 4 / 4000**0.5
+    torch.testing.assert_close(values.std(0), deviation, rtol=0.06, atol=0)
+    # fresh vectors at each distance are independent, one pair repeated is one smooth curve
+    neighbours = torch.corrcoef(values[:, :2].T)[0, 1]
+    assert (neighbours > 0.5) if repeated else (abs(neighbours) < 0.06)
+    again = theory.gaussian_activation(geometric(1e4, 16), r, samples=4000, seed=1, repeated=repeated)
+    assert torch.equal(values, again)
+
+
+def test_fresh_gaussians_are_rotated():
+    # Their law cannot tell, since a rotated Gaussian is Gaussian; the draws themselves can.
+    table, r = torch.tensor([1.0, 0.1]), torch.tensor([0, 3, 50])
+    generator = torch.Generator().manual_seed(7)
+    query, key = (torch.randn(3, 4, generator=generator, dtype=torch.float64).numpy() for _ in range(2))
+    expected = [float(query[i] @ matrix(table, -distance) @ key[i]) for i, distance in enumerate(r.tolist())]
+    assert theory.gaussian_activation(table, r, seed=7)[0].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_randpos_is_the_mean_over_all_subsets():
+    table, limit, tokens = torch.tensor([1.0, 0.2]), 9, 4
+    query, key = normal(2, 4, seed=5)
+    subsets = list(itertools.combinations(range(limit), tokens))
+    for r in range(tokens):
+        gaps = [s[i + r] - s[i] for s in subsets for i in range(tokens - r)]
+        expected = theory.activation(table, torch.tensor(gaps), query, key).mean().item()
+        found = theory.randpos_activation(table, torch.tensor([r]), tokens=tokens, limit=limit, query=query, key=key)
+        assert found.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_randpos_without_a_choice_is_the_plain_curve_and_many_positions_stay_exact():
+    r = torch.arange(0, 50)
+    torch.testing.assert_close(
+        theory.randpos_activation(PLAIN, r, tokens=64, limit=64), theory.activation(PLAIN, r), rtol=0, atol=1e-9
+    )
+    # a pair so slow that its cosine is 1 - t^2 f^2 / 2: E t^2 of a gap of order statistics, r (r + 1)(L + 1)(L + 2) /
+    # ((N + 1)(N + 2)) - r (L + 1) / (N + 1), from the rising moments of the negative hypergeometric law
+    limit, tokens, step, apart = 200000, 1000, 1e-8, 10
+    square = apart * (apart + 1) * (limit + 1) * (limit + 2) / ((tokens + 1) * (tokens + 2))
+    square -= apart * (limit + 1) / (tokens + 1)
+    table = torch.tensor([step], dtype=torch.float64)
+    found = theory.randpos_activation(table, torch.tensor([apart]), tokens=tokens, limit=limit).item()
+    assert (2 - found) / step**2 == pytest.approx(square, rel=1e-4)
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    steps=st.lists(st.floats(1e-4, 3.0), min_size=1, max_size=6),
+    offset=st.integers(0, 400),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=40, deadline=None)
+def test_proposition_3_1_the_peak_is_where_it_was_put(steps, offset, seed):
+    table = torch.tensor(steps)
+    psi = normal(2 * len(table), seed=seed)
+    query, key = theory.positional_head(table, psi, offset)
+    curve = theory.activation_curve(table, 500, query, key)
+    assert curve[offset].item() == pytest.approx(float(psi @ psi), rel=1e-9)
+    assert float(curve.max()) <= float(psi @ psi) * (1 + 1e-9)
+
+
+def test_rotate_is_the_matrix():
+    table, x = TABLES["plain"], normal(16)
+    images = theory.rotate(table, x, torch.tensor([0.0, 3.0, -2.5]))
+    for image, position in zip(images, (0.0, 3.0, -2.5), strict=True):
+        torch.testing.assert_close(image, torch.tensor(matrix(table, position) @ x.numpy()))
+
+
+def test_lemma_a1_uniqueness():
+    table = torch.tensor([1.0, 1e-32])
+    assert theory.peak_is_unique(table, torch.tensor([0.0, 0.0, 1e-9, 0.0]))
+    assert not theory.peak_is_unique(table, torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert not theory.peak_is_unique(torch.zeros(2), torch.ones(4))
+    # 355 / 113 is pi to 1e-7: 710 tokens are 113 turns of pair 0 but for 6e-5 rad, and still no second peak
+    curve = theory.activation_curve(torch.tensor([1.0]), 800)
+    assert curve[710].item() == pytest.approx(2 * math.cos(710 - 226 * math.pi), abs=1e-12)
+    assert curve[710] < curve[0]
+
+
+@given(logits=st.lists(st.floats(-30, 30), min_size=2, max_size=8), mass=st.floats(0.501, 0.999))
+@settings(max_examples=200, deadline=None)
+def test_lemma_a3_a_coefficient_above_half_needs_the_largest_logit(logits, mass):
+    weights = softmax(numpy.array(logits))
+    for i, weight in enumerate(weights):
+        lead = logits[i] - max(logit for j, logit in enumerate(logits) if j != i)
+        if weight >= mass:
+            assert lead >= theory.necessary_lead(mass) - 1e-9 > 0
+    # with two tokens the lead is also enough
+    two = softmax(numpy.array([theory.necessary_lead(mass), 0.0]))
+    assert two[0] == pytest.approx(mass)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 5])
+@each_table
+def test_head_mass_is_a_softmax(table, offset):
+    query, key = (1.5 * x for x in theory.positional_head(table, normal(2 * len(table)), offset))
+    found = theory.head_mass(table, query, key, length=40, offset=offset, sharpness=0.3)
+    for m in range(40):
+        logits = [0.3 * float(query.numpy() @ matrix(table, n - m) @ key.numpy()) for n in range(m + 1)]
+        if m < offset:
+            assert math.isnan(found[m])
+        else:
+            assert found[m].item() == pytest.approx(softmax(logits)[m - offset], abs=1e-9)
+
+
+def test_sharpness_by_hand():
+    # pair f = pi: activations alpha cos(pi (r - 1)) = +-alpha. Ten positions: five distances peak, so mass <= 1/5.
+    # f = 1 and two positions: alpha (1 - cos 1) = ln 99, alpha = 4.59512 / 0.45970 = 9.9960
+    table = torch.tensor([1.0])
+    needed = theory.sharpness_for(table, *theory.wendler_head(table), mass=0.99, length=2)
+    assert needed == pytest.approx(math.log(99) / (1 - math.cos(1)), rel=1e-10)
+    assert needed == pytest.approx(9.9960, abs=1e-4)
+
+
+@pytest.mark.parametrize("mass", [0.3, 0.99, 0.999999])
+def test_sharpness_reaches_the_mass_and_no_less_does(mass):
+    table, length = geometric(5e5, 64), 3000
+    query, key = theory.wendler_head(table)
+    needed = theory.sharpness_for(table, query, key, mass=mass, length=length)
+    worst = theory.head_mass(table, query, key, length=length, sharpness=needed)[1:].min().item()
+    assert worst == pytest.approx(mass, abs=1e-8)
+    less = theory.head_mass(table, query, key, length=length, sharpness=0.999 * needed)[1:].min().item()
+    assert less < mass - 1e-9
+
+
+def test_wendler_score():
+    # alpha sum cos((m - 1 - n) f), peak alpha d / 2, and the same head as theorem 5.3's
+    table, alpha = geometric(1e4, 8), 7.0
+    query, key = theory.wendler_head(table, alpha)
+    assert key.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    for m, n in ((9, 8), (9, 9), (300, 12)):
+        rotated = (matrix(table, m) @ query.numpy()) @ (matrix(table, n) @ key.numpy())
+        expected = alpha * sum(math.cos((m - 1 - n) * f) for f in table.tolist())
+        assert rotated == pytest.approx(expected)
+    assert theory.activation(table, torch.tensor([1]), query, key).item() == pytest.approx(alpha * 4)
+    other = theory.activation_curve(table, 300, *theory.positional_head(table, key, 1))
+    torch.testing.assert_close(theory.activation_curve(table, 300, query, key), alpha * other)
+
+
+# --- the same heads inside a Llama -----------------------------------------------------------------------------------
+
+LENGTH, DIM = 400, 64
+
+
+def llama(query: torch.Tensor, key: torch.Tensor) -> LlamaForCausalLM:
+    """A one-layer Llama whose one head has this query and key for every token, through a feature all tokens share."""
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=DIM,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        embeddings = model.model.embed_tokens.weight
+        embeddings.copy_(torch.randint(0, 2, embeddings.shape) * 2.0 - 1.0)  # all of one norm: RMSNorm keeps them
+        embeddings[:, 0] = 1.0  # the constant feature
+        attention = model.model.layers[0].self_attn
+        for projection, vector in ((attention.q_proj, query), (attention.k_proj, key)):
+            projection.weight.zero_()
+            projection.weight[:, 0] = vector.float()
+    return model
+
+
+@torch.no_grad()
+def attention_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens[None], output_attentions=True, use_cache=False).attentions[0][0, 0].double()
+
+
+def heads() -> dict[str, tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+    table, psi = geometric(1e4, DIM), normal(DIM, seed=4)
+    scale = 30.0
+    return {
+        "W25": (1, theory.wendler_head(table, 40.0)),
+        "thm 5.3, previous": (1, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 1))),
+        "thm 5.3, diagonal": (0, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 0))),
+        "thm 5.3, five back": (5, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 5))),
+    }
+
+
+@pytest.mark.parametrize("name", heads())
+def test_a_llama_with_these_weights_attends_there_and_without_rotation_it_cannot(name):
+    offset, (query, key) = heads()[name]
+    model = llama(query, key)
+    tokens = torch.randint(0, 50, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    weights = attention_of(model, tokens)
+    mass = weights.diagonal(-offset)
+    assert float(mass.min()) > 0.99
+    table = geometric(1e4, DIM)
+    ours = theory.head_mass(table, query, key, length=LENGTH, offset=offset, sharpness=DIM**-0.5)
+    torch.testing.assert_close(mass, ours[offset:], rtol=0, atol=2e-5)
+    with rope_patch.patched(model, "nope"):
+        flat = attention_of(model, tokens)
+    expected = 1 / torch.arange(1, LENGTH + 1, dtype=torch.float64)
+    torch.testing.assert_close(flat.diagonal(), expected, rtol=1e-5, atol=0)
+    assert float(flat.diagonal(-1).max()) <= 0.5 + 1e-6
+    nope = theory.head_mass(torch.zeros(DIM // 2), query, key, length=LENGTH, offset=1)
+    torch.testing.assert_close(nope[1:], expected[1:])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_proposition_5_2_no_nope_head_tells_two_equal_tokens_apart(seed):
+    # [bos, x, x]: whatever the weights, both x have the same logit and bos keeps a share, so neither gets 1/2
+    torch.manual_seed(seed)
+    model = llama(torch.zeros(DIM), torch.zeros(DIM))
+    with torch.no_grad():
+        for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
+            projection.weight.normal_()
+    tokens = torch.tensor([0, 7, 7])
+    with rope_patch.patched(model, "nope"):
+        last = attention_of(model, tokens)[2]
+    assert last[1].item() == pytest.approx(last[2].item(), rel=1e-6)
+    assert last[1] <= 0.5
+    rotated = attention_of(model, tokens)[2]
+    assert abs(rotated[1] - rotated[2]) > 1e-6
+
+
+# --- content ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_pair_of_gemma_by_hand():
+    # q . k = -4.1 * 11.2 + 11.3 * -3.5 = -45.92 - 39.55 = -85.47; BOS: 4.1 * 2.5 + 11.3 * 1.3 = 10.25 + 14.69 = 24.94.
+    # q x k = -4.1 * -3.5 - 11.3 * 11.2 = -112.21; BOS: -4.1 * 1.3 + 11.3 * 2.5 = 22.92.
+    # At distance r the angle is t = r * 10000^(-2 * 118 / 256), 1.6428 at 8000, and the activation . cos t + x sin t:
+    # cos 1.6428 = -0.07198, sin = 0.99741. -85.47 * -0.07198 - 112.21 * 0.99741 = 6.15 - 111.92 = -105.77;
+    # the other way round, 6.15 + 111.92 = 118.07: only there does the sign change, as the paper says it does.
+    places = torch.tensor([0, 8000, -8000])
+    found = theory.activation(GEMMA, places, in_pair(QUERY), in_pair(KEY)).tolist()
+    assert found == pytest.approx([-85.47, -105.77, 118.07], abs=0.01)
+    found = theory.activation(GEMMA, places, in_pair(QUERY), in_pair(BOS)).tolist()
+    assert found == pytest.approx([24.94, 21.07, -24.66], abs=0.01)
+    # zero where tan t = -. / x: pi - atan(85.47 / 112.21) = 2.4904 rad, / 2.05353e-4 = 12127.6… tokens
+    step = 1e4 ** (-2 * PAIR / 256)
+    zero = (math.pi - math.atan(85.47 / 112.21)) / step
+    curve = theory.activation_curve(GEMMA, 20000, in_pair(QUERY), in_pair(KEY))
+    assert int((curve > 0).long().argmax()) == math.ceil(zero)
+
+
+def test_theorem_6_1_and_its_escape():
+    head = in_pair(QUERY), in_pair(BOS), in_pair(KEY)
+    leads = theory.worst_lead(GEMMA, *head, length=20000)
+    # of two tokens: 24.94 + 85.47 is the lead at distance 0; one of the two stands at distance 1
+    assert leads[0].item() == pytest.approx(110.41, abs=0.1)
+    held = 1 + int((leads > 0).sum())
+    assert held == 11963
+    assert leads[-1] < -100
+    cut = GEMMA.clone()
+    cut[96:] = 0  # p-RoPE, p = 0.75
+    still_leads = theory.worst_lead(cut, *head, length=20000)
+    torch.testing.assert_close(still_leads, torch.full((19999,), 110.41, dtype=torch.float64))
+    assert theory.robust_length(cut, *head, mass=0.99, length=20000) == 20000
+    assert theory.robust_length(GEMMA, *head, mass=0.99, length=20000) < held
+
+
+@each_table
+def test_worst_lead_by_brute_force(table):
+    query, target, rival = normal(3, 2 * len(table), seed=2)
+    wanted = [float(query.numpy() @ matrix(table, -r) @ target.numpy()) for r in range(30)]
+    other = [float(query.numpy() @ matrix(table, -r) @ rival.numpy()) for r in range(30)]
+    found = theory.worst_lead(table, query, target, rival, length=30).tolist()
+    for n in range(2, 31):
+        worst = min(wanted[a] - other[b] for a in range(n) for b in range(n) if a != b)
+        assert found[n - 2] == pytest.approx(worst, abs=1e-10)
+
+
+@given(step=st.floats(1e-3, 1.0), seed=st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_theorem_6_1_one_pair_keeps_no_lead_beyond_a_turn(step, seed):
+    query, target, rival = normal(3, 2, seed=seed)
+    length = math.ceil(2 * math.pi / step) + 2
+    assert theory.worst_lead(torch.tensor([step]), query, target, rival, length=length)[-1] <= 1e-9
+    assert theory.robust_length(torch.tensor([step]), query, target, rival, mass=0.51, length=length) < length
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+@each_table
+@pytest.mark.parametrize("weighted", [False, True])
+def test_image_distance_by_brute_force(table, weighted):
+    n = len(table)
+    x = normal(2 * n, seed=9) if weighted else None
+    unit = (x if weighted else torch.ones(2 * n, dtype=torch.float64)).numpy()
+    unit = unit / numpy.linalg.norm(unit)
+    images = [matrix(table, p) @ unit for p in range(25)]
+    found = theory.image_distance(table, torch.arange(25), x).tolist()
+    assert found == pytest.approx([float(numpy.linalg.norm(image - images[0])) for image in images], abs=1e-12)
+    pairs = {(a, b): float(numpy.linalg.norm(images[a] - images[b])) for a in range(25) for b in range(a)}
+    closest = theory.separation(table, 25, x)
+    assert closest.distance == pytest.approx(min(pairs.values()), abs=1e-12)
+
+
+def test_separation_by_hand():
+    # one pair of pi / 2 rad: neighbours are a right angle apart, 4 tokens a full turn
+    quarter = torch.tensor([math.pi / 2], dtype=torch.float64)
+    assert theory.separation(quarter, 4).distance == pytest.approx(2**0.5)
+    assert theory.separation(quarter, 5).distance == pytest.approx(0, abs=1e-12)
+    assert theory.separation(quarter, 5).apart == 4
+    # one pair of 1 rad: 6 tokens are a turn but for 0.283 rad, 25 are 4 but for 0.133, 44 are 7 but for 0.0177 (and
+    # 2 sin 0.00885 is as much), 333 are 53 but for 0.0088, 710 are 113 but for 0.00006
+    single = torch.tensor([1.0])
+    assert [theory.separation(single, n).apart for n in (6, 7, 44, 45, 710, 711)] == [1, 6, 25, 44, 333, 710]
+    assert theory.separation(single, 45).distance == pytest.approx(0.0177, abs=1e-4)
+    assert theory.separation(torch.zeros(3), 9) == (0.0, 1)
+
+
+def test_consecutive_images_are_the_nearest_until_beta_is_large():
+    # X23's own tables, and up to a million tokens
+    for table in (PLAIN, geometric(5e5, 128), PLAIN / 4):
+        assert theory.separation(table, 16384).apart == 1
+    assert theory.separation(geometric(5e5, 128), 10**6).apart == 1
+    # Small heads break it at once, others by a power of ten of beta: bases of 1e7, 1e13 and 1e26, 6 tokens apart.
+    assert [theory.breaking_beta(1e4, d, 4096) for d in (2, 8, 16, 32, 64)] == [1.0, 1.0, 1e3, 1e9, 1e22]
+    assert theory.breaking_beta(1e4, 128, 1024) is None
+    assert theory.breaking_beta(1e4, 16, 4096, betas=(1.0, 10.0, 100.0)) is None
+    # By hand, with x the square of the ratio of neighbouring frequencies: 6 tokens beat 1 when 4 sin(3)^2 + 36 x / (1
+    # - x) is below 4 sin(1/2)^2 + x / (1 - x), so when 35 x / (1 - x) < 0.9194 - 0.0797: x = 0.0234, a ratio of 6.53.
+    # 6.53^64 = 1e52 at d = 128, more than float32 holds.
+    for power, apart in ((51, 1), (52, 6)):
+        table = torch.tensor([10 ** (-power * i / 64) for i in range(64)], dtype=torch.float64)
+        assert theory.separation(table, 16384).apart == apart
+
+
+FARTHEST = {
+    "extrapolation": (PLAIN, 1.214, 0.0),
+    "pi": (PLAIN / 4, 0.185, 0.0),
+    "abf": (geometric(5e5, 128), 0.900, 1.062),
+    "ntk": (geometric(ntk_theta(1e4, 4.0, 128), 128), 1.090, 0.835),
+}
+
+
+@pytest.mark.parametrize(("table", "there", "back"), FARTHEST.values(), ids=FARTHEST)
+def test_farthest_image_golden(table, there, back):
+    found = theory.farthest_image(PLAIN, table, old_length=512, new_length=2048)
+    assert found.distance == pytest.approx(there, abs=5e-4)
+    # the other way round, by another route: cosines of whole matrices of images
+    old, new = (torch.outer(torch.arange(n).double(), t.double()) for n, t in ((512, PLAIN), (2048, table)))
+    cosines = (old.cos() @ new.cos().T + old.sin() @ new.sin().T) / 64
+    distances = (2 - 2 * cosines).clamp(min=0).sqrt()
+    assert found.distance == pytest.approx(float(distances.min(0).values.max()), abs=1e-9)
+    assert found.distance == pytest.approx(float(distances[found.old, found.new]), abs=1e-9)
+    other = theory.farthest_image(table, PLAIN, old_length=2048, new_length=512).distance
+    assert other == pytest.approx(back, abs=5e-4)
+    assert other == pytest.approx(float(distances.min(1).values.max()), abs=1e-7)
+
+
+def test_interpolation_by_hand():
+    # PI's last new image stands at (4 * 512 - 1) / 4 = 511.75, 0.75 tokens from the last old one
+    found = theory.farthest_image(PLAIN, PLAIN / 4, old_length=512, new_length=2048)
+    assert found == pytest.approx((theory.image_distance(PLAIN, torch.tensor([0.75])).item(), 2047, 511), abs=1e-6)
+    # d as X23 prints it, the smallest over both positions: the images at 0 coincide
+    distances, nearest = theory.nearest_old(PLAIN, PLAIN / 4, old_length=9, new_positions=torch.tensor([0]))
+    assert (distances.item(), nearest.item()) == (0, 0)
+
+
+def test_nearest_old_over_blocks_and_weights():
+    table, x = geometric(1e4, 8), normal(8, seed=6)
+    places = torch.arange(0, 9000, 3)  # two blocks of new positions, three of old
+    distances, nearest = theory.nearest_old(table, 0.7 * table, old_length=2100, new_positions=places, x=x)
+    shares = (x[:4] ** 2 + x[4:] ** 2) / (x @ x)
+    olds = torch.arange(2100).double()[:, None] * table.double()
+    for i in (0, 1, 700, 2047, 2048, 2999):
+        gaps = olds - places[i].double() * (0.7 * table).double()
+        expected = 2 * ((gaps / 2).sin().square() @ shares).sqrt()
+        assert distances[i].item() == pytest.approx(float(expected.min()), abs=1e-9)
+        assert expected[nearest[i]].item() == pytest.approx(float(expected.min()), abs=1e-9)
+
+
+def test_helix():
+    points = theory.helix(0.25, torch.tensor([0.0, math.pi / 2, 2 * math.pi]))
+    expected = [[1, 0, 0], [0, 1, math.sin(math.pi / 8)], [1, 0, 1]]
+    torch.testing.assert_close(points, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+# --- theorem 1 of X23 ------------------------------------------------------------------------------------------------
+
+
+def test_the_sine_between_neighbours_and_its_bounds():
+    # weighted by x, between d min(x^2) / |x|^2 and d max(x^2) / |x|^2 times the mean; with the paper's, half of that,
+    # the upper bound fails for equal features: the sine is the mean, and twice the paper's bound
+    x = normal(128, seed=8)
+    low, high = granularity_bounds(PLAIN, x)
+    assert low < granularity(PLAIN, x) < high
+    ones = torch.ones(128)
+    assert granularity_bounds(PLAIN, ones) == pytest.approx((granularity(PLAIN),) * 2)
+    assert granularity(PLAIN, ones) > granularity_bounds(PLAIN, ones)[1] / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "alpha", "base", "limit"),
+    [({}, 1.0, 1e4, 0.10271), ({"factor": 4.0}, 0.25, 1e4, 0.02705), ({"beta": 50.0}, 1.0, 5e5, 0.07210)],
+)
+def test_limits_of_the_mean_sine(options, alpha, base, limit):
+    exact = (mpmath.si(alpha) - mpmath.si(alpha / base)) / mpmath.log(base)
+    assert granularity_limit(1e4, **options) == pytest.approx(float(exact), rel=1e-13)
+    assert float(exact) == pytest.approx((sici(alpha)[0] - sici(alpha / base)[0]) / math.log(base), rel=1e-13)
+    assert float(exact) == pytest.approx(limit, abs=6e-6)
+
+
+# --- the papers' table -----------------------------------------------------------------------------------------------
+
+# name: (ours, printed)
+GOLDEN = {
+    "turns of a pair of 1e-4 rad/token in 128000 tokens": (2.0372, 2.04),
+    "frequency of pair 119 of Gemma 7B [rad/token]": (2.0535e-4, 2.05e-4),
+    "its angle after 8000 tokens [rad]": (1.6428, 1.64),
+    "500000^(−40/64) [rad/token]": (2.7425e-4, 1e-4),
+    "pair 119, query with the token's key: activation": (-85.47, -85.5),
+    "pair 119, query with BOS: activation": (24.94, 24.9),
+    "the same with the key 8000 tokens before the query (the token's key)": (-105.77, None),
+    "the same with the key 8000 tokens before the query (BOS)": (21.066, None),
+    "without rotation: most attention one of two equal tokens can get": (0.5, 0.5),
+    "RoPE: mean sine of consecutive images, d → ∞": (0.10271, None),
+    "RoPE: the same, d = 128": (0.10938, None),
+    "PI 1/4: mean sine of consecutive images, d → ∞": (0.02705, 0.027),
+    "PI 1/4: the same, d = 128": (0.02902, None),
+    "ABF 50: mean sine of consecutive images, d → ∞": (0.07210, 0.076),
+    "ABF 50: the same, d = 128": (0.07882, None),
+    "ABF 50 slows pair 1 by, d = 128": (1.0630, 1.06),
+    "RoPE: farthest new image, 512 → 2048 tokens": (1.2136, None),
+    "PI 1/4: farthest new image, 512 → 2048 tokens": (0.18497, None),
+    "ABF 50: farthest new image, 512 → 2048 tokens": (0.90006, None),
+    "NTK 4: farthest new image, 512 → 2048 tokens": (1.09037, None),
+    "Phi-1: share of pairs without a full turn": (0.3125, 0.31),
+    "Phi-1: mean lower angle bound [rad]": (3.927, 3.93),
+    "Llama-2-7B: share of pairs without a full turn": (0.28125, 0.28),
+    "Llama-2-7B: mean lower angle bound [rad]": (4.1887, 4.19),
+    "Phi-1: L·f of pair 10 [rad]": (6.4763, 6.38),
+}
+# Where the paper is off by more than the rounding of what it prints
+SLIPS = {"500000^(−40/64) [rad/token]", "ABF 50: mean sine of consecutive images, d → ∞", "Phi-1: L·f of pair 10 [rad]"}
+
+
+def test_the_papers_numbers():
+    found = {entry.name: entry for entry in papers()}
+    assert found.keys() == GOLDEN.keys()
+    for name, (ours, printed) in GOLDEN.items():
+        entry = found[name]
+        assert entry.ours == pytest.approx(ours, rel=2e-4), name
+        assert entry.printed == printed, name
+        assert (abs(entry.difference or 0) > 0.01) == (name in SLIPS), name
+        assert entry.remark or name not in SLIPS
+    assert found["Phi-1: L·f of pair 10 [rad]"].difference == pytest.approx((6.38 - 6.4763) / 6.4763, rel=1e-3)
+
+
+def test_the_facts_of_a_table():
+    made = study("pi:factor=4", head_dim=128, trained_length=512, length=2048)
+    facts = {fact.name: (fact.before, fact.after) for fact in made.facts}
+    # wavelengths of f = 1 and f = 10000^(-63/64): 2 pi and 2 pi * 8659.6; interpolation stretches both by 4
+    slowest = 2 * math.pi * 1e4 ** (63 / 64)
+    assert facts["Fastest wavelength"] == pytest.approx((2 * math.pi, 8 * math.pi))
+    assert facts["Slowest wavelength of a pair that turns"] == pytest.approx((slowest, 4 * slowest), rel=1e-6)
+    assert facts["Quarter turn of the slowest pair"] == pytest.approx((slowest / 4, slowest), rel=1e-6)
+    assert facts["Turns of that pair within the length"] == pytest.approx((2048 / slowest, 512 / slowest), rel=1e-6)
+    assert facts["Mean sine of consecutive images"] == pytest.approx((0.10938, 0.02902), abs=6e-6)
+    assert facts["Farthest new image from its nearest old one"] == pytest.approx((1.214, 0.185), abs=5e-4)
+    assert facts["Still pairs"] == (0, 0)
+    still = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts}
+    assert (still["Still pairs"], still["Fastest wavelength"], still["Factor of a previous-token head"]) == (
+        64,
+        None,
+        None,
+    )
+    assert still["Closest two images within the length"] == 0
+    # a slowest half that turns by less than float64 can tell
+    slow = study("p_rope_reversed:p=0.5", head_dim=64, rope_theta=1e30, trained_length=64, length=64).facts
+    assert {fact.name: fact.after for fact in slow}["Factor of a previous-token head"] is None
+
+
+# --- a million positions, and errors ---------------------------------------------------------------------------------
+
+
+def test_a_million_positions():
+    length = 10**6
+    query, key = theory.wendler_head(PLAIN)
+    curve = theory.activation_curve(PLAIN, length, query, key)
+    places = torch.tensor([1, 999, 500001, 999999])
+    torch.testing.assert_close(curve[places], theory.activation(PLAIN, places, query, key), rtol=0, atol=1e-9)
+    needed = theory.sharpness_for(PLAIN, query, key, mass=0.99, length=length)
+    assert theory.head_mass(PLAIN, query, key, length=length, sharpness=needed)[-1].item() == pytest.approx(0.99)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: theory.activation(PLAIN, torch.arange(2), torch.ones(3)), "expected 128, got 3"),
+        (lambda: theory.randpos_activation(PLAIN, torch.arange(2), tokens=5, limit=4), "got limit 4 and tokens 5"),
+        (lambda: theory.randpos_activation(PLAIN, torch.tensor([5]), tokens=5, limit=9), "from 0 to 4"),
+        (lambda: theory.randpos_activation(PLAIN, torch.tensor([-1]), tokens=5, limit=9), "from 0 to 4"),
+        (lambda: theory.head_mass(PLAIN, torch.ones(128), torch.ones(128), length=3, offset=3), "got offset 3 and"),
+        (
+            lambda: theory.sharpness_for(PLAIN, torch.ones(128), torch.ones(128), mass=0.9, length=3, offset=-1),
+            "got offset -1 and length 3",
+        ),
+        (
+            lambda: theory.sharpness_for(PLAIN, torch.ones(128), torch.ones(128), mass=1.0, length=3),
+            r"mass must be in \(0, 1\), got 1.0",
+        ),
+        (
+            lambda: theory.sharpness_for(torch.zeros(1), torch.ones(2), torch.ones(2), mass=0.9, length=3),
+            "another distance has as large an activation",
+        ),
+        (lambda: theory.necessary_lead(0.0), r"mass must be in \(0, 1\), got 0.0"),
+        (lambda: theory.worst_lead(PLAIN, *torch.ones(3, 128), length=1), "a target and a rival, got 1"),
+        (lambda: theory.separation(PLAIN, 1), "two positions, got 1"),
+        (lambda: theory.image_distance(PLAIN, torch.arange(3), torch.zeros(128)), "x is zero"),
+        (
+            lambda: theory.nearest_old(PLAIN, GEMMA, old_length=3, new_positions=torch.arange(3)),
+            "the same number of pairs, got 64 and 128",
+        ),
+        (
+            lambda: theory.nearest_old(PLAIN, PLAIN, old_length=0, new_positions=torch.arange(3)),
+            "old_length must be at least 1, got 0",
+        ),
+        (lambda: study("nope", length=1), "length must be at least 2 tokens, got 1"),
+        (lambda: study("nope", trained_length=0), "trained_length must be at least 2 tokens, got 0"),
+        (lambda: study("nope", rope_theta=1.0), "rope_theta must be a finite number > 1, got 1.0"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_empty_inputs():
+    nothing = torch.zeros(0)
+    assert theory.activation(PLAIN, nothing).shape == (0,)
+    assert theory.image_distance(PLAIN, nothing).shape == (0,)
+    assert [len(x) for x in theory.nearest_old(PLAIN, PLAIN, old_length=3, new_positions=nothing)] == [0, 0]
+    assert theory.randpos_activation(PLAIN, nothing.long(), tokens=2, limit=3).shape == (0,)
