@@ -1,0 +1,323 @@
+"""Rotary outliers and offset features: bounds on frequency and angle, recall, and the data of J25's figures.
+
+*Source*: Jonasson, *Rotary Outliers and Rotary Offset Features in Large Language Models*, arXiv:2503.01832 (J25). By
+its definition 3.1 a pair is an offset feature when the mean query's logit with the mean key in it is smaller at every
+distance ``0 < p <= L`` than at 0. That takes a pair that completes no turn in ``L`` (eq. 15) and an angle between key
+and query beyond ``π + L inv_freq / 2`` (eq. 16).
+
+Two things to know. With distances in whole tokens, a pair faster than eq. 15 can also satisfy the definition, when its
+angle is so close to 2π that no whole number of tokens completes a turn to it: the bounds are those of real ``p``. And a
+still pair never satisfies it, since its logit is the same at every distance, although it lies below eq. 15: so no angle
+is enough for it here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from rope_patch import frequencies
+from rope_patch.analysis.decomposition import mean_pairs, phi
+from rope_patch.analysis.results import Capture
+
+THRESHOLDS = (6.0, 9.0, 12.0)
+"""Radii above which J25's table 2 calls a pair an outlier."""
+
+RELAXED = 0.1
+"""By how much J25 relaxes the angle bound [rad]."""
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """What J25 allows an offset feature of a table.
+
+    Attributes:
+        context: distances considered [tokens].
+        inv_freq: (pairs,) [rad/token].
+        limit: ``2π / context``, the frequency below which no turn is completed [rad/token].
+        partial: (pairs,) whether a pair lies below it, still pairs included (eq. 15).
+        angle: (pairs,) the angle to exceed, ``π + context inv_freq / 2`` (eq. 16) [rad]; inf for still pairs. Beyond
+            2π, and so out of reach, for pairs that are not partial.
+    """
+
+    context: int
+    inv_freq: Tensor
+    limit: float
+    partial: Tensor
+    angle: Tensor
+
+    @property
+    def share(self) -> float:
+        """Share of the pairs that lie below the frequency bound."""
+        return float(self.partial.double().mean())
+
+    @property
+    def mean_angle(self) -> float:
+        """Mean of the angle bound over the pairs that turn, but not fully [rad]; nan when there are none."""
+        return float(self.angle[self.partial & torch.isfinite(self.angle)].mean())
+
+
+def bounds(inv_freq: Tensor, context: int) -> Bounds:
+    """Return the frequency and the angle bound of a table, as it is in use: scaled, truncated, learned or plain.
+
+    Args:
+        inv_freq: (pairs,) [rad/token].
+        context: distances considered [tokens].
+
+    Raises:
+        ValueError: a context below 1 token.
+
+    >>> phi_1 = bounds(frequencies.geometric(1e4, 32), 2048)
+    >>> phi_1.partial.nonzero().flatten().tolist(), round(phi_1.mean_angle, 2)
+    ([11, 12, 13, 14, 15], 3.93)
+    """
+    table = inv_freq.double()
+    limit = frequencies.offset_frequency_bound(context)
+    angle = frequencies.offset_angle_bound(table, context).masked_fill(frequencies.still(table), math.inf)
+    return Bounds(context, inv_freq, limit, table < limit, angle)
+
+
+# --- where the pairs lie ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Scatter:
+    """Every pair of every query head, one entry each: the data of J25's figures 2, 8 and 11 and of its table 2.
+
+    Key heads are repeated for the query heads they serve, as J25 counts them.
+
+    Attributes:
+        layer: (entries,) index.
+        head: (entries,) query head.
+        pair: (entries,) fastest first.
+        inv_freq: (entries,) [rad/token].
+        key_radius: (entries,) length of the mean key.
+        query_radius: (entries,) length of the mean query.
+        phi: (entries,) angle of the mean key minus that of the mean query, in (0, 2π] [rad].
+        key_deviation: (entries,) circular standard deviation of the keys [rad].
+        query_deviation: (entries,) of the queries [rad].
+        partial: (entries,) whether the pair lies below the frequency bound.
+        angle: (entries,) the angle bound [rad].
+    """
+
+    layer: Tensor
+    head: Tensor
+    pair: Tensor
+    inv_freq: Tensor
+    key_radius: Tensor
+    query_radius: Tensor
+    phi: Tensor
+    key_deviation: Tensor
+    query_deviation: Tensor
+    partial: Tensor
+    angle: Tensor
+
+    @property
+    def within_angle(self) -> Tensor:
+        """(entries,) whether the pair is an offset feature: its angle exceeds the bound."""
+        return self.phi > self.angle
+
+    def radius(self, states: str) -> Tensor:
+        """Return ``key_radius`` for ``"key"``, ``query_radius`` for ``"query"``."""
+        if states not in ("key", "query"):
+            raise ValueError(f"states must be 'key' or 'query', got {states!r}")
+        return self.key_radius if states == "key" else self.query_radius
+
+
+def scatter(capture: Capture, *, context: int | None = None, layers: Sequence[int] | None = None) -> Scatter:
+    """Return radius, angle, deviation and bounds of every pair of every head.
+
+    Args:
+        capture: what was measured.
+        context: distances of the bounds, for all layers [tokens]; by default each layer's own, which is the context the
+            config states, or the window where a layer slides.
+        layers: indices; all captured by default.
+
+    Raises:
+        ValueError: a layer that was not captured.
+    """
+    columns: dict[str, list[Tensor]] = {}
+    for layer in capture.chosen(layers):
+        limits = bounds(layer.inv_freq, layer.context if context is None else context)
+        query, key = layer.query, layer.key_by_query_head
+        heads, pairs = query.heads, query.pairs
+        entries = {
+            "layer": torch.full((heads, pairs), layer.index),
+            "head": torch.arange(heads)[:, None].expand(heads, pairs),
+            "pair": torch.arange(pairs).expand(heads, pairs),
+            "inv_freq": layer.inv_freq.double().expand(heads, pairs),
+            "key_radius": key.radius,
+            "query_radius": query.radius,
+            "phi": phi(*mean_pairs(layer)),
+            "key_deviation": key.circular_deviation,
+            "query_deviation": query.circular_deviation,
+            "partial": limits.partial.expand(heads, pairs),
+            "angle": limits.angle.expand(heads, pairs),
+        }
+        for name, values in entries.items():
+            columns.setdefault(name, []).append(values.reshape(-1))
+    return Scatter(**{name: torch.cat(values) for name, values in columns.items()})
+
+
+# --- recall ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecallRow:
+    """A row of J25's table 2.
+
+    Attributes:
+        states: ``"key"`` or ``"query"``.
+        threshold: radius above which a pair is an outlier.
+        quantile: that the threshold is of the radii, where it was given so.
+        features: pairs looked at, over all heads and layers.
+        outliers: of them.
+        still: outliers that do not rotate.
+        frequency: share of the outliers below the frequency bound; None without outliers, as the next two.
+        angle: share beyond the angle bound.
+        relaxed: share beyond the angle bound less 0.1 rad.
+    """
+
+    states: str
+    threshold: float
+    quantile: float | None
+    features: int
+    outliers: int
+    still: int
+    frequency: float | None
+    angle: float | None
+    relaxed: float | None
+
+
+@dataclass(frozen=True)
+class Recall:
+    """J25's table 2 for one model and text."""
+
+    model: str
+    tokens: int
+    rows: tuple[RecallRow, ...]
+
+    def to_json(self) -> str:
+        """Return the table as JSON."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model}, {self.tokens} tokens: outliers inside the bounds",
+            "states  radius >   outliers  frequency   angle  relaxed",
+        ]
+        for row in self.rows:
+            shares = (row.frequency, row.angle, row.relaxed)
+            told = ["-" if share is None else f"{share:.3f}" for share in shares]
+            lines.append(
+                f"{row.states:<6} {row.threshold:>9.3f} {row.outliers:>10} {told[0]:>10} {told[1]:>7} {told[2]:>8}"
+            )
+        return "\n".join(lines)
+
+
+def recall(
+    capture: Capture,
+    *,
+    thresholds: Sequence[float] = THRESHOLDS,
+    quantiles: Sequence[float] = (),
+    context: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> Recall:
+    """Return how many of the pairs of large radius lie inside the bounds (J25, table 2), for keys and queries.
+
+    Args:
+        capture: what was measured.
+        thresholds: radii above which a pair is an outlier.
+        quantiles: the same, each as a quantile of all radii of the keys or queries, in [0, 1).
+        context: as for :func:`scatter` [tokens].
+        layers: indices; all captured by default.
+
+    Raises:
+        ValueError: a negative threshold, a quantile out of range, a layer that was not captured.
+    """
+    for threshold in thresholds:
+        if not threshold >= 0:
+            raise ValueError(f"thresholds must be >= 0, got {threshold}")
+    for quantile in quantiles:
+        if not 0 <= quantile < 1:
+            raise ValueError(f"quantiles must be in [0, 1), got {quantile}")
+    points = scatter(capture, context=context, layers=layers)
+    rows = []
+    for states in ("key", "query"):
+        radius = points.radius(states)
+        cuts: list[tuple[float, float | None]] = [(float(threshold), None) for threshold in thresholds]
+        cuts += [(_quantile(radius, quantile), quantile) for quantile in quantiles]
+        for threshold, share in cuts:
+            outlier = radius > threshold
+            inside = (points.partial, points.within_angle, points.phi > points.angle - RELAXED)
+            shares = [float(mask[outlier].double().mean()) if bool(outlier.any()) else None for mask in inside]
+            still = int(frequencies.still(points.inv_freq)[outlier].sum())
+            rows.append(RecallRow(states, threshold, share, len(radius), int(outlier.sum()), still, *shares))
+    return Recall(capture.model, capture.tokens, tuple(rows))
+
+
+def _quantile(values: Tensor, share: float) -> float:
+    """The quantile by linear interpolation; ``torch.quantile`` refuses more than 16 million values."""
+    ordered = values.sort().values
+    at = share * (len(ordered) - 1)
+    low, high = float(ordered[math.floor(at)]), float(ordered[math.ceil(at)])
+    return low + (high - low) * (at - math.floor(at))
+
+
+# --- features --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureMaps:
+    """Largest and mean absolute value of each feature by layer: the data of J25's figures 1 and 9.
+
+    Attributes:
+        layers: indices of the rows.
+        query_max: (layers, head_dim) largest over tokens and heads; nan behind the heads of a narrower layer.
+        query_mean: (layers, head_dim) mean over tokens and heads.
+        key_max: (layers, head_dim) as for queries.
+        key_mean: (layers, head_dim).
+        rotary_dim: (layers,) features before this one rotate, those from it on do not.
+        interleaved: pair i is features 2 i and 2 i + 1; otherwise i and i + rotary_dim / 2.
+    """
+
+    layers: tuple[int, ...]
+    query_max: Tensor
+    query_mean: Tensor
+    key_max: Tensor
+    key_mean: Tensor
+    rotary_dim: tuple[int, ...]
+    interleaved: bool
+
+
+def feature_maps(capture: Capture, *, layers: Sequence[int] | None = None) -> FeatureMaps:
+    """Return the largest and mean absolute value of each feature by layer.
+
+    Raises:
+        ValueError: a layer that was not captured.
+    """
+    chosen = capture.chosen(layers)
+    return FeatureMaps(
+        layers=tuple(layer.index for layer in chosen),
+        query_max=_stack([layer.query.max_abs.amax(0) for layer in chosen]),
+        query_mean=_stack([layer.query.mean_abs.mean(0) for layer in chosen]),
+        key_max=_stack([layer.key.max_abs.amax(0) for layer in chosen]),
+        key_mean=_stack([layer.key.mean_abs.mean(0) for layer in chosen]),
+        rotary_dim=tuple(2 * layer.query.pairs for layer in chosen),
+        interleaved=chosen[0].query.interleaved,
+    )
+
+
+def _stack(rows: Sequence[Tensor]) -> Tensor:
+    out = torch.full((len(rows), max(len(row) for row in rows)), math.nan, dtype=torch.float64)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = row
+    return out

@@ -1,0 +1,588 @@
+"""Statistics of queries, keys and values against states stored by an independent route.
+
+``stored`` wraps ``apply_rotary_pos_emb`` of the family's modeling file, which sees queries and keys before rotation,
+and transformers' ``sdpa``, which sees values. The capture knows neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import re
+import sys
+
+import numpy
+import peft
+import pytest
+import scipy.stats
+import torch
+from scored import spy
+from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, ids, tiny_config, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DeepseekV3Config,
+    Ernie4_5Config,
+    Gemma4TextConfig,
+    GlmConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    Olmo2Config,
+    PersimmonConfig,
+    PhiConfig,
+    SmolLM3Config,
+    StableLmConfig,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import rope_patch
+from rope_patch.analysis import streaming
+from rope_patch.analysis.capture import Capture, capture
+from rope_patch.analysis.sources import ROLES
+
+GEMMA4 = {
+    **{**SIZE, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{"sliding_window": 16, "head_dim": 16, "global_head_dim": 32},
+    **{"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 64},
+}
+OTHERS = {
+    "phi": PhiConfig(**SIZE, qk_layernorm=True),  # norms put out (rows, heads, tokens, head_dim); half a head rotates
+    "stablelm": StableLmConfig(**SIZE, qk_layernorm=True, use_qkv_bias=True),
+    "glm": GlmConfig(**SIZE, head_dim=16),  # interleaved pairs behind an ordinary table
+    "ernie4_5": Ernie4_5Config(**SIZE, head_dim=16),  # the same
+    "olmo2": Olmo2Config(**SIZE),  # one norm over all heads
+    "gpt_neox": GPTNeoXConfig(**SIZE),  # query, key and value fused head by head
+    "persimmon": PersimmonConfig(**SIZE),  # the same, with norms behind
+    "phi3-partial": tiny_config(
+        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "llama-llama3": tiny_config("llama", rope_parameters=LLAMA3),
+    "llama-yarn": tiny_config("llama", rope_parameters=YARN),
+    "llama-bias": tiny_config("llama", attention_bias=True),
+    "gemma4-shared": Gemma4TextConfig(**GEMMA4, num_kv_shared_layers=2),
+    "gemma4-keys-are-values": tiny_config("gemma4", attention_k_eq_v=True, num_global_key_value_heads=1),
+}  # fmt: skip
+FAMILIES = [*ARCHITECTURES, *OTHERS]
+INTERLEAVED = ("glm", "ernie4_5")
+TOKENS = 40
+
+
+def text(tokens=TOKENS, seed=0):
+    """Token ids (tokens,), no two of them equal: no two norms are."""
+    return torch.randperm(93, generator=torch.Generator().manual_seed(seed))[:tokens] + 3
+
+
+def model_of(name, **changes):
+    """A model in which nothing is zero or one: weights, biases and norms are drawn."""
+    if name in OTHERS:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(OTHERS[name])).eval()
+    else:
+        model = tiny_model(name, **changes)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            elif "embed" not in key:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@contextlib.contextmanager
+def stored(model, monkeypatch):
+    """Queries and keys before rotation, and values: role to layer to (tokens, heads, features), as a pass goes."""
+    found = {role: [] for role in ROLES}
+    attention = model.get_decoder().layers[0]
+    module = sys.modules[type(attention).__module__]
+    rotate = module.apply_rotary_pos_emb
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    single = "gemma4" in module.__name__  # rotates one tensor at a call, (rows, tokens, heads, head_dim)
+    state = {"calls": 0}
+
+    def spy_rotation(*args, **kwargs):
+        if single:
+            # Shared layers rotate queries alone: a layer's query is the first call after its attention.
+            role = "query" if state["calls"] == 0 else "key"
+            found[role].append(args[0][0].clone())
+            state["calls"] += 1
+        else:
+            found["query"].append(args[0][0].transpose(0, 1).clone())
+            found["key"].append(args[1][0].transpose(0, 1).clone())
+        return rotate(*args, **kwargs)
+
+    def spy_attention(module, query, key, value, *args, **kwargs):
+        state["calls"] = 0
+        found["value"].append(value[0].transpose(0, 1).clone())
+        return attend(module, query, key, value, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "apply_rotary_pos_emb", spy_rotation)
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", spy_attention)
+        if model.config._attn_implementation == "eager":  # Gemma 2's own choice
+            attend = module.eager_attention_forward
+            patch.setattr(module, "eager_attention_forward", spy_attention)
+        yield found
+
+
+def direct(states, pairs, interleaved):
+    """The statistics from stored states (tokens, heads, features), with NumPy and SciPy in double precision."""
+    x = states.double().numpy()
+    a = x[..., 0 : 2 * pairs : 2] if interleaved else x[..., :pairs]
+    b = x[..., 1 : 2 * pairs : 2] if interleaved else x[..., pairs : 2 * pairs]
+    angles = numpy.arctan2(b, a)
+    between = {"high": math.pi, "low": -math.pi, "axis": 0}
+    return {
+        "mean": x.mean(0),
+        "mean_abs": abs(x).mean(0),
+        "max_abs": abs(x).max(0),
+        "mean_norm": numpy.hypot(a, b).mean(0),
+        "max_norm": numpy.hypot(a, b).max(0),
+        "circular_mean": scipy.stats.circmean(angles, **between),
+        "circular_deviation": scipy.stats.circstd(angles, **between),
+        "radius": numpy.hypot(a.mean(0), b.mean(0)),
+        "drift": numpy.stack([part.mean(0) for part in numpy.array_split(x, 8)]),
+    }
+
+
+def assert_same(statistics, states, pairs, interleaved, row):
+    """Compare with the direct computation; states may hold the rotating features alone."""
+    for name, wanted in direct(states, pairs, interleaved).items():
+        got = getattr(statistics, name).numpy()
+        if name in ("mean", "mean_abs", "max_abs", "drift"):
+            got = got[..., : states.shape[-1]]
+        numpy.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert statistics.interleaved is interleaved
+    norms = states.double().norm(dim=-1).T
+    if states.shape[-1] == statistics.mean.shape[1] and float(norms.std()) > 1e-3:  # Gemma 4's values are of one norm
+        for head, line in enumerate(norms):
+            at = line.argsort(descending=True)[:8]
+            torch.testing.assert_close(statistics.top_norm[head], line[at], rtol=1e-5, atol=1e-5)
+            assert statistics.top_position[head].tolist() == at.tolist()
+            assert statistics.top_token[head].tolist() == row[at].tolist()
+
+
+# --- the values
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_statistics_equal_those_of_stored_states(name, chunk, monkeypatch):
+    model, row = model_of(name), text()
+    with stored(model, monkeypatch) as states, torch.no_grad():
+        model(row[None], use_cache=False)
+    got = capture(model, row, chunk=chunk)
+    config = model.config
+    assert [layer.index for layer in got.layers] == list(range(config.num_hidden_layers))
+    assert (got.tokens, got.rows, got.chunk) == (TOKENS, 1, chunk or 0)
+    interleaved = name in INTERLEAVED
+    for layer in got.layers:
+        pairs = len(layer.inv_freq)
+        assert_same(layer.query, states["query"][layer.index], pairs, interleaved, row)
+        assert_same(layer.value, states["value"][layer.index], pairs, interleaved, row)
+        # A layer that shares keys rotates none; those of the layer it names were rotated in that layer's turn.
+        assert_same(layer.key, states["key"][layer.keys_of], pairs, interleaved, row)
+        assert layer.query.heads == 4 and layer.groups == 4 // layer.key.heads
+    shared = [2, 3] if name == "gemma4-shared" else []
+    assert [layer.index for layer in got.layers if layer.keys_of != layer.index] == shared
+    if shared:
+        assert [layer.keys_of for layer in got.layers] == [0, 1, 0, 1]
+
+
+def test_what_the_layers_say_of_attention():
+    def told(name):
+        return [
+            (s.layer_type, len(s.inv_freq), s.context, s.scaling, s.softcap)
+            for s in capture(model_of(name), ids(20, 1)).layers
+        ]
+
+    assert told("llama") == [(None, 8, 64, 0.25, None)] * 2
+    assert told("mistral") == [(None, 8, 32, 0.25, None)] * 2  # all layers slide
+    assert told("gemma2") == [(None, 8, 16, 0.25, 50.0), (None, 8, 64, 0.25, 50.0)]
+    assert told("gemma3") == [("sliding_attention", 8, 16, 0.25, None), ("full_attention", 8, 64, 0.25, None)]
+    assert told("gemma4") == [("sliding_attention", 8, 16, 1.0, None), ("full_attention", 16, 64, 1.0, None)]
+    assert told("phi") == [(None, 4, 64, 0.25, None)] * 2
+    assert told("phi3-partial") == [(None, 4, 64, 0.25, None)] * 2
+
+
+@pytest.mark.parametrize("method", ["p_rope:p=0.5", "yarn:factor=4", "pi:factor=2"])
+def test_the_table_is_the_one_in_use(method):
+    model, row = model_of("llama"), text()
+    stock = capture(model, row)
+    with rope_patch.patched(model, rope_patch.parse(method)) as patch:
+        got = capture(model, row)
+        assert torch.equal(got.layers[1].inv_freq, patch.after[None].inv_freq)
+        assert got.layers[1].attention_scaling == patch.after[None].attention_scaling
+    assert not torch.equal(got.layers[1].inv_freq, stock.layers[1].inv_freq)
+    # The first layer's states know no positions, those of the second do.
+    assert torch.equal(got.layers[0].query.mean, stock.layers[0].query.mean)
+    assert not torch.allclose(got.layers[1].query.mean, stock.layers[1].query.mean)
+
+
+def test_a_table_rounded_by_a_cast_is_reported_as_it_is():
+    model, row = model_of("llama"), text()
+    exact = capture(model, row).layers[0].inv_freq
+    rounded = capture(model.to(torch.bfloat16), row).layers[0].inv_freq
+    assert torch.equal(rounded, exact.bfloat16().float()) and not torch.equal(rounded, exact)
+
+
+def test_bfloat16_states_are_reduced_in_float32(monkeypatch):
+    model, row = model_of("qwen3").to(torch.bfloat16), text()
+    with stored(model, monkeypatch) as states, torch.no_grad():
+        model(row[None], use_cache=False)
+    got = capture(model, row)
+    assert states["query"][0].dtype == torch.bfloat16
+    for layer in got.layers:
+        assert_same(layer.query, states["query"][layer.index], 8, False, row)
+        assert_same(layer.key, states["key"][layer.index], 8, False, row)
+
+
+def test_circular_statistics_by_hand():
+    """Zero weights and a bias make every query (3, 4) in pair 0; two tokens then point apart by a right angle."""
+    model = tiny_model("qwen2", tie_word_embeddings=False)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        layer.self_attn.q_proj.weight.zero_()
+        layer.self_attn.q_proj.bias.zero_()
+        layer.self_attn.q_proj.bias[[0, 8]] = torch.tensor([3.0, 4.0])
+        # Keys: feature 0 reads one input feature, feature 8 another, and the tokens hold one each.
+        layer.self_attn.k_proj.weight.zero_()
+        layer.self_attn.k_proj.bias.zero_()
+        layer.self_attn.k_proj.weight[0, 0] = layer.self_attn.k_proj.weight[8, 1] = 0.25
+        model.model.embed_tokens.weight[10:12] = 0.0
+        model.model.embed_tokens.weight[10, 0] = model.model.embed_tokens.weight[11, 1] = 1.0
+    # The norm makes 1 of 64 features 8, the weight 2: the key is (2, 0) or (0, 2).
+    got = capture(model, torch.tensor([10, 11] * 3), layers=[0]).layers[0]
+    assert got.query.radius[0, 0] == pytest.approx(5)
+    assert got.query.circular_mean[0, 0] == pytest.approx(math.atan2(4, 3))
+    assert got.query.circular_deviation[0, 0] == pytest.approx(0, abs=1e-3)
+    # Mean (1, 1): radius √2, mean norm 2; mean unit vector (½, ½), R = 1/√2, deviation √(ln 2).
+    assert got.key.mean_pairs[0, 0].tolist() == pytest.approx([1, 1], abs=1e-3)
+    assert got.key.mean_norm[0, 0] == pytest.approx(2, abs=1e-3)
+    assert got.key.circular_mean[0, 0] == pytest.approx(math.pi / 4, abs=1e-5)
+    assert got.key.circular_deviation[0, 0] == pytest.approx(math.sqrt(math.log(2)), abs=1e-4)
+    # Pairs that are zero have no direction: R is 0 there.
+    assert got.key.mean_norm[0, 1] == 0 and got.key.circular_deviation[0, 1] == math.inf
+
+
+def test_zero_vectors_do_not_dilute_a_direction():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[8:16] = 0.0  # the second features of key head 0
+        model.model.embed_tokens.weight[10] = 0.0
+        model.model.embed_tokens.weight[11] = 1.0
+    key = capture(model, torch.tensor([10, 10, 10, 11]), layers=[0]).layers[0].key
+    # One token of four points anywhere: along the first feature, so R is 1 and not 1/4.
+    assert key.circular_deviation[0].tolist() == pytest.approx([0] * 8, abs=1e-3)
+    assert key.circular_deviation[1].tolist() == pytest.approx([0] * 8, abs=1e-3)
+
+
+def test_rows_are_texts_of_their_own():
+    model, rows = model_of("llama"), text(90).view(3, 30)
+    got, singles = capture(model, rows), [capture(model, row) for row in rows]
+    assert (got.tokens, got.rows) == (90, 3)
+    for layer in got.layers:
+        parts = [single.layer(layer.index).key for single in singles]
+        torch.testing.assert_close(layer.key.mean, torch.stack([part.mean for part in parts]).mean(0))
+        torch.testing.assert_close(layer.key.drift, torch.stack([part.drift for part in parts]).mean(0))
+        assert torch.equal(layer.key.max_norm, torch.stack([part.max_norm for part in parts]).amax(0))
+        norms = torch.cat([part.top_norm for part in parts], 1)
+        torch.testing.assert_close(layer.key.top_norm, norms.sort(descending=True).values[:, :8])
+        for head in range(2):
+            row, position = layer.key.top_row[head], layer.key.top_position[head]
+            assert layer.key.top_token[head].tolist() == rows[row, position].tolist()
+
+
+def test_key_heads_are_repeated_for_the_query_heads_they_serve():
+    layer = capture(model_of("llama"), text()[None]).layers[0]
+    assert (layer.groups, layer.key.heads) == (2, 2)
+    keys = layer.key_by_query_head
+    for head in range(4):
+        assert layer.head(head) == (head, head // 2)
+        for name in ("mean", "radius", "circular_deviation", "top_position", "mean_pairs"):
+            assert torch.equal(getattr(keys, name)[head], getattr(layer.key, name)[head // 2])
+        assert torch.equal(keys.drift[:, head], layer.key.drift[:, head // 2])
+
+
+def test_some_layers_alone():
+    model, row = model_of("gemma4-shared"), text()
+    everything = capture(model, row)
+    some = capture(model, row, layers=[3, 1])
+    assert [layer.index for layer in some.layers] == [1, 3]
+    for layer in some.layers:
+        for role in ROLES:
+            assert torch.equal(getattr(layer, role).mean, getattr(everything.layer(layer.index), role).mean)
+
+
+def test_an_adapter_is_part_of_the_model():
+    row = text()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model_of("llama"), config).eval()
+    got = capture(adapted, row)
+    assert got.model == "LlamaForCausalLM"
+    merged = capture(copy.deepcopy(adapted).merge_and_unload(), row)
+    bare = capture(model_of("llama"), row)
+    for layer, other, third in zip(got.layers, merged.layers, bare.layers, strict=True):
+        torch.testing.assert_close(layer.query.mean, other.query.mean, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(layer.query.mean, third.query.mean, atol=1e-3)
+
+
+def test_parts_that_put_out_the_same_on_the_probe_are_told_apart(monkeypatch):
+    """The probe reads the first 8 tokens. There, the keys equal the values, and the norm changes nothing."""
+    row = torch.cat((torch.full((8,), 9), text()[:20]))
+    llama, qwen = model_of("llama"), model_of("qwen3")
+    with torch.no_grad():
+        llama.model.embed_tokens.weight[9, 8:] = 0.0
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(llama.model.layers[0].self_attn, name).weight[:, :8] = 0.0
+        attention = qwen.model.layers[0].self_attn
+        inputs = qwen.model.layers[0].input_layernorm(qwen.model.embed_tokens.weight[9])
+        for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
+            norm.weight.fill_(1.0)
+            sizes = projection(inputs).view(-1, 16).square().mean(-1).sqrt()
+            projection.weight.div_(sizes.repeat_interleave(16)[:, None])
+    for model in (llama, qwen):
+        with stored(model, monkeypatch) as states, torch.no_grad():
+            model(row[None], use_cache=False)
+        layer = capture(model, row, layers=[0], top=1).layers[0]
+        for role in ROLES:
+            found = states[role][0].double()
+            torch.testing.assert_close(getattr(layer, role).mean, found.mean(0), rtol=1e-5, atol=1e-5)
+
+
+# --- what it leaves alone
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_model_attends_as_it_is_set(attention, monkeypatch):
+    model, row = model_of("llama", attention=attention), text()
+    seen = []
+    if attention == "sdpa":
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def spy_attention(module, query, *args, **kwargs):
+            seen.append(query.shape[2])
+            return attend(module, query, *args, **kwargs)
+
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", spy_attention)
+    capture(model, row)
+    assert seen == ([TOKENS] * 2 if attention == "sdpa" else [])
+    assert model.config._attn_implementation == attention
+
+
+def test_the_model_is_left_as_it_was():
+    model, row = model_of("llama"), text()[None]
+    with torch.no_grad():
+        before = model(row, use_cache=False).logits
+    model.train()
+    model.model.layers[0].eval()
+    with spy(model.lm_head) as rows:
+        capture(model, row, chunk=16)
+    assert rows == [], "no logits"
+    assert model.training and not model.model.layers[0].training and model.model.layers[1].training
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[3] = math.nan
+    with pytest.raises(ValueError, match="layer 1"):
+        capture(model, row)
+    assert model.training and not model.model.layers[0].training
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks for module in model.modules())
+    with torch.no_grad():
+        fresh = model_of("llama")
+        model.load_state_dict(fresh.state_dict())
+        assert torch.equal(model.eval()(row, use_cache=False).logits, before)
+
+
+def test_dropout_is_off_meanwhile():
+    model, row = model_of("llama", attention_dropout=0.5), text()[None]
+    assert torch.equal(capture(model.train(), row).layers[1].key.mean, capture(model.eval(), row).layers[1].key.mean)
+
+
+# --- memory
+
+
+def test_what_is_kept_does_not_grow_with_the_text():
+    model = model_of("llama")
+
+    def kept(tokens):
+        layers = capture(model, ids(tokens, 1), chunk=32).layers
+        return sum(
+            value.numel() for layer in layers for role in ROLES for value in vars(getattr(layer, role)).values()
+            if isinstance(value, torch.Tensor)
+        )  # fmt: skip
+
+    assert kept(40) == kept(300)
+
+
+def test_what_is_computed_on_the_way_is_a_slice_wide(monkeypatch):
+    class Largest(TorchDispatchMode):
+        """The most tokens of any tensor of heads made by an operation while states are reduced."""
+
+        rows = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function is not torch.ops.aten.slice.Tensor:
+                for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                    if isinstance(tensor, torch.Tensor) and tensor.ndim == 3 and tensor.shape[1:] in ((4, 8), (2, 8)):
+                        self.rows = max(self.rows, tensor.shape[0])
+            return out
+
+    monkeypatch.setitem(streaming.SLICES, "cpu", 16)
+    model = model_of("llama")
+    with Largest() as largest:
+        sliced = capture(model, text(90))
+    assert 0 < largest.rows <= 16
+    monkeypatch.undo()
+    with Largest() as largest:
+        whole = capture(model, text(90))
+    assert largest.rows == 90, "the measure sees what it should"
+    for one, other in zip(sliced.layers, whole.layers, strict=True):
+        torch.testing.assert_close(one.key.mean, other.key.mean, rtol=1e-6, atol=1e-7)
+        assert torch.equal(one.key.top_position, other.key.top_position)
+        assert torch.equal(one.key.top_token, other.key.top_token)
+
+
+# --- files
+
+
+def test_a_capture_survives_its_file(tmp_path):
+    got = capture(model_of("gemma2"), text()[None], chunk=16)
+    path = tmp_path / "some.npz"
+    got.to_npz(path)
+    back = Capture.from_npz(path)
+    assert back.to_json() == got.to_json() and json.loads(got.to_json())["schema"] == 1
+    for one, other in zip(got.layers, back.layers, strict=True):
+        assert torch.equal(one.inv_freq, other.inv_freq)
+        for role in ROLES:
+            for name, value in vars(getattr(one, role)).items():
+                read = getattr(getattr(other, role), name)
+                assert torch.equal(read, value) if isinstance(value, torch.Tensor) else read == value
+    with numpy.load(path, allow_pickle=False) as arrays:
+        assert {"outline", "layer1.key.circular_deviation"} <= set(arrays)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["some.npz"]
+    with pytest.raises(FileNotFoundError):
+        got.to_npz(tmp_path / "missing" / "some.npz")
+    numpy.savez(tmp_path / "other.npz", x=numpy.zeros(3))
+    with pytest.raises(ValueError, match="no capture of schema 1, got schema None"):
+        Capture.from_npz(tmp_path / "other.npz")
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (torch.tensor([5]), {}, "a text must hold at least 2 tokens, got 1"),
+        (torch.tensor([], dtype=torch.long), {}, "a text must hold at least 2 tokens, got 0"),
+        (torch.zeros(2, 3, 4, dtype=torch.long), {}, "token_ids must be (tokens,) or (rows, tokens), got shape (2, 3, 4)"),  # noqa: E501
+        (torch.zeros(0, 4, dtype=torch.long), {}, "token_ids must be (tokens,) or (rows, tokens), got shape (0, 4)"),
+        (torch.rand(8), {}, "token_ids must be whole numbers, got torch.float32"),
+        (torch.tensor([5, 96]), {}, "token ids must be in [0, 96), got 5 to 96"),
+        (torch.tensor([5, -1]), {}, "token ids must be in [0, 96), got -1 to 5"),
+        (torch.tensor([5, 6]), {"layers": [2]}, "LlamaForCausalLM has attention layers 0 to 1, got 2"),
+        (torch.tensor([5, 6]), {"layers": [-1]}, "LlamaForCausalLM has attention layers 0 to 1, got -1"),
+        (torch.tensor([5, 6]), {"layers": []}, "layers must name at least one layer"),
+        (torch.tensor([5, 6]), {"chunk": 0}, "chunk must be >= 1 token, got 0"),
+        (torch.tensor([5, 6]), {"top": 0}, "top must be >= 1, got 0"),
+        (torch.tensor([5, 6]), {"segments": 0}, "segments must be >= 1, got 0"),
+    ],
+)  # fmt: skip
+def test_bad_input(tokens, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        capture(tiny_model(), tokens, **options)
+
+
+def test_two_tokens_are_enough():
+    got = capture(model_of("llama"), torch.tensor([5, 6])).layers[0].query
+    assert got.drift.shape[0] == 2 and bool(torch.isfinite(got.drift).all())
+    torch.testing.assert_close(got.drift.mean(0), got.mean)
+
+
+def test_a_head_or_layer_that_was_not_captured():
+    got = capture(tiny_model(), ids(8, 1), layers=[1])
+    with pytest.raises(ValueError, match=re.escape("layers [1] were captured, got 0")):
+        got.layer(0)
+    for head in (4, -1):
+        with pytest.raises(ValueError, match=f"layer 1 has query heads 0 to 3, got {head}"):
+            got.layer(1).head(head)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_states_that_are_not_finite_are_named(value):
+    model, row = tiny_model("qwen2"), ids(40, 1)[0]
+    row[row == 7] = 8
+    row[25] = 7  # behind what the probe reads
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = 1.0
+        model.model.embed_tokens.weight[8:] = -1.0
+        model.model.embed_tokens.weight[:7] = -1.0
+    feature = model.model.layers[0].self_attn.k_proj
+
+    def spoil(module, args, output):
+        output[:, args[0][0, :, 0] > 0, 16 + 3] = value  # key head 1, feature 3
+        return output
+
+    handle = feature.register_forward_hook(spoil)
+    message = f"layer 0, key head 1, feature 3 is {value} at position 25: statistics need finite states"
+    for chunk in (None, 10):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            capture(model, row, chunk=chunk)
+    with pytest.raises(ValueError, match="position 25 of row 1"):
+        capture(model, torch.stack((torch.full_like(row, 9), row)))
+    handle.remove()
+
+
+def refused(config):
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2), "found no rotary table in GPT2LMHeadModel"),
+        (CohereConfig(**SIZE), "CohereForCausalLM has a rotary embedding of another kind"),
+        (DeepseekV3Config(**SIZE), "layer 0 of DeepseekV3ForCausalLM: its queries are no rotation of what a part of"),
+        (SmolLM3Config(**{**SIZE, "num_hidden_layers": 4}), "layer 3 of SmolLM3ForCausalLM: its queries are no"),
+        (
+            tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "has a dynamic table (rope_type 'dynamic')",
+        ),
+    ],
+    ids=["no rotary", "interleaved table", "latent attention", "a layer without rotary", "dynamic"],
+)  # fmt: skip
+def test_models_that_cannot_be_read(config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        capture(refused(config), ids(8, 1))
+
+
+def test_a_learned_prompt_is_refused():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="learn a prompt or prefix"):
+        capture(peft.get_peft_model(tiny_model(), config), ids(8, 1))
+
+
+def test_not_a_transformers_model():
+    with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
+        capture(torch.nn.Linear(2, 2), ids(8, 1))
+
+
+def test_a_module_exchanged_during_the_pass_is_noticed():
+    model, row = tiny_model(), ids(16, 1)
+    attention = model.model.layers[1].self_attn
+    calls = []
+
+    def exchange(module, args):
+        calls.append(1)
+        if len(calls) == 2:  # the first pass is the probe
+            attention.k_proj = copy.deepcopy(attention.k_proj)
+            attention.k_proj._forward_hooks.clear()
+
+    handle = model.model.layers[0].register_forward_pre_hook(exchange)
+    with pytest.raises(RuntimeError, match="6 states were to be seen in a pass, 5 were"):
+        capture(model, row)
+    handle.remove()

@@ -1,0 +1,466 @@
+"""Bounds, recall, decomposition and sinks: hand-derived values, brute force, and models that really attend."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+
+import pytest
+import torch
+from scored import bold_model
+from test_capture import model_of, stored, text
+from tiny import LLAMA3, YARN, ids, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import rope_patch
+from rope_patch import frequencies
+from rope_patch.analysis.capture import capture
+from rope_patch.analysis.decomposition import contributions, decompose, phi, rotate, trajectory
+from rope_patch.analysis.outliers import RELAXED, bounds, feature_maps, recall, scatter
+from rope_patch.analysis.sinks import sinks
+
+LAYERS, HEADS, GROUPS, PAIRS, CONTEXT = 3, 4, 2, 16, 256
+TAU = 2 * math.pi
+
+
+def planted(key_angle, query_angle, key_radius, query_radius):
+    """A Llama whose queries and keys are the same for every token: (layers, heads, pairs) angles and radii."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS // GROUPS,
+            head_dim=2 * PAIRS,
+            max_position_embeddings=CONTEXT,
+            attention_bias=True,
+        )
+    ).eval()
+    for index, layer in enumerate(model.model.layers):
+        for projection, angle, radius in (("k_proj", key_angle, key_radius), ("q_proj", query_angle, query_radius)):
+            linear = getattr(layer.self_attn, projection)
+            a, r = angle[index], radius[index]
+            with torch.no_grad():
+                linear.weight.zero_()
+                linear.bias.copy_(torch.cat((r * a.cos(), r * a.sin()), dim=-1).flatten())
+    return model
+
+
+def draw(seed=0):
+    """Angles at least 0.02 rad from what decides, radii 1 to 15."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    key_angle = uniform(LAYERS, HEADS // GROUPS, PAIRS) * TAU
+    wanted = 0.02 + uniform(LAYERS, HEADS, PAIRS) * (TAU - 0.04)
+    limit = math.pi + CONTEXT * frequencies.geometric(1e4, 2 * PAIRS).double() / 2
+    for edge in (math.pi + 0 * limit, limit, limit - RELAXED):
+        wanted = torch.where((wanted - edge).abs() < 0.02, edge + 0.02, wanted)
+    query_angle = key_angle.repeat_interleave(GROUPS, 1) - wanted
+    key_radius = 1 + 14 * uniform(LAYERS, HEADS // GROUPS, PAIRS)
+    return wanted, (key_angle, query_angle, key_radius, 1 + 14 * uniform(LAYERS, HEADS, PAIRS))
+
+
+def is_offset(angle, f, context):
+    """Definition 3.1 by scanning ``d(p) < d(0)`` over real p, the ends of whole turns included."""
+    p = torch.linspace(0, context, 20001, dtype=torch.float64)[1:]
+    if f > 0:
+        turns = torch.arange(1, int(context * f / TAU) + 1) * TAU / f
+        p = torch.cat((p, turns[turns <= context]))
+    return bool((torch.cos(angle - f * p) < math.cos(angle) - 1e-12).all())
+
+
+# --- bounds
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "context", "partial", "share", "mean"),
+    [(32, 2048, range(11, 16), 0.31, 3.93), (128, 4096, range(46, 64), 0.28, 4.19)],
+    ids=["Phi-1", "Llama-2-7B"],
+)
+def test_golden_bounds(rotary_dim, context, partial, share, mean):
+    got = bounds(frequencies.geometric(1e4, rotary_dim), context)
+    assert got.partial.nonzero().flatten().tolist() == list(partial)
+    assert (round(got.share, 2), round(got.mean_angle, 2)) == (share, mean)
+    assert got.limit == pytest.approx(TAU / context)
+    # By hand: the slowest pair of Phi-1 turns 1e4^(-30/32) = 1.778e-4 rad/token, of Llama-2 1e4^(-126/128) = 1.155e-4.
+    slowest = {32: math.pi + 2048 * 1.778279e-4 / 2, 128: math.pi + 4096 * 1.154782e-4 / 2}[rotary_dim]
+    assert float(got.angle[-1]) == pytest.approx(slowest, rel=1e-5)
+
+
+@pytest.mark.parametrize("context", [64, 300])
+def test_bounds_are_those_of_a_scan(context):
+    """Pair by pair: an angle a little above the bound is an offset feature, one a little below is not."""
+    table = frequencies.geometric(1e4, 32)
+    got = bounds(table, context)
+    for f, partial, limit in zip(table.double().tolist(), got.partial.tolist(), got.angle.tolist(), strict=True):
+        assert partial == (limit < TAU)
+        for angle in (0.01, 1.0, math.pi - 0.01, 3.5, 4.5, 5.5, TAU - 1e-3, limit + 0.01, limit - 0.01):
+            if angle <= TAU:
+                assert is_offset(angle, f, context) == (angle > limit), (f, angle)
+
+
+def test_a_still_pair_lies_below_the_frequency_bound_and_is_never_an_offset_feature():
+    got = bounds(torch.tensor([1.0, 0.01, 0.0]), 256)
+    assert got.partial.tolist() == [False, True, True]
+    assert got.angle.tolist() == pytest.approx([math.pi + 128, math.pi + 1.28, math.inf])
+    assert got.mean_angle == pytest.approx(math.pi + 1.28)
+    assert not any(is_offset(angle, 0.0, 256) for angle in (0.5, 2.0, 4.0, 6.0))
+    assert math.isnan(bounds(torch.tensor([1.0]), 256).mean_angle)
+    for context in (0, -1):
+        with pytest.raises(ValueError, match=f"context must be positive, got {context}"):
+            bounds(torch.tensor([1.0]), context)
+
+
+@pytest.mark.parametrize("spelled", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_bounds_of_a_scaled_table_are_of_the_table_in_use(spelled):
+    model = tiny_model("llama", rope_parameters=spelled, max_position_embeddings=512)
+    layer = capture(model, ids(20, 1)).layers[0]
+    expected, scaling = ROPE_INIT_FUNCTIONS[spelled["rope_type"]](model.config)
+    assert layer.context == 512 and layer.attention_scaling == pytest.approx(scaling)
+    assert torch.equal(layer.inv_freq, expected)
+    got = scatter(capture(model, ids(20, 1)))
+    assert torch.equal(got.partial[:8], expected.double() < TAU / 512)
+    torch.testing.assert_close(got.angle[:8], math.pi + 256 * expected.double())
+    plain = frequencies.geometric(1e4, 16)
+    assert not torch.equal(plain < TAU / 512, got.partial[:8]), "the plain table has other bounds"
+
+
+def test_bounds_under_p_rope_and_of_sliding_layers():
+    model = model_of("llama")
+    with rope_patch.patched(model, "p_rope", p=0.5):
+        got = scatter(capture(model, text()))
+    assert got.partial[:8].tolist() == [False] * 3 + [True] * 5  # 2π/64 = 0.098: pair 2 turns 0.1 rad/token
+    assert got.angle[:8].isinf().tolist() == [False] * 4 + [True] * 4
+    sliding = scatter(capture(model_of("gemma2"), text()))
+    # The window of 16 tokens: 2π/16 = 0.39 passes pair 1 (0.316) too; the full layer of 64 does not.
+    assert sliding.partial[sliding.layer == 0][:8].tolist() == [False] + [True] * 7
+    assert sliding.partial[sliding.layer == 1][:8].tolist() == [False] * 3 + [True] * 5
+    same = scatter(capture(model_of("gemma2"), text()), context=16)
+    assert torch.equal(same.partial[same.layer == 1][:8], sliding.partial[sliding.layer == 0][:8])
+
+
+# --- a planted checkpoint
+
+
+@pytest.mark.parametrize("chunk", [None, 11])
+def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk, tmp_path):
+    wanted, arrays = draw()
+    planted(*arrays).save_pretrained(tmp_path)
+    got = capture(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids(30, 1), chunk=chunk)
+    points = scatter(got)
+    table = frequencies.geometric(1e4, 2 * PAIRS).double()
+    shape = (LAYERS, HEADS, PAIRS)
+    torch.testing.assert_close(points.phi.view(shape), wanted, rtol=0, atol=1e-5)
+    keys = arrays[2].repeat_interleave(GROUPS, 1)
+    torch.testing.assert_close(points.key_radius.view(shape), keys, rtol=1e-5, atol=0)
+    torch.testing.assert_close(points.query_radius.view(shape), arrays[3], rtol=1e-5, atol=0)
+    assert points.layer.view(shape)[2, 0, 0] == 2 and points.head.view(shape)[0, 3, 0] == 3
+    assert points.pair.view(shape)[0, 0].tolist() == list(range(PAIRS))
+    # Nothing varies, so nothing deviates.
+    assert float(points.key_deviation.max()) < 1e-3 and float(points.query_deviation.max()) < 1e-3
+
+    angles = wanted.flatten().tolist()
+    scanned = torch.tensor([is_offset(a, f, CONTEXT) for a, f in zip(angles, points.inv_freq.tolist(), strict=True)])
+    assert torch.equal(points.within_angle, scanned)
+    assert 10 < int(scanned.sum()) < len(scanned) - 10, "some satisfy the definition, some do not"
+    never_turns = (CONTEXT * table < TAU).expand(shape).flatten()
+    assert torch.equal(points.partial, never_turns)
+
+    result = recall(got, quantiles=(0.9,))
+    assert [(row.states, row.threshold) for row in result.rows[:3]] == [("key", 6.0), ("key", 9.0), ("key", 12.0)]
+    assert len(result.rows) == 8
+    for row in result.rows:
+        radius = (keys if row.states == "key" else arrays[3]).flatten()
+        if row.quantile is not None:
+            assert row.threshold == pytest.approx(float(radius.quantile(0.9)), rel=1e-5)
+        big = radius > row.threshold * (1 + 1e-6)
+        assert (row.features, row.outliers, row.still) == (len(radius), int(big.sum()), 0)
+        assert row.frequency == pytest.approx(float(never_turns[big].double().mean()))
+        assert row.angle == pytest.approx(float(scanned[big].double().mean()))
+        limit = math.pi + CONTEXT * points.inv_freq / 2 - RELAXED
+        assert row.relaxed == pytest.approx(float((wanted.flatten() > limit)[big].double().mean()))
+    assert any(row.relaxed > row.angle for row in result.rows), "relaxing lets some in"
+    assert json.loads(result.to_json())["rows"][0]["outliers"] == result.rows[0].outliers
+    line = str(result).splitlines()[2]
+    assert line.split() == ["key", "6.000", str(result.rows[0].outliers)] + [
+        f"{share:.3f}" for share in (result.rows[0].frequency, result.rows[0].angle, result.rows[0].relaxed)
+    ]
+
+
+def test_recall_by_hand():
+    """Four outliers: below both bounds, below the first alone, 0.05 rad short of the second, and a fast pair."""
+    shape, half = (LAYERS, HEADS, PAIRS), (LAYERS, HEADS // GROUPS, PAIRS)
+    key_angle, query_angle = torch.zeros(half), torch.full(shape, -1.0)
+    key_radius, query_radius = torch.ones(half), torch.ones(shape)
+    # Pair 12 turns 1e-3 rad/token, so 0.256 rad in 256 tokens: its bound is π + 0.128 = 3.2696.
+    for layer, pair, angle in ((0, 12, 3.5), (1, 12, 1.0), (2, 12, 3.2196), (0, 0, 3.5)):
+        key_radius[layer, 0, pair] = 10.0
+        query_angle[layer, :2, pair] = -angle
+    got = capture(planted(key_angle, query_angle, key_radius, query_radius), ids(8, 1))
+    key, query = recall(got, thresholds=[9.0]).rows
+    # Each key head serves two query heads: 8 outliers.
+    assert (key.outliers, key.frequency, key.angle, key.relaxed) == (8, 0.75, 0.25, 0.5)
+    assert (query.outliers, query.frequency, query.angle, query.relaxed) == (0, None, None, None)
+    assert str(recall(got, thresholds=[9.0])).splitlines()[3].split() == ["query", "9.000", "0", "-", "-", "-"]
+    (one, _) = recall(got, thresholds=[9.0], layers=[1]).rows
+    assert (one.outliers, one.frequency, one.angle) == (2, 1.0, 0.0)
+    (wide, _) = recall(got, thresholds=[9.0], context=8).rows
+    # 8 tokens: pair 12 must exceed π + 0.004, so 3.2196 does; pair 0 turns 1.27 times still.
+    assert (wide.frequency, wide.angle) == (0.75, 0.5)
+
+
+def test_outliers_that_do_not_rotate_are_counted():
+    _, arrays = draw()
+    model = planted(*arrays)
+    with rope_patch.patched(model, "p_rope", p=0.5):
+        got = capture(model, ids(8, 1))
+    row = recall(got, thresholds=[6.0]).rows[0]
+    keys = arrays[2].repeat_interleave(GROUPS, 1)
+    assert row.still == int((keys[..., 8:] > 6).sum()) > 0
+    points = scatter(got)
+    assert not points.within_angle[points.pair >= 8].any() and bool(points.partial[points.pair >= 8].all())
+
+
+def test_bad_thresholds_and_layers():
+    got = capture(tiny_model(), ids(8, 1))
+    with pytest.raises(ValueError, match="thresholds must be >= 0, got -1"):
+        recall(got, thresholds=[-1])
+    with pytest.raises(ValueError, match="thresholds must be >= 0, got nan"):
+        recall(got, thresholds=[math.nan])
+    with pytest.raises(ValueError, match=re.escape("quantiles must be in [0, 1), got 1")):
+        recall(got, quantiles=[1])
+    for reading in (scatter, recall, feature_maps):
+        with pytest.raises(ValueError, match=re.escape("layers [0, 1] were captured, got 7")):
+            reading(got, layers=[7])
+    with pytest.raises(ValueError, match="states must be 'key' or 'query', got 'value'"):
+        scatter(got).radius("value")
+
+
+def test_feature_maps(monkeypatch):
+    model, row = model_of("gemma4"), text()
+    with stored(model, monkeypatch) as states, torch.no_grad():
+        model(row[None], use_cache=False)
+    got = feature_maps(capture(model, row))
+    assert got.layers == (0, 1) and got.rotary_dim == (16, 32) and not got.interleaved
+    for index, width in ((0, 16), (1, 32)):
+        for name, role in (("query", "query"), ("key", "key")):
+            sizes = states[role][index].abs()
+            largest, mean = getattr(got, f"{name}_max")[index], getattr(got, f"{name}_mean")[index]
+            torch.testing.assert_close(largest[:width].float(), sizes.amax((0, 1)))
+            torch.testing.assert_close(mean[:width].float(), sizes.mean((0, 1)))
+            assert largest[width:].isnan().all() and mean[width:].isnan().all()
+    assert got.query_max.shape == (2, 32)
+
+
+# --- decomposition
+
+
+def test_decomposition_by_hand():
+    # J25: with one pair turning 1 rad/token, an angle of 1 rad selects the previous token.
+    q, k = torch.tensor([[[1.0, 0.0]]]).double(), torch.tensor([[[math.cos(1), math.sin(1)]]]).double() * 2
+    got = contributions(q, k, torch.ones(1), torch.arange(4))
+    assert got[0, 0].tolist() == pytest.approx([2 * math.cos(1 - p) for p in range(4)])
+    assert int(got[0, 0].argmax()) == 1
+    assert float(phi(q, k)) == pytest.approx(1)
+    assert float(phi(k, q)) == pytest.approx(TAU - 1)
+    assert float(phi(q, q)) == pytest.approx(TAU)
+
+
+SETTINGS = {
+    "llama": ("llama", {"attention_bias": True}, None),
+    "llama-yarn": ("llama", {"attention_bias": True}, "yarn:factor=4"),
+    "llama-p_rope": ("llama", {"attention_bias": True}, "p_rope:p=0.5"),
+    "gemma2": ("gemma2", {"attention_bias": True, "attn_logit_softcapping": 2.0}, None),
+    "gemma3": ("gemma3", {"attention_bias": True}, None),
+    "gemma4": ("gemma4", {"attention_bias": True}, None),
+    "phi": ("phi", {}, None),
+    "glm": ("glm", {}, None),
+    "gpt_neox": ("gpt_neox", {}, None),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_decomposition_is_what_a_model_of_constant_states_attends_to(name):
+    """Zero weights leave the biases alone: the mean query and key are every query and key, and attention is D."""
+    family, changes, method = SETTINGS[name]
+    model = model_of(family, **changes)
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.get_decoder().layers:
+        attention = getattr(layer, "self_attn", None) or layer.attention
+        for part in ("q_proj", "k_proj", "query_key_value"):
+            linear = getattr(attention, part, None)
+            if linear is not None:
+                with torch.no_grad():
+                    linear.weight.zero_()
+                    linear.bias.copy_(1.2 * torch.randn(linear.bias.shape, generator=generator))
+    if method is not None:
+        rope_patch.apply(model, rope_patch.parse(method))
+    row = text(30)
+    got = capture(model, row)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(row[None], use_cache=False, output_attentions=True).attentions
+    for layer in got.layers:
+        found = decompose(layer)
+        assert found.distances.tolist() == list(range(layer.context + 1))
+        pattern = found.pattern(range(30))
+        torch.testing.assert_close(pattern.float(), weights[layer.index][0], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(pattern[0, 29], pattern[0, 29].mean(), atol=1e-3), "far from uniform"
+        if name in ("phi", "gpt_neox", "glm"):  # half or all but a quarter of a head does not rotate
+            whole = (layer.query.mean * layer.key_by_query_head.mean).sum(-1) * layer.scaling
+            torch.testing.assert_close(found.logits[:, 0], whole)
+            assert found.constant.abs().min() > 1e-3
+        # Leaving a pair out is leaving it out of the sum.
+        for pair in range(layer.query.pairs):
+            others = [i for i in range(layer.query.pairs) if i != pair]
+            torch.testing.assert_close(found.leave_one_out[:, pair], found.pairs[:, others].sum(1))
+    if method == "yarn:factor=4":
+        assert found.rotary_scaling == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+
+
+def test_a_pattern_needs_its_distances():
+    found = decompose(capture(tiny_model(), ids(8, 1)).layers[0], torch.tensor([0, 1, 2, 4]))
+    assert found.pattern([0, 2]).sum(-1) == pytest.approx(torch.ones(4, 2))
+    for query in (3, 4, -1):
+        with pytest.raises(ValueError, match=f"position {query} needs every whole distance"):
+            found.pattern([query])
+
+
+def test_the_trajectory_is_the_models_own_rotation():
+    _, arrays = draw()
+    model = planted(*arrays)
+    layer = capture(model, ids(8, 1)).layers[1]
+    positions = torch.tensor([0, 1, 10, 200])
+    cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])
+    query = model.model.layers[1].self_attn.q_proj.bias.view(1, HEADS, 1, 2 * PAIRS).expand(-1, -1, 4, -1)
+    turned, _ = apply_rotary_pos_emb(query, query, cos, sin)
+    path = trajectory(layer, positions)
+    assert path.shape == (HEADS, PAIRS, 4, 2)
+    wanted = torch.stack((turned[0, ..., :PAIRS], turned[0, ..., PAIRS:]), -1).transpose(1, 2)
+    torch.testing.assert_close(path.float(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotate(path[..., 1, :], layer.inv_freq, torch.tensor([9]))[..., 0, :], path[..., 2, :])
+
+
+# --- sinks
+
+
+@pytest.mark.parametrize("chunk", [None, 9])
+@pytest.mark.parametrize("name", ["llama", "glm", "phi3-partial", "gemma4-shared", "llama-yarn"])
+def test_sink_logits_equal_those_of_rotated_states(name, chunk, monkeypatch):
+    """Against the family's own rotation of the stored mean query to every distance, the stored keys staying at 0."""
+    model, row = model_of(name), text(30)
+    with stored(model, monkeypatch) as states, torch.no_grad():
+        model(row[None], use_cache=False)
+    got = capture(model, row)
+    modeling = sys.modules[type(model.get_decoder().layers[0]).__module__]
+    for layer, found in zip(got.layers, sinks(model, row, got, top=5, chunk=chunk), strict=True):
+        keys = states["key"][layer.keys_of].repeat_interleave(layer.groups, 1)
+        query = states["query"][layer.index].mean(0, keepdim=True)
+        kinds = () if layer.layer_type is None else (layer.layer_type,)
+
+        def rotated(x, positions, kinds=kinds):
+            """States (tokens, heads, head_dim) at positions: (heads, tokens, head_dim), cos and sin scaled."""
+            cos, sin = model.get_decoder().rotary_emb(torch.zeros(1), positions[None], *kinds)
+            heads = x.transpose(0, 1)[None]
+            if "gemma4" in name:
+                return modeling.apply_rotary_pos_emb(heads, cos, sin)[0]
+            return modeling.apply_rotary_pos_emb(heads, heads, cos, sin)[0][0]
+
+        queries = rotated(query.expand(layer.context, -1, -1), torch.arange(layer.context))
+        at_zero = rotated(keys, torch.zeros(30, dtype=torch.long))
+        logits = torch.einsum("hpd,htd->hpt", queries, at_zero).mean(1) * layer.scaling
+        best = logits.sort(descending=True)
+        torch.testing.assert_close(found.logit.float(), best.values[:, :5], rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.position, best.indices[:, :5])
+        assert torch.equal(found.token, row[found.position])
+        score = (best.values - logits.mean(1, keepdim=True)) / logits.std(1, correction=0, keepdim=True)
+        torch.testing.assert_close(found.score.float(), score[:, :5], rtol=1e-3, atol=1e-3)
+        for head in range(4):
+            own = keys[found.position[head], head]
+            torch.testing.assert_close(found.key[head].float(), own)
+            mean = query[0, head]
+            wanted = torch.nn.functional.cosine_similarity(own, mean[None], dim=-1)
+            torch.testing.assert_close(found.cosine[head].float(), wanted, rtol=1e-4, atol=1e-4)
+            n = layer.key.pairs
+            odd = name == "glm"
+            first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if odd else (slice(n), slice(n, 2 * n))
+            pair = torch.nn.functional.cosine_similarity(
+                torch.stack((own[:, first], own[:, second]), -1),
+                torch.stack((mean[first], mean[second]), -1)[None],
+                dim=-1,
+            )
+            torch.testing.assert_close(found.alignment[head].float(), pair, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found.key_pairs[head, :, :, 0].float(), own[:, first])
+
+
+def test_a_planted_sink_is_found_where_attention_goes():
+    """Token 7's key lies along the mean query in the slow pairs; every head's attention goes to it."""
+    model = bold_model("llama", attention_bias=True)
+    attention = model.model.layers[0].self_attn
+    row = text(40)
+    row[row == 7] = 95
+    row[3] = 7
+    slow = [6, 7, 14, 15]  # pairs 6 and 7: 1e-3 and 3e-4 rad/token
+    with torch.no_grad():
+        for linear in (attention.q_proj, attention.k_proj):
+            linear.weight.mul_(0.05)
+            linear.bias.zero_()
+        attention.q_proj.bias.view(4, 16)[:, slow] = 6.0
+        # The norm before the layer makes the token's embedding, ones in 8 features of its own, √8 in each.
+        model.model.embed_tokens.weight[:, :8] = 0.0
+        model.model.embed_tokens.weight[7] = 0.0
+        model.model.embed_tokens.weight[7, :8] = 1.0
+        for head in range(2):
+            attention.k_proj.weight[[16 * head + i for i in slow], :8] = 0.4
+    got = capture(model, row, layers=[0])
+    (found,) = sinks(model, row, got, top=3)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(row[None], use_cache=False, output_attentions=True).attentions[0][0]
+    for head in range(4):
+        mass = weights[head, 4:].mean(0)
+        assert int(mass.argmax()) == 3 and float(mass[3]) > 0.9
+        assert int(found.position[head, 0]) == 3 and int(found.token[head, 0]) == 7
+        assert float(found.score[head, 0]) > 5 > float(found.score[head, 1])
+        assert float(found.alignment[head, 0, [6, 7]].min()) > 0.95
+    assert found.row.unique().tolist() == [0]
+
+
+def test_sinks_of_several_rows_and_bad_input():
+    model, rows = model_of("llama"), text(60).view(2, 30)
+    got = capture(model, rows)
+    found = sinks(model, rows, got, layers=[1], top=60)
+    assert [one.layer for one in found] == [1]
+    assert sorted(zip(found[0].row[2].tolist(), found[0].position[2].tolist(), strict=True)) == [
+        (row, position) for row in range(2) for position in range(30)
+    ]
+    assert torch.equal(found[0].token, rows[found[0].row, found[0].position])
+    assert found[0].score.mean(1).tolist() == pytest.approx([0] * 4, abs=1e-9)
+    assert found[0].score.square().mean(1).tolist() == pytest.approx([1] * 4)
+    with pytest.raises(ValueError, match="top must be >= 1, got 0"):
+        sinks(model, rows, got, top=0)
+    for other in (rows.view(1, 60), rows.flip(0)):
+        with pytest.raises(ValueError, match=re.escape("read another text (60 tokens in 2 rows")):
+            sinks(model, other, got)
+    with (
+        rope_patch.patched(model, "pi", factor=2),
+        pytest.raises(ValueError, match="layer 0 was captured with another"),
+    ):
+        sinks(model, rows, got)
+    with pytest.raises(ValueError, match=re.escape("keys of shape (2, 16), this model has (1, 16): pass the captured")):
+        sinks(model_of("llama", num_key_value_heads=1), rows, got)
+    constant = planted(*draw()[1])
+    keys = constant.model.layers[0].self_attn.k_proj
+    keys.register_forward_hook(lambda module, args, output: output * (1 + 2e-7 * torch.rand_like(output)))
+    (same,) = sinks(constant, rows, capture(constant, rows, layers=[0]))
+    assert same.score.abs().max() == 0, "no key stands out by rounding alone"
