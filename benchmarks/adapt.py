@@ -243,10 +243,10 @@ def main() -> None:
     bar = tqdm(total=len(wanted), initial=len(wanted) - len(left), unit="run", desc="adapt")
     work = functools.partial(train, root=str(options.adapters), quick=options.quick)
     try:
-        with get_context("spawn").Pool(min(options.workers, len(left)) or 1, _deaf) as pool:
-            for shape, arm, seed in pool.imap_unordered(work, left):
+        with get_context("spawn").Pool(min(options.workers, len(wanted)), _deaf) as pool:
+            for shape, arm, seed in pool.imap_unordered(work, wanted):
                 bar.set_postfix_str(f"{shape} {arm}-{seed}")
-                bar.update()
+                bar.update((shape, arm, seed) in left)  # one that is there is only checked to be what is asked
             pool.close()
             pool.join()  # its processes' time is counted when they are gone
     except KeyboardInterrupt:

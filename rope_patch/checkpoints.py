@@ -221,12 +221,16 @@ def adapter_base(source: str | Path) -> str:
     Raises:
         PatchError: the adapter names none.
     """
-    from peft import PeftConfig
-
-    base = PeftConfig.from_pretrained(str(source)).base_model_name_or_path
+    base = _adapter_config(source).base_model_name_or_path
     if not base:
         raise PatchError(f"{source}: its {ADAPTER_FILE} names no base model; load that and use load_adapter")
     return str(base)
+
+
+def _adapter_config(source: str | Path) -> Any:
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(str(source))
 
 
 def load(
@@ -254,6 +258,9 @@ def load(
     if _find_file(source, ADAPTER_FILE) is not None:
         base = adapter_base(source)
         record = read_record(source)
+        revision = _adapter_config(source).revision
+        if revision:
+            from_pretrained.setdefault("revision", revision)  # of the base it was trained on
         if method is not None and record is not None:
             raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
         model = _reaching_hub(base, lambda: AutoModelForCausalLM.from_pretrained(base, **from_pretrained))

@@ -152,6 +152,12 @@ def test_another_run_in_the_same_folder_is_refused(done):
 
 def test_a_folder_of_something_else_is_left_alone(done, tmp_path):
     """Also by --restart, and also the folder of the model itself."""
+    claim = tmp_path / "other"
+    (claim / "work").mkdir(parents=True)
+    (claim / "work" / "run.json").write_text('{"a": 1}')
+    for restart in (False, True):
+        with pytest.raises(ValueError, match="is of no run of this version: give another folder"):
+            finetune(options(claim), restart=restart)
     for name in ("work/thesis.txt", "results.json", "work/checkpoint-4/adapter_model.safetensors"):
         folder = tmp_path / name.replace("/", "-")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -176,26 +182,41 @@ def test_restart_throws_nothing_away_before_the_new_run_is_sound(done, tmp_path)
         finetune(options(tmp_path / "run", *words, "model.name=./nowhere"), restart=True)
     assert (tmp_path / "run" / "results.json").exists() and (tmp_path / "run" / "work" / "checkpoint-4").exists()
     (tmp_path / "run" / "work" / ".rows-left-behind").write_text("")
+    (tmp_path / "run" / "work" / "mine.txt").write_text("precious")
     result = finetune(options(tmp_path / "run", *words), restart=True)
     assert result.results["steps"] == 1 and not (tmp_path / "run" / "work" / "checkpoint-4").exists()
     assert not (tmp_path / "run" / "work" / ".rows-left-behind").exists()
+    assert (tmp_path / "run" / "work" / "mine.txt").read_text() == "precious"
 
 
 def test_two_commands_do_not_work_in_one_folder(tmp_path):
     from rope_patch.training.runs import begun, look
 
-    run = look(options(tmp_path / "run"), 1, source="x")
+    def found(name="run"):
+        return look(options(tmp_path / name), 1, source="x")
+
+    run = found()
     with (
-        begun(run, "abc", first=True),
+        begun(run, "abc", found),
         pytest.raises(BlockingIOError, match="another command is at work in"),
-        begun(run, "abc", first=True),
+        begun(run, "abc", found),
     ):
         pass
-    again = look(options(tmp_path / "run"), 1, source="x")
-    with pytest.raises(KeyboardInterrupt), begun(again, "abc", first=True):
+    late = found()
+    (tmp_path / "run" / "work" / "run.json").write_text(
+        (tmp_path / "run" / "work" / "run.json").read_text().replace("abc", "x")
+    )
+    with pytest.raises(BlockingIOError, match="changed while the model was loaded"), begun(late, "abc", found):
+        pass
+    with pytest.raises(KeyboardInterrupt), begun(found(), "abc", found):
         raise KeyboardInterrupt
-    fresh = look(options(tmp_path / "new"), 1, source="x")
-    with pytest.raises(ValueError), begun(fresh, "abc", first=True):
+    (tmp_path / "early" / "work").mkdir(parents=True)  # killed before it could say what it is
+    (tmp_path / "early" / "work" / "lock").write_text("")
+    (tmp_path / "early" / "work" / ".rows-1.arrow.77").write_text("")
+    with begun(found("early"), "abc", lambda: found("early")):
+        assert sorted(path.name for path in (tmp_path / "early" / "work").iterdir()) == ["lock", "run.json"]
+    fresh = found("new")
+    with pytest.raises(ValueError), begun(fresh, "abc", lambda: found("new")):
         raise ValueError("bad data")
     assert not (tmp_path / "new").exists(), "nothing came of it"
 

@@ -67,7 +67,8 @@ def finetune(
     try:
         _run(asked, restart, threads)
     except KeyboardInterrupt:
-        print("finished checkpoints are kept: the same command goes on from the last", file=sys.stderr)
+        again = "the same command without --restart" if restart else "the same command"
+        print(f"finished checkpoints are kept: {again} goes on from the last", file=sys.stderr)
         raise
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.trainer import TRAINER_STATE_NAME
@@ -34,6 +36,7 @@ from rope_patch.training.sources import Rows, make_rows, reading_processes
 from rope_patch.training.trainer import LongTrainer
 
 SCHEMA = 1
+T = TypeVar("T")
 _CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
 )  # later releases call it by the first
@@ -80,18 +83,45 @@ def finetune(options: Options, *, command: str = "", restart: bool = False) -> R
     first = int(os.environ.get("RANK", 0)) == 0
     _check_device(options)
     source = resolve(options.model.name)
-    run = look(options, processes, source=source, restart=restart)
+    args = arguments(options, Path(options.output).expanduser() / "work")
+
+    def found() -> Run:
+        return look(options, processes, source=source, restart=restart)
+
+    run = from_first(first, found)
     if run.results is not None:
         return Result(run.out, run.results if first else {}, again=True)
-    args = arguments(options, run.work)
     model, tokenizer = load_model(options.model, options.train.precision)
-    identity = fingerprint(model)
+    identity = from_first(first, lambda: fingerprint(model))  # FSDP may give the others no weights to look at
     model = prepare(model, options)
     check_base(run, model, identity)
     judge = Judge(options.evaluation, options.evaluation_lengths, tokenizer)
-    PartialState().wait_for_everyone()  # all have looked before the first of them writes
-    with begun(run, identity, first):
+    with contextlib.ExitStack() as held:
+        from_first(first, lambda: held.enter_context(begun(run, identity, found)))
         return _train(options, run, args, model, tokenizer, judge, identity, command, processes, first)
+
+
+def from_first(first: bool, make: Callable[[], T]) -> T:
+    """Return what the first process makes; what it raises, all raise, so that none waits for it.
+
+    Args:
+        first: this is the one.
+        make: called there alone.
+    """
+    told: list[Any] = [None, None]
+    failed: Exception | None = None
+    if first:
+        try:
+            told[0] = make()
+        except Exception as error:
+            failed, told[1] = error, f"{type(error).__name__}: {error}"
+    broadcast_object_list(told)
+    if failed is not None:
+        raise failed
+    if told[1] is not None:
+        raise RuntimeError(f"in the first process: {told[1]}")
+    made: T = told[0]
+    return made
 
 
 def _train(
@@ -107,10 +137,14 @@ def _train(
     first: bool,
 ) -> Result:
     out, work, checkpoint = run.out, run.work, run.checkpoint
-    with args.main_process_first(local=False, desc="packing"):
-        rows = make_rows(options, tokenizer, work, processes=processes, quiet=not first, known=run.rows)
-    if first and checkpoint is None:
-        note(run, identity, rows=rows.name)
+
+    def packed() -> str:
+        name = make_rows(options, tokenizer, work, processes=processes, known=run.rows).name
+        if checkpoint is None:
+            note(run, identity, rows=name)
+        return name
+
+    rows = make_rows(options, tokenizer, work, processes=processes, known=from_first(first, packed))
     judged = Judged(judge, work / "judged.jsonl", first)
     args.eval_on_start = options.evaluation.before and checkpoint is None
     trainer = build_trainer(model, args, rows, options, tokenizer, judged, checkpoint)
@@ -118,13 +152,14 @@ def _train(
     trainer.add_callback(clock)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trained: Any = trainer.model
-    final = judged.final(trained, trainer.state)
     state = _whole_state(trainer)
+    if first:  # before it is judged: a judgement that fails costs no adapter
+        checkpoints.save(trained, out, tokenizer=tokenizer, **({} if state is None else {"state_dict": state}))
+    final = judged.final(trained, trainer.state)
     trainer.accelerator.wait_for_everyone()
     if not first:
         return Result(out, {})
     results = _results(options, trainer, rows, judged, final, clock.seconds, command, processes)
-    checkpoints.save(trained, out, tokenizer=tokenizer, **({} if state is None else {"state_dict": state}))
     scores = {"before": judged.before.get("judged"), "after": _to_json(final)}
     write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
     write_atomically(out / "README.md", card(results, final))
@@ -197,6 +232,7 @@ def arguments(options: Options, folder: Path) -> TrainingArguments:
         logging_nan_inf_filter=False,  # a loss that is no number is shown as it is
         report_to=["tensorboard"] if is_tensorboard_available() else [],
         ddp_find_unused_parameters=False,
+        ddp_timeout=6 * 3600,  # seconds; the others wait while the first packs rows
         use_cpu=not torch.cuda.is_available(),
     )
 
@@ -237,9 +273,12 @@ class Judged:
     def __call__(self, model: Any, step: int) -> dict[str, float]:
         """Measure a model, and return the numbers that the Trainer logs."""
         found = self.made[step] = self.judge(model)
-        if self.first:
+
+        def keep() -> dict[str, float]:
             self.log[str(step)] = {"metrics": found.metrics(), "judged": _to_json(found)}
-        return found.metrics()
+            return found.metrics()
+
+        return from_first(self.first, keep)  # all decide by the same numbers which checkpoint is best
 
     @property
     def before(self) -> dict[str, Any]:
@@ -331,7 +370,11 @@ def _results(
         "tokens": rows.tokens(state.global_step * options.train.batch * options.train.accumulate * processes),
         "seconds": round(seconds, 1),
         "before": before,
-        "curve": [{"step": step, **judged.log[str(step)]["metrics"]} for step in sorted(map(int, judged.log))],
+        "curve": [
+            {"step": step, **judged.log[str(step)]["metrics"]}
+            for step in sorted(map(int, judged.log))
+            if step <= state.global_step
+        ],
         "after": after,
         "losses": [{"step": e["step"], "loss": e["loss"]} for e in state.log_history if "loss" in e],
         "environment": {

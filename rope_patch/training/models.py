@@ -113,7 +113,7 @@ def prepare(model: Any, options: Options) -> Any:
         )
     if not options.lora.rank:
         return model.float() if options.model.dtype == "float32" else model
-    return _adapt(model, options.lora, names, options.train.seed)
+    return _adapt(model, options.lora, names, options.train.seed, options.model.revision)
 
 
 def _check_own_patch(own: PatchRecord, options: Options) -> None:
@@ -132,7 +132,7 @@ def _check_own_patch(own: PatchRecord, options: Options) -> None:
         )
 
 
-def _adapt(model: Any, options: LoraOptions, names: list[str], seed: int) -> Any:
+def _adapt(model: Any, options: LoraOptions, names: list[str], seed: int, revision: str | None) -> Any:
     from peft import LoraConfig, get_peft_model
 
     beside = beside_lora(model) if options.long_lora else []
@@ -147,6 +147,7 @@ def _adapt(model: Any, options: LoraOptions, names: list[str], seed: int) -> Any
             target_modules=pattern(model, names),
             modules_to_save=beside or None,
             ensure_weight_tying=tied,
+            revision=revision,
             task_type="CAUSAL_LM",
         ),
     )

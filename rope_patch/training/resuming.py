@@ -278,6 +278,8 @@ class WholeCheckpoints(Trainer):
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """Where only the best checkpoint stays, Trainer deletes the last one here, file by file: be faster."""
+        run = Path(self._get_output_dir(trial))
+        self._note_best(run, run)  # the folder may have moved since the last save
         best = self.state.best_model_checkpoint
         if self.args.should_save and best is not None and self.args.save_total_limit == 1 and flaw(best) is None:
             rotate(Path(self._get_output_dir(trial)), 1, self._kept())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from rope_patch import checkpoints
 from rope_patch.checkpoints import write_atomically
 from rope_patch.training.options import Options
-from rope_patch.training.resuming import latest_checkpoint
+from rope_patch.training.resuming import REPLACED, STAGING, latest_checkpoint
 
 SCHEMA = 2
 CLAIM = "run.json"
@@ -71,12 +72,18 @@ def look(options: Options, processes: int, *, source: str, restart: bool = False
         raise ValueError(f"output: {out} is the folder of the model itself: give another")
     claim = out / "work" / CLAIM
     if not claim.is_file():
-        if out.is_dir() and any(out.iterdir()):
+        if out.is_dir() and any(out.iterdir()) and not _only_begun(out):
             raise ValueError(f"output: {out} holds files, and no run of ours: give a new or empty folder")
         return Run(out, asked)
+    try:
+        kept = json.loads(claim.read_text(encoding="utf-8"))
+        ours = kept["asked"]["schema"] == SCHEMA and {"model", "rows"} <= kept.keys()
+    except (ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise ValueError(f"output: {claim} is of no run of this version: give another folder")
     if restart:
         return Run(out, asked, restart=True)
-    kept = json.loads(claim.read_text(encoding="utf-8"))
     checkpoint, done = latest_checkpoint(out / "work"), _finished(out)
     changed = "; ".join(_changes(kept["asked"], asked))
     if changed and (done or checkpoint is not None):
@@ -84,6 +91,14 @@ def look(options: Options, processes: int, *, source: str, restart: bool = False
     if changed:  # it never got to a checkpoint: nothing is lost
         return Run(out, asked, restart=True)
     return Run(out, asked, checkpoint, kept["rows"], kept["model"], done)
+
+
+def _only_begun(out: Path) -> bool:
+    """A run was killed before it could say what it is."""
+    work = out / "work"
+    names = [path.name for path in work.iterdir()] if work.is_dir() else []
+    begun = all(name == "lock" or name.startswith((f".{CLAIM}.", ".rows-", ".nfs")) for name in names)
+    return begun and [path.name for path in out.iterdir()] == ["work"]
 
 
 def _finished(out: Path) -> dict[str, Any] | None:
@@ -136,40 +151,51 @@ def check_base(run: Run, model: Any, fingerprint: str) -> None:
         )
 
 
+OURS = ("checkpoint-*", "rows-*.arrow", "runs", "judged.jsonl", "seconds.json", STAGING, REPLACED)
+"""What a run writes into its ``work``, beside the claim."""
+
+
 @contextlib.contextmanager
-def begun(run: Run, fingerprint: str, first: bool) -> Iterator[None]:
+def begun(run: Run, fingerprint: str, again: Callable[[], Run]) -> Iterator[None]:
     """Hold the folder while a run is at work in it; a folder that nothing came of is removed again.
+
+    For the first of several processes alone.
 
     Args:
         run: as it was found.
         fingerprint: of the base model.
-        first: this process writes; the others do nothing here.
+        again: looks once more: minutes may have gone by since.
 
     Raises:
-        BlockingIOError: another command is at work in the folder.
+        BlockingIOError: another command is at work in the folder, or was since.
     """
-    if not first:
-        yield
-        return
     new = not run.out.exists()
     run.work.mkdir(parents=True, exist_ok=True)
     with _locked(run.work / "lock"):
-        if run.restart:
-            for path in (*run.work.iterdir(), run.out / RESULTS):
-                if path.name != "lock":
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for rest in (*run.work.glob(".rows-*"), *run.out.glob(f".{run.out.name}.*.tmp")):  # of a killed run
-            shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
-        if run.checkpoint is None:
-            note(run, fingerprint, rows=None)
         try:
+            if again() != run:
+                raise BlockingIOError(f"{run.out} changed while the model was loaded: give the command again")
+            if run.restart:  # the claim stays until the new one replaces it: a folder without one is nobody's
+                for path in (*(p for name in OURS for p in run.work.glob(name)), run.out / RESULTS):
+                    _remove(path)
+            for rest in (*run.work.glob(".rows-*"), *run.out.glob(f".{glob.escape(run.out.name)}.*.tmp")):
+                _remove(rest)  # of a killed run
+            if run.checkpoint is None:
+                note(run, fingerprint, rows=None)
             yield
         except BaseException:
             if new and {path.name for path in run.work.iterdir()} <= {CLAIM, "lock"}:
-                shutil.rmtree(run.work)
+                shutil.rmtree(run.work, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     run.out.rmdir()
             raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def note(run: Run, fingerprint: str, rows: str | None) -> None:
