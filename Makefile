@@ -18,7 +18,7 @@ help: ## list the targets
 demo: $(RUNTIME) ## what a patch does, on a bundled model, in a few minutes
 	$(BIN)/rope-patch demo
 
-adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: 20 minutes
+adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png
 
 test: $(DEV) ## the tests of every day

@@ -32,8 +32,8 @@ ADAPTER_FILE = "adapter_config.json"
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write a file under a temporary name and rename it: readers see the old text or the new, never a part.
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write a file under a temporary name and rename it: readers see the old content or the new, never a part.
 
     Raises:
         OSError: the folder cannot be written; nothing is left behind.
@@ -41,8 +41,8 @@ def write_atomically(path: str | Path, text: str) -> None:
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.sources import ROLES, split_pairs
+from rope_patch.checkpoints import write_atomically
 
 SCHEMA = 1
 
@@ -212,17 +210,7 @@ class Capture:
                     arrays[f"layer{layer.index}.{role}.{name}"] = getattr(statistics, name).numpy()
         buffer = io.BytesIO()
         numpy.savez_compressed(buffer, **arrays)
-        path = Path(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(buffer.getvalue())
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_atomically(path, buffer.getvalue())
 
     @classmethod
     def from_npz(cls, path: str | Path) -> Capture:
