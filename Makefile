@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
+# A process per core, up to four: each holds torch and small models, and computes on one thread.
+PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -22,10 +24,10 @@ adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five metho
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png
 
 test: $(DEV) ## the tests of every day
-	$(BIN)/python -m pytest -m "not full" --durations=20
+	$(BIN)/python -m pytest $(PARALLEL) -m "not full" --durations=20
 
 test-full: $(DEV) ## all tests, those that take minutes too
-	$(BIN)/python -m pytest --durations=20
+	$(BIN)/python -m pytest $(PARALLEL) --durations=20
 
 check: $(DEV) ## style, format and types
 	$(BIN)/ruff check

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -342,3 +343,21 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first real parameter."""
     devices = (p.device for p in model.parameters() if p.device.type != "meta")
     return next(devices, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Measure without dropout, and with the caches that training with checkpointing switches off.
+
+    Weights that FSDP2 has gathered meanwhile are given back: until then ``model.zero_grad()`` would miss the real ones.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        for module, mode in modes.items():
+            module.training = mode
+            if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+                module.reshard()

@@ -467,7 +467,7 @@ def test_a_capture_survives_its_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         got.to_npz(tmp_path / "missing" / "some.npz")
     numpy.savez(tmp_path / "other.npz", x=numpy.zeros(3))
-    with pytest.raises(ValueError, match="no capture of schema 1, got schema None"):
+    with pytest.raises(ValueError, match="holds no results of schema 1, got schema None"):
         Capture.from_npz(tmp_path / "other.npz")
 
 

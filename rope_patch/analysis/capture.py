@@ -11,7 +11,7 @@ vector, mean and largest norm, circular mean and deviation of each rotary pair, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ def capture(
     top: int = 8,
     segments: int = 8,
     layers: Sequence[int] | None = None,
+    groups: Sequence[str] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Capture:
     """Measure a model's queries, keys and values before rotation on a text.
 
@@ -48,40 +50,57 @@ def capture(
         top: tokens of largest norm to keep, of each head.
         segments: parts of the text's length over which means are kept, in order; no more than there are tokens.
         layers: indices of the layers to measure; all by default.
+        groups: what each row is of, a domain for example; norms are kept by group as well. One group by default.
+        progress: told the tokens of each forward pass when it is done.
 
     Returns:
         The statistics.
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have; a model without a rotary
-            table, or whose states cannot be told (see ``find_sources``); NaN or infinite states, by name and position.
+        ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have, groups that do not name
+            each row; a model without a rotary table, or whose states cannot be told (see ``find_sources``); NaN or
+            infinite states, by name and position.
     """
     for name, number in (("top", top), ("segments", segments)):
         if number < 1:
             raise ValueError(f"{name} must be >= 1, got {number}")
     rows = token_rows(token_ids)
     segments = min(segments, rows.shape[1])
+    named = ["text"] * len(rows) if groups is None else list(groups)
+    if len(named) != len(rows):
+        raise ValueError(f"groups must name each of the {len(rows)} rows, got {len(named)} names")
+    names = tuple(dict.fromkeys(named))
+    codes = [names.index(name) for name in named]
     tallies: dict[tuple[int, str], _Tally] = {}
 
     def visit(layer: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
         tally = tallies.get((layer.index, role))
         if tally is None:
-            tally = tallies[layer.index, role] = _Tally(layer, role, states, rows.shape[1], top, segments)
+            tally = tallies[layer.index, role] = _Tally(layer, role, states, rows.shape[1], top, segments, codes)
         tally.add(states, ids, row, start)
 
-    read = stream(model, rows, visit, chunk=chunk, layers=layers)
+    read = stream(model, rows, visit, chunk=chunk, layers=layers, progress=progress)
     made = [_layer_capture(layer, {role: tallies[layer.index, role] for role in ROLES}) for layer in read]
     size = 0 if chunk is None or chunk >= rows.shape[1] else chunk
     return Capture(
-        type(find_rotary(model).model).__name__, rows.numel(), len(rows), text_digest(rows), size, tuple(made)
+        type(find_rotary(model).model).__name__, rows.numel(), len(rows), text_digest(rows), size, names, tuple(made)
     )
 
 
 class _Tally:
     """Sums over the states of one role of one layer: float32 within a slice of tokens, float64 across slices."""
 
-    def __init__(self, layer: LayerSource, role: str, states: Tensor, tokens: int, top: int, segments: int) -> None:
+    def __init__(
+        self,
+        layer: LayerSource,
+        role: str,
+        states: Tensor,
+        tokens: int,
+        top: int,
+        segments: int,
+        groups: Sequence[int],
+    ) -> None:
         self.layer, self.role, self.pairs = layer, role, layer.slot.pairs
         heads, head_dim = states.shape[1:]
         # Sums stay where the states are, so that an accelerator is not waited for; not every one has doubles.
@@ -96,7 +115,8 @@ class _Tally:
         self.counts = [0] * segments
         self.drift = self._zeros(segments, heads, head_dim)
         self.abs_sum, self.abs_max = self._zeros(heads, head_dim), self._zeros(heads, head_dim)
-        self.norm_sum, self.norm_max = self._zeros(heads, self.pairs), self._zeros(heads, self.pairs)
+        self.groups, self.group_count = groups, [0] * (max(groups) + 1)
+        self.norm_sum, self.norm_max = self._zeros(max(groups) + 1, heads, self.pairs), self._zeros(heads, self.pairs)
         self.unit_sum, self.directed = self._zeros(2, heads, self.pairs), self._zeros(heads, self.pairs)
         self.top = top
         self.top_norm = self._zeros(heads, 0)
@@ -119,7 +139,8 @@ class _Tally:
         torch.maximum(self.abs_max, largest, out=self.abs_max)
         first, second = split_pairs(states, self.pairs, self.layer.interleaved)
         norms = (first * first).addcmul_(second, second).sqrt_()
-        self.norm_sum += self._sum(norms.sum(0))
+        self.norm_sum[self.groups[row]] += self._sum(norms.sum(0))
+        self.group_count[self.groups[row]] += len(states)
         torch.maximum(self.norm_max, self._sum(norms.amax(0)), out=self.norm_max)
         zero = norms == 0 if float(norms.min()) == 0 else None
         self.directed += len(states)
@@ -167,7 +188,8 @@ class _Tally:
             "mean": self.drift.sum(0) / count,
             "mean_abs": self.abs_sum / count,
             "max_abs": self.abs_max,
-            "mean_norm": self.norm_sum / count,
+            "mean_norm": self.norm_sum.sum(0) / count,
+            "group_norm": self.norm_sum / torch.tensor(self.group_count, device=self.device)[:, None, None],
             "max_norm": self.norm_max,
             "circular_mean": torch.atan2(y, x),
             "circular_deviation": (-2 * length.log()).clamp_min(0).sqrt(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Statistics:
         mean_abs: (heads, head_dim) mean of its absolute value.
         max_abs: (heads, head_dim) largest absolute value.
         mean_norm: (heads, pairs) mean 2-norm of each pair.
+        group_norm: (groups, heads, pairs) mean 2-norm over each group of rows.
         max_norm: (heads, pairs) largest 2-norm.
         circular_mean: (heads, pairs) angle of the mean unit vector, in (-π, π] [rad].
         circular_deviation: (heads, pairs) ``sqrt(-2 ln R)``, R the length of the mean unit vector (Mardia & Jupp,
@@ -48,6 +49,7 @@ class Statistics:
     mean_abs: Tensor
     max_abs: Tensor
     mean_norm: Tensor
+    group_norm: Tensor
     max_norm: Tensor
     circular_mean: Tensor
     circular_deviation: Tensor
@@ -89,7 +91,9 @@ class Statistics:
         if groups == 1:
             return self
         changes = {
-            item.name: getattr(self, item.name).repeat_interleave(groups, dim=1 if item.name == "drift" else 0)
+            item.name: getattr(self, item.name).repeat_interleave(
+                groups, dim=1 if item.name in ("drift", "group_norm") else 0
+            )
             for item in fields(self)
             if item.name != "interleaved"
         }
@@ -158,6 +162,7 @@ class Capture:
         rows: texts read.
         text: 16 hex digits that identify the token ids.
         chunk: tokens per forward pass; 0 when each text was read at once.
+        groups: names of the groups of rows.
         layers: those captured, in order.
         schema: version of this layout.
     """
@@ -167,6 +172,7 @@ class Capture:
     rows: int
     text: str
     chunk: int
+    groups: tuple[str, ...]
     layers: tuple[LayerCapture, ...]
     schema: int = SCHEMA
 
@@ -201,16 +207,14 @@ class Capture:
         Raises:
             OSError: the folder cannot be written; nothing is left behind.
         """
-        arrays: dict[str, Any] = {"outline": numpy.array(self.to_json())}
+        arrays: dict[str, Tensor] = {}
         for layer in self.layers:
-            arrays[f"layer{layer.index}.inv_freq"] = layer.inv_freq.numpy()
+            arrays[f"layer{layer.index}.inv_freq"] = layer.inv_freq
             for role in ROLES:
                 statistics = getattr(layer, role)
                 for name in _ARRAYS:
-                    arrays[f"layer{layer.index}.{role}.{name}"] = getattr(statistics, name).numpy()
-        buffer = io.BytesIO()
-        numpy.savez_compressed(buffer, **arrays)
-        write_atomically(path, buffer.getvalue())
+                    arrays[f"layer{layer.index}.{role}.{name}"] = getattr(statistics, name)
+        write_arrays(path, self._outline(), arrays)
 
     @classmethod
     def from_npz(cls, path: str | Path) -> Capture:
@@ -219,24 +223,22 @@ class Capture:
         Raises:
             ValueError: a file of another kind or version.
         """
-        with numpy.load(path, allow_pickle=False) as arrays:
-            outline = json.loads(str(arrays["outline"])) if "outline" in arrays else {}
-            if outline.get("schema") != SCHEMA:
-                raise ValueError(f"{path} is no capture of schema {SCHEMA}, got schema {outline.get('schema')}")
-            layers = []
-            for item in outline.pop("layers"):
-                at = f"layer{item['index']}"
-                interleaved = item.pop("interleaved")
-                for role in ROLES:
-                    loaded = {name: torch.from_numpy(arrays[f"{at}.{role}.{name}"]) for name in _ARRAYS}
-                    item[role] = Statistics(**loaded, interleaved=interleaved)
-                layers.append(LayerCapture(**item, inv_freq=torch.from_numpy(arrays[f"{at}.inv_freq"])))
-            return cls(**outline, layers=tuple(layers))
+        outline, arrays = read_arrays(path, SCHEMA)
+        layers = []
+        for item in outline.pop("layers"):
+            at = f"layer{item['index']}"
+            interleaved = item.pop("interleaved")
+            for role in ROLES:
+                loaded = {name: arrays[f"{at}.{role}.{name}"] for name in _ARRAYS}
+                item[role] = Statistics(**loaded, interleaved=interleaved)
+            layers.append(LayerCapture(**item, inv_freq=arrays[f"{at}.inv_freq"]))
+        outline["groups"] = tuple(outline["groups"])
+        return cls(**outline, layers=tuple(layers), schema=SCHEMA)
 
     def _outline(self) -> dict[str, Any]:
         told = ("index", "layer_type", "attention_scaling", "context", "scaling", "softcap", "keys_of")
         return {
-            **{name: getattr(self, name) for name in ("schema", "model", "tokens", "rows", "text", "chunk")},
+            **{name: getattr(self, name) for name in ("schema", "model", "tokens", "rows", "text", "chunk", "groups")},
             "layers": [
                 {**{name: getattr(layer, name) for name in told}, "interleaved": layer.query.interleaved}
                 for layer in self.layers
@@ -245,6 +247,32 @@ class Capture:
 
 
 _ARRAYS = tuple(item.name for item in fields(Statistics) if item.name != "interleaved")
+
+
+def write_arrays(path: str | Path, outline: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
+    """Write tensors and what they are of to one ``.npz``, no pickle in it, and rename it into place.
+
+    Raises:
+        OSError: the folder cannot be written; nothing is left behind.
+    """
+    buffer = io.BytesIO()
+    plain: dict[str, Any] = {name: tensor.numpy() for name, tensor in arrays.items()}
+    numpy.savez_compressed(buffer, outline=numpy.array(json.dumps(outline, allow_nan=False)), **plain)
+    write_atomically(path, buffer.getvalue())
+
+
+def read_arrays(path: str | Path, schema: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read what :func:`write_arrays` wrote: the outline, less its schema, and the tensors.
+
+    Raises:
+        ValueError: a file of another kind or version.
+    """
+    with numpy.load(path, allow_pickle=False) as arrays:
+        outline = json.loads(str(arrays["outline"])) if "outline" in arrays else {}
+        found = outline.pop("schema", None)
+        if found != schema:
+            raise ValueError(f"{path} holds no results of schema {schema}, got schema {found}")
+        return outline, {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "outline"}
 
 
 def pairs_of(features: Tensor, pairs: int, interleaved: bool) -> Tensor:

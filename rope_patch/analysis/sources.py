@@ -100,7 +100,7 @@ class Sources:
             for index in layers:
                 if index not in known:
                     raise ValueError(
-                        f"{type(self.model).__name__} has attention layers {_span(list(known))}, got {index!r}"
+                        f"{type(self.model).__name__} has attention layers {layers_text(list(known))}, got {index!r}"
                     )
         return tuple(layer for index, layer in sorted(known.items()) if layers is None or index in layers)
 
@@ -212,12 +212,12 @@ def _record(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(**kwargs: Any) -> None:
-    return None
+def no_mask(**kwargs: Any) -> None:
+    """Make no mask: what attends knows what it sees."""
 
 
 AttentionInterface.register(NAME, _record)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, no_mask)
 
 
 @torch.no_grad()
@@ -234,14 +234,14 @@ def _probe(model: Any, decoder: nn.Module, ids: Tensor, positions: Tensor) -> li
     with contextlib.ExitStack() as stack:
         for module in decoder.modules():
             stack.callback(module.register_forward_hook(note).remove)
-        stack.enter_context(_attending_with(model, NAME))
+        stack.enter_context(attending_with(model, NAME))
         stack.callback(_NOTES.reset, _NOTES.set(notes))
         decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
     return notes.calls
 
 
 @contextlib.contextmanager
-def _attending_with(model: nn.Module, name: str) -> Iterator[None]:
+def attending_with(model: nn.Module, name: str) -> Iterator[None]:
     """Let the parts of a model attend through a registered function."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     configs = list({id(part.config): part.config for part in parts if part._can_set_attn_implementation()}.values())
@@ -383,6 +383,7 @@ def _blocks(output: Tensor, head_dim: int, tokens_last: bool) -> Tensor:
     return output.transpose(1, 2) if tokens_last else output.reshape(*output.shape[:2], -1, head_dim)
 
 
-def _span(indices: Sequence[int]) -> str:
+def layers_text(indices: Sequence[int]) -> str:
+    """Return indices of layers as one says them: a range where they are one."""
     contiguous = list(indices) == list(range(len(indices)))
     return f"0 to {len(indices) - 1}" if contiguous and len(indices) > 1 else ", ".join(map(str, indices))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from rope_patch.analysis.sources import ROLES, LayerSource, find_sources
-from rope_patch.sites import device_of, find_rotary
+from rope_patch.sites import device_of, find_rotary, in_eval_mode
 
 SLICES = {"cpu": 512}
 """Tokens of a state that are shown at a time, by device: on a processor, what is computed from them then stays in its
@@ -32,6 +32,7 @@ def stream(
     *,
     chunk: int | None = None,
     layers: Sequence[int] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[LayerSource, ...]:
     """Read a text and show the states of its layers to a visitor as they appear.
 
@@ -41,6 +42,7 @@ def stream(
         visit: told of each state, a slice of tokens at a time.
         chunk: tokens per forward pass.
         layers: indices of the layers to show.
+        progress: told the tokens of each forward pass when it is done.
 
     Returns:
         The layers shown.
@@ -52,7 +54,7 @@ def stream(
     rows = token_rows(token_ids)
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be >= 1 token, got {chunk}")
-    with _in_eval_mode(model), contextlib.ExitStack() as stack:
+    with in_eval_mode(model), contextlib.ExitStack() as stack:
         root: Any = find_rotary(model).model
         embedding = root.get_input_embeddings()
         if int(rows.min()) < 0 or int(rows.max()) >= embedding.num_embeddings:
@@ -74,6 +76,8 @@ def stream(
                 ids = reader.ids[None].to(device_of(embedding))
                 sources.decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
                 reader.check(len(shown) * len(ROLES))
+                if progress is not None:
+                    progress(len(reader.ids))
     return shown
 
 
@@ -124,14 +128,3 @@ class _Reader:
     def check(self, wanted: int) -> None:
         if self.seen != wanted:
             raise RuntimeError(f"{wanted} states were to be seen in a pass, {self.seen} were: was the model changed?")
-
-
-@contextlib.contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

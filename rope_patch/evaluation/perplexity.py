@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.journal import Journal, key
-from rope_patch.evaluation.scoring import CacheFactory, Reader, fingerprint, in_eval_mode, losses
+from rope_patch.evaluation.scoring import CacheFactory, Reader, fingerprint, losses
+from rope_patch.sites import in_eval_mode
 
 SCHEMA = 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -184,24 +183,6 @@ def losses(
                 at = slice(low + 1, high + 1)
                 nll[i, at], best[i, at] = reader.score(states, rows[i, at])
     return nll, best
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Measure without dropout, and with the caches that training with checkpointing switches off.
-
-    Weights that FSDP2 has gathered meanwhile are given back: until then ``model.zero_grad()`` would miss the real ones.
-    """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-        for module, mode in modes.items():
-            module.training = mode
-            if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                module.reshard()
 
 
 def device_of(module: nn.Module) -> torch.device:

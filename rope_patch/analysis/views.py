@@ -1,0 +1,181 @@
+"""One head under the glass: its attention, the norms of its pairs token by token, and what each adds to a logit.
+
+*Source*: Barbero et al., arXiv:2410.06205 (B24), figures 5-7 and 14-18 and sec. E.1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch.analysis.decomposition import turn
+from rope_patch.analysis.results import pairs_of
+from rope_patch.analysis.sources import LayerSource
+from rope_patch.analysis.streaming import stream, token_rows
+
+LIMIT = 1024
+"""Longest text: a pattern is quadratic in it [tokens]."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadView:
+    """The states of one head on one text. Tensors are float64 on the CPU.
+
+    Attributes:
+        layer: index.
+        head: query head.
+        token_ids: (tokens,) the text.
+        query: (tokens, head_dim) before rotation.
+        key: (tokens, head_dim) before rotation.
+        inv_freq: (pairs,) the table in use [rad/token].
+        attention_scaling: factor on cos and sin.
+        scaling: factor on q·k.
+        softcap: of the scaled logits, where the model has one.
+        window: tokens a query sees; None for all [tokens].
+        interleaved: layout of the pairs.
+    """
+
+    layer: int
+    head: int
+    token_ids: Tensor
+    query: Tensor
+    key: Tensor
+    inv_freq: Tensor
+    attention_scaling: float
+    scaling: float
+    softcap: float | None
+    window: int | None
+    interleaved: bool
+
+    @property
+    def query_norms(self) -> Tensor:
+        """2-norm of each pair of each query: (tokens, pairs)."""
+        norms: Tensor = torch.linalg.vector_norm(self._pairs(self.query), dim=-1)
+        return norms
+
+    @property
+    def key_norms(self) -> Tensor:
+        """2-norm of each pair of each key: (tokens, pairs)."""
+        norms: Tensor = torch.linalg.vector_norm(self._pairs(self.key), dim=-1)
+        return norms
+
+    @functools.cached_property
+    def logits(self) -> Tensor:
+        """Scaled logits before soft-capping, future keys included: (queries, keys)."""
+        query, key = self._rotated
+        rotary = torch.einsum("qpx,kpx->qk", query, key)
+        rest = 2 * len(self.inv_freq)
+        return (rotary + self.query[:, rest:] @ self.key[:, rest:].T) * self.scaling
+
+    @functools.cached_property
+    def pattern(self) -> Tensor:
+        """Attention weights: (queries, keys), each query's summing to 1 over what it sees."""
+        capped = self.logits if self.softcap is None else self.softcap * torch.tanh(self.logits / self.softcap)
+        places = torch.arange(len(capped))
+        apart = places[:, None] - places
+        hidden = (apart < 0) if self.window is None else (apart < 0) | (apart >= self.window)
+        return capped.masked_fill(hidden, -torch.inf).softmax(-1)
+
+    def terms(self, query: int, key: int) -> tuple[Tensor, float]:
+        """Return what each pair adds to one scaled logit, and what the features that do not rotate add.
+
+        Args:
+            query: position [tokens].
+            key: position, not after the query [tokens].
+
+        Returns:
+            (pairs,) contributions, and the rest; their sum is ``logits[query, key]``.
+
+        Raises:
+            ValueError: a position the text does not have, or a key that the query does not see.
+        """
+        window = len(self.query) if self.window is None else self.window
+        if not (0 <= query < len(self.query) and max(0, query - window + 1) <= key <= query):
+            raise ValueError(f"a query of {len(self.query)} tokens sees none but keys before it, got {query} and {key}")
+        q, k = (states[at] for states, at in zip(self._rotated, (query, key), strict=True))
+        rest = 2 * len(self.inv_freq)
+        return (q * k).sum(-1) * self.scaling, float(self.query[query, rest:] @ self.key[key, rest:]) * self.scaling
+
+    def mean_terms(self, distance: int) -> Tensor:
+        """Return what each pair adds to the scaled logit at a distance, averaged over the text: (pairs,).
+
+        Raises:
+            ValueError: a distance that the text does not have.
+        """
+        if not 0 <= distance < len(self.query):
+            raise ValueError(f"distance must be in [0, {len(self.query)}), got {distance}")
+        query, key = self._rotated
+        return (query[distance:] * key[: len(key) - distance]).sum(-1).mean(0) * self.scaling
+
+    def _pairs(self, states: Tensor) -> Tensor:
+        return pairs_of(states, len(self.inv_freq), self.interleaved)
+
+    @functools.cached_property
+    def _rotated(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys as attention sees them: (tokens, pairs, 2) each."""
+        places, table = torch.arange(len(self.query)), self.inv_freq.double()
+        query, key = (
+            turn(self._pairs(states).transpose(0, 1), table, places).transpose(0, 1) * self.attention_scaling
+            for states in (self.query, self.key)
+        )
+        return query, key
+
+
+def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, int]]) -> tuple[HeadView, ...]:
+    """Take single heads out of one forward pass over a short text.
+
+    Args:
+        model: as for :func:`~rope_patch.analysis.capture.capture`.
+        token_ids: (tokens,), 2 to ``LIMIT`` of them.
+        heads: layer and query head of each.
+
+    Returns:
+        A view of each, in the order asked for.
+
+    Raises:
+        TypeError: as for ``capture``.
+        ValueError: as for ``capture``; a text that is too long; a layer or head that the model does not have.
+    """
+    rows = token_rows(token_ids)
+    if len(rows) > 1 or rows.shape[1] > LIMIT:
+        raise ValueError(f"a view takes one text of at most {LIMIT} tokens, got {tuple(rows.shape)}")
+    if not heads:
+        return ()
+    kept: dict[tuple[int, str], list[Tensor]] = {}
+    sources: dict[int, LayerSource] = {}
+
+    def visit(layer: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
+        sources[layer.index] = layer
+        if role != "value":
+            kept.setdefault((layer.index, role), []).append(states.cpu().double())
+
+    stream(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
+    made = []
+    for index, head in heads:
+        query, key = (torch.cat(kept[index, role]) for role in ("query", "key"))
+        if not 0 <= head < query.shape[1]:
+            raise ValueError(f"layer {index} has query heads 0 to {query.shape[1] - 1}, got {head}")
+        for role, states in (("query", query), ("key", key)):
+            if not bool(torch.isfinite(states).all()):
+                raise ValueError(f"layer {index} has {role}s that are no finite numbers")
+        source = sources[index]
+        made.append(
+            HeadView(
+                layer=index,
+                head=head,
+                token_ids=rows[0],
+                query=query[:, head],
+                key=key[:, head * key.shape[1] // query.shape[1]],
+                inv_freq=source.slot.inv_freq,
+                attention_scaling=source.slot.attention_scaling,
+                scaling=source.scaling,
+                softcap=source.softcap,
+                window=source.window,
+                interleaved=source.interleaved,
+            )
+        )
+    return tuple(made)
