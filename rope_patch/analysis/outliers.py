@@ -31,6 +31,9 @@ THRESHOLDS = (6.0, 9.0, 12.0)
 RELAXED = 0.1
 """By how much J25 relaxes the angle bound [rad]."""
 
+RATIO = 5.0
+"""Times the median radius that make an outlier where no threshold is given."""
+
 
 # --- bounds ----------------------------------------------------------------------------------------------------------
 
@@ -270,6 +273,97 @@ def _quantile(values: Tensor, share: float) -> float:
     at = share * (len(ordered) - 1)
     low, high = float(ordered[math.floor(at)]), float(ordered[math.ceil(at)])
     return low + (high - low) * (at - math.floor(at))
+
+
+# --- the outliers themselves -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OutlierPair:
+    """A pair whose mean key (or query) is long, and what the bounds say of it.
+
+    Attributes:
+        states: ``"key"`` or ``"query"``.
+        layer: index.
+        head: query head.
+        pair: fastest first.
+        wavelength: inf when it does not rotate [tokens].
+        turns: that it makes over the context.
+        radius: length of the mean vector.
+        ratio: to the median radius of all pairs.
+        deviation: circular standard deviation of its directions [rad].
+        phi: angle of the mean key minus that of the mean query, in (0, 2π] [rad].
+        angle: the angle bound [rad]; inf when it does not rotate.
+        kind: ``"offset feature"`` (inside both bounds), ``"partial turn"`` (inside the frequency bound alone),
+            ``"full turns"`` or ``"still"``.
+    """
+
+    states: str
+    layer: int
+    head: int
+    pair: int
+    wavelength: float
+    turns: float
+    radius: float
+    ratio: float
+    deviation: float
+    phi: float
+    angle: float
+    kind: str
+
+
+def outlier_pairs(
+    capture: Capture,
+    states: str = "key",
+    *,
+    ratio: float = RATIO,
+    context: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> tuple[OutlierPair, ...]:
+    """Return the pairs whose radius is many times the median, the longest first.
+
+    J25's thresholds are radii of the models it measured; the median makes one rule for models of any scale.
+
+    Args:
+        capture: what was measured.
+        states: ``"key"`` or ``"query"``.
+        ratio: to the median radius, above which a pair is an outlier.
+        context: as for :func:`scatter` [tokens].
+        layers: indices; all captured by default.
+
+    Raises:
+        ValueError: a ratio that is not positive, other states, a layer that was not captured.
+    """
+    if not ratio > 0:
+        raise ValueError(f"ratio must be > 0, got {ratio}")
+    points = scatter(capture, context=context, layers=layers)
+    radius = points.radius(states)
+    deviation = points.key_deviation if states == "key" else points.query_deviation
+    median = float(radius.median())
+    contexts = {layer.index: layer.context if context is None else context for layer in capture.layers}
+    found = (radius > ratio * median).nonzero().flatten()
+    made = []
+    for entry in found[radius[found].argsort(descending=True)].tolist():
+        layer, f = int(points.layer[entry]), float(points.inv_freq[entry])
+        rests = bool(frequencies.still(points.inv_freq[entry : entry + 1])[0])
+        inside = "offset feature" if points.within_angle[entry] else "partial turn"
+        made.append(
+            OutlierPair(
+                states=states,
+                layer=layer,
+                head=int(points.head[entry]),
+                pair=int(points.pair[entry]),
+                wavelength=math.inf if rests else 2 * math.pi / f,
+                turns=contexts[layer] * f / (2 * math.pi),
+                radius=float(radius[entry]),
+                ratio=float(radius[entry]) / median if median else math.inf,
+                deviation=float(deviation[entry]),
+                phi=float(points.phi[entry]),
+                angle=float(points.angle[entry]),
+                kind="still" if rests else inside if points.partial[entry] else "full turns",
+            )
+        )
+    return tuple(made)
 
 
 # --- features --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,422 @@
+"""``rope-patch analyze``: everything the analysis can say of one checkpoint, on one text, in one result."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch.analysis.capture import Capture, capture
+from rope_patch.analysis.heads import Heads, masses
+from rope_patch.analysis.outliers import OutlierPair, outlier_pairs, recall
+from rope_patch.analysis.sinks import Sinks, sinks
+from rope_patch.analysis.views import LIMIT, HeadView, view_heads
+from rope_patch.evaluation.documents import Source
+from rope_patch.evaluation.domains import TextRows
+from rope_patch.evaluation.journal import Journal, key
+from rope_patch.evaluation.scoring import fingerprint
+from rope_patch.trials import SHARES, TOLERANCE, Advice, Told, Trial, advise, run_trials, trial_text
+from rope_patch.verification import look
+
+SCHEMA = 1
+
+VIEWED = 256
+"""Tokens of the patterns of single heads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """What was found out about a checkpoint on a text.
+
+    Attributes:
+        name: of the checkpoint.
+        table: what the config and a patch say of its rotary tables.
+        method: the patch on it, or None.
+        context: positions the config states [tokens].
+        rows: the text.
+        capture: statistics of queries, keys and values.
+        heads: where heads attend.
+        sinks: keys that the mean queries prefer, by layer.
+        views: single heads.
+        trials: of p-RoPE, the table as found first; empty where they were not asked for or cannot be made.
+        trial_positions: edges of the positions whose perplexity they measure [tokens].
+        trial_text: name of the text they are measured on.
+        advice: which p.
+        words: token ids spoken of, as text.
+        environment: versions.
+    """
+
+    name: str
+    table: str
+    method: str | None
+    context: int
+    rows: TextRows
+    capture: Capture
+    heads: Heads
+    sinks: tuple[Sinks, ...]
+    views: tuple[HeadView, ...]
+    trials: tuple[Trial, ...]
+    trial_positions: tuple[int, ...]
+    trial_text: str
+    advice: Advice
+    words: Mapping[int, str]
+    environment: Mapping[str, str]
+    schema: int = SCHEMA
+
+    def word(self, token: int) -> str:
+        """Return a token as text."""
+        return self.words.get(token, str(token))
+
+    def outliers(self, states: str = "key") -> tuple[OutlierPair, ...]:
+        """Return the outlier pairs of the keys or queries, the longest first."""
+        return outlier_pairs(self.capture, states)
+
+    def to_json(self) -> str:
+        """Return what can be read without arrays: habits of heads, outliers, recall, sinks, trials, advice."""
+        table = recall(self.capture, quantiles=(0.99,))
+        out = {
+            "schema": self.schema,
+            "model": self.name,
+            "class": self.capture.model,
+            "table": self.table,
+            "method": self.method,
+            "context": self.context,
+            "text": {
+                "name": self.rows.name,
+                "sha256": self.rows.sha256,
+                "groups": list(self.capture.groups),
+                "rows": self.capture.rows,
+                "tokens": self.capture.tokens,
+            },
+            "findings": findings(self),
+            "heads": [
+                _head_facts(self, layer.index, head) for layer in self.heads.layers for head in range(layer.heads)
+            ],
+            "outliers": {
+                states: [_plain(asdict(pair)) for pair in self.outliers(states)] for states in ("key", "query")
+            },
+            "recall": json.loads(table.to_json())["rows"],
+            "trials": [_plain(asdict(trial)) for trial in self.trials],
+            "trial_positions": list(self.trial_positions),
+            "trial_text": self.trial_text,
+            "advice": asdict(self.advice),
+            "environment": dict(self.environment),
+        }
+        return json.dumps(out, indent=1, allow_nan=False, ensure_ascii=False)
+
+
+def analyze(
+    model: nn.Module,
+    tokenizer: Any,
+    rows: TextRows,
+    *,
+    name: str = "",
+    layers: Sequence[int] | None = None,
+    heads: Sequence[tuple[int, int]] = (),
+    shares: Sequence[float] = SHARES,
+    trial_source: Mapping[str, Source] | None = None,
+    tolerance: float = TOLERANCE,
+    chunk: int | None = None,
+    keep: Path | None = None,
+    progress: Told = lambda stage, tokens: None,
+) -> Analysis:
+    """Analyse a checkpoint on a text.
+
+    Args:
+        model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
+        tokenizer: its own.
+        rows: the text, from :func:`~rope_patch.evaluation.domains.read_rows`.
+        name: of the checkpoint.
+        layers: indices; all by default.
+        heads: layer and query head of those to show one by one; by default the clearest of each habit.
+        shares: values of p to try, in (0, 1); none for no trials.
+        trial_source: texts for the trials, by name; by default the held-out part of the built-in text.
+        tolerance: rise of perplexity within the context that a p may cost, relative.
+        chunk: tokens per forward pass of the capture; a row at once by default.
+        keep: folder in which finished parts are kept: a second run goes on where the first one stopped.
+        progress: told the part of the work and the tokens it has just read.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: as for ``capture`` and ``masses``; a layer or head that the model does not have; a p outside (0, 1).
+    """
+    for p in shares:
+        if not 0 < p < 1:
+            raise ValueError(f"p must be in (0, 1), got {p}")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be >= 0, got {tolerance}")
+    seen = look(model)
+    _check_heads(model, layers, heads)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+    kept = Journal(keep / "kept.jsonl") if keep is not None else None
+    identity = {"model": fingerprint(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
+
+    def part(kind: Any, stage: str, make: Callable[[], Any], **options: Any) -> Any:
+        """Make a part, or take it from its file."""
+        if keep is None or kept is None:
+            return make()
+        path, known = keep / f"{stage}.npz", key(part=stage, **identity, **options)
+        if path.exists() and kept.get(stage) == known:
+            progress(stage, rows.ids.numel())
+            return kind.from_npz(path)
+        made = make()
+        made.to_npz(path)
+        kept[stage] = known
+        return made
+
+    def told(stage: str) -> Callable[[int], None]:
+        return lambda tokens: progress(stage, tokens)
+
+    captured = part(
+        Capture,
+        "capture",
+        lambda: capture(
+            model, rows.ids, chunk=chunk, layers=layers, groups=rows.groups, progress=told("capture")
+        ),
+        chunk=chunk,
+    )  # fmt: skip
+    measured = part(Heads, "heads", lambda: masses(model, rows.ids, layers=layers, progress=told("heads")))
+    preferred = sinks(model, rows.ids, captured, chunk=chunk, layers=layers)
+    progress("sinks", rows.ids.numel())
+    shown = list(heads) or _clearest(measured)
+    views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], shown)
+    context = max(slot.max_position_embeddings for slot in seen.slots)
+    trials: tuple[Trial, ...] = ()
+    edges: tuple[int, ...] = ()
+    text = ""
+    if shares:
+        windows, edges, text = trial_text(tokenizer, trial_source, context)
+        resume = keep / "kept.jsonl" if keep is not None else None
+        trials = run_trials(model, captured, windows, edges, sorted(shares, reverse=True), resume, progress)
+    return Analysis(
+        name=name or type(model).__name__,
+        table=str(seen),
+        method=str(seen.record.to_method()) if seen.record else None,
+        context=context,
+        rows=rows,
+        capture=captured,
+        heads=measured,
+        sinks=preferred,
+        views=views,
+        trials=trials,
+        trial_positions=edges,
+        trial_text=text,
+        advice=advise(trials, tolerance),
+        words=_words(tokenizer, captured, measured, preferred, views),
+        environment=_environment(),
+    )
+
+
+def tokens_to_read(rows: TextRows, shares: Sequence[float], trial_tokens: int) -> int:
+    """Return the tokens that ``analyze`` tells its ``progress`` of."""
+    return 3 * rows.ids.numel() + (1 + len(shares) if shares else 0) * trial_tokens
+
+
+def findings(analysis: Analysis) -> list[str]:
+    """Return what matters most, a sentence each."""
+    made = []
+    heads = [(layer.index, head, layer.habits(head)) for layer in analysis.heads.layers for head in range(layer.heads)]
+    total = len(heads)
+    for habit, one, many in (
+        ("previous token", "attends to the previous token", "attend to the previous token"),
+        ("diagonal", "attends to its own token", "attend to their own token"),
+        ("induction", "does induction", "do induction"),
+        ("first token", "rests on the first token", "rest on the first token"),
+        ("sink", "rests on a sink that is not the first token", "rest on a sink that is not the first token"),
+    ):
+        found = [f"{layer}.{head}" for layer, head, habits in heads if habit in habits]
+        if found:
+            listed = ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
+            what = one if len(found) == 1 else many
+            made.append(f"{len(found)} of {total} heads {what} with most of the attention (layer.head {listed}).")
+    if not any(habits for _, _, habits in heads):
+        made.append(f"None of {total} heads has a habit that takes most of its attention.")
+    for states in ("key", "query"):
+        pairs = analysis.outliers(states)
+        count = sum(layer.query.heads * layer.query.pairs for layer in analysis.capture.layers)
+        if not pairs:
+            made.append(f"No mean {states} is an outlier: none of {count} pairs has a radius over 5 times the median.")
+            continue
+        kinds = {kind: sum(pair.kind == kind for pair in pairs) for kind in ("offset feature", "partial turn")}
+        below = sum(kinds.values()) + sum(pair.kind == "still" for pair in pairs)
+        made.append(
+            f"{len(pairs)} of {count} mean {states} pairs are outliers, up to {pairs[0].ratio:.0f} times the median "
+            f"(layer {pairs[0].layer}, head {pairs[0].head}, pair {pairs[0].pair}); {below} lie under J25's frequency "
+            f"bound, {kinds['offset feature']} of them beyond its angle bound as well."
+        )
+    made.append(analysis.advice.reason)
+    return made
+
+
+# --- before and after ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """A head that attends in another way than before.
+
+    Attributes:
+        layer: index.
+        head: query head.
+        moved: largest change of the mean weight on its own token, the previous one, the first one or on sinks, or of
+            its induction on the text.
+        before: habits.
+        after: habits.
+    """
+
+    layer: int
+    head: int
+    moved: float
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Difference:
+    """What another checkpoint does differently on the same text, after fine-tuning for example.
+
+    Attributes:
+        heads: those whose habits differ, or whose attention has moved by a tenth or more; most moved first.
+        query_norm: (layers, pairs) log2 of the ratio of mean norms, after to before, mean over heads; nan where layers
+            have fewer pairs.
+        key_norm: (layers, pairs) as for queries.
+        layers: indices of the rows.
+        gained: layer, head and pair of keys that have become outliers.
+        lost: of those that no longer are.
+    """
+
+    heads: tuple[HeadChange, ...]
+    query_norm: Tensor
+    key_norm: Tensor
+    layers: tuple[int, ...]
+    gained: tuple[tuple[int, int, int], ...]
+    lost: tuple[tuple[int, int, int], ...]
+
+
+def differences(before: Analysis, after: Analysis) -> Difference:
+    """Return what ``after`` does differently.
+
+    Raises:
+        ValueError: analyses of different texts, layers or shapes.
+    """
+    if before.capture.text != after.capture.text:
+        raise ValueError("the analyses read different tokens: give both the same text, and one tokenizer")
+    shapes = [
+        [(layer.index, tuple(layer.query.mean.shape), tuple(layer.key.mean.shape)) for layer in made.capture.layers]
+        for made in (before, after)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError("the checkpoints have different layers or heads: only one before and after can be compared")
+    moves = []
+    for old, new in zip(before.heads.layers, after.heads.layers, strict=True):
+        masses_of = [
+            torch.cat(
+                (part.offset_mass[:, :2], part.first_mass[:, None], part.sink_mass[:, None], part.induction_mass[:, None]),
+                dim=1,
+            ).nan_to_num()
+            for part in (old, new)
+        ]  # fmt: skip
+        moved = (masses_of[1] - masses_of[0]).abs().amax(1).tolist()
+        moves += [HeadChange(old.index, h, moved[h], old.habits(h), new.habits(h)) for h in range(old.heads)]
+    pairs = max(layer.query.pairs for layer in before.capture.layers)
+
+    def ratio(role: str) -> Tensor:
+        out = torch.full((len(before.capture.layers), pairs), math.nan, dtype=torch.float64)
+        for line, old, new in zip(out, before.capture.layers, after.capture.layers, strict=True):
+            norms = [getattr(layer, role).mean_norm.mean(0) for layer in (old, new)]
+            line[: len(norms[0])] = torch.log2(norms[1] / norms[0])
+        return out
+
+    was, now = ({(pair.layer, pair.head, pair.pair): None for pair in made.outliers("key")} for made in (before, after))
+    return Difference(
+        heads=tuple(sorted(
+            (move for move in moves if move.before != move.after or move.moved >= 0.1), key=lambda move: -move.moved
+        )),
+        query_norm=ratio("query"),
+        key_norm=ratio("key"),
+        layers=tuple(layer.index for layer in before.capture.layers),
+        gained=tuple(place for place in now if place not in was),
+        lost=tuple(place for place in was if place not in now),
+    )  # fmt: skip
+
+
+# --- small parts -----------------------------------------------------------------------------------------------------
+
+
+def _check_heads(model: nn.Module, layers: Sequence[int] | None, heads: Sequence[tuple[int, int]]) -> None:
+    """Raise for a head that cannot be shown, before anything is read."""
+    config: Any = model.config
+    text = config.get_text_config()
+    for layer, head in heads:
+        if not 0 <= layer < text.num_hidden_layers:
+            raise ValueError(f"the model has layers 0 to {text.num_hidden_layers - 1}, got {layer}")
+        if not 0 <= head < text.num_attention_heads:
+            raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
+        if layers is not None and layer not in layers:
+            raise ValueError(f"head {layer}.{head} is not in the layers to be analysed, {list(layers)}")
+
+
+def _clearest(heads: Heads) -> list[tuple[int, int]]:
+    """Return the head with the most of each habit, each head once."""
+    best: dict[str, tuple[float, int, int]] = {}
+    for layer in heads.layers:
+        for head in range(layer.heads):
+            score = {
+                "diagonal": layer.offset_mass[head, 0],
+                "previous token": layer.offset_mass[head, 1],
+                "induction": torch.maximum(layer.induction_mass[head], layer.repeated_mass[head]).nan_to_num(),
+                "sink": torch.maximum(layer.first_mass[head], layer.sink_mass[head]),
+                "after a token": layer.trigger_mass[head, 0] - layer.offset_mass[head, 1],
+            }
+            for habit, mass in score.items():
+                if float(mass) > best.get(habit, (0.0, 0, 0))[0]:
+                    best[habit] = float(mass), layer.index, head
+    return list(dict.fromkeys((layer, head) for _, layer, head in best.values()))
+
+
+def _words(
+    tokenizer: Any, captured: Capture, heads: Heads, preferred: Sequence[Sinks], views: Sequence[HeadView]
+) -> dict[int, str]:
+    named = [part.top_token for layer in captured.layers for part in (layer.query, layer.key, layer.value)]
+    named += [ids for layer in heads.layers for ids in (layer.sink_token, layer.trigger_token)]
+    named += [found.token for found in preferred] + [view.token_ids for view in views]
+    known = torch.unique(torch.cat([ids.flatten() for ids in named])).tolist() if named else []
+    return {token: tokenizer.decode([token]) for token in known if token >= 0}
+
+
+def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
+    found = analysis.heads.layer(layer)
+    facts = {
+        "layer": layer,
+        "head": head,
+        "habits": list(found.habits(head)),
+        "offset_mass": found.offset_mass[head].tolist(),
+        "first_mass": float(found.first_mass[head]),
+        "sink_mass": float(found.sink_mass[head]),
+        "induction_mass": float(found.induction_mass[head]),
+        "repeated_mass": float(found.repeated_mass[head]),
+        "distance": float(found.distance[head]),
+        "entropy": float(found.entropy[head]),
+        "cosine": found.cosine[head].tolist(),
+    }
+    return _plain(facts)
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON cannot say become None."""
+    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in facts.items()}
+
+
+def _environment() -> dict[str, str]:
+    import transformers
+
+    from rope_patch import __version__
+
+    return {"rope_patch": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
