@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.analysis.capture import Capture, capture
-from rope_patch.analysis.heads import Heads, masses
+from rope_patch.analysis.heads import Heads, LayerHeads, masses
 from rope_patch.analysis.outliers import OutlierPair, outlier_pairs, recall
 from rope_patch.analysis.sinks import Sinks, sinks
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
@@ -21,7 +21,7 @@ from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.evaluation.journal import Journal, key
 from rope_patch.evaluation.scoring import fingerprint
-from rope_patch.trials import SHARES, TOLERANCE, Advice, Told, Trial, advise, run_trials, trial_text
+from rope_patch.trials import SHARES, TOLERANCE, Advice, Told, Trial, advise, longest_trial, run_trials, trial_text
 from rope_patch.verification import look
 
 SCHEMA = 1
@@ -208,15 +208,16 @@ def analyze(
         trials=trials,
         trial_positions=edges,
         trial_text=text,
-        advice=advise(trials, tolerance),
+        advice=advise(trials, tolerance, vocabulary=_vocabulary(model)),
         words=_words(tokenizer, captured, measured, preferred, views),
         environment=_environment(),
     )
 
 
-def tokens_to_read(rows: TextRows, shares: Sequence[float], trial_tokens: int) -> int:
-    """Return the tokens that ``analyze`` tells its ``progress`` of."""
-    return 3 * rows.ids.numel() + (1 + len(shares) if shares else 0) * trial_tokens
+def tokens_to_read(rows: TextRows, shares: Sequence[float], context: int) -> int:
+    """Return the tokens that ``analyze`` tells its ``progress`` of, at most."""
+    trials = 1 + len(shares) if shares else 0
+    return 3 * rows.ids.numel() + trials * longest_trial(context)
 
 
 def findings(analysis: Analysis) -> list[str]:
@@ -316,14 +317,7 @@ def differences(before: Analysis, after: Analysis) -> Difference:
         raise ValueError("the checkpoints have different layers or heads: only one before and after can be compared")
     moves = []
     for old, new in zip(before.heads.layers, after.heads.layers, strict=True):
-        masses_of = [
-            torch.cat(
-                (part.offset_mass[:, :2], part.first_mass[:, None], part.sink_mass[:, None], part.induction_mass[:, None]),
-                dim=1,
-            ).nan_to_num()
-            for part in (old, new)
-        ]  # fmt: skip
-        moved = (masses_of[1] - masses_of[0]).abs().amax(1).tolist()
+        moved = (_masses(new) - _masses(old)).abs().amax(0).tolist()
         moves += [HeadChange(old.index, h, moved[h], old.habits(h), new.habits(h)) for h in range(old.heads)]
     pairs = max(layer.query.pairs for layer in before.capture.layers)
 
@@ -347,6 +341,12 @@ def differences(before: Analysis, after: Analysis) -> Difference:
     )  # fmt: skip
 
 
+def _masses(layer: LayerHeads) -> Tensor:
+    """Return what :class:`HeadChange` compares: (masses, heads)."""
+    kept = (layer.offset_mass[:, 0], layer.offset_mass[:, 1], layer.first_mass, layer.sink_mass, layer.induction_mass)
+    return torch.stack(kept).nan_to_num()
+
+
 # --- small parts -----------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +361,11 @@ def _check_heads(model: nn.Module, layers: Sequence[int] | None, heads: Sequence
             raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
         if layers is not None and layer not in layers:
             raise ValueError(f"head {layer}.{head} is not in the layers to be analysed, {list(layers)}")
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config: Any = model.config
+    return int(config.get_text_config().vocab_size)
 
 
 def _clearest(heads: Heads) -> list[tuple[int, int]]:

@@ -215,6 +215,11 @@ def _find_file(source: str | Path, name: str) -> Path | None:
     return None
 
 
+def is_adapter(source: str | Path) -> bool:
+    """Tell whether a folder or hub id holds an adapter."""
+    return _find_file(source, ADAPTER_FILE) is not None
+
+
 def adapter_base(source: str | Path) -> str:
     """Return the folder or hub id of the model an adapter was trained on.
 
@@ -255,7 +260,7 @@ def load(
         PatchError: the record does not fit what was loaded, or ``method`` meets a model that is patched already.
         OSError: nothing to load there; the message says what to do.
     """
-    if _find_file(source, ADAPTER_FILE) is not None:
+    if is_adapter(source):
         base = adapter_base(source)
         record = read_record(source)
         revision = _adapter_config(source).revision

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.analyze_command import analyze
 from rope_patch.theory_command import theory
 from rope_patch.training.command import finetune
 
@@ -429,6 +430,7 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
 
 app.command()(finetune)
 app.command()(theory)
+app.command()(analyze)
 
 
 def _command() -> str:

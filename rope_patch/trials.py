@@ -28,6 +28,8 @@ TOLERANCE = 0.01
 CONTEXT = 8192
 """Perplexity is measured within and beyond the stated context, or this where it is longer [tokens]."""
 WINDOWS = 8
+BEYOND = 4
+"""Positions beyond the context are read up to this many times it."""
 CHUNK = 4096
 """Tokens per forward pass, through a cache [tokens]."""
 
@@ -76,6 +78,15 @@ class Advice:
     reason: str
 
 
+def longest_trial(context: int) -> int:
+    """Return the tokens of a trial's windows when there is text enough.
+
+    Args:
+        context: of the model [tokens].
+    """
+    return WINDOWS * BEYOND * min(context, CONTEXT)
+
+
 def trial_text(
     tokenizer: Any, sources: Mapping[str, Source] | None, context: int
 ) -> tuple[list[TokenDocument], tuple[int, ...], str]:
@@ -99,7 +110,7 @@ def trial_text(
         name = ", ".join(sources)
     (stream,) = encode(tokenizer, whole, bos=False)
     near = min(context, CONTEXT, max(2, len(stream.ids) // 2))
-    edges = (0, near, 4 * near) if len(stream.ids) >= 8 * near else (0, near)
+    edges = (0, near, BEYOND * near) if len(stream.ids) >= 2 * BEYOND * near else (0, near)
     count = max(1, min(WINDOWS, len(stream.ids) // edges[-1]))
     windows, _ = spread_windows(tokenizer, whole, edges[-1], count)
     return windows, edges, name
@@ -193,16 +204,22 @@ def half_chord(layer: LayerCapture, points: int = 257) -> Tensor:
     return (layer.inv_freq.double()[:, None] * distances / 2).sin().abs().mean(-1)
 
 
-def advise(trials: Sequence[Trial], tolerance: float = TOLERANCE) -> Advice:
+def advise(trials: Sequence[Trial], tolerance: float = TOLERANCE, *, vocabulary: int | None = None) -> Advice:
     """Return the smallest p whose rise of perplexity within the context stays below the tolerance.
 
     Args:
         trials: the table as found first.
         tolerance: relative; the upper end of the 95 % interval must not exceed it.
+        vocabulary: tokens of the model; nothing is advised on a text that it knows less well than a uniform guess.
     """
     if len(trials) < 2:
         return Advice(None, "No p was tried, so none is advised.")
     base, *others = trials
+    if vocabulary is not None and base.perplexity[0] > vocabulary:
+        return Advice(
+            None, f"No p is advised: the trial's text is foreign to this checkpoint (perplexity {base.perplexity[0]:.0f}, "
+            f"where a uniform guess has {vocabulary}). Give a text it knows with --text.",
+        )  # fmt: skip
     good = [trial for trial in others if trial.change and trial.change[0][2] <= math.log1p(tolerance)]
     chosen = min(good, key=lambda trial: trial.p) if good else min(others, key=lambda trial: trial.perplexity[0])
     carried = (
@@ -212,7 +229,7 @@ def advise(trials: Sequence[Trial], tolerance: float = TOLERANCE) -> Advice:
     cost = f"perplexity within the context goes from {base.perplexity[0]:.2f} to {chosen.perplexity[0]:.2f}"
     if good:
         lower = [f"{trial.p:g}" for trial in others if trial.p < chosen.p]
-        rest = f"; {' and '.join(lower)} would cost more" if lower else "; it is the smallest tried"
+        rest = f"; {' and '.join(lower)} may cost more" if lower else "; it is the smallest tried"
         return Advice(
             chosen.p, f"p = {chosen.p:g} suits this checkpoint untrained: {carried}, and {cost}, a rise below "
             f"{100 * tolerance:g} % with 95 % confidence{rest}.",
