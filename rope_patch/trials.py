@@ -139,8 +139,9 @@ def run_trials(
     Returns:
         The table as found, and each p.
     """
-    record = look(model).record
-    before = f"{record.to_method()}+" if record else ""
+    seen = look(model)
+    before = f"{seen.record.to_method()}+" if seen.record else ""
+    resting = {slot.layer_type: still(slot.inv_freq) for slot in seen.slots}
 
     def score(stage: str) -> PerplexityResult:
         return perplexity(
@@ -159,9 +160,7 @@ def run_trials(
     for p in shares:
         with patched(model, f"{before}p_rope:p={p:g}", replace=True) as patch:
             result = score(f"p = {p:g}")
-            rests = {
-                kind: still(slot.inv_freq) & ~still(patch.before[kind].inv_freq) for kind, slot in patch.after.items()
-            }
+            rests = {kind: still(slot.inv_freq) & ~resting[kind] for kind, slot in patch.after.items()}
         changes = []
         for i, _ in enumerate(spans):
             ours, theirs = (
@@ -217,8 +216,8 @@ def advise(trials: Sequence[Trial], tolerance: float = TOLERANCE, *, vocabulary:
     base, *others = trials
     if vocabulary is not None and base.perplexity[0] > vocabulary:
         return Advice(
-            None, f"No p is advised: the trial's text is foreign to this checkpoint (perplexity {base.perplexity[0]:.0f}, "
-            f"where a uniform guess has {vocabulary}). Give a text it knows with --text.",
+            None, "No p is advised: the trial's text is foreign to this checkpoint, at a perplexity of "
+            f"{base.perplexity[0]:.0f} where a uniform guess has {vocabulary}. Give a text it knows with --text.",
         )  # fmt: skip
     good = [trial for trial in others if trial.change and trial.change[0][2] <= math.log1p(tolerance)]
     chosen = min(good, key=lambda trial: trial.p) if good else min(others, key=lambda trial: trial.perplexity[0])

@@ -1,0 +1,336 @@
+"""``rope-patch analyze``: the text it reads, the trials of p-RoPE, what is kept, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import YARN, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch import analyze as engine
+from rope_patch import cli
+from rope_patch.analysis.capture import capture
+from rope_patch.analysis.results import Capture
+from rope_patch.analyze import analyze, differences, findings, tokens_to_read
+from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.frequencies import still
+from rope_patch.trials import Trial, advise, half_chord, run_trials, trial_text
+
+ASSETS = Path(rope_patch.data_path("assets"))
+TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
+TEXTS = {"one": TEXT[:2500], "two": TEXT[2500:5000]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS / "llama")
+
+
+def small(family="llama", **changes):
+    """A tiny model that reads the bundled tokenizer's ids."""
+    return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
+
+
+# --- the text
+
+
+def test_rows_are_equal_parts_of_every_text(tokenizer):
+    rows = read_rows(tokenizer, {**TEXTS, "three": TEXT[:900]}, window=64, tokens=64 * 9)
+    assert rows.ids.shape == (9, 64) and rows.groups == ("one",) * 3 + ("two",) * 3 + ("three",) * 3
+    assert rows.prefix == (tokenizer.bos_token_id,) and set(rows.ids[:, 0].tolist()) == set(rows.prefix)
+    whole = torch.tensor(tokenizer(TEXTS["one"], add_special_tokens=False).input_ids)
+    assert torch.equal(rows.ids[0, 1:], whole[:63]) and torch.equal(rows.ids[2, 1:], whole[-63:])
+    assert rows.name == "one, two, three"
+    assert read_rows(tokenizer, TEXTS, window=64).sha256 != rows.sha256
+
+
+def test_rows_fit_the_shortest_text_and_the_context(tokenizer):
+    short = len(tokenizer("a b c d e f g h", add_special_tokens=False).input_ids)
+    rows = read_rows(tokenizer, {"long": TEXT, "short": "a b c d e f g h"})
+    assert rows.ids.shape == (2, short + 1)
+    assert read_rows(tokenizer, TEXTS, context=48).ids.shape[1] == 48
+    assert read_rows(tokenizer, TEXTS, window=64, tokens=1).ids.shape == (2, 64)
+
+
+def test_the_builtin_texts_are_five_kinds(tokenizer):
+    texts = builtin_domains()
+    assert tuple(texts) == DOMAINS
+    assert sum("\u4e00" <= letter <= "\u9fff" for letter in texts["chinese"]) > 2000
+    assert " perché " in texts["italian"] and " because " in texts["english"]
+    compile(texts["python"], "python.txt", "exec")
+    rows = read_rows(tokenizer, window=256)
+    assert set(rows.groups) == set(DOMAINS) and rows.name == "built-in domains"
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        ({}, {}, "at least one text"),
+        ({"empty": " "}, {}, "holds no text"),
+        (TEXTS, {"window": 1}, "at least 2 tokens"),
+        ({"short": "Hello there"}, {"window": 500}, "'short' holds .* less than one row of 500: take shorter rows"),
+    ],
+)
+def test_texts_that_cannot_be_read(tokenizer, sources, options, message):
+    with pytest.raises(ValueError, match=message):
+        read_rows(tokenizer, sources, **options)
+
+
+# --- trials of p-RoPE
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
+def test_a_trial_is_the_patch_and_its_perplexity(tokenizer, family):
+    model = small(family)
+    rows = read_rows(tokenizer, TEXTS, window=64, tokens=256)
+    got = capture(model, rows.ids)
+    windows, edges, name = trial_text(tokenizer, TEXTS, 64)
+    assert edges == (0, 64, 256) and name == "one, two"
+    base, trial = run_trials(model, got, windows, edges, [0.5], None, lambda stage, tokens: None)
+    with rope_patch.patched(model, "p_rope:p=0.5") as patch:
+        rests = {kind: still(slot.inv_freq) for kind, slot in patch.after.items()}
+        scored = perplexity(model, windows, window=256, buckets=edges)
+    assert trial.perplexity == pytest.approx([scored.between(0, 64), scored.between(64, 256)])
+    assert base.perplexity[0] == pytest.approx(perplexity(model, windows, window=256, buckets=edges).between(0, 64))
+    assert trial.change[0][1] <= trial.change[0][0] <= trial.change[0][2]
+    stopped = {kind or "all": tuple(mask.nonzero().flatten().tolist()) for kind, mask in rests.items() if mask.any()}
+    assert trial.stopped == stopped
+    shares = []
+    for layer in got.layers:
+        mask = rests[layer.layer_type]
+        if mask.any():
+            groups = layer.query.heads // layer.key.heads
+            for head in range(layer.query.heads):
+                product = layer.query.mean_norm[head] * layer.key.mean_norm[head // groups]
+                shares.append(float(product[mask].sum() / product.sum()))
+    assert trial.logit_share == pytest.approx(sum(shares) / len(shares))
+    assert rope_patch.inspect(model).record is None
+
+
+def test_a_trial_goes_on_from_the_patch_in_place(tokenizer):
+    model = small(rope_parameters=YARN)
+    rows = read_rows(tokenizer, TEXTS, window=64, tokens=128)
+    rope_patch.apply(model, "truncated")
+    table = rope_patch.inspect(model).slots[0].inv_freq
+    windows, edges, _ = trial_text(tokenizer, TEXTS, 64)
+    base, trial = run_trials(model, capture(model, rows.ids), windows, edges, [0.9], None, lambda stage, tokens: None)
+    assert torch.equal(rope_patch.inspect(model).slots[0].inv_freq, table)
+    resting = set(still(table).nonzero().flatten().tolist())
+    assert not resting & set(trial.stopped.get("all", ()))
+    assert base.perplexity[0] == pytest.approx(perplexity(model, windows, window=256, buckets=edges).between(0, 64))
+
+
+def test_the_half_chord_by_hand(tokenizer):
+    model = small()
+    rows = read_rows(tokenizer, TEXTS, window=64, tokens=128)
+    layer = capture(model, rows.ids).layers[0]
+    turned = half_chord(layer)
+    # Over many turns the mean of |sin| is 2/pi; far below a turn it is f L / 4.
+    assert float(turned[0]) == pytest.approx(2 / math.pi, abs=0.05)
+    assert float(turned[-1]) == pytest.approx(float(layer.inv_freq[-1]) * layer.context / 4, rel=1e-3)
+
+
+def tried(p, perplexity, high):
+    return Trial(p, {"all": (7,)}, 0.1, 0.2, 0.3, 0.1, (perplexity,), None if p == 1 else ((0.0, -0.01, high),))
+
+
+def test_advice_takes_the_smallest_p_that_is_surely_cheap_enough():
+    trials = [tried(1.0, 10.0, 0), tried(0.9, 10.0, 0.001), tried(0.75, 10.02, 0.009), tried(0.5, 10.05, 0.02)]
+    best = advise(trials, 0.01)
+    assert best.p == 0.75 and "10% of the queries' norm" in best.reason and "0.5 may cost more" in best.reason
+    assert advise(trials, 0.03).p == 0.5 and "smallest tried" in advise(trials, 0.03).reason
+    none = advise(trials, 0.0)
+    assert none.p is None and "p = 0.9" in none.reason and "YaRN" in none.reason
+    assert advise([], 0.01).p is None and advise(trials[:1], 0.01).p is None
+    foreign = advise(trials, 0.01, vocabulary=9)
+    assert foreign.p is None and "uniform guess has 9" in foreign.reason
+
+
+def test_a_short_text_has_trials_within_the_context_alone(tokenizer):
+    windows, edges, _ = trial_text(tokenizer, {"some": TEXT[:600]}, 256)
+    total = len(tokenizer(TEXT[:600], add_special_tokens=False).input_ids)
+    assert edges == (0, total // 2) and len(windows) >= 1
+
+
+# --- the whole
+
+
+def run(model, tokenizer, **options):
+    rows = read_rows(tokenizer, TEXTS, window=64, tokens=256)
+    return analyze(model, tokenizer, rows, name="tiny", trial_source=TEXTS, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4", "qwen3"])
+def test_every_part_is_there(tokenizer, family):
+    seen = []
+    model = small(family, **({"vocab_size_per_layer_input": 1024} if family == "gemma4" else {}))
+    made = run(model, tokenizer, shares=[0.5], progress=lambda stage, tokens: seen.append((stage, tokens)))
+    out = json.loads(made.to_json())
+    heads = sum(layer.query.heads for layer in made.capture.layers)
+    assert len(out["heads"]) == heads and out["findings"] == findings(made)
+    assert [trial["p"] for trial in out["trials"]] == [1.0, 0.5]
+    assert {stage for stage, _ in seen} == {"capture", "heads", "sinks", "as found", "p = 0.5"}
+    assert sum(tokens for _, tokens in seen) == tokens_to_read(made.rows, [0.5], 64)
+    assert made.capture.groups == ("one", "two") and made.context == 64
+    assert all(made.word(int(token)) for view in made.views for token in view.token_ids)
+    assert findings(made)[-1] == made.advice.reason
+
+
+def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
+    model = small()
+
+    def stop(stage, tokens):
+        if stage == "heads":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tokenizer, keep=tmp_path, progress=stop)
+    assert {path.name for path in tmp_path.iterdir()} == {"capture.npz", "kept.jsonl"}
+    first = Capture.from_npz(tmp_path / "capture.npz")
+    calls = []
+    monkeypatch.setattr(engine, "capture", lambda *a, **k: calls.append(a) or capture(*a, **k))
+    made = run(model, tokenizer, keep=tmp_path)
+    assert not calls and torch.equal(made.capture.layers[0].key.mean, first.layers[0].key.mean)
+    # Another model, or another table, is measured anew.
+    run(small(seed=1), tokenizer, keep=tmp_path)
+    assert len(calls) == 1
+    with rope_patch.patched(model, "nope"):
+        run(model, tokenizer, keep=tmp_path)
+    assert len(calls) == 2
+
+
+def test_differences_name_the_heads_that_changed(tokenizer):
+    model = small()
+    before = run(model, tokenizer, shares=[])
+    same = differences(before, before)
+    assert not same.heads and not same.gained and not same.lost and float(same.key_norm.abs().max()) == 0
+    with torch.no_grad():  # keys that are queries, eight times as long: diagonal heads
+        attention = model.model.layers[1].self_attn
+        attention.k_proj.weight.view(2, 16, 64).copy_(8 * attention.q_proj.weight.view(4, 16, 64)[::2])
+    after = run(model, tokenizer, shares=[])
+    found = differences(before, after)
+    assert {(head.layer, head.head) for head in found.heads if "diagonal" in head.after} == {(1, 0), (1, 2)}
+    assert all(head.layer == 1 and "diagonal" not in head.before for head in found.heads)
+    assert float(found.key_norm[1].mean()) == pytest.approx(3, abs=0.5)
+    assert float(found.key_norm[0].abs().max()) == 0 == float(found.query_norm.abs().max())
+    rows = read_rows(tokenizer, {"other": TEXT[:2000]}, window=64)
+    with pytest.raises(ValueError, match="different tokens"):
+        differences(before, analyze(model, tokenizer, rows, shares=[]))
+    with pytest.raises(ValueError, match="different layers or heads"):
+        differences(before, run(small(num_hidden_layers=1), tokenizer, shares=[]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shares": [1.5]}, r"p must be in \(0, 1\), got 1.5"),
+        ({"tolerance": -1}, "tolerance must be >= 0"),
+        ({"heads": [(9, 0)]}, "layers 0 to 1, got 9"),
+        ({"heads": [(0, 9)]}, "query heads 0 to 3, got 9"),
+        ({"heads": [(1, 0)], "layers": [0]}, "not in the layers"),
+        ({"layers": [7]}, "attention layers 0 to 1, got 7"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(tokenizer, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(small(), tokenizer, keep=tmp_path / "out", **options)
+    assert not list(tmp_path.rglob("*.npz"))
+
+
+def test_a_model_without_rotary_table(tokenizer):
+    from transformers import GPT2Config
+
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=1024))
+    with pytest.raises(ValueError, match="no rotary table in GPT2LMHeadModel"):
+        run(model, tokenizer)
+
+
+@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
+    """Copying takes previous-token heads and induction heads above them; slow pairs are hardly turned in 256 tokens."""
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / shape).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / shape)
+    rows = read_rows(tokenizer, {"english": TEXT}, window=256, tokens=2048)
+    made = analyze(model, tokenizer, rows, shares=[0.75, 0.25])
+    habits = {(layer.index, head): layer.habits(head) for layer in made.heads.layers for head in range(layer.heads)}
+    previous = [place for place, names in habits.items() if "previous token" in names]
+    induction = [place for place, names in habits.items() if "induction" in names]
+    assert len(previous) >= 2 and len(induction) >= 4
+    assert min(previous)[0] < min(induction)[0]
+    # The previous token through pair 0, an angle of about 1 rad (J25, sec. 4), where keys point one way.
+    longest = [pair for pair in made.outliers("key") if pair.pair == 0 and (pair.layer, pair.head) in previous]
+    assert longest and all(abs(pair.phi - 1) < 0.3 and pair.deviation < 0.3 for pair in longest)
+    base, cheap, dear = made.trials
+    assert cheap.perplexity[0] < 1.01 * base.perplexity[0] and dear.perplexity[0] > 1.1 * base.perplexity[0]
+    assert made.advice.p == 0.75
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("analyze") / "tiny"
+    small().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def command(*arguments):
+    result = CliRunner().invoke(cli.app, ["analyze", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_writes_what_it_says(folder, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text(TEXT)
+    (tmp_path / "b.md").write_text(TEXT[1000:])
+    given = ("--text", texts, "--text", tmp_path / "b.md", "--window", "64", "--tokens", "256", "--p", "0.5")
+    printed = command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out", "--against", folder)
+    assert "wrote analysis.json, capture.npz, heads.npz, analysis.html" in printed
+    out = json.loads((tmp_path / "out" / "analysis.json").read_text())
+    assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
+    assert {head["layer"] for head in out["heads"]} == {1}
+    assert (tmp_path / "out" / "against" / "analysis.json").exists()
+    again = command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out", "--no-report", "--json")
+    assert json.loads(again) == out
+
+
+def test_an_adapter_is_read_over_its_base(folder, tmp_path):
+    import peft
+
+    model = rope_patch.load(folder)
+    rope_patch.apply(model, "p_rope:p=0.5")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    rope_patch.checkpoints.save(adapted, tmp_path / "adapter")
+    texts = tmp_path / "a.txt"
+    texts.write_text(TEXT)
+    given = ("--text", texts, "--window", "64", "--tokens", "128", "--p", "", "--no-report", "--json")
+    out = json.loads(command(tmp_path / "adapter", *given, "-o", tmp_path / "out"))
+    assert out["method"] == "p_rope:p=0.5" and out["trials"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--heads", "x"), "layer.head"),
+        (("--layers", "2-x"), "numbers and ranges"),
+        (("--p", "half"), "p is a number"),
+        (("--tokens", "1"), "tokens must be >= 2"),
+        (("--text", "/nowhere"), "nowhere"),
+        (("--dtype", "int3"), "dtype must be one of"),
+    ],
+)
+def test_wrong_words(folder, tmp_path, given, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        command(folder, *given, "--no-report", "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
