@@ -341,6 +341,27 @@ def differences(before: Analysis, after: Analysis) -> Difference:
     )  # fmt: skip
 
 
+def changes(found: Difference, name: str) -> list[str]:
+    """Return what a difference comes to, a sentence each.
+
+    Args:
+        found: the difference.
+        name: of the other checkpoint.
+    """
+    if found.heads:
+        most = [f"{head.layer}.{head.head} by {head.moved:.2f}" for head in found.heads[:5]]
+        heads = f"{len(found.heads)} heads attend in another way, most of all {', '.join(most)}"
+    else:
+        heads = "every head attends as before, to a tenth of its attention"
+    turned = [part[torch.isfinite(part)].abs() for part in (found.query_norm, found.key_norm)]
+    most_turned = [2 ** float(part.max()) - 1 if len(part) else 0.0 for part in turned]
+    return [
+        f"Against {name}: {heads}.",
+        f"Norms of pairs differ by up to {most_turned[0]:.0%} (queries) and {most_turned[1]:.0%} (keys), mean over heads; "
+        f"{len(found.gained)} key pairs have become outliers, {len(found.lost)} no longer are.",
+    ]
+
+
 def _masses(layer: LayerHeads) -> Tensor:
     """Return what :class:`HeadChange` compares: (masses, heads)."""
     kept = (layer.offset_mass[:, 0], layer.offset_mass[:, 1], layer.first_mass, layer.sink_mass, layer.induction_mass)

@@ -128,6 +128,9 @@ def analyze(
         print(made[0].to_json())
         return
     _print(made[0], engine)
+    if against is not None:
+        for sentence in engine.changes(engine.differences(*made), made[1].name):
+            print(f"- {sentence}")
     names = ["analysis.json", "capture.npz", "heads.npz", *(["analysis.html"] if report else [])]
     print(f"wrote {', '.join(names)} in {output}")
 
