@@ -357,8 +357,8 @@ def changes(found: Difference, name: str) -> list[str]:
     most_turned = [2 ** float(part.max()) - 1 if len(part) else 0.0 for part in turned]
     return [
         f"Against {name}: {heads}.",
-        f"Norms of pairs differ by up to {most_turned[0]:.0%} (queries) and {most_turned[1]:.0%} (keys), mean over heads; "
-        f"{len(found.gained)} key pairs have become outliers, {len(found.lost)} no longer are.",
+        f"Norms of pairs differ by up to {most_turned[0]:.0%} (queries) and {most_turned[1]:.0%} (keys), mean over "
+        f"heads; {len(found.gained)} key pairs have become outliers, {len(found.lost)} no longer are.",
     ]
 
 
