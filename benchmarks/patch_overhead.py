@@ -11,22 +11,18 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
-import platform
-import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig
 
 import rope_patch
+from measuring import command, environment, ratio, time_in_turn, write
 from rope_patch.methods import METHODS
 from rope_patch.sites import find_rotary
 
@@ -90,35 +86,17 @@ def rotary(model: Any, positions: torch.Tensor, steps: int) -> None:
             module(x, positions) if kind is None else module(x, positions, layer_type=kind)
 
 
-def seconds(work: Callable[[], None], device: str) -> float:
-    """Time one piece of work."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    work()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 def paired(stock: Callable[[], None], ours: Callable[[], None], repeats: int, device: str) -> dict[str, float]:
     """Time both in turn; returns the median ratio, its quartiles and both medians [s]."""
-    works = {"stock": stock, "patched": ours}
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for i in range(repeats + 2):  # two to warm up
-        for name in list(works) if i % 2 else reversed(works):
-            getattr(works[name], "prepare", lambda: None)()
-            times[name].append(seconds(works[name], device))
-    times = {name: values[2:] for name, values in times.items()}
-    ratios = [p / s for p, s in zip(times["patched"], times["stock"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    wall = time_in_turn({"stock": stock, "patched": ours}, repeats, warm_up=2, device=device)["wall"]
+    found = ratio(wall, "patched", "stock")
     return {
-        "ratio": round(middle, 4),
-        "ratio_q1": round(low, 4),
-        "ratio_q3": round(high, 4),
+        "ratio": found["median"],
+        "ratio_q1": found["q1"],
+        "ratio_q3": found["q3"],
         "pairs": repeats,
-        "stock_s": round(statistics.median(times["stock"]), 7),
-        "patched_s": round(statistics.median(times["patched"]), 7),
+        "stock_s": round(statistics.median(wall["stock"]), 7),
+        "patched_s": round(statistics.median(wall["patched"]), 7),
     }
 
 
@@ -158,27 +136,14 @@ def main() -> None:
     }
     report = {
         "benchmark": "patch_overhead",
-        "command": "python benchmarks/patch_overhead.py " + shlex.join(sys.argv[1:]),
+        "command": command(),
         "what": "median over pairs of patched time / stock time",
         "worst_median_ratio": worst,
         "sizes": SIZE | {"prompt": options.prompt, "steps": options.steps, "repeats": options.repeats},
-        "environment": {
-            "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine(),
-            "threads": options.threads,
-            "dtype": options.dtype,
-            "python": platform.python_version(),
-            "torch": torch.__version__.split("+")[0],
-            "transformers": transformers.__version__,
-            "rope_patch": rope_patch.__version__,
-        },
+        "environment": {"dtype": options.dtype, **environment(device=options.device, threads=options.threads)},
         "results": results,
     }
-    text = json.dumps(report, indent=1) + "\n"
-    if options.output is None:
-        print(text)
-    else:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    write(report, options.output)
     print(f"worst median ratios: {worst}", file=sys.stderr)
 
 

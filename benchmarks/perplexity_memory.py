@@ -13,21 +13,13 @@ as it comes; the figure is the median over rounds of our time / lm-eval's.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
+import functools
 import json
 import logging
-import multiprocessing
 import os
-import platform
-import resource
-import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from importlib import metadata
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +27,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-import transformers
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import LlamaConfig, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-import rope_patch
+from measuring import (
+    command,
+    environment,
+    give_back_what_is_freed,
+    in_own_process,
+    megabytes,
+    peak_of,
+    random_ids,
+    random_llama,
+    ratio,
+    time_in_turn,
+    write,
+)
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.scoring import SLICE
 
@@ -50,23 +52,6 @@ MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
 LONG_MODEL = {"vocab": 32000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2}
 QUICK_MODEL = {"vocab": 4000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1}
 SIDES = ("lm_eval", "one_pass", "chunked")
-IMPORTS = ["lm_eval.models.huggingface", "rope_patch.evaluation.perplexity", "transformers.models.llama.modeling_llama"]
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-
-
-def build(shape: dict[str, int], tokens: int) -> LlamaForCausalLM:
-    """Return a random model of a shape; the same weights at every call."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape["vocab"],
-        hidden_size=shape["hidden"],
-        intermediate_size=3 * shape["hidden"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        max_position_embeddings=tokens,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def cache_bytes(shape: dict[str, int], tokens: int) -> int:
@@ -98,104 +83,34 @@ def work(side: str, job: dict[str, Any], model: LlamaForCausalLM, lm: Any) -> Ca
     return lambda ids: perplexity(model, ids, chunk=min(chunk, len(ids)) if chunk else None).nll
 
 
-def status(field: str) -> int:
-    """Return a field of this process's status [bytes]."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: this benchmark needs Linux")
-
-
-def prepare(job: dict[str, Any], sides: tuple[str, ...]) -> tuple[torch.Tensor, dict[str, Callable[..., float]]]:
-    """Return the token ids, and each side's work after it has read a few tokens."""
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    model = build(job["shape"], job["tokens"])
+def prepare(job: dict[str, Any], sides: tuple[str, ...]) -> dict[str, Callable[[], float]]:
+    """Return each side's work, after it has read a few tokens."""
+    model = random_llama(job["shape"], job["tokens"]).eval()
     lm = harness(model, job["tokens"]) if "lm_eval" in sides else None
-    ids = torch.randint(3, job["shape"]["vocab"], (job["tokens"],), generator=torch.Generator().manual_seed(1))
+    ids = random_ids(job["shape"], job["tokens"])
     works = {side: work(side, job, model, lm) for side in sides}
     for run in works.values():
         run(ids[:64])
-    return ids, works
+    return {side: functools.partial(run, ids) for side, run in works.items()}
 
 
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     """Measure one side in this process, which should be a fresh one."""
-    glibc = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-    if glibc and job["gives_back"]:
-        glibc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
-        glibc.mallopt(M_TRIM_THRESHOLD, 128 * 1024)
-    ids, works = prepare(job, (job["side"],))
-    gc.collect()
-    if glibc:
-        glibc.malloc_trim(0)
-    before = status("VmRSS")
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        how = "VmHWM"
-    except OSError:  # not allowed here: the highest of all of this process, imports included
-        how = "ru_maxrss"
-    began = time.perf_counter()
-    nll = works[job["side"]](ids)
-    seconds = time.perf_counter() - began
-    highest = status("VmHWM") if how == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"peak_bytes": highest - before, "loaded_bytes": before, "nll": nll, "seconds": seconds, "peak_from": how}
+    if job["gives_back"]:
+        give_back_what_is_freed()
+    run = prepare(job, (job["side"],))[job["side"]]
+    nll, found = peak_of(run)
+    return found | {"nll": nll}
 
 
 def measure_time(job: dict[str, Any]) -> dict[str, Any]:
     """Time all sides in turn."""
-    ids, works = prepare(job, SIDES)
-    wall: dict[str, list[float]] = {side: [] for side in SIDES}
-    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
-    for i in range(job["repeats"]):
-        for side in SIDES if i % 2 else reversed(SIDES):
-            began = time.perf_counter(), time.process_time()
-            works[side](ids)
-            wall[side].append(time.perf_counter() - began[0])
-            cpu[side].append(time.process_time() - began[1])
-    return {"wall": wall, "cpu": cpu}
-
-
-def serve(job: dict[str, Any], answer: Connection) -> None:
-    """Do a job in this process; answer with what was found, or with what went wrong."""
-    try:
-        answer.send({"memory": measure_memory, "time": measure_time}[job["what"]](job))
-    except Exception as error:
-        answer.send(f"{type(error).__name__}: {error}")
-
-
-def child(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job in a process of its own, forked from one that has only imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTS)
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(job, theirs))
-    process.start()
-    theirs.close()
-    try:
-        found = ours.recv()
-    except EOFError:
-        found = "it ended without an answer; was memory short?"
-    process.join()
-    if isinstance(found, str):
-        raise RuntimeError(f"{job} failed with status {process.exitcode}: {found}")
-    return found
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return {"median": round(middle, 4), "q1": round(low, 4), "q3": round(high, 4)}
-
-
-def megabytes(size: float) -> float:
-    """Return MB of 1e6 bytes."""
-    return round(size / 1e6, 1)
+    return time_in_turn(prepare(job, SIDES), job["repeats"])
 
 
 def memory_row(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the memory of one side at one length."""
-    found = child({"what": "memory", "gives_back": True, **job})
+    found = in_own_process(measure_memory, {"gives_back": True, **job})
     cache = cache_bytes(job["shape"], job["tokens"]) if job["side"] == "chunked" else 0
     return {
         "side": job["side"],
@@ -212,20 +127,19 @@ def memory_row(job: dict[str, Any]) -> dict[str, Any]:
 
 def malloc_row(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the memory of one side at one length with malloc as it comes."""
-    found = child({"what": "memory", "gives_back": False, **job})
+    found = in_own_process(measure_memory, {"gives_back": False, **job})
     return {"side": job["side"], "tokens": job["tokens"], "peak_mb": megabytes(found["peak_bytes"])}
 
 
 def time_row(job: dict[str, Any]) -> dict[str, Any]:
     """Time all sides at one length."""
-    found = child({"what": "time", **job})
+    found = in_own_process(measure_time, job)
     row: dict[str, Any] = {"tokens": job["tokens"], "rounds": job["repeats"]}
     for side in SIDES:
         row[f"{side}_s"] = round(statistics.median(found["wall"][side]), 3)
     for side in SIDES[1:]:
         for clock in ("wall", "cpu"):
-            pairs = zip(found[clock][side], found[clock]["lm_eval"], strict=True)
-            row[f"{side}_{clock}_ratio"] = spread([ours / theirs for ours, theirs in pairs])
+            row[f"{side}_{clock}_ratio"] = ratio(found[clock], side, "lm_eval")
     return row
 
 
@@ -289,31 +203,18 @@ def main() -> None:
     bar.close()
     report = {
         "benchmark": "perplexity_memory",
-        "command": "python benchmarks/perplexity_memory.py " + shlex.join(sys.argv[1:]),
+        "command": command(),
         "what": "peak memory above the loaded model [MB], and time of ours / time of lm-eval's, same ids and model",
         "summary": summary(memory, times),
         "shape": shape | {"head_dim": shape["hidden"] // shape["heads"], "dtype": "float32"},
         "settings": {"chunk": chunk, "logit_slice": SLICE, "batch": 1},
-        "environment": {
-            "device": platform.machine(),
-            "threads": 1,
-            "python": platform.python_version(),
-            "torch": torch.__version__.split("+")[0],
-            "transformers": transformers.__version__,
-            "lm_eval": metadata.version("lm_eval"),
-            "rope_patch": rope_patch.__version__,
-        },
+        "environment": environment("lm_eval"),
         "memory": memory,
         "memory_malloc_as_it_comes": as_it_comes,
         "time": times,
         "alone": alone,
     }
-    text = json.dumps(report, indent=1) + "\n"
-    if options.output is None:
-        print(text)
-    else:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    write(report, options.output)
     print(json.dumps(report["summary"], indent=1), file=sys.stderr)
 
 

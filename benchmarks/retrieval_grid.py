@@ -14,13 +14,9 @@ import argparse
 import json
 import logging
 import os
-import platform
-import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +31,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from measuring import command, environment, ratio, time_in_turn, write
 from rope_patch.evaluation.answering import answer
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
@@ -57,6 +54,19 @@ class Counter:
         """Count the tokens of one call."""
         ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
         self.tokens += ids.numel()
+
+
+class Side:
+    """Asks, and keeps what was said and how many tokens were read for it."""
+
+    def __init__(self, ask: Callable[[], list[str]], counter: Counter) -> None:
+        self.ask, self.counter = ask, counter
+
+    def __call__(self) -> None:
+        """Ask once."""
+        self.counter.tokens = 0
+        self.said = self.ask()
+        self.tokens = self.counter.tokens
 
 
 class Grid:
@@ -126,42 +136,27 @@ class Grid:
         }
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Return median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return {"median": round(middle, 3), "q1": round(low, 3), "q3": round(high, 3)}
-
-
 def measure(grid: Grid, counter: Counter, repeats: int) -> dict[str, Any]:
     """Time both sides in turn; compare what they say and count what they read."""
     row: dict[str, Any] = {"prompts": sum(map(len, grid.columns)), "rounds": repeats}
-    for figure, sides in grid.works().items():
-        cpu: dict[str, list[float]] = {side: [] for side in sides}
-        wall: dict[str, list[float]] = {side: [] for side in sides}
-        said: dict[str, list[str]] = {}
-        tokens: dict[str, int] = {}
-        for i in range(repeats):
-            for side in sides if i % 2 else reversed(sides):
-                counter.tokens = 0
-                began = time.process_time(), time.perf_counter()
-                said[side] = sides[side]()
-                cpu[side].append(time.process_time() - began[0])
-                wall[side].append(time.perf_counter() - began[1])
-                tokens[side] = counter.tokens
+    for figure, asked in grid.works().items():
+        sides = {name: Side(ask, counter) for name, ask in asked.items()}
+        times = time_in_turn(sides, repeats)
+        theirs, ours = sides["lm_eval"], sides["ours"]
         row[figure] = {
-            "cpu_ratio": spread([a / b for a, b in zip(cpu["lm_eval"], cpu["ours"], strict=True)]),
-            "wall_ratio": spread([a / b for a, b in zip(wall["lm_eval"], wall["ours"], strict=True)]),
-            "tokens_ratio": round(tokens["lm_eval"] / tokens["ours"], 3),
-            "lm_eval_tokens": tokens["lm_eval"],
-            "our_tokens": tokens["ours"],
-            "lm_eval_cpu_s": round(statistics.median(cpu["lm_eval"]), 3),
-            "our_cpu_s": round(statistics.median(cpu["ours"]), 3),
-            "outputs_identical": said["lm_eval"] == said["ours"],
-            "outputs_different": sum(a != b for a, b in zip(said["lm_eval"], said["ours"], strict=True)),
+            "cpu_ratio": ratio(times["cpu"], "lm_eval", "ours", digits=3),
+            "wall_ratio": ratio(times["wall"], "lm_eval", "ours", digits=3),
+            "tokens_ratio": round(theirs.tokens / ours.tokens, 3),
+            "lm_eval_tokens": theirs.tokens,
+            "our_tokens": ours.tokens,
+            "lm_eval_cpu_s": round(statistics.median(times["cpu"]["lm_eval"]), 3),
+            "our_cpu_s": round(statistics.median(times["cpu"]["ours"]), 3),
+            "outputs_identical": theirs.said == ours.said,
+            "outputs_different": sum(a != b for a, b in zip(theirs.said, ours.said, strict=True)),
         }
         right = [prompt.parts[0] for column in grid.columns for prompt in column]
-        row["right"] = sum(s.strip().startswith(r) for s, r in zip(said["ours"], right, strict=True))
-        row["outputs"] = said["ours"][: len(grid.depths)]
+        row["right"] = sum(s.strip().startswith(r) for s, r in zip(ours.said, right, strict=True))
+        row["outputs"] = ours.said[: len(grid.depths)]
     return row
 
 
@@ -216,7 +211,7 @@ def main() -> None:
     }
     report = {
         "benchmark": "retrieval_grid",
-        "command": "python benchmarks/retrieval_grid.py " + shlex.join(sys.argv[1:]),
+        "command": command(),
         "what": "lm-eval's CPU time / ours and lm-eval's tokens / ours, same prompts, greedy, one at a time",
         "summary": {
             "lowest_median": lowest,
@@ -232,23 +227,10 @@ def main() -> None:
             "dtype": "float32",
             "batch": 1,
         },
-        "environment": {
-            "device": platform.machine(),
-            "threads": 1,
-            "python": platform.python_version(),
-            "torch": torch.__version__.split("+")[0],
-            "transformers": transformers.__version__,
-            "lm_eval": metadata.version("lm_eval"),
-            "rope_patch": rope_patch.__version__,
-        },
+        "environment": environment("lm_eval"),
         "results": results,
     }
-    text = json.dumps(report, indent=1) + "\n"
-    if options.output is None:
-        print(text)
-    else:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text)
+    write(report, options.output)
     print(json.dumps(report["summary"], indent=1), file=sys.stderr)
 
 

@@ -17,23 +17,15 @@ stock's in the same round, above 1 is faster. The first round warms up and is no
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
+import functools
 import json
 import math
-import multiprocessing
 import os
-import platform
-import resource
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from importlib import metadata
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +33,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import LlamaConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import rope_patch
-from rope_patch.checkpoints import write_atomically
+from measuring import (
+    command,
+    environment,
+    give_back_what_is_freed,
+    in_own_process,
+    megabytes,
+    peak_of,
+    random_ids,
+    random_llama,
+    spread,
+    synchronize,
+    time_in_turn,
+    turns,
+    write,
+)
 from rope_patch.evaluation.scoring import Reader
 from rope_patch.training import loss as loss_module
 from rope_patch.training.collators import Collator
@@ -63,30 +67,12 @@ LORA = {"r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "tas
 METHOD = "yarn:factor=4"
 BAR = {"loss_path_peak_stock_over_ours": 5.0, "relative_gradient_difference": 1e-5}
 HAS_TORCH_SIDE = hasattr(functional, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
-IMPORTS = ["peft", "rope_patch.training.trainer", "transformers.models.llama.modeling_llama"]
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def build(job: dict[str, Any]) -> LlamaForCausalLM:
     """Return a random model of a job's shape, all of it frozen; the same weights at every call."""
-    shape = job["shape"]
-    config = LlamaConfig(
-        vocab_size=shape["vocab"],
-        hidden_size=shape["hidden"],
-        intermediate_size=3 * shape["hidden"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        max_position_embeddings=max(64, job["tokens"] // 4),
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(job["device"], getattr(torch, job["dtype"]))
+    model = random_llama(job["shape"], max(64, job["tokens"] // 4)).to(job["device"], getattr(torch, job["dtype"]))
     return model.requires_grad_(False)
-
-
-def token_ids(job: dict[str, Any], seed: int = 1) -> Tensor:
-    """Return a row of random tokens: (1, tokens)."""
-    return torch.randint(3, job["shape"]["vocab"], (1, job["tokens"]), generator=torch.Generator().manual_seed(seed))
 
 
 # --- the loss path
@@ -114,7 +100,7 @@ class LossPath:
     """Hidden states and labels of a row, and a model of which only the head is used."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.model, self.labels = build(job), token_ids(job).to(job["device"])
+        self.model, self.labels = build(job), random_ids(job["shape"], job["tokens"])[None].to(job["device"])
         # What the last norm puts out: mean square 1.
         states = torch.randn(1, job["tokens"], job["shape"]["hidden"], generator=torch.Generator().manual_seed(2))
         self.states = states.to(job["device"], self.model.dtype)
@@ -130,9 +116,11 @@ class LossPath:
 
 def loss_memory(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the peak of one side of the loss path."""
+    give_back_what_is_freed()
     path = LossPath(job)
     path(job["side"], 64)
-    return peak_of(lambda: path(job["side"])[0], job["device"])
+    loss, found = peak_of(lambda: path(job["side"])[0], job["device"])
+    return found | {"loss": loss}
 
 
 def loss_time(job: dict[str, Any]) -> dict[str, Any]:
@@ -157,17 +145,8 @@ def loss_time(job: dict[str, Any]) -> dict[str, Any]:
         if side != "stock"
     }
     found.clear()
-    wall: dict[str, list[float]] = {side: [] for side in job["sides"]}
-    cpu: dict[str, list[float]] = {side: [] for side in job["sides"]}
-    for i in range(job["repeats"] + 1):
-        for side in job["sides"] if i % 2 else reversed(job["sides"]):
-            synchronize(job["device"])
-            began = time.perf_counter(), time.process_time()
-            path(side)
-            synchronize(job["device"])
-            wall[side].append(time.perf_counter() - began[0])
-            cpu[side].append(time.process_time() - began[1])
-    return {"compared": compared, "wall": drop_first(wall), "cpu": drop_first(cpu)}
+    works = {side: functools.partial(path, side) for side in job["sides"]}
+    return {"compared": compared, **time_in_turn(works, job["repeats"], warm_up=1, device=job["device"])}
 
 
 # --- the whole step
@@ -224,7 +203,7 @@ class Step:
             dataloader_pin_memory=False,
             use_cpu=job["device"] == "cpu",
         )
-        rows = [{"ids": token_ids(job)[0].tolist(), "index": 0}]
+        rows = [{"ids": random_ids(job["shape"], job["tokens"]).tolist(), "index": 0}]
         collator, self.watch = Collator(), Watch(job["device"])
         if side == "ours":
             self.trainer = LongTrainer(model, args, rows, collator, callbacks=[self.watch])
@@ -244,36 +223,33 @@ class Step:
 
 def step_memory(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the peak of one step of one side."""
+    give_back_what_is_freed()
     Step({**job, "shape": QUICK_MODEL, "tokens": 64}, job["side"])()  # whatever is loaded late
     step = Step(job, job["side"])
-    found = peak_of(step, job["device"])
-    return found | {"gradients": {name: g.flatten().tolist() for name, g in step.watch.gradients.items()}}
+    loss, found = peak_of(step, job["device"])
+    return found | {"loss": loss, "gradients": {name: g.flatten().tolist() for name, g in step.watch.gradients.items()}}
 
 
 def step_time(job: dict[str, Any]) -> dict[str, Any]:
     """Time the steps of both sides in turn."""
     steps = {side: Step(job, side) for side in job["sides"]}
-    for i in range(job["repeats"] + 1):
-        for side in job["sides"] if i % 2 else reversed(job["sides"]):
-            steps[side]()
-    return {
-        "wall": drop_first({side: step.watch.wall for side, step in steps.items()}),
-        "cpu": drop_first({side: step.watch.cpu for side, step in steps.items()}),
+    for side in turns(job["sides"], job["repeats"] + 1):
+        steps[side]()
+    return {  # without the round that warms up
+        "wall": {side: step.watch.wall[1:] for side, step in steps.items()},
+        "cpu": {side: step.watch.cpu[1:] for side, step in steps.items()},
     }
 
 
 # --- measuring
 
 
-def synchronize(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def drop_first(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return times without the round that warms up."""
-    return {side: values[1:] for side, values in times.items()}
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job in this process."""
+    works = {"loss_memory": loss_memory, "loss_time": loss_time, "step_memory": step_memory, "step_time": step_time}
+    # Its new name for gradient checkpointing is unknown to the oldest release that this package supports.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+    return works[job["what"]](job)
 
 
 def difference(found: Tensor, expected: Tensor) -> dict[str, float]:
@@ -282,92 +258,17 @@ def difference(found: Tensor, expected: Tensor) -> dict[str, float]:
     return {"largest": largest, "relative": largest / float(expected.abs().max())}
 
 
-def status(field: str) -> int:
-    """Return a field of this process's status [bytes]."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: on the CPU this benchmark needs Linux")
-
-
-def peak_of(work: Callable[[], float], device: str) -> dict[str, Any]:
-    """Return the most memory that a piece of work held above what was held before it, and the loss it returned."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss = work()
-        torch.cuda.synchronize()
-        highest, how = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated"
-    else:
-        if platform.libc_ver()[0] == "glibc":
-            ctypes.CDLL(None).malloc_trim(0)
-        before = status("VmRSS")
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            how = "VmHWM"
-        except OSError:  # not allowed here: the highest of all of this process, imports included
-            how = "ru_maxrss"
-        loss = work()
-        highest = status("VmHWM") if how == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"peak_bytes": highest - before, "loaded_bytes": before, "loss": loss, "peak_from": how}
-
-
-def serve(job: dict[str, Any], answer: Connection) -> None:
-    """Do a job in this process; answer with what was found, or with what went wrong."""
-    works = {"loss_memory": loss_memory, "loss_time": loss_time, "step_memory": step_memory, "step_time": step_time}
-    try:
-        torch.set_num_threads(1)
-        transformers.utils.logging.set_verbosity_error()
-        # Its new name for gradient checkpointing is unknown to the oldest release that this package supports.
-        warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
-        if job["what"].endswith("memory") and platform.libc_ver()[0] == "glibc":
-            glibc = ctypes.CDLL(None)
-            glibc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
-            glibc.mallopt(M_TRIM_THRESHOLD, 128 * 1024)
-        answer.send(works[job["what"]](job))
-    except Exception as error:
-        answer.send(f"{type(error).__name__}: {error}")
-
-
-def child(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job in a process of its own, forked from one that has only imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTS)
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(job, theirs))
-    process.start()
-    theirs.close()
-    try:
-        found = ours.recv()
-    except EOFError:
-        found = "it ended without an answer; was memory short?"
-    process.join()
-    if isinstance(found, str):
-        raise RuntimeError(f"{job} failed with status {process.exitcode}: {found}")
-    return found
-
-
 # --- the report
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return median, quartiles and ends."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    named = {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}
-    return {name: round(value, 4) for name, value in named.items()}
 
 
 def memory_row(side: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the processes of one side found."""
-    peaks = [round(each["peak_bytes"] / 1e6, 2) for each in found]
+    peaks = [megabytes(each["peak_bytes"], 2) for each in found]
     return {
         "side": side,
         "peak_mb": round(statistics.median(peaks), 2),
         "peak_mb_repeats": peaks,
-        "loaded_mb": round(found[0]["loaded_bytes"] / 1e6, 1),
+        "loaded_mb": megabytes(found[0]["loaded_bytes"]),
         "peak_from": found[0]["peak_from"],
         "loss": found[0]["loss"],
     }
@@ -379,7 +280,11 @@ def time_row(side: str, found: dict[str, Any], tokens: int) -> dict[str, Any]:
     for clock in ("wall", "cpu"):
         if side != "stock":
             pairs = zip(found[clock]["stock"], found[clock][side], strict=True)
-            row[f"{clock}_speed_over_stock"] = spread([stock / ours for stock, ours in pairs])
+            speeds = [stock / ours for stock, ours in pairs]
+            row[f"{clock}_speed_over_stock"] = spread(speeds) | {
+                "min": round(min(speeds), 4),
+                "max": round(max(speeds), 4),
+            }
         row[f"{clock}_s_repeats"] = [round(value, 4) for value in found[clock][side]]
     return row
 
@@ -436,18 +341,18 @@ def main() -> None:
     step_sides = ["stock", "ours"]
     bar = tqdm(total=(len(loss_sides) + 2) * options.memory_repeats + 2, desc="measurements", file=sys.stderr)
 
-    def measure(**job: Any) -> dict[str, Any]:
-        found = child(base | job)
+    def find(**job: Any) -> dict[str, Any]:
+        found = in_own_process(measure, base | job)
         bar.update()
         return found
 
     def memory(what: str, sides: list[str]) -> dict[str, list[dict[str, Any]]]:
-        rounds = [{side: measure(what=what, side=side) for side in sides} for _ in range(options.memory_repeats)]
+        rounds = [{side: find(what=what, side=side) for side in sides} for _ in range(options.memory_repeats)]
         return {side: [each[side] for each in rounds] for side in sides}
 
     loss_found, step_found = memory("loss_memory", loss_sides), memory("step_memory", step_sides)
-    loss_times = measure(what="loss_time", sides=loss_sides, repeats=repeats)
-    step_times = measure(what="step_time", sides=step_sides, repeats=repeats)
+    loss_times = find(what="loss_time", sides=loss_sides, repeats=repeats)
+    step_times = find(what="step_time", sides=step_sides, repeats=repeats)
     bar.close()
     loss_path = {
         "memory": [memory_row(side, found) for side, found in loss_found.items()],
@@ -468,7 +373,7 @@ def main() -> None:
     )
     report = {
         "benchmark": "train_step",
-        "command": "python benchmarks/train_step.py " + shlex.join(sys.argv[1:]),
+        "command": command(),
         "what": "stock's peak memory / each side's, and each side's tokens/s / stock's, same model, row and step",
         "summary": {
             "loss_path_peak_stock_over": peak_ratios(loss_path["memory"]),
@@ -501,25 +406,11 @@ def main() -> None:
             "optimizer": "adamw, Trainer's default",
             "max_grad_norm": 0.0,
         },
-        "environment": {
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
-            "threads": 1,
-            "python": platform.python_version(),
-            "torch": torch.__version__.split("+")[0],
-            "transformers": transformers.__version__,
-            "peft": metadata.version("peft"),
-            "accelerate": metadata.version("accelerate"),
-            "rope_patch": rope_patch.__version__,
-        },
+        "environment": environment("peft", "accelerate", device=options.device),
         "loss_path": loss_path,
         "step": step,
     }
-    text = json.dumps(report, indent=1) + "\n"
-    if options.output is None:
-        print(text)
-    else:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.output, text)
+    write(report, options.output)
     print(json.dumps(report["summary"], indent=1), file=sys.stderr)
 
 

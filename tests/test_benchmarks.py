@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -96,3 +97,61 @@ def test_retrieval_grid(tmp_path: Path) -> None:
             assert row[figure]["lm_eval_tokens"] <= row["prompts"] * (row["length"] - 1)
             assert row[figure]["tokens_ratio"] > 1
         assert row["outputs"] and any(row["outputs"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
+def test_analysis_overhead(tmp_path: Path) -> None:
+    report = run("analysis_overhead", tmp_path, against="transformers")
+    assert {(row["side"], row["tokens"]) for row in report["time"]} == {
+        (side, tokens) for side in ("capture", "masses") for tokens in (256, 1024)
+    }
+    for row in report["time"]:
+        assert row["rounds"] == 2 and min(row["bare_s"], row[f"{row['side']}_s"]) > 0
+        assert row["wall_ratio"]["median"] > 0 and row["cpu_ratio"]["median"] > 0
+    peaks = {(row["side"], row["tokens"]): row for row in report["memory"]}
+    assert peaks.keys() == {(side, n) for side in ("bare", "capture", "store", "masses") for n in (256, 1024)}
+    for (side, tokens), row in peaks.items():
+        more = row["peak_mb"] - peaks["bare", tokens]["peak_mb"]
+        assert row["peak_mb"] > 0 and (side == "bare" or row["above_bare_mb"] == pytest.approx(more, abs=0.02))
+    # Queries, keys and values of 4 layers: 2 + 1 + 1 heads of 64, float32.
+    stored = peaks["store", 1024]["above_bare_mb"]
+    assert stored == pytest.approx(4 * 4 * 64 * 4 * 1024 / 1e6, abs=1)
+    assert peaks["capture", 1024]["above_bare_mb"] < stored / 2 < peaks["masses", 1024]["above_bare_mb"]
+    # Capture saw the very states that were stored.
+    assert report["summary"]["largest_mean_difference"] < 1e-5
+    bars, shown = report["bars"], report["summary"]
+    assert bars["capture_time"]["worst"] == max(shown["wall_over_bare"]["capture"].values())
+    assert bars["capture_time"]["reached"] == (bars["capture_time"]["worst"] <= 1.5)
+    assert bars["capture_memory_flat"]["capture_above_bare_mb"] == shown["above_bare_mb"]["capture"]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "capture", "on_time", "flat"),
+    [
+        ((1.5, 1.1), (1.0, 1.0, 2.9), True, True),  # 1.9 of the 96 MB by which storing grows
+        ((1.1, 1.51), (1.0, 0.5, 0.2), False, True),
+        ((1.0, 1.0), (1.0, 3.0, 1.0), True, False),  # the largest counts, not the last
+    ],
+)
+def test_the_bars_of_the_analysis_are_computed(
+    monkeypatch: pytest.MonkeyPatch, ratios: Any, capture: Any, on_time: bool, flat: bool
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    judge = importlib.import_module("analysis_overhead").judge
+    lengths = (100, 200, 400)
+    times = [
+        {"side": "capture", "tokens": n, "wall_ratio": {"median": found}}
+        for n, found in zip(lengths, ratios, strict=False)
+    ]
+    times.append({"side": "masses", "tokens": 100, "wall_ratio": {"median": 9.0}})
+    memory = [
+        {"side": "capture", "tokens": n, "above_bare_mb": found} for n, found in zip(lengths, capture, strict=True)
+    ]
+    memory += [{"side": "store", "tokens": n, "above_bare_mb": 0.32 * n} for n in lengths]
+    memory += [{"side": "masses", "tokens": n, "above_bare_mb": 9.0 * n} for n in lengths]
+    bars = judge(times, memory)
+    assert bars["capture_time"]["reached"] is on_time and bars["capture_time"]["worst"] == max(ratios)
+    assert bars["capture_memory_flat"]["reached"] is flat
+    assert bars["capture_memory_flat"]["capture_growth_mb"] == round(max(capture) - capture[0], 2)
+    # One length alone says nothing of growth.
+    assert judge(times, [row for row in memory if row["tokens"] == 100])["capture_memory_flat"]["reached"] is None
