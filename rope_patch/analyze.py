@@ -230,7 +230,7 @@ def findings(analysis: Analysis) -> list[str]:
         ("diagonal", "attends to its own token", "attend to their own token"),
         ("induction", "does induction", "do induction"),
         ("first token", "rests on the first token", "rest on the first token"),
-        ("sink", "rests on a sink that is not the first token", "rest on a sink that is not the first token"),
+        ("sink", "rests on sinks other than the first token", "rest on sinks other than the first token"),
     ):
         found = [f"{layer}.{head}" for layer, head, habits in heads if habit in habits]
         if found:
@@ -397,7 +397,7 @@ def _clearest(heads: Heads) -> list[tuple[int, int]]:
             score = {
                 "diagonal": layer.offset_mass[head, 0],
                 "previous token": layer.offset_mass[head, 1],
-                "induction": torch.maximum(layer.induction_mass[head], layer.repeated_mass[head]).nan_to_num(),
+                "induction": torch.fmax(layer.induction_mass[head], layer.repeated_mass[head]).nan_to_num(),
                 "sink": torch.maximum(layer.first_mass[head], layer.sink_mass[head]),
                 "after a token": layer.trigger_mass[head, 0] - layer.offset_mass[head, 1],
             }

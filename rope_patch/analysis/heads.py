@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rope_patch.analysis.results import read_arrays, write_arrays
-from rope_patch.analysis.sources import attending_with, layers_text, no_mask
+from rope_patch.analysis.sources import attending_with, layers_text, refuse_prompts, window_alone, window_of
 from rope_patch.analysis.streaming import text_digest, token_rows
 from rope_patch.sites import device_of, find_rotary, in_eval_mode
 
-SCHEMA = 1
+SCHEMA = "heads 1"
 
 NAME = "rope_patch_masses"
 OFFSETS = 8
@@ -68,13 +68,15 @@ class LayerHeads:
             that have any; nan when none has.
         induction_chance: () what even attention would put there.
         repeated_mass: (heads,) the same on random tokens twice in a row, where nothing but induction can know what
-            follows; nan when the text is too short for it.
+            follows; nan when the text is too short for it: a match at most ``OFFSETS`` back could be a matter of
+            distance.
         trigger_token: (heads, top) tokens that draw the query right after them most; -1 where there are no more.
         trigger_mass: (heads, top) mean weight they draw from it.
         trigger_count: (heads, top) how often they occur.
         distance: (heads,) mean distance of attention [tokens].
         entropy: (heads,) mean entropy of the weights [nats].
-        logit: (heads, 2) mean logit with the query's own key and with the previous one, before soft-capping.
+        logit: (heads, 2) mean logit with the query's own key and with the previous one, before soft-capping; over all
+            queries, as the next two.
         bound: (heads, 2) mean of the Cauchy-Schwarz bound on it, ``scaling ‖q‖ ‖k‖``.
         cosine: (heads, 2) mean of their ratio.
     """
@@ -107,9 +109,9 @@ class LayerHeads:
     def habits(self, head: int, *, majority: float = MAJORITY) -> tuple[str, ...]:
         """Return what a head does with most of its attention.
 
-        ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (a sink that is not the
-        first token), ``"induction"`` (on the text, or on repeated tokens), ``"after a token"`` (the previous token, but
-        only after certain ones: B24's apostrophe heads).
+        ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (sinks together, where the
+        first token alone is not enough), ``"induction"`` (on the text, less what chance puts there, or on repeated tokens), ``"after a
+        token"`` (the previous token, but only after certain ones: B24's apostrophe heads).
 
         Args:
             head: query head.
@@ -123,7 +125,8 @@ class LayerHeads:
             made.append("first token")
         elif float(self.sink_mass[head]) >= majority:
             made.append("sink")
-        if max(float(self.induction_mass[head].nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= majority:
+        on_text = self.induction_mass[head] - self.induction_chance
+        if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= majority:
             made.append("induction")
         if float(self.offset_mass[head, 1]) < majority / 5 and float(self.trigger_mass[head, 0]) >= majority:
             made.append("after a token")
@@ -150,10 +153,12 @@ class Heads:
 
     def positional(self, *, majority: float = MAJORITY) -> list[tuple[int, int, tuple[str, ...]]]:
         """Return layer, head and habits of every head whose attention follows distance, in order."""
-        names = set(_offset_names(OFFSETS))
-        found = [(layer.index, head, layer.habits(head, majority=majority)) for layer in self.layers
-                 for head in range(layer.heads)]  # fmt: skip
-        return [(layer, head, habits) for layer, head, habits in found if names & set(habits)]
+        return [
+            (layer.index, head, habits)
+            for layer in self.layers
+            for head in range(layer.heads)
+            if set(_offset_names(layer.offset_mass.shape[1])) & set(habits := layer.habits(head, majority=majority))
+        ]
 
     def layer(self, index: int) -> LayerHeads:
         """Return a layer by its index in the model.
@@ -222,12 +227,13 @@ def masses(
     Raises:
         TypeError: not a transformers model.
         ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have; a model without rotary
-            table, or whose attention this pass does not reproduce (learned sinks, biases or masks of its own); NaN or
-            infinite logits, by layer and head.
+            table, or whose attention this pass does not reproduce (learned sinks, biases or masks of its own); an
+            adapter that puts tokens of its own before the text; NaN or infinite logits, by layer and head.
     """
     if offsets < 2 or (block is not None and block < 1):
         raise ValueError(f"offsets must be >= 2 and block >= 1, got {offsets} and {block}")
     rows = token_rows(token_ids)
+    refuse_prompts(model)
     root: Any = find_rotary(model).model
     vocabulary = root.get_input_embeddings().num_embeddings
     if int(rows.min()) < 0 or int(rows.max()) >= vocabulary:
@@ -251,10 +257,11 @@ def masses(
                         some.end()
                 finally:
                     _STUDY.reset(reset)
-    measured = tuple(
-        replace(study.tallies[index].result(), repeated_mass=repeated.tallies[index].result().induction_mass)
-        for index in sorted(study.tallies)
-    )
+    measured = tuple(study.tallies[index].result() for index in sorted(study.tallies))
+    if repeated.rows.shape[1] > 2 * OFFSETS:
+        measured = tuple(
+            replace(layer, repeated_mass=repeated.tallies[layer.index].result().induction_mass) for layer in measured
+        )
     return Heads(type(root).__name__, rows.numel(), len(rows), text_digest(rows), measured)
 
 
@@ -337,7 +344,6 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -350,7 +356,7 @@ def _attend(
     tally = None if study is None else study.tally(module, heads)
     key_heads = key.shape[1]
     scaling = scaling or head_dim**-0.5
-    window = sliding_window or tokens
+    window = window_of(attention_mask) or tokens
     block = study.block if study and study.block else max(16, min(512, BLOCK_BYTES // (4 * heads * tokens)))
     out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
     queries, keys, values = query[0].float(), key[0].float(), value[0].float()
@@ -375,7 +381,7 @@ def _attend(
 
 
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, no_mask)
+AttentionMaskInterface.register(NAME, window_alone)
 
 
 def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
@@ -445,11 +451,12 @@ class _Tally:
         low: int,
     ) -> None:
         """Add a block of queries: weights (heads, queries, keys) of keys from ``low`` on, queries from ``start`` on."""
-        if not bool(torch.isfinite(weights).all()):
-            head = int((~torch.isfinite(weights)).nonzero()[0, 0])
+        wrong = ~(torch.isfinite(logits) | hidden)
+        if bool(wrong.any()):
+            head, at = wrong.nonzero()[0, :2].tolist()
             raise ValueError(
-                f"layer {self.index}, query head {head} has logits that are no numbers at positions {start} to "
-                f"{start + weights.shape[1] - 1}: statistics need finite states"
+                f"layer {self.index}, query head {head} has logits that are no finite numbers at position "
+                f"{start + at}: statistics need finite states"
             )
         ids = self.study.rows[self.study.row].to(weights.device)
         self._add_bound(query, key, scaling, logits, start, low)

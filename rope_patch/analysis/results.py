@@ -261,7 +261,7 @@ def write_arrays(path: str | Path, outline: Mapping[str, Any], arrays: Mapping[s
     write_atomically(path, buffer.getvalue())
 
 
-def read_arrays(path: str | Path, schema: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_arrays(path: str | Path, schema: int | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read what :func:`write_arrays` wrote: the outline, less its schema, and the tensors.
 
     Raises:

@@ -129,8 +129,7 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
             adapter that puts tokens of its own before the text; a layer whose queries or keys are no rotation of what
             a part of it puts out.
     """
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
+    refuse_prompts(model)
     site = find_rotary(model)
     slots = _tables_in_use(site.model, site.module)
     root: Any = site.model
@@ -154,6 +153,12 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
     if len({layer.index for layer in layers}) < len(layers):
         raise ValueError(f"{type(root).__name__} calls an attention layer more than once in a pass")
     return Sources(site.model, decoder, tuple(layers))
+
+
+def refuse_prompts(model: nn.Module) -> None:
+    """Raise if tokens of an adapter's own come before the text."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
 
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotarySlot]:
@@ -181,6 +186,7 @@ class _Call:
     module: nn.Module
     states: dict[str, Tensor]
     kwargs: dict[str, Any]
+    window: int | None
     outputs: list[tuple[str, nn.Module, Tensor]]
 
 
@@ -204,7 +210,7 @@ def _record(
         states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
         names = {child: name for name, child in module.named_children()}
         outputs = [(names[child], child, output) for child, output in notes.outputs.items() if child in names]
-        notes.calls.append(_Call(module, states, kwargs, outputs))
+        notes.calls.append(_Call(module, states, kwargs, window_of(attention_mask), outputs))
         notes.outputs.clear()
     out = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True, scale=kwargs.get("scaling")
@@ -212,12 +218,24 @@ def _record(
     return out.transpose(1, 2).contiguous(), None
 
 
-def no_mask(**kwargs: Any) -> None:
-    """Make no mask: what attends knows what it sees."""
+def window_alone(local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    """Make no mask, and give its window in its place, which not every layer that slides tells: (1, 1, 1, 1)."""
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
+
+
+def window_of(mask: Tensor | None) -> int | None:
+    """Return the window that :func:`window_alone` gave.
+
+    Raises:
+        ValueError: a mask that the model made itself.
+    """
+    if mask is not None and (mask.numel() > 1 or mask.dtype != torch.long):
+        raise ValueError("a layer attends with a mask of its own: causal and sliding layers alone are known")
+    return None if mask is None else int(mask)
 
 
 AttentionInterface.register(NAME, _record)
-AttentionMaskInterface.register(NAME, no_mask)
+AttentionMaskInterface.register(NAME, window_alone)
 
 
 @torch.no_grad()
@@ -314,7 +332,7 @@ def _match(
                 interleaved=interleaved,
                 scaling=float(call.kwargs.get("scaling") or call.states["query"].shape[-1] ** -0.5),
                 softcap=call.kwargs.get("softcap"),
-                window=call.kwargs.get("sliding_window"),
+                window=call.window,
                 keys_of=keys_of,
             )
     raise ValueError(

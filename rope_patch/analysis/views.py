@@ -95,7 +95,9 @@ class HeadView:
         """
         window = len(self.query) if self.window is None else self.window
         if not (0 <= query < len(self.query) and max(0, query - window + 1) <= key <= query):
-            raise ValueError(f"a query of {len(self.query)} tokens sees none but keys before it, got {query} and {key}")
+            raise ValueError(
+                f"a query in [0, {len(self.query)}) sees the {window} keys up to its own, got query {query}, key {key}"
+            )
         q, k = (states[at] for states, at in zip(self._rotated, (query, key), strict=True))
         rest = 2 * len(self.inv_freq)
         return (q * k).sum(-1) * self.scaling, float(self.query[query, rest:] @ self.key[key, rest:]) * self.scaling
@@ -159,17 +161,18 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
         query, key = (torch.cat(kept[index, role]) for role in ("query", "key"))
         if not 0 <= head < query.shape[1]:
             raise ValueError(f"layer {index} has query heads 0 to {query.shape[1] - 1}, got {head}")
+        query, key = query[:, head], key[:, head * key.shape[1] // query.shape[1]]
         for role, states in (("query", query), ("key", key)):
             if not bool(torch.isfinite(states).all()):
-                raise ValueError(f"layer {index} has {role}s that are no finite numbers")
+                raise ValueError(f"layer {index}, query head {head}: its {role} states are no finite numbers")
         source = sources[index]
         made.append(
             HeadView(
                 layer=index,
                 head=head,
                 token_ids=rows[0],
-                query=query[:, head],
-                key=key[:, head * key.shape[1] // query.shape[1]],
+                query=query,
+                key=key,
                 inv_freq=source.slot.inv_freq,
                 attention_scaling=source.slot.attention_scaling,
                 scaling=source.scaling,
