@@ -110,8 +110,8 @@ class LayerHeads:
         """Return what a head does with most of its attention.
 
         ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (sinks together, where the
-        first token alone is not enough), ``"induction"`` (on the text, less what chance puts there, or on repeated tokens), ``"after a
-        token"`` (the previous token, but only after certain ones: B24's apostrophe heads).
+        first token alone is not enough), ``"induction"`` (on the text, less what chance puts there, or on repeated
+        tokens), ``"after a token"`` (the previous token, but only after certain ones: B24's apostrophe heads).
 
         Args:
             head: query head.
