@@ -228,8 +228,14 @@ def findings(analysis: Analysis) -> list[str]:
     for habit, one, many in (
         ("previous token", "attends to the previous token", "attend to the previous token"),
         ("diagonal", "attends to its own token", "attend to their own token"),
+        ("2 back", "attends two tokens back", "attend two tokens back"),
         ("induction", "does induction", "do induction"),
         ("first token", "rests on the first token", "rest on the first token"),
+        (
+            "after a token",
+            "attends to the previous token after certain tokens",
+            "attend to the previous token after certain tokens alone",
+        ),
         ("sink", "rests on sinks other than the first token", "rest on sinks other than the first token"),
     ):
         found = [f"{layer}.{head}" for layer, head, habits in heads if habit in habits]
@@ -353,11 +359,11 @@ def changes(found: Difference, name: str) -> list[str]:
         heads = f"{len(found.heads)} heads attend in another way, most of all {', '.join(most)}"
     else:
         heads = "every head attends as before, to a tenth of its attention"
-    turned = [part[torch.isfinite(part)].abs() for part in (found.query_norm, found.key_norm)]
-    most_turned = [2 ** float(part.max()) - 1 if len(part) else 0.0 for part in turned]
+    apart = [part[torch.isfinite(part)].abs() for part in (found.query_norm, found.key_norm)]
+    factors = [2 ** float(part.max()) if len(part) else 1.0 for part in apart]
     return [
         f"Against {name}: {heads}.",
-        f"Norms of pairs differ by up to {most_turned[0]:.0%} (queries) and {most_turned[1]:.0%} (keys), mean over "
+        f"Norms of pairs differ by a factor of up to {factors[0]:.2f} (queries) and {factors[1]:.2f} (keys), mean over "
         f"heads; {len(found.gained)} key pairs have become outliers, {len(found.lost)} no longer are.",
     ]
 

@@ -219,6 +219,9 @@ def advise(trials: Sequence[Trial], tolerance: float = TOLERANCE, *, vocabulary:
             None, "No p is advised: the trial's text is foreign to this checkpoint, at a perplexity of "
             f"{base.perplexity[0]:.0f} where a uniform guess has {vocabulary}. Give a text it knows with --text.",
         )  # fmt: skip
+    others = [trial for trial in others if trial.stopped]
+    if not others:
+        return Advice(None, "No p tried stops a pair that is not at rest already, so none is advised.")
     good = [trial for trial in others if trial.change and trial.change[0][2] <= math.log1p(tolerance)]
     chosen = min(good, key=lambda trial: trial.p) if good else min(others, key=lambda trial: trial.perplexity[0])
     carried = (

@@ -44,7 +44,7 @@ from rope_patch import theory
 from rope_patch.analysis import heads as module
 from rope_patch.analysis import views
 from rope_patch.analysis.capture import Capture, capture
-from rope_patch.analysis.heads import FAR, OFFSETS, OFTEN, SETTLED, TOP, Heads, masses, repeated_tokens
+from rope_patch.analysis.heads import FAR, FEW, OFFSETS, OFTEN, SETTLED, TOP, Heads, masses, repeated_tokens
 from rope_patch.analysis.outliers import recall, scatter
 from rope_patch.analysis.views import view_heads
 from rope_patch.evaluation.text import builtin_text
@@ -150,7 +150,9 @@ def loops(rows, layers, window, offsets=OFFSETS):
                     far[r, j].append(w[:, j])
     mean = defaultdict(lambda: numpy.zeros(heads), {name: numpy.mean(values, 0) for name, values in seen.items()})
     queries = len(seen["distance"])
-    draws = {place: numpy.mean(values, 0) for place, values in far.items() if len(values) >= FAR}
+    enough = {r: max(FAR, max((len(values) for at, values in far.items() if at[0] == r), default=0) / 4)
+              for r in range(len(rows))}  # fmt: skip
+    draws = {place: numpy.mean(values, 0) for place, values in far.items() if len(values) >= enough[place[0]]}
     pulls = {token: numpy.mean(values, 0) for token, values in after.items() if len(values) >= OFTEN}
     places = [sorted(draws, key=lambda at, h=h: -draws[at][h])[:TOP] for h in range(heads)]
     triggers = [sorted(pulls, key=lambda at, h=h: -pulls[at][h])[:TOP] for h in range(heads)]
@@ -653,10 +655,12 @@ def test_habits_by_hand():
     by_chance = dataclasses.replace(empty, induction_mass=torch.full((4,), 0.9).double())
     assert by_chance.habits(0) == ("induction",)
     assert dataclasses.replace(by_chance, induction_chance=torch.tensor(0.5).double()).habits(0) == ()
-    assert habits(trigger_mass__0=0.5) == ("after a token",)
-    assert habits(trigger_mass__0=0.5, offset_mass__1=0.1) == (), "it looks there anyway"
-    assert habits(offset_mass__0=0.5, repeated_mass=0.9, trigger_mass__0=0.5) == (
-        "diagonal", "induction", "after a token")  # fmt: skip
+    several = {f"trigger_mass__{i}": 0.5 for i in range(FEW)}
+    assert habits(**several) == ("after a token",)
+    assert habits(trigger_mass__0=0.5) == (), "one token of hundreds may do so by chance"
+    assert habits(trigger_mass__0=0.5, first_mass=0.6) == ("first token", "after a token")
+    assert habits(**several, offset_mass__1=0.1) == (), "it looks there anyway"
+    assert habits(offset_mass__0=0.5, repeated_mass=0.9, **several) == ("diagonal", "induction")
 
 
 def test_a_head_that_looks_back_after_one_token_alone():

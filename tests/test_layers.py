@@ -27,7 +27,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("fitting", "kv_check", "training", "planning", "export", "trials", "analyze"),
     ("theory_papers", "theory_tables"),
-    ("report", "plots", "plots_theory", "theory_report", "plots_analysis", "analysis_report"),
+    (
+        *("report", "plots", "plots_theory", "theory_report", "plots_analysis", "plots_outliers"),
+        *("analysis_words", "analysis_tables", "analysis_pictures", "analysis_report"),
+    ),
     ("__init__",),  # the public names: below the top, so that no module of the library imports them back
     ("cli", "theory_command", "analyze_command", "demo", "recipes", "eval_tasks", "benchmarks"),
 )
@@ -53,7 +56,7 @@ MODULES = {
     },
 }
 OUTSIDE = {"recipes", "eval_tasks", "benchmarks", "tests"}  # folders of the repository, not of the package
-PLOTS = {"plots", "plots_theory", "plots_analysis"}
+PLOTS = {"plots", "plots_theory", "plots_analysis", "plots_outliers"}
 PURE = {"torch", "jaxtyping"}  # all that frequencies and theory may import beyond the standard library's
 PURE_STDLIB = {"__future__", "collections", "dataclasses", "functools", "hashlib", "itertools", "math"}
 PURE_STDLIB |= {"struct", "typing"}
@@ -188,7 +191,7 @@ def _third_party(module: str, item: Import) -> str | None:
     if name == "lm_eval" and not harness:
         return "lm_eval is imported in evaluation/lm_eval_*.py, eval_tasks and benchmarks alone"
     if name == "matplotlib" and module not in PLOTS:
-        return "matplotlib is imported in plots and plots_theory alone"
+        return "matplotlib is imported in plots*.py alone"
     return None
 
 

@@ -39,6 +39,8 @@ SINK = 0.3
 """Mean weight above which a key is a sink, as Gu et al. have it."""
 MAJORITY = 0.5
 """A head has a habit when this share of its attention follows it."""
+FEW = 3
+"""Tokens that must each draw the one after them, for a head to have that habit; hundreds of tokens are looked at."""
 OFTEN = 8
 """Times a token must occur to tell what it draws."""
 REPEATED = 64
@@ -128,7 +130,10 @@ class LayerHeads:
         on_text = self.induction_mass[head] - self.induction_chance
         if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= majority:
             made.append("induction")
-        if float(self.offset_mass[head, 1]) < majority / 5 and float(self.trigger_mass[head, 0]) >= majority:
+        rests = bool({"first token", "sink"} & set(made))
+        drawn = self.trigger_mass[head, : 1 if rests else FEW]  # one token is enough for a head that else rests
+        looks_there = "diagonal" in made or float(self.offset_mass[head, 1]) >= majority / 5
+        if not looks_there and bool((drawn >= majority).all()):
             made.append("after a token")
         return tuple(made)
 
@@ -516,7 +521,7 @@ class _Tally:
         """End a row: keep its sinks."""
         row = self.study.row
         draws = self.far / self.far_count.clamp_min(1)
-        draws[:, self.far_count < FAR] = 0.0  # too few to tell
+        draws[:, self.far_count < max(FAR, float(self.far_count.max()) / 4)] = 0.0  # too few to tell
         self.sink_sum += torch.where(draws > SINK, self.all, 0.0).sum(1)
         weight, position = draws.topk(min(TOP, draws.shape[1]))
         self.sinks.append((weight, position, torch.full_like(position, row)))

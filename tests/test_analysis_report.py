@@ -1,0 +1,710 @@
+"""The page of an analysis: numbers where they belong, bounds at their pair, tokens that are seen and do no harm."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import re
+import warnings
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy
+import pytest
+import tiny
+import torch
+from test_report import Page
+
+from rope_patch import analysis_pictures, analysis_report, analysis_tables, frequencies, plots, plots_analysis
+from rope_patch.analysis.decomposition import contributions, decompose
+from rope_patch.analysis.heads import Heads, LayerHeads
+from rope_patch.analysis.outliers import OutlierPair, recall, scatter
+from rope_patch.analysis.results import Capture, LayerCapture, Statistics
+from rope_patch.analysis.sinks import Sinks
+from rope_patch.analysis.views import HeadView
+from rope_patch.analysis_words import facts, kinds, visible, word
+from rope_patch.analyze import Analysis, analyze, changes, differences, findings
+from rope_patch.evaluation.domains import TextRows
+from rope_patch.plots_analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
+from rope_patch.trials import Advice, Trial
+
+WORDS = {0: "<s>", 1: " the", 2: "\n", 3: "$x$", 4: "<script>", 5: "字"}
+NO_NUMBER = re.compile(r"\b(nan|inf)\b|\bNone\b(?! of)")
+BARE = {"layer", "head", "query head", "mean norm", "norm", "logit", "mean attention weight"}
+"""Labels of numbers without a unit, beside those of lengths and logits."""
+
+
+def random_statistics(draw, heads, head_dim, pairs, groups):
+    top = torch.zeros(heads, 2, dtype=torch.long)
+    mean = draw(heads, head_dim) - 0.5
+    mean[0, pairs - 1] = 9.0  # an outlier among the slow pairs
+    return Statistics(
+        mean=mean,
+        mean_abs=draw(heads, head_dim),
+        max_abs=3 * draw(heads, head_dim),
+        mean_norm=1 + draw(heads, pairs),
+        group_norm=1 + draw(groups, heads, pairs),
+        max_norm=4 + draw(heads, pairs),
+        circular_mean=draw(heads, pairs),
+        circular_deviation=2 * draw(heads, pairs),
+        drift=draw(2, heads, head_dim),
+        top_norm=draw(heads, 2),
+        top_position=top,
+        top_token=top,
+        top_row=top,
+        interleaved=False,
+    )
+
+
+def random_heads(draw, index, heads):
+    """Head 0 attends to its own token, head 1 to the previous one, head 2 rests on the first, head 3 does nothing."""
+    offset = 0.05 * draw(heads, 8)
+    offset[0, 0], offset[1, 1] = 0.91, 0.82
+    first = 0.1 * draw(heads)
+    first[2] = 0.73
+    sink_weight = 0.2 * draw(heads, 4)
+    sink_weight[2, 0] = 0.64
+    token = torch.arange(heads * 4).view(heads, 4) % len(WORDS)
+    token[2, 0] = 0
+    trigger_mass = 0.2 * draw(heads, 4)
+    if index == 0:
+        trigger_mass[3] = torch.tensor([0.57, 0.53, 0.52, 0.0])
+    return LayerHeads(
+        index=index,
+        offset_mass=offset,
+        first_mass=first,
+        sink_mass=0.1 * draw(heads),
+        sink_position=torch.arange(4).expand(heads, 4).clone(),
+        sink_token=token,
+        sink_row=torch.zeros(heads, 4, dtype=torch.long),
+        sink_weight=sink_weight,
+        induction_mass=0.3 * draw(heads),
+        induction_chance=torch.tensor(0.01, dtype=torch.float64),
+        repeated_mass=torch.full((heads,), math.nan, dtype=torch.float64),
+        trigger_token=torch.full((heads, 4), 4),
+        trigger_mass=trigger_mass,
+        trigger_count=torch.full((heads, 4), 9),
+        distance=100 * draw(heads),
+        entropy=5 * draw(heads),
+        logit=10 * draw(heads, 2),
+        bound=20 + draw(heads, 2),
+        cosine=draw(heads, 2),
+    )
+
+
+def random_analysis(
+    *,
+    layers=3,
+    heads=4,
+    key_heads=2,
+    tables=((None, 256, 8),),
+    groups=("first", "second $"),
+    seed=0,
+    tokens=24,
+    name="Some <b> model",
+    **changes,
+):
+    """An analysis of random numbers; ``tables`` are layer types with their context and pairs, taken in turn."""
+    source = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.rand(*shape, generator=source, dtype=torch.float64)
+
+    captured, attended, preferred = [], [], []
+    for index, (kind, context, pairs) in zip(range(layers), itertools.cycle(tables), strict=False):
+        size = heads, 2 * pairs, pairs, len(groups)
+        captured.append(
+            LayerCapture(
+                index=index,
+                layer_type=kind,
+                inv_freq=frequencies.geometric(1e4, 2 * pairs),
+                attention_scaling=1.0,
+                context=context,
+                scaling=0.25,
+                softcap=None,
+                keys_of=index,
+                query=random_statistics(draw, *size),
+                key=random_statistics(draw, key_heads, *size[1:]),
+                value=random_statistics(draw, key_heads, *size[1:]),
+            )
+        )
+        attended.append(random_heads(draw, index, heads))
+        places = torch.arange(3).expand(heads, 3).clone()
+        preferred.append(
+            Sinks(
+                layer=index,
+                position=places,
+                token=places + 2,
+                row=torch.zeros_like(places),
+                logit=draw(heads, 3),
+                score=1 + 4 * draw(heads, 3),
+                key=draw(heads, 3, 2 * pairs),
+                alignment=draw(heads, 3, pairs),
+                cosine=draw(heads, 3),
+                pairs=pairs,
+                interleaved=False,
+            )
+        )
+    ids = torch.arange(tokens) % len(WORDS)
+    first = captured[0]
+    view = HeadView(
+        layer=0,
+        head=1,
+        token_ids=ids,
+        query=draw(tokens, 2 * first.query.pairs),
+        key=draw(tokens, 2 * first.query.pairs),
+        inv_freq=first.inv_freq,
+        attention_scaling=1.0,
+        scaling=0.25,
+        softcap=None,
+        window=None,
+        interleaved=False,
+    )
+    cost = ((0.1, -0.001, 0.2), (0.02, 0.01, 0.03))
+    trials = (
+        Trial(1.0, {}, 0.0, 0.0, 0.0, 0.0, (8.0, 30.0), None),
+        Trial(0.75, {tables[0][0] or "all": (6, 7)}, 0.21, 0.22, 0.18, 0.011, (8.04, 30.6), cost),
+        Trial(0.25, {tables[0][0] or "all": (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 0.3, (16.0, math.inf),
+              ((0.7, 0.6, 0.8), (math.inf, -math.inf, math.inf))),
+    )  # fmt: skip
+    made = Analysis(
+        name=name,
+        table="the table",
+        method=None,
+        context=256,
+        rows=TextRows(ids.expand(2, tokens), groups, "a text", "ab" * 32, (0,)),
+        capture=Capture("TinyForCausalLM", 2 * tokens, 2, "c" * 16, 0, groups, tuple(captured)),
+        heads=Heads("TinyForCausalLM", 2 * tokens, 2, "c" * 16, tuple(attended)),
+        sinks=tuple(preferred),
+        views=(view,),
+        trials=trials,
+        trial_positions=(0, 256, 1024),
+        trial_text="some text",
+        advice=Advice(0.75, "p = 0.75 suits."),
+        words=WORDS,
+        environment={"torch": "2"},
+    )
+    return replace(made, **changes)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures as they would have been saved, which is left out."""
+    made = []
+    monkeypatch.setattr(plots, "svg", lambda figure: made.append(figure) or "<svg></svg>")
+    return made
+
+
+class Standard(NamedTuple):
+    """A page of two random analyses, and its figures, not saved."""
+
+    made: Analysis
+    after: Analysis
+    text: str
+    page: Report
+    figures: list
+
+
+@pytest.fixture(scope="module")
+def standard():
+    """Made once for the tests that only look."""
+    made, after, drawn = random_analysis(), random_analysis(seed=3, name="after"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "svg", lambda figure: drawn.append(figure) or "<svg></svg>")
+        text = analysis_report.page(made, against=after)
+    return Standard(made, after, text, Report(text), drawn)
+
+
+def texts(cells):
+    return [text.strip() for _, text in cells]
+
+
+def table(page, name):
+    """Rows below a heading: those of the table whose name it is."""
+    return [texts(cells) for cells in page.tables[name]]
+
+
+class Report(Page):
+    """A page whose tables are found by their names."""
+
+    def __init__(self, text):
+        self.tables = {}
+        self.current = None
+        super().__init__(text)
+
+    def handle_starttag(self, tag, attrs):
+        super().handle_starttag(tag, attrs)
+        given = dict(attrs)
+        if tag == "div" and given.get("role") == "region":
+            self.current = self.tables.setdefault(given["aria-label"], [])
+        if tag == "tr":
+            self.current.append(self.rows[-1])
+
+    def handle_data(self, data):
+        super().handle_data(data)
+        if self.current and {"td", "th"} & set(self.open):
+            self.current[-1] = self.rows[-1]
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole_and_loads_nothing():
+    made = random_analysis(layers=2)
+    text = analysis_report.page(made, command="rope-patch analyze <x>")
+    page = Page(text)
+    images = page.all("img")
+    assert len(images) == 12  # heads, view, norms, heads of a layer, groups, 2 scatters, features, 3 means, p
+    for image in images:
+        kind, _, data = image["src"].partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert b"</svg>" in base64.b64decode(data)
+        assert len(image["alt"]) > 40
+    for _, attributes in page.seen:
+        for name in ("src", "href", "srcset", "action", "data", "background"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+    assert not page.all("script") and not page.all("link")
+    assert not re.search(r"url\(|@import", text)
+    said = "".join(page.text)
+    assert "Some <b> model" in said and "<b>" not in text
+    for fact in ("rope-patch analyze <x>", "abababababababab…", "2 of 24 tokens", "first (1), second $ (1)", "torch 2"):
+        assert fact in said
+    for finding in findings(made):
+        assert finding in said
+
+
+def test_the_same_analysis_gives_the_same_text(standard):
+    """Figures one by one: the page holds nothing else that could differ."""
+    again = random_analysis()
+    assert analysis_pictures.mean_logit(standard.made, 0, 1) == analysis_pictures.mean_logit(again, 0, 1)
+    assert analysis_pictures.outlier_scatter(standard.made)[1] == analysis_pictures.outlier_scatter(again)[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "svg", lambda figure: "<svg></svg>")
+        assert analysis_report.page(again, against=standard.after) == standard.text
+
+
+def test_sections_come_in_order_and_are_linked(standard):
+    page = standard.page
+    names = ["summary", "heads", "single", "usage", "outliers", "means", "sinks", "p", "against"]
+    assert [given["id"] for given in page.all("section")] == names
+    assert [given["href"] for given in page.all("a")] == [f"#{name}" for name in names]
+    assert all(given.get("scope") in ("col", "row") for given in page.all("th"))
+    assert len(page.all("caption")) == len(page.all("table"))
+
+
+def test_tokens_are_seen_and_do_no_harm(standard):
+    assert "<script" not in standard.text
+    rows = table(standard.page, "The text of these figures, 24 tokens")
+    seen = ["<s>", "␣the", r"\n", "$x$", "<script>", "字"]
+    assert rows[0] == ["0", *(seen * 3)[:16]]
+    assert rows[1][0] == "16"
+    assert word(replace(standard.made, words={7: "\ufffd"}), 7) == "� (id 7)"
+    assert visible("a\tb\x00\u202e") == r"a\tb\u0000\u202e"
+
+
+def test_numbers_of_heads_are_those_of_the_analysis(standard):
+    made, page = standard.made, standard.page
+    rows = {row[0]: row for row in table(page, "Heads with habits")[1:]}
+    assert set(rows) == {"0.0", "0.1", "0.3", "1.0", "1.1", "2.0", "2.1"}
+    layer = made.heads.layer(1)
+    assert rows["1.1"][1] == "previous token"
+    masses = [layer.offset_mass[1, 0], layer.offset_mass[1, 1], layer.first_mass[1], layer.sink_mass[1]]
+    assert rows["1.1"][2:7] == [f"{float(mass):.2f}" for mass in [*masses, layer.induction_mass[1]]]
+    assert rows["1.1"][7:] == ["–", f"{float(layer.distance[1]):.1f}", f"{float(layer.entropy[1]):.2f}"]
+    rest = table(page, "3 heads that only rest")[1:]
+    assert [row[:2] for row in rest] == [["0.2", "first token"], ["1.2", "first token"], ["2.2", "first token"]]
+    bound = {row[0]: row for row in table(page, "How near positional heads come to their bound")[1:]}
+    assert set(bound) == {"0.0", "0.1", "1.0", "1.1", "2.0", "2.1"}
+    expected = [part[1, offset] for offset in (0, 1) for part in (layer.logit, layer.bound, layer.cosine)]
+    assert bound["1.1"][2:] == [f"{float(value):.2f}" for value in expected]
+    (trigger,) = table(page, "Heads that look back after certain tokens")[1:]
+    assert trigger[0] == "0.3" and trigger[2].startswith("<script> 0.57 (9 times); ")
+    assert table(page, "Sinks, by the attention they draw")[1:] == [["<s>", "first", "3", "2.2", "0.64"]]
+
+
+def test_numbers_of_outliers_sinks_and_p_are_those_of_the_analysis(standard):
+    made, page = standard.made, standard.page
+    outliers = made.outliers("key")
+    rows = table(page, "Outlier pairs of the keys")[1:]
+    assert len(rows) == len(outliers) == 6  # one key head in each of three layers, for two query heads
+    for row, pair in zip(rows, outliers, strict=True):
+        assert row[:2] == [f"{pair.layer}.{pair.head}", "7"]
+        assert row[4:8] == [f"{pair.radius:.2f}", f"{pair.ratio:.1f}", f"{pair.deviation:.2f}", f"{pair.phi:.2f}"]
+        assert row[8] == f"{pair.angle:.2f}"
+    found = recall(made.capture, quantiles=(0.99,)).rows
+    for row, expected in zip(table(page, "Outliers inside the bounds")[1:], found, strict=True):
+        assert row[2] == f"{expected.outliers} of {expected.features}"
+        for cell, share in zip(row[4:], (expected.frequency, expected.angle, expected.relaxed), strict=True):
+            assert cell == "–" if share is None else float(cell.split()[0]) == pytest.approx(100 * share, abs=0.5)
+    for row, sink in zip(table(page, "The strongest of each layer")[1:], made.sinks, strict=True):
+        head = int(sink.score[:, 0].argmax())
+        assert row[:4] == [f"{sink.layer}.{head}", r"\n", "0", "0"]
+        values = (sink.logit[head, 0], sink.cosine[head, 0])
+        assert [row[4], row[6]] == [f"{float(value):.2f}" for value in values]
+        assert row[5] == f"{float(sink.score[head, 0]):.1f}"
+        assert row[7] == f"{float(made.heads.layer(sink.layer).sink_weight[head, 0]):.2f}"
+    base, some, most = table(page, "What each p stops, carries and costs")[1:]
+    assert base == ["1", "none", "0.0 %", "0.0 %", "0.0 %", "0.0 %", "8.00", "as found", "30.00", "as found"]
+    assert some[:6] == ["0.75", "2 of 8", "21 %", "22 %", "18 %", "1.1 %"]
+    assert some[7] == "+10.5 % (−0.1 % to +22.1 %)"  # exp(0.1) - 1
+    assert most[8:] == ["∞", "+∞ % (one window: no interval)"]
+
+
+def test_a_sink_that_is_not_measured_says_so():
+    made = random_analysis()
+    moved = tuple(replace(sink, row=torch.ones_like(sink.row)) for sink in made.sinks)
+    rows = analysis_tables.preferred_table(replace(made, sinks=moved)).rows
+    assert {row[-1].text for row in rows} == {"not among its sinks"}
+
+
+def test_nothing_found_is_said(figures):
+    """No habits, triggers, sinks, outliers, single heads or trials."""
+    made = random_analysis(groups=("all",), views=(), trials=(), advice=Advice(None, "No p was tried."))
+    plain = [
+        replace(
+            layer,
+            **{name: torch.zeros_like(getattr(layer, name)) for name in ("offset_mass", "first_mass", "sink_mass")},
+            trigger_token=torch.full_like(layer.trigger_token, -1),
+            sink_token=torch.full_like(layer.sink_token, -1),
+            **{name: torch.zeros_like(getattr(layer, name)) for name in ("trigger_mass", "sink_weight")},
+        )
+        for layer in made.heads.layers
+    ]
+    even = [
+        replace(
+            layer,
+            query=replace(layer.query, mean=torch.ones_like(layer.query.mean)),
+            key=replace(layer.key, mean=torch.ones_like(layer.key.mean)),
+        )
+        for layer in made.capture.layers
+    ]
+    made = replace(
+        made,
+        heads=replace(made.heads, layers=tuple(plain)),
+        capture=replace(made.capture, layers=tuple(even)),
+    )
+    said = "".join(Page(analysis_report.page(made)).text)
+    for words in (
+        *("No head has a habit.", "No head is positional", "No head looks back after certain tokens only"),
+        *("No token occurs often enough to tell.", "No head has a sink: no token draws attention from afar."),
+        *("No mean key has a pair longer than 5 times", "No mean query has a pair", "No single head was looked at."),
+        *("the nearest to a positional head, since there is none", "No p was tried.", "none was tried"),
+    ):
+        assert words in said
+    assert not NO_NUMBER.search(said)
+    assert len(figures) == 7  # heads, norms, heads of a layer, 2 scatters, features, one mean
+
+
+def test_numbers_that_are_none(figures):
+    """Pairs without a direction have an infinite deviation."""
+    made = random_analysis()
+    nowhere = torch.full((2, 8), math.inf, dtype=torch.float64)
+    layers = [replace(layer, key=replace(layer.key, circular_deviation=nowhere)) for layer in made.capture.layers]
+    made = replace(made, capture=replace(made.capture, layers=tuple(layers)))
+    _, drawn = analysis_pictures.outlier_scatter(made)
+    assert "96 points whose directions cancel out are not drawn" in drawn.caption  # 3 layers of 4 heads of 8 pairs
+    found = analysis_tables.outlier_table(made, "key")
+    assert {row[6].text for row in found.rows} == {"∞"}
+
+
+def test_words_for_outliers_are_true():
+    """By brute force over real distances: what a pair adds is a cosine."""
+    drawn = torch.rand(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    seen = set()
+    for phi, share in drawn.tolist():
+        context, turns = 100, 0.98 * share + 0.01
+        phi = 2 * math.pi * phi
+        f = 2 * math.pi * turns / context
+        bound = math.pi + context * f / 2
+        kind = "offset feature" if phi > bound else "partial turn"
+        pair = OutlierPair("key", 0, 0, 3, 2 * math.pi / f, turns, 9.0, 9.0, 0.1, phi, bound, kind)
+        distances = torch.arange(1, 1001, dtype=torch.float64) / 10
+        q, k = torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[math.cos(phi), math.sin(phi)]]).double()
+        (values,) = contributions(q, k, torch.tensor([f]).double(), distances)
+        told = analysis_tables.why(pair)
+        seen.add(kind)
+        if kind == "offset feature":
+            assert "adds less at every distance than at 0" in told
+            assert float(values.max()) < math.cos(phi)
+        else:
+            where = float(told.removesuffix(" tokens back.").split()[-1])
+            assert float(values.max()) == pytest.approx(math.cos(phi - f * where), abs=2e-3)
+            assert float(values.max()) > math.cos(phi)
+    assert seen == {"offset feature", "partial turn"}
+    full = OutlierPair("query", 0, 0, 0, 6.28, 40.7, 9.0, 9.0, 0.25, 1.0, 100.0, "full turns")
+    assert analysis_tables.why(full) == (
+        "Full turns: 40.7 of them; the mean survives because queries point the same way (deviation 0.25 rad)."
+    )
+    still = OutlierPair("key", 0, 0, 0, math.inf, 0.0, 9.0, 9.0, 0.25, 1.0, math.inf, "still")
+    assert analysis_tables.why(still) == "Still: does not rotate, a constant at every distance."
+
+
+# --- before and after ------------------------------------------------------------------------------------------------
+
+
+def test_differences_are_told(standard):
+    before, after, _, page, figures = standard
+    found = differences(before, after)
+    said = " ".join("".join(page.text).split())
+    assert "What after does differently" in said
+    for one in (before, after):
+        for finding in findings(one):
+            assert said.count(finding) >= 1
+    assert all(told in said for told in changes(found, "after"))
+    rows = table(page, "Heads that changed")[1:]
+    assert [row[0] for row in rows] == [f"{change.layer}.{change.head}" for change in found.heads]
+    assert [row[1] for row in rows] == [f"{change.moved:.2f}" for change in found.heads]
+    figure = figures[-1]
+    shown = [axes.images[0] for axes in figure.axes if axes.images]
+    for image, values in zip(shown, (found.query_norm, found.key_norm), strict=True):
+        numpy.testing.assert_allclose(image.get_array().filled(math.nan), values.numpy())
+        assert image.norm.vmin == -image.norm.vmax
+        assert image.cmap.name == "RdBu_r"
+    other = replace(after, capture=replace(after.capture, text="d" * 16))
+    with pytest.raises(ValueError, match="read different tokens"):
+        analysis_report.page(before, against=other)
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def units(figure):
+    """Every label of a figure's axes; each panel has its own or one below or beside it."""
+    bars = {axes for axes in figure.axes if axes.get_label() == "<colorbar>"}
+    panels = [axes for axes in figure.axes if axes not in bars]
+    for axes in panels:
+        spot = axes.get_subplotspec()
+        below = [other for other in panels if set(other.get_subplotspec().colspan) & set(spot.colspan)]
+        beside = [other for other in panels if set(other.get_subplotspec().rowspan) & set(spot.rowspan)]
+        assert any(other.get_xlabel() for other in below), axes.get_title(loc="left")
+        assert any(other.get_ylabel() for other in beside), axes.get_title(loc="left")
+    return {label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label}
+
+
+def test_axes_have_units(standard):
+    assert len(standard.figures) == 13
+    labels = set().union(*map(units, standard.figures))
+    bare = {label for label in labels if "[" not in label}
+    assert bare <= BARE | {
+        *("weight (square-root scale)", "length of the mean key", "length of the mean query", "largest |q|"),
+        *("mean |q|", "largest |k|", "mean |k|", "logit of the mean query and key", "first feature / length"),
+        *("second feature / length", "p, the share of pairs that keep turning", "log2 of the ratio of mean norms"),
+    }
+    assert {"position [tokens]", "turns within the context [turns]", "angle φ of the mean key [rad]"} <= labels
+
+
+def test_the_bound_is_drawn_between_its_pairs():
+    phi_1 = frequencies.geometric(1e4, 32)
+    assert bound_edges(phi_1, 2048) == [10.5]  # J25: pairs 11 to 15
+    assert bound_edges(frequencies.geometric(1e4, 128), 4096) == [45.5]  # Llama-2-7B: pairs 46 to 63
+    assert bound_edges(torch.cat((torch.zeros(3), phi_1[3:])), 2048) == [2.5, 10.5]  # the fastest stand still
+    assert bound_edges(phi_1, 1) == bound_edges(torch.ones(4), 64) == []
+    panel = pair_map("norms", torch.rand(2, 16), ["0", "1"], phi_1, 2048)
+    figure = heat_maps([[panel]], title="t", xlabel="x", ylabel="y", labels=["norm"])
+    (line,) = figure.axes[0].lines
+    assert list(line.get_xdata()) == [10.5, 10.5]
+    halves = plots_analysis.feature_map("", torch.rand(2, 32), ["0", "1"], phi_1, 2048, interleaved=False)
+    assert list(halves.edges) == [10.5, 26.5]
+    turns = plots_analysis.feature_map("", torch.rand(2, 36), ["0", "1"], phi_1, 2048, interleaved=True)
+    assert list(turns.edges) == [21.5]  # features 20 and 21 are pair 10
+    assert turns.ticks[35] == "35\nno pair"
+
+
+def test_pairs_are_named_by_their_wavelengths():
+    table = frequencies.geometric(1e4, 128)
+    ticks = pair_ticks(table)
+    assert list(ticks) == [0, 16, 32, 47, 63]
+    assert ticks[0] == "6.3\n(0)" and ticks[32] == "628\n(32)"
+    assert pair_ticks(torch.tensor([1.0, 0.0]))[1] == "∞\n(1)"
+    assert pair_ticks(torch.tensor([1.0])) == {0: "6.3\n(0)"}
+
+
+def test_heat_maps_show_their_values_and_clip_few():
+    values = torch.ones(10, 50, dtype=torch.float64)
+    values[0, 0], values[1, 1] = 100.0, math.nan
+    figure = heat_maps(
+        [[Map("a", values, list("0123456789"), {0: "0"}), Map("b", values / 2, list("0123456789"), {0: "0"})]],
+        title="t", xlabel="x", ylabel="y", labels=["one", "two"],
+    )  # fmt: skip
+    left, right = (axes.images[0] for axes in figure.axes[:2])
+    assert left.get_array().mask.nonzero()[0].tolist() == [1]
+    assert left.get_array()[0, 0] == 100
+    assert (left.norm.vmin, left.norm.vmax) == (0, 1)  # 1 of 499 values is larger: it has the last colour
+    assert left.colorbar.extend == "max"
+    assert right.norm.vmax == pytest.approx(0.5, abs=1e-12)
+    assert [axes.get_ylim() for axes in figure.axes[:2]] == [(9.5, -0.5)] * 2  # layer 0 above
+    nothing = torch.full((2, 3), math.nan)
+    heat_maps([[Map("", nothing, ["0", "1"], {})]], title="t", xlabel="x", ylabel="y", labels=["one"])
+
+
+def test_the_scatter_draws_each_pair_against_its_own_bound(figures):
+    made = random_analysis(tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 8)))
+    analysis_pictures.outlier_scatter(made)
+    points = scatter(made.capture)
+    turns_of = {layer.index: layer.context * layer.inv_freq.double() / (2 * math.pi) for layer in made.capture.layers}
+    turns = torch.stack([turns_of[layer][pair] for layer, pair in zip(points.layer.tolist(), points.pair, strict=True)])
+    first, angle, beyond = figures[0].axes[:3]
+    full, partial = (collection.get_offsets() for collection in first.collections[:2])
+    numpy.testing.assert_allclose(full[:, 0], turns[~points.partial])
+    numpy.testing.assert_allclose(partial[:, 0], turns[points.partial])
+    numpy.testing.assert_allclose(partial[:, 1], points.key_radius[points.partial])
+    assert (full[:, 0] > 1).all() and (partial[:, 0] < 1).all()
+    assert [list(line.get_xdata()) for line in first.lines[-1:]] == [[1, 1]]
+    numpy.testing.assert_allclose(angle.collections[1].get_offsets()[:, 0], points.phi[points.partial])
+    (shown,) = beyond.collections
+    numpy.testing.assert_allclose(shown.get_offsets()[:, 0], (points.phi - points.angle)[points.partial])
+    assert (shown.get_offsets()[:, 0] > 0).sum() == int(points.within_angle.sum())
+    waves = frequencies.wavelength(points.inv_freq)[points.partial]
+    numpy.testing.assert_allclose(shown.get_array(), waves)
+
+
+def test_still_pairs_stand_at_the_end_of_the_scale(figures):
+    made = random_analysis()
+    layers = [
+        replace(layer, inv_freq=torch.where(torch.arange(8) < 5, layer.inv_freq, 0.0)) for layer in made.capture.layers
+    ]
+    made = replace(made, capture=replace(made.capture, layers=tuple(layers)))
+    rows = analysis_tables.outlier_table(made, "key").rows
+    assert {row[9].text for row in rows} == {"Still: does not rotate, a constant at every distance."}
+    analysis_pictures.outlier_scatter(made)
+    shown = figures[0]
+    offsets = shown.axes[0].collections[2].get_offsets()
+    assert len(offsets) == 3 * 4 * 3 and (offsets[:, 0] < 1).all()
+    assert [text.get_text() for text in shown.legends[0].texts] == ["makes full turns", "does not rotate"]
+
+
+def test_mean_logits_are_those_of_the_decomposition(figures):
+    made = random_analysis()
+    analysis_pictures.mean_logit(made, 1, 2)
+    layer = made.capture.layer(1)
+    whole = decompose(layer, torch.arange(256))
+    sums, without, pattern = figures[0].axes[:3]
+    lines = {line.get_label(): line for line in sums.lines}
+    total = next(line for line in lines.values() if line.get_color() == "black" and line.get_linestyle() == "-")
+    numpy.testing.assert_allclose(total.get_ydata(), (whole.total[2] * layer.scaling)[:32])
+    product = layer.query.radius[2] * layer.key_by_query_head.radius[2]
+    longest = product.argsort(descending=True)[:5].tolist()
+    solid = [line.get_ydata() for line in sums.lines if line.get_linestyle() == "-"]
+    for pair, values in zip(longest, solid, strict=False):
+        numpy.testing.assert_allclose(values, (whole.pairs[2, pair] * layer.scaling)[:32])
+    left_out = [line.get_ydata() for line in without.lines if line.get_linestyle() == "-"][:-1]
+    expected = [(whole.leave_one_out[2, pair] * layer.scaling)[:32].numpy() for pair in longest]
+    assert all(any(numpy.allclose(values, one) for one in expected) for values in left_out) and len(left_out) == 3
+    weights = whole.pattern(range(128))[2].numpy()
+    numpy.testing.assert_allclose(pattern.images[0].get_array().data, weights)
+    circles = [axes for axes in figures[0].axes if axes.get_xlabel() == "first feature / length"]
+    assert [axes.get_title(loc="left").split(" (")[0] for axes in circles] == [f"pair {pair}" for pair in longest[:3]]
+
+
+def test_a_long_context_is_sampled():
+    distances = analysis_pictures.distances_of(131072)
+    assert distances[:512].tolist() == list(range(512))
+    assert len(distances) < 1300 and int(distances[-1]) < 131072
+    assert bool((distances[1:] > distances[:-1]).all())
+    assert analysis_pictures.distances_of(16).tolist() == list(range(16))
+
+
+def test_clearest_heads_are_of_both_kinds():
+    made = random_analysis()
+    layers = list(made.heads.layers)
+    mass = layers[2].offset_mass.clone()
+    mass[3, 2] = 0.99
+    layers[2] = replace(layers[2], offset_mass=mass)
+    heads = replace(made.heads, layers=tuple(layers))
+    assert analysis_pictures.clearest(heads) == [(0, 1), (0, 0), (2, 3)]
+    assert analysis_pictures.busiest(heads) == (2, 3)
+
+
+def test_a_view_shows_its_head(figures):
+    made = random_analysis()
+    (view,) = made.views
+    told = analysis_pictures.view(made, replace(view, window=6))
+    query, key, *_ = [axes.images[0] for axes in figures[0].axes if axes.images]
+    numpy.testing.assert_allclose(query.get_array().data, view.query_norms.T)
+    numpy.testing.assert_allclose(key.get_array().data, view.key_norms.T)
+    pattern = next(axes.images[0] for axes in figures[0].axes if axes.get_title(loc="left") == "Attention")
+    hidden = pattern.get_array().mask
+    assert hidden[3, 4] and not hidden[3, 3] and not hidden[10, 5] and hidden[10, 4]
+    bars = [axes for axes in figures[0].axes if "adds to the logit" in axes.get_title(loc="left")]
+    for axes, distance in zip(bars, (0, 1), strict=True):
+        heights = [bar.get_height() for bar in axes.patches]
+        numpy.testing.assert_allclose(heights, view.mean_terms(distance))
+        mean = float(view.logits.diagonal(-distance).mean())
+        assert sum(heights) == pytest.approx(mean)
+        assert f"{mean:.2f}".replace("-", "−") in told.caption
+
+
+def test_layers_of_two_tables_are_apart(figures):
+    made = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)))
+    found = kinds(made.capture)
+    assert [(kind.name, kind.rows) for kind in found] == [
+        ("sliding_attention, 64 tokens", ["0", "2", "4"]),
+        ("full_attention, 4096 tokens", ["1", "3"]),
+    ]
+    analysis_pictures.norms(made)
+    shown = [axes for axes in figures[0].axes if axes.images]
+    assert sorted(axes.images[0].get_array().shape for axes in shown) == [(2, 16)] * 3 + [(3, 8)] * 3
+    for axes in shown:
+        sliding = axes.images[0].get_array().shape == (3, 8)
+        edges = bound_edges(frequencies.geometric(1e4, 16 if sliding else 32), 64 if sliding else 4096)
+        assert [list(line.get_xdata()) for line in axes.lines] == [[edge, edge] for edge in edges]
+    queries = next(axes for axes in shown if axes.get_title(loc="left") == "full_attention, 4096 tokens\nqueries")
+    expected = torch.stack([made.capture.layer(i).query.mean_norm.mean(0) for i in (1, 3)])
+    numpy.testing.assert_allclose(queries.images[0].get_array().data, expected)
+    told = dict(facts(made))
+    assert told["Layers, sliding_attention, 64 tokens"].startswith("0, 2, 4; 4 query heads over 2 key heads; 8 pairs")
+    again = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)), seed=9)
+    analysis_pictures.norm_changes(made, differences(made, again), "one", "two")
+    assert {axes.images[0].get_array().shape for axes in figures[1].axes if axes.images} == {(3, 8), (2, 16)}
+
+
+def test_names_that_fonts_lack_draw_boxes():
+    made = random_analysis(groups=("中文 $", "b\n"))
+    figure = plots_analysis.pair_lines(
+        [[("字 x", dict.fromkeys(made.capture.groups, torch.ones(8)), made.capture.layers[0].inv_freq, 256)]],
+        title="t", ylabel="y",
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "</svg>" in plots.svg(figure)
+    assert [text.get_text() for text in figure.legends[0].texts] == [r"□□ \$", "b□"]
+
+
+def test_large_models_make_small_figures():
+    """Heat maps are images with a point per cell, and many points are pixels."""
+    layers = 80
+    panel = pair_map("", torch.rand(layers, 64), [str(i) for i in range(layers)], frequencies.geometric(5e5, 128), 8192)
+    figure = heat_maps([[panel] * 3], title="t", xlabel="x", ylabel="y", labels=["norm"])
+    assert len(plots.svg(figure)) < 200_000
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()][:3] == ["0", "10", "20"]
+
+
+# --- real models -----------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer that can only decode."""
+
+    def decode(self, ids):
+        return WORDS.get(ids[0] % 8, f"w{ids[0]}")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
+def test_a_real_model_has_a_page(figures, tmp_path, family):
+    model = tiny.tiny_model(family)
+    rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32, ())
+    made = analyze(model, Words(), rows, name=family, shares=(), heads=[(0, 1), (1, 3)])
+    analysis_report.write(tmp_path / "page.html", made, against=made)
+    page = Report((tmp_path / "page.html").read_text(encoding="utf-8"))
+    said = "".join(page.text)
+    assert f"How {family} uses its rotary table" in said and f"What {family} (2) does differently" in said
+    assert "No head has another habit, and none has moved a tenth of its attention." in said
+    assert not NO_NUMBER.search(said)
+    (norms,) = (figure for figure in figures if figure.get_suptitle() == "Mean norm of each pair, by layer")
+    assert len([axes for axes in norms.axes if axes.images]) == (3 if family == "llama" else 6)
+    if family == "gemma4":
+        widths = {axes.images[0].get_array().shape[1] for axes in norms.axes if axes.images}
+        assert widths == {8, 16}
+    for figure in figures:
+        units(figure)
