@@ -16,7 +16,8 @@ from rope_patch.analysis.results import LayerCapture
 from rope_patch.analysis.sinks import Sinks
 from rope_patch.analysis.views import HeadView
 from rope_patch.analysis_words import Kind, kinds, relative, spans_of, stacked, word
-from rope_patch.analyze import Analysis, Difference
+from rope_patch.analyze import Analysis
+from rope_patch.before_after import Difference
 from rope_patch.plots_analysis import PAIRS, feature_map, heat_maps, pair_lines, pair_map, spread
 from rope_patch.plots_analysis import Map as Panel
 from rope_patch.report import Picture, _number, picture

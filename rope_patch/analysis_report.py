@@ -13,7 +13,8 @@ from rope_patch import analysis_pictures as pictures
 from rope_patch import analysis_tables as tables
 from rope_patch.analysis_tables import Table
 from rope_patch.analysis_words import facts, word
-from rope_patch.analyze import Analysis, Difference, changes, differences, findings
+from rope_patch.analyze import Analysis, findings
+from rope_patch.before_after import Difference, changes, differences
 from rope_patch.checkpoints import write_atomically
 from rope_patch.plots_outliers import NEAR
 from rope_patch.report import Picture, render
@@ -106,9 +107,10 @@ def sections(analysis: Analysis, against: Analysis | None = None) -> list[Sectio
 
 def _heads(analysis: Analysis) -> Section:
     blocks: list[Block] = [
-        "A head has a habit when at least half of its attention follows it. Diagonal and previous-token heads need "
-        "position, and B24 finds that they use the fastest pairs for it; induction looks for content; a head at rest "
-        "on a sink does next to nothing for the query at hand.",
+        "A head has a habit when at least half of its attention follows it; for induction that on random tokens that "
+        "come twice counts too, and for looking back after certain tokens what three of them draw. Diagonal and "
+        "previous-token heads need position, and B24 finds that they use the fastest pairs for it; induction looks for "
+        "content; a head at rest on a sink does next to nothing for the query at hand.",
         pictures.habits(analysis),
     ]
     blocks += tables.habit_tables(analysis) or ["No head has a habit."]

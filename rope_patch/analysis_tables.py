@@ -10,7 +10,8 @@ from rope_patch.analysis.heads import MAJORITY, SINK, LayerHeads
 from rope_patch.analysis.outliers import RATIO, OutlierPair, recall
 from rope_patch.analysis.results import Capture
 from rope_patch.analysis_words import all_heads, named, relative, spans_of, word
-from rope_patch.analyze import Analysis, Difference
+from rope_patch.analyze import Analysis
+from rope_patch.before_after import Difference
 from rope_patch.report import _number, _perplexity
 from rope_patch.theory_tables import text
 

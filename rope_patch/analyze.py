@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from transformers import PreTrainedConfig
 
 from rope_patch.analysis.capture import Capture, capture
-from rope_patch.analysis.heads import Heads, LayerHeads, masses
+from rope_patch.analysis.heads import Heads, masses
 from rope_patch.analysis.outliers import OutlierPair, outlier_pairs, recall
 from rope_patch.analysis.sinks import Sinks, sinks
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
@@ -102,13 +104,25 @@ class Analysis:
                 states: [_plain(asdict(pair)) for pair in self.outliers(states)] for states in ("key", "query")
             },
             "recall": json.loads(table.to_json())["rows"],
+            "sinks": [
+                {
+                    "layer": found.layer,
+                    "head": head,
+                    "token": self.word(int(found.token[head, 0])),
+                    "position": int(found.position[head, 0]),
+                    "score": float(found.score[head, 0]),
+                    "cosine": float(found.cosine[head, 0]),
+                }
+                for found in self.sinks
+                for head in range(len(found.token))
+            ],
             "trials": [_plain(asdict(trial)) for trial in self.trials],
             "trial_positions": list(self.trial_positions),
             "trial_text": self.trial_text,
             "advice": asdict(self.advice),
             "environment": dict(self.environment),
         }
-        return json.dumps(out, indent=1, allow_nan=False, ensure_ascii=False)
+        return json.dumps(_plain(out), indent=1, allow_nan=False, ensure_ascii=False)
 
 
 def analyze(
@@ -146,13 +160,8 @@ def analyze(
         TypeError: not a transformers model.
         ValueError: as for ``capture`` and ``masses``; a layer or head that the model does not have; a p outside (0, 1).
     """
-    for p in shares:
-        if not 0 < p < 1:
-            raise ValueError(f"p must be in (0, 1), got {p}")
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance must be >= 0, got {tolerance}")
     seen = look(model)
-    _check_heads(model, layers, heads)
+    check(model.config, layers=layers, heads=heads, shares=shares, tolerance=tolerance, chunk=chunk)  # type: ignore[arg-type]
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
     kept = Journal(keep / "kept.jsonl") if keep is not None else None
@@ -163,12 +172,12 @@ def analyze(
         if keep is None or kept is None:
             return make()
         path, known = keep / f"{stage}.npz", key(part=stage, **identity, **options)
-        if path.exists() and kept.get(stage) == known:
+        if path.exists() and kept.get(stage) == [known, _digest(path)]:  # the file is this one, and whole
             progress(stage, rows.ids.numel())
             return kind.from_npz(path)
         made = make()
         made.to_npz(path)
-        kept[stage] = known
+        kept[stage] = [known, _digest(path)]
         return made
 
     def told(stage: str) -> Callable[[int], None]:
@@ -214,6 +223,34 @@ def analyze(
     )
 
 
+def check(
+    config: PreTrainedConfig,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[tuple[int, int]] = (),
+    shares: Sequence[float] = SHARES,
+    tolerance: float = TOLERANCE,
+    chunk: int | None = None,
+) -> None:
+    """Raise ValueError for options of :func:`analyze` that a model of this config cannot meet."""
+    text = config.get_text_config()
+    for p in shares:
+        if not 0 < p < 1:
+            raise ValueError(f"p must be in (0, 1), got {p}")
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be >= 0, got {tolerance}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 token, got {chunk}")
+    for layer in (*(layers or ()), *(layer for layer, _ in heads)):
+        if not 0 <= layer < text.num_hidden_layers:
+            raise ValueError(f"the model has attention layers 0 to {text.num_hidden_layers - 1}, got {layer}")
+    for layer, head in heads:
+        if not 0 <= head < text.num_attention_heads:
+            raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
+        if layers is not None and layer not in layers:
+            raise ValueError(f"head {layer}.{head} is not in the layers to be analysed, {list(layers)}")
+
+
 def tokens_to_read(rows: TextRows, shares: Sequence[float], context: int) -> int:
     """Return the tokens that ``analyze`` tells its ``progress`` of, at most."""
     trials = 1 + len(shares) if shares else 0
@@ -225,169 +262,45 @@ def findings(analysis: Analysis) -> list[str]:
     made = []
     heads = [(layer.index, head, layer.habits(head)) for layer in analysis.heads.layers for head in range(layer.heads)]
     total = len(heads)
+    most = "with most of the attention"
     for habit, one, many in (
-        ("previous token", "attends to the previous token", "attend to the previous token"),
-        ("diagonal", "attends to its own token", "attend to their own token"),
-        ("2 back", "attends two tokens back", "attend two tokens back"),
-        ("induction", "does induction", "do induction"),
-        ("first token", "rests on the first token", "rest on the first token"),
-        (
-            "after a token",
-            "attends to the previous token after certain tokens",
-            "attend to the previous token after certain tokens alone",
-        ),
-        ("sink", "rests on sinks other than the first token", "rest on sinks other than the first token"),
-    ):
+        ("previous token", f"attends to the previous token {most}", f"attend to the previous token {most}"),
+        ("diagonal", f"attends to its own token {most}", f"attend to their own token {most}"),
+        ("2 back", f"attends two tokens back {most}", f"attend two tokens back {most}"),
+        ("induction", "does induction, on the text or on random tokens that come twice",
+         "do induction, on the text or on random tokens that come twice"),
+        ("first token", f"rests on the first token {most}", f"rest on the first token {most}"),
+        ("sink", f"rests on several sinks {most}", f"rest on several sinks {most}"),
+        ("after a token", "looks at the previous token after certain tokens alone",
+         "look at the previous token after certain tokens alone"),
+    ):  # fmt: skip
         found = [f"{layer}.{head}" for layer, head, habits in heads if habit in habits]
         if found:
             listed = ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
-            what = one if len(found) == 1 else many
-            made.append(f"{len(found)} of {total} heads {what} with most of the attention (layer.head {listed}).")
+            made.append(f"{len(found)} of {total} heads {one if len(found) == 1 else many} (layer.head {listed}).")
     if not any(habits for _, _, habits in heads):
-        made.append(f"None of {total} heads has a habit that takes most of its attention.")
+        made.append(f"None of {total} heads has a habit.")
     for states in ("key", "query"):
         pairs = analysis.outliers(states)
         count = sum(layer.query.heads * layer.query.pairs for layer in analysis.capture.layers)
         if not pairs:
-            made.append(f"No mean {states} is an outlier: none of {count} pairs has a radius over 5 times the median.")
+            made.append(
+                f"No mean {states} is an outlier: none of {count} pairs has a radius over 5 times the median of the "
+                "layers read."
+            )
             continue
         kinds = {kind: sum(pair.kind == kind for pair in pairs) for kind in ("offset feature", "partial turn")}
         below = sum(kinds.values()) + sum(pair.kind == "still" for pair in pairs)
         made.append(
-            f"{len(pairs)} of {count} mean {states} pairs are outliers, up to {pairs[0].ratio:.0f} times the median "
-            f"(layer {pairs[0].layer}, head {pairs[0].head}, pair {pairs[0].pair}); {below} lie under J25's frequency "
-            f"bound, {kinds['offset feature']} of them beyond its angle bound as well."
+            f"{len(pairs)} of {count} mean {states} pairs are outliers, up to {pairs[0].ratio:.0f} times the median of "
+            f"the layers read (layer {pairs[0].layer}, head {pairs[0].head}, pair {pairs[0].pair}); under J25's "
+            f"frequency bound lie {below}, {kinds['offset feature']} of them beyond its angle bound as well."
         )
     made.append(analysis.advice.reason)
     return made
 
 
-# --- before and after ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class HeadChange:
-    """A head that attends in another way than before.
-
-    Attributes:
-        layer: index.
-        head: query head.
-        moved: largest change of the mean weight on its own token, the previous one, the first one or on sinks, or of
-            its induction on the text.
-        before: habits.
-        after: habits.
-    """
-
-    layer: int
-    head: int
-    moved: float
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Difference:
-    """What another checkpoint does differently on the same text, after fine-tuning for example.
-
-    Attributes:
-        heads: those whose habits differ, or whose attention has moved by a tenth or more; most moved first.
-        query_norm: (layers, pairs) log2 of the ratio of mean norms, after to before, mean over heads; nan where layers
-            have fewer pairs.
-        key_norm: (layers, pairs) as for queries.
-        layers: indices of the rows.
-        gained: layer, head and pair of keys that have become outliers.
-        lost: of those that no longer are.
-    """
-
-    heads: tuple[HeadChange, ...]
-    query_norm: Tensor
-    key_norm: Tensor
-    layers: tuple[int, ...]
-    gained: tuple[tuple[int, int, int], ...]
-    lost: tuple[tuple[int, int, int], ...]
-
-
-def differences(before: Analysis, after: Analysis) -> Difference:
-    """Return what ``after`` does differently.
-
-    Raises:
-        ValueError: analyses of different texts, layers or shapes.
-    """
-    if before.capture.text != after.capture.text:
-        raise ValueError("the analyses read different tokens: give both the same text, and one tokenizer")
-    shapes = [
-        [(layer.index, tuple(layer.query.mean.shape), tuple(layer.key.mean.shape)) for layer in made.capture.layers]
-        for made in (before, after)
-    ]
-    if shapes[0] != shapes[1]:
-        raise ValueError("the checkpoints have different layers or heads: only one before and after can be compared")
-    moves = []
-    for old, new in zip(before.heads.layers, after.heads.layers, strict=True):
-        moved = (_masses(new) - _masses(old)).abs().amax(0).tolist()
-        moves += [HeadChange(old.index, h, moved[h], old.habits(h), new.habits(h)) for h in range(old.heads)]
-    pairs = max(layer.query.pairs for layer in before.capture.layers)
-
-    def ratio(role: str) -> Tensor:
-        out = torch.full((len(before.capture.layers), pairs), math.nan, dtype=torch.float64)
-        for line, old, new in zip(out, before.capture.layers, after.capture.layers, strict=True):
-            norms = [getattr(layer, role).mean_norm.mean(0) for layer in (old, new)]
-            line[: len(norms[0])] = torch.log2(norms[1] / norms[0])
-        return out
-
-    was, now = ({(pair.layer, pair.head, pair.pair): None for pair in made.outliers("key")} for made in (before, after))
-    return Difference(
-        heads=tuple(sorted(
-            (move for move in moves if move.before != move.after or move.moved >= 0.1), key=lambda move: -move.moved
-        )),
-        query_norm=ratio("query"),
-        key_norm=ratio("key"),
-        layers=tuple(layer.index for layer in before.capture.layers),
-        gained=tuple(place for place in now if place not in was),
-        lost=tuple(place for place in was if place not in now),
-    )  # fmt: skip
-
-
-def changes(found: Difference, name: str) -> list[str]:
-    """Return what a difference comes to, a sentence each.
-
-    Args:
-        found: the difference.
-        name: of the other checkpoint.
-    """
-    if found.heads:
-        most = [f"{head.layer}.{head.head} by {head.moved:.2f}" for head in found.heads[:5]]
-        heads = f"{len(found.heads)} heads attend in another way, most of all {', '.join(most)}"
-    else:
-        heads = "every head attends as before, to a tenth of its attention"
-    apart = [part[torch.isfinite(part)].abs() for part in (found.query_norm, found.key_norm)]
-    factors = [2 ** float(part.max()) if len(part) else 1.0 for part in apart]
-    return [
-        f"Against {name}: {heads}.",
-        f"Norms of pairs differ by a factor of up to {factors[0]:.2f} (queries) and {factors[1]:.2f} (keys), mean over "
-        f"heads; {len(found.gained)} key pairs have become outliers, {len(found.lost)} no longer are.",
-    ]
-
-
-def _masses(layer: LayerHeads) -> Tensor:
-    """Return what :class:`HeadChange` compares: (masses, heads)."""
-    kept = (layer.offset_mass[:, 0], layer.offset_mass[:, 1], layer.first_mass, layer.sink_mass, layer.induction_mass)
-    return torch.stack(kept).nan_to_num()
-
-
 # --- small parts -----------------------------------------------------------------------------------------------------
-
-
-def _check_heads(model: nn.Module, layers: Sequence[int] | None, heads: Sequence[tuple[int, int]]) -> None:
-    """Raise for a head that cannot be shown, before anything is read."""
-    config: Any = model.config
-    text = config.get_text_config()
-    for layer, head in heads:
-        if not 0 <= layer < text.num_hidden_layers:
-            raise ValueError(f"the model has layers 0 to {text.num_hidden_layers - 1}, got {layer}")
-        if not 0 <= head < text.num_attention_heads:
-            raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
-        if layers is not None and layer not in layers:
-            raise ValueError(f"head {layer}.{head} is not in the layers to be analysed, {list(layers)}")
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -425,7 +338,7 @@ def _words(
 
 def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
     found = analysis.heads.layer(layer)
-    facts = {
+    return {
         "layer": layer,
         "head": head,
         "habits": list(found.habits(head)),
@@ -438,12 +351,19 @@ def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
         "entropy": float(found.entropy[head]),
         "cosine": found.cosine[head].tolist(),
     }
-    return _plain(facts)
 
 
-def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+def _plain(value: Any) -> Any:
     """Numbers that JSON cannot say become None."""
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in facts.items()}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _environment() -> dict[str, str]:

@@ -10,6 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
+TYPES = ("auto", "float32", "bfloat16", "float16")
+LAYERS = 10_000  # more than any model has: a range is not made longer than this
+
 
 def analyze(
     model: Annotated[
@@ -39,7 +43,7 @@ def analyze(
         str | None, typer.Option(help="Length of a row; by default the context, at most 2k [tokens].")
     ] = None,
     chunk: Annotated[int | None, typer.Option(help="Tokens per forward pass of the statistics; a row at once.")] = None,
-    method: Annotated[str | None, typer.Option(help="Patch to apply first, NAME:key=value+NAME….")] = None,
+    method: Annotated[str | None, typer.Option(help="Patch to apply to MODEL first, NAME:key=value+NAME….")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-analysis"),
     device: Annotated[str, typer.Option(help="cpu, cuda …; auto spreads the model over what is there.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -59,15 +63,20 @@ def analyze(
     from transformers.utils import logging as hf_logging
 
     from rope_patch import analyze as engine
+    from rope_patch import before_after
     from rope_patch.checkpoints import write_atomically
     from rope_patch.evaluation.documents import documents
     from rope_patch.evaluation.domains import read_rows
     from rope_patch.registry import parse_length
+    from rope_patch.sites import find_rotary
 
     if report:
         from rope_patch import analysis_report as page
-    wanted: dict[str, Any] = {"layers": _layers(layers), "heads": [_head(word) for word in _words(heads)]}
-    wanted["shares"] = [_share(word) for word in _words(p)]
+    wanted: dict[str, Any] = {
+        "layers": _layers(layers),
+        "heads": list(dict.fromkeys(_head(word) for word in _words(heads))),
+    }
+    wanted["shares"] = list(dict.fromkeys(_share(word) for word in _words(p)))
     size = parse_length(window) if window is not None else None
     total = parse_length(tokens)
     if total < 2:
@@ -77,24 +86,31 @@ def analyze(
     named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in text or ()} or None
     if named is not None and len(named) < len(text or ()):
         raise ValueError("two texts have one name: rename one, domains are told apart by it")
+    if dtype not in TYPES:
+        raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
+    sides = [(model, output), *([(against, output / "against")] if against is not None else [])]
+    # What cannot be done fails before any weight is read.
+    configs = [_config(source) for source, _ in sides]
+    context = int(configs[0].max_position_embeddings)
+    engine.check(configs[0], tolerance=tolerance, chunk=chunk, **wanted)
+    shapes = [[getattr(config, name, None) for name in SHAPE] for config in configs]
+    if shapes[0] != shapes[-1]:
+        raise ValueError(f"{against} has other layers or heads than {model}: only one before and after can be compared")
+    tokenizers = [_tokenizer(source) for source, _ in sides]
+    texts = [read_rows(words, named, window=size, tokens=total, context=context) for words in tokenizers]
+    rows = texts[0]
+    if not torch.equal(texts[-1].ids, rows.ids):
+        raise ValueError(f"{against} reads the text as other tokens than {model}: both need one tokenizer")
     made: list[Any] = []
-    rows: Any = None
-    for source, folder in ((model, output), *([(against, output / "against")] if against is not None else [])):
-        tokenizer, loaded = _load(source, method, device, dtype)
-        context = int(loaded.config.get_text_config().max_position_embeddings)
-        again = read_rows(tokenizer, named, window=size, tokens=total, context=context)
-        if rows is None:
-            rows, size = again, again.ids.shape[1]
-        elif not torch.equal(again.ids, rows.ids):
-            raise ValueError(
-                f"{source} reads the text as other tokens than {model}: only one tokenizer can be compared"
-            )
+    for (source, folder), tokenizer in zip(sides, tokenizers, strict=True):
+        loaded = _load(source, method if folder == output else None, device, dtype)
+        find_rotary(loaded)
         folder.mkdir(parents=True, exist_ok=True)
         read = engine.tokens_to_read(rows, wanted["shares"], context)
-        with tqdm(total=read, unit="tok", unit_scale=True, desc=Path(source).name, disable=as_json) as bar:
+        with tqdm(total=read, unit="tok", unit_scale=True, desc=_name(source), disable=as_json) as bar:
 
             def told(stage: str, done: int, bar: Any = bar) -> None:
                 bar.set_postfix_str(stage, refresh=False)
@@ -106,7 +122,7 @@ def analyze(
                         loaded,
                         tokenizer,
                         rows,
-                        name=Path(source).name,
+                        name=_name(source),
                         trial_source=named,
                         tolerance=tolerance,
                         chunk=chunk,
@@ -116,45 +132,74 @@ def analyze(
                     )
                 )
             except KeyboardInterrupt:
+                bar.close()
                 print(f"what was finished is kept in {folder}: the same command goes on from there", file=sys.stderr)
                 raise
             bar.total = bar.n
         del loaded
         write_atomically(folder / "analysis.json", made[-1].to_json())
+    names = ["analysis.json", "capture.npz", "heads.npz"]
+    sentences: list[str] = []
+    if against is not None:
+        found = before_after.differences(*made)
+        sentences = before_after.changes(found, made[1].name)
+        write_atomically(output / "differences.json", before_after.to_json(found, made[1].name))
+        names += ["differences.json", "against/"]
     if report:
         command = shlex.join(["rope-patch", *sys.argv[1:]])
         page.write(output / "analysis.html", made[0], against=made[1] if against is not None else None, command=command)
+        names.append("analysis.html")
     if as_json:
         print(made[0].to_json())
         return
     _print(made[0], engine)
-    if against is not None:
-        for sentence in engine.changes(engine.differences(*made), made[1].name):
-            print(f"- {sentence}")
-    names = ["analysis.json", "capture.npz", "heads.npz", *(["analysis.html"] if report else [])]
+    for sentence in sentences:
+        print(f"- {sentence}")
     print(f"wrote {', '.join(names)} in {output}")
 
 
-def _load(source: str, method: str | None, device: str, dtype: str) -> tuple[Any, Any]:
-    """Load a checkpoint or an adapter over its base, patched as it says, and its tokenizer."""
-    import torch
+def _name(source: str) -> str:
+    path = Path(source)
+    return path.resolve().name if path.exists() else path.name
+
+
+def _config(source: str) -> Any:
+    """Return the config of a checkpoint's text model, or of an adapter's base."""
+    from rope_patch.checkpoints import adapter_base, is_adapter, load_config
+
+    return load_config(adapter_base(source) if is_adapter(source) else source).get_text_config()
+
+
+def _tokenizer(source: str) -> Any:
+    """Return a checkpoint's tokenizer, or that of an adapter's base where it has none of its own."""
     from transformers import AutoTokenizer
 
-    from rope_patch.checkpoints import adapter_base, is_adapter, load
+    from rope_patch.checkpoints import adapter_base, is_adapter
 
-    types = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in types:
-        raise ValueError(f"dtype must be one of {', '.join(types)}, got {dtype!r}")
+    bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
+    try:
+        return AutoTokenizer.from_pretrained(adapter_base(source) if bare else source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
+
+
+def _load(source: str, method: str | None, device: str, dtype: str) -> Any:
+    """Load a checkpoint or an adapter over its base, patched as it says."""
+    import torch
+
+    from rope_patch.checkpoints import load
+
     placed: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
-    loaded: Any = load(source, method, dtype=types[dtype], **placed)
-    words = (
-        source if not is_adapter(source) or (Path(source) / "tokenizer_config.json").exists() else adapter_base(source)
-    )
-    return AutoTokenizer.from_pretrained(words), (loaded if placed else loaded.to(device)).eval()
+    loaded: Any = load(source, method, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **placed)
+    return (loaded if placed else loaded.to(device)).eval()
 
 
 def _words(text: str) -> list[str]:
     return text.replace(",", " ").split()
+
+
+def _whole(word: str) -> bool:
+    return word.isascii() and word.isdigit()
 
 
 def _share(word: str) -> float:
@@ -173,9 +218,10 @@ def _layers(text: str) -> list[int] | None:
     found: list[int] = []
     for word in _words(text):
         first, dash, last = word.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        last = last if dash else first
+        if not (_whole(first) and _whole(last)) or int(first) > int(last) or int(last) >= LAYERS:
             raise ValueError(f"layers are numbers and ranges such as '0 3-5', got {word!r}")
-        found += range(int(first), int(last if dash else first) + 1)
+        found += range(int(first), int(last) + 1)
     return sorted(set(found)) or None
 
 
@@ -186,7 +232,7 @@ def _head(word: str) -> tuple[int, int]:
     (3, 0)
     """
     layer, _, head = word.partition(".")
-    if not layer.isdigit() or not head.isdigit():
+    if not _whole(layer) or not _whole(head):
         raise ValueError(f"a head is given as layer.head, such as 3.0, got {word!r}")
     return int(layer), int(head)
 
@@ -204,7 +250,11 @@ def _print(made: Any, engine: Any) -> None:
     if not made.trials:
         return
     spans = [f"{low}-{high}" for low, high in itertools.pairwise(made.trial_positions)]
-    table = Table(title=f"p-RoPE untrained, on {escape(made.trial_text)}", box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(
+        title=f"p-RoPE untrained, on {escape(made.trial_text)}; shares are of the layers whose table changes",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+    )
     for head in ("p", "pairs stopped", "share of logits", "turned", *(f"ppl {span}" for span in spans)):
         table.add_column(head, justify="right")
     for trial in made.trials:

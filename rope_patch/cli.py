@@ -543,7 +543,12 @@ def run(app: typer.Typer) -> None:
     except (ValueError, TypeError, OSError, ImportError) as error:
         if os.environ.get("ROPE_PATCH_DEBUG"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        hint = (
+            ': pip install "rope_patch[plots]", or give --no-report'
+            if "No module named 'matplotlib" in str(error)
+            else ""
+        )
+        print(f"error: {error}{hint}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:  # of a library: its name helps
         if os.environ.get("ROPE_PATCH_DEBUG"):

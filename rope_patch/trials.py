@@ -51,6 +51,7 @@ class Trial:
         turned: of the same, what their rotation moves within the context: each product times half the mean chord
             ``|1 - exp(i f n)|`` over distances ``n``.
         perplexity: within and beyond the trial's context; one value where the text has no room for both.
+        windows: of text that it was measured on.
         change: estimate and 95 % interval of the rise of each over the table as found [nats/token], paired by window;
             None for the table as found.
     """
@@ -62,6 +63,7 @@ class Trial:
     logit_share: float
     turned: float
     perplexity: tuple[float, ...]
+    windows: int
     change: tuple[tuple[float, float, float], ...] | None
 
 
@@ -156,7 +158,7 @@ def run_trials(
 
     found = score("as found")
     spans = list(itertools.pairwise(edges))
-    made = [Trial(1.0, {}, 0.0, 0.0, 0.0, 0.0, tuple(found.between(*span) for span in spans), None)]
+    made = [Trial(1.0, {}, 0.0, 0.0, 0.0, 0.0, tuple(found.between(*span) for span in spans), len(windows), None)]
     for p in shares:
         with patched(model, f"{before}p_rope:p={p:g}", replace=True) as patch:
             result = score(f"p = {p:g}")
@@ -174,6 +176,7 @@ def run_trials(
                 {kind or "all": tuple(mask.nonzero().flatten().tolist()) for kind, mask in rests.items() if mask.any()},
                 *_stopped_shares(captured, rests),
                 tuple(result.between(*span) for span in spans),
+                len(windows),
                 tuple(changes),
             )
         )
@@ -204,7 +207,7 @@ def half_chord(layer: LayerCapture, points: int = 257) -> Tensor:
 
 
 def advise(trials: Sequence[Trial], tolerance: float = TOLERANCE, *, vocabulary: int | None = None) -> Advice:
-    """Return the smallest p whose rise of perplexity within the context stays below the tolerance.
+    """Return the smallest p whose rise of perplexity within the context stays below the tolerance beyond doubt.
 
     Args:
         trials: the table as found first.
@@ -222,22 +225,58 @@ def advise(trials: Sequence[Trial], tolerance: float = TOLERANCE, *, vocabulary:
     others = [trial for trial in others if trial.stopped]
     if not others:
         return Advice(None, "No p tried stops a pair that is not at rest already, so none is advised.")
-    good = [trial for trial in others if trial.change and trial.change[0][2] <= math.log1p(tolerance)]
-    chosen = min(good, key=lambda trial: trial.p) if good else min(others, key=lambda trial: trial.perplexity[0])
-    carried = (
-        f"the pairs that p = {chosen.p:g} stops carry {chosen.query_share:.0%} of the queries' norm and "
-        f"{chosen.key_share:.0%} of the keys'"
-    )
-    cost = f"perplexity within the context goes from {base.perplexity[0]:.2f} to {chosen.perplexity[0]:.2f}"
+    limit = math.log1p(tolerance)
+    kinds = {trial.p: _kind(trial, limit) for trial in others}
+    good = [trial for trial in others if kinds[trial.p] == "cheap"]
+    seen = f"over {base.windows} window{'s' * (base.windows > 1)} of text"
     if good:
-        lower = [f"{trial.p:g}" for trial in others if trial.p < chosen.p]
-        rest = f"; {' and '.join(lower)} may cost more" if lower else "; it is the smallest tried"
+        chosen = min(good, key=lambda trial: trial.p)
+        beyond = f", beyond it by {_rise(chosen, 1)}" if len(chosen.perplexity) > 1 else ""
+        lower = [f"p = {trial.p:g} {_told(trial, kinds[trial.p])}" for trial in others if trial.p < chosen.p]
+        rest = f" {'; '.join(lower)}." if lower else " It is the smallest tried."
         return Advice(
-            chosen.p, f"p = {chosen.p:g} suits this checkpoint untrained: {carried}, and {cost}, a rise below "
-            f"{100 * tolerance:g} % with 95 % confidence{rest}.",
-        )  # fmt: skip
+            chosen.p,
+            f"p = {chosen.p:g} suits this checkpoint untrained: {_carried(chosen)}, and {seen} perplexity within the "
+            f"context changes by {_rise(chosen, 0)}{beyond}.{rest}",
+        )
+    open_ones = [trial for trial in others if kinds[trial.p] == "unknown"]
+    if open_ones:
+        told = "; ".join(f"p = {trial.p:g} {_told(trial, kinds[trial.p])}" for trial in others)
+        return Advice(
+            None,
+            f"Whether a p suits this checkpoint untrained cannot be told {seen}: {told}. Give more text with --text.",
+        )
+    least = min(others, key=lambda trial: trial.perplexity[0])
     tried = ", ".join(f"{trial.p:g}" for trial in others)
     return Advice(
-        None, f"No p tried ({tried}) suits this checkpoint untrained, if perplexity may rise by {100 * tolerance:g} %: "
-        f"{carried}, and {cost}. Fine-tune after patching, or keep every pair turning (YaRN, ABF).",
-    )  # fmt: skip
+        None,
+        f"No p tried ({tried}) suits this checkpoint untrained, if perplexity may rise by {100 * tolerance:g} %: with "
+        f"p = {least.p:g}, {_carried(least)}, and {seen} perplexity within the context changes by {_rise(least, 0)}. "
+        "Fine-tune after patching, or keep every pair turning (YaRN, ABF).",
+    )
+
+
+def _kind(trial: Trial, limit: float) -> str:
+    """Tell whether a rise of perplexity is below the limit, above it, or neither beyond doubt."""
+    assert trial.change is not None
+    _, low, high = trial.change[0]
+    return "cheap" if high <= limit else "dear" if low > limit else "unknown"
+
+
+def _told(trial: Trial, kind: str) -> str:
+    verb = {"cheap": "costs", "dear": "costs", "unknown": "may cost"}[kind]
+    return f"{verb} {_rise(trial, 0)}"
+
+
+def _rise(trial: Trial, place: int) -> str:
+    """A rise of perplexity in per cent, with its 95 % interval."""
+    assert trial.change is not None
+    value, low, high = (f"{math.expm1(part):+.1%}" if part < 20 else "far more" for part in trial.change[place])
+    return f"{value} ({low} to {high})"
+
+
+def _carried(trial: Trial) -> str:
+    return (
+        f"the pairs it stops carry {trial.query_share:.0%} of the queries' norm and {trial.key_share:.0%} of the keys' "
+        "in the layers whose table changes"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,8 @@ from rope_patch import analyze as engine
 from rope_patch import cli
 from rope_patch.analysis.capture import capture
 from rope_patch.analysis.results import Capture
-from rope_patch.analyze import analyze, differences, findings, tokens_to_read
+from rope_patch.analyze import analyze, findings, tokens_to_read
+from rope_patch.before_after import differences
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import still
@@ -137,18 +139,27 @@ def test_the_half_chord_by_hand(tokenizer):
     assert float(turned[-1]) == pytest.approx(float(layer.inv_freq[-1]) * layer.context / 4, rel=1e-3)
 
 
-def tried(p, perplexity, high):
-    return Trial(p, {"all": (7,)}, 0.1, 0.2, 0.3, 0.1, (perplexity,), None if p == 1 else ((0.0, -0.01, high),))
+def tried(p, perplexity, low, high):
+    """A trial whose perplexity within the context rises by low to high [nats]."""
+    change = None if p == 1 else (((low + high) / 2, low, high), (0.3, 0.2, 0.4))
+    return Trial(p, {"all": (7,)}, 0.1, 0.2, 0.3, 0.1, (perplexity, 20.0), 8, change)
 
 
 def test_advice_takes_the_smallest_p_that_is_surely_cheap_enough():
-    trials = [tried(1.0, 10.0, 0), tried(0.9, 10.0, 0.001), tried(0.75, 10.02, 0.009), tried(0.5, 10.05, 0.02)]
+    trials = [tried(1.0, 10.0, 0, 0), tried(0.9, 10.0, -0.001, 0.001), tried(0.75, 10.02, -0.001, 0.009)]
+    trials += [tried(0.5, 10.05, -0.01, 0.02), tried(0.25, 12.0, 0.1, 0.3)]
     best = advise(trials, 0.01)
-    assert best.p == 0.75 and "10% of the queries' norm" in best.reason and "0.5 may cost more" in best.reason
-    assert advise(trials, 0.03).p == 0.5 and "smallest tried" in advise(trials, 0.03).reason
-    none = advise(trials, 0.0)
-    assert none.p is None and "p = 0.9" in none.reason and "YaRN" in none.reason
+    assert best.p == 0.75 and "10% of the queries' norm" in best.reason and "over 8 windows" in best.reason
+    assert "changes by +0.4% (-0.1% to +0.9%), beyond it by +35.0% (+22.1% to +49.2%)" in best.reason
+    assert "p = 0.5 may cost +0.5% (-1.0% to +2.0%); p = 0.25 costs +22.1% (+10.5% to +35.0%)" in best.reason
+    assert advise(trials[:4], 0.03).p == 0.5 and "smallest tried" in advise(trials[:4], 0.03).reason
+    none = advise([trials[0], trials[4]], 0.01)
+    assert none.p is None and "No p tried (0.25)" in none.reason and "YaRN" in none.reason
+    unknown = advise([trials[0], trials[3], trials[4]], 0.01)
+    assert unknown.p is None and "cannot be told over 8 windows" in unknown.reason and "--text" in unknown.reason
     assert advise([], 0.01).p is None and advise(trials[:1], 0.01).p is None
+    at_rest = [trials[0], dataclasses.replace(trials[1], stopped={})]
+    assert "at rest already" in advise(at_rest, 0.01).reason
     foreign = advise(trials, 0.01, vocabulary=9)
     assert foreign.p is None and "uniform guess has 9" in foreign.reason
 
@@ -232,7 +243,7 @@ def test_differences_name_the_heads_that_changed(tokenizer):
     [
         ({"shares": [1.5]}, r"p must be in \(0, 1\), got 1.5"),
         ({"tolerance": -1}, "tolerance must be >= 0"),
-        ({"heads": [(9, 0)]}, "layers 0 to 1, got 9"),
+        ({"heads": [(9, 0)]}, "attention layers 0 to 1, got 9"),
         ({"heads": [(0, 9)]}, "query heads 0 to 3, got 9"),
         ({"heads": [(1, 0)], "layers": [0]}, "not in the layers"),
         ({"layers": [7]}, "attention layers 0 to 1, got 7"),
@@ -296,7 +307,8 @@ def test_the_command_writes_what_it_says(folder, tmp_path):
     (tmp_path / "b.md").write_text(TEXT[1000:])
     given = ("--text", texts, "--text", tmp_path / "b.md", "--window", "64", "--tokens", "256", "--p", "0.5")
     printed = command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out", "--against", folder)
-    assert "wrote analysis.json, capture.npz, heads.npz, analysis.html" in printed
+    assert "wrote analysis.json, capture.npz, heads.npz, differences.json, against/, analysis.html in" in printed
+    assert json.loads((tmp_path / "out" / "differences.json").read_text())["heads"] == []
     out = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
     assert {head["layer"] for head in out["heads"]} == {1}
@@ -319,9 +331,42 @@ def test_an_adapter_is_read_over_its_base(folder, tmp_path):
     assert out["method"] == "p_rope:p=0.5" and out["trials"] == []
 
 
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+def test_damaged_parts_are_measured_again(folder, tmp_path, damage):
+    """An empty file, another one, or that of another model, as a crash or a user may leave it."""
+    texts = tmp_path / "a.txt"
+    texts.write_text(TEXT)
+    given = (folder, "--text", texts, "--window", "64", "--tokens", "128", "--p", "", "--no-report", "--json")
+    whole = command(*given, "-o", tmp_path / "out")
+    other = tmp_path / "out" / "heads.npz"
+    (tmp_path / "out" / "capture.npz").write_bytes(other.read_bytes() if damage is None else damage)
+    assert command(*given, "-o", tmp_path / "out") == whole
+
+
+def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("abc def")
+    out = command(folder, "--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out")
+    assert "cannot be told" in json.loads(out)["advice"]["reason"] or "foreign" in json.loads(out)["advice"]["reason"]
+
+
+def test_what_cannot_be_compared_fails_before_anything_is_read(folder, tmp_path):
+    for against in ("/nowhere", ASSETS / "gemma3"):
+        with pytest.raises((ValueError, OSError)):
+            command(folder, "--against", against, "--no-report", "-o", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (("--layers", "5-3"), "numbers and ranges"),
+        (("--layers", "0-99999999999"), "numbers and ranges"),
+        (("--layers", "9"), "attention layers 0 to 1, got 9"),
+        (("--heads", "9.1"), "attention layers 0 to 1, got 9"),
+        (("--heads", "1.2", "--layers", "0"), "not in the layers"),
+        (("--p", "1"), r"p must be in \(0, 1\)"),
+        (("--tolerance", "nan"), "tolerance must be >= 0"),
+        (("--chunk", "0"), "chunk must be >= 1"),
         (("--heads", "x"), "layer.head"),
         (("--layers", "2-x"), "numbers and ranges"),
         (("--p", "half"), "p is a number"),

@@ -25,7 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("checkpoints", "folders"),
     ("kv_cache", "analysis"),
     ("evaluation",),
-    ("fitting", "kv_check", "training", "planning", "export", "trials", "analyze"),
+    ("fitting", "kv_check", "training", "planning", "export", "trials", "analyze", "before_after"),
     ("theory_papers", "theory_tables"),
     (
         *("report", "plots", "plots_theory", "theory_report", "plots_analysis", "plots_outliers"),

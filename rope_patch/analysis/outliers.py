@@ -317,6 +317,7 @@ def outlier_pairs(
     states: str = "key",
     *,
     ratio: float = RATIO,
+    median: float | None = None,
     context: int | None = None,
     layers: Sequence[int] | None = None,
 ) -> tuple[OutlierPair, ...]:
@@ -328,6 +329,7 @@ def outlier_pairs(
         capture: what was measured.
         states: ``"key"`` or ``"query"``.
         ratio: to the median radius, above which a pair is an outlier.
+        median: that counts; by default of the layers looked at.
         context: as for :func:`scatter` [tokens].
         layers: indices; all captured by default.
 
@@ -339,7 +341,7 @@ def outlier_pairs(
     points = scatter(capture, context=context, layers=layers)
     radius = points.radius(states)
     deviation = points.key_deviation if states == "key" else points.query_deviation
-    median = float(radius.median())
+    median = float(radius.median()) if median is None else median
     contexts = {layer.index: layer.context if context is None else context for layer in capture.layers}
     found = (radius > ratio * median).nonzero().flatten()
     made = []

@@ -141,6 +141,8 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
             f"{type(root).__name__} does not attend through transformers' AttentionInterface: what it rotates cannot "
             "be checked"
         )
+    for order, call in enumerate(calls):
+        _check_finite(type(root).__name__, int(getattr(call.module, "layer_idx", order)), call)
     there = positions.to(device_of(site.model))
     turns = {kind: tuple(half.cpu() for half in call_rotary(site.module, kind, there)) for kind in slots}
     types = getattr(site.config, "layer_types", None) or ()
@@ -271,6 +273,18 @@ def attending_with(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for config, old in zip(configs, before, strict=True):
             config._attn_implementation_internal = old
+
+
+def _check_finite(model: str, index: int, call: _Call) -> None:
+    """Raise where a layer is given states that are no numbers: they match nothing."""
+    for role, state in call.states.items():
+        bad = ~torch.isfinite(state)
+        if bool(bad.any()):
+            _, head, token, _ = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"layer {index} of {model}: {role} head {head} is {float(state[bad][0])} at token {token} of the text: "
+                "statistics need finite states"
+            )
 
 
 # --- matching --------------------------------------------------------------------------------------------------------

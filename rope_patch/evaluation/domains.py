@@ -79,8 +79,9 @@ def read_rows(
     shortest = min(streams, key=lambda name: len(streams[name]))
     room = len(streams[shortest]) + len(prefix)
     size = min(context, LONGEST, room) if window is None else window
-    if size < 2 or size <= len(prefix):
-        raise ValueError(f"rows need at least 2 tokens beside the special ones, got {size}: is {shortest!r} empty?")
+    if size < len(prefix) + 2:
+        cause = f"is {shortest!r} too short?" if window is None else "take a longer window"
+        raise ValueError(f"rows need at least 2 tokens beside the special ones, got {size} in all: {cause}")
     if size > room:
         raise ValueError(f"{shortest!r} holds {room} tokens, less than one row of {size}: take shorter rows")
     inner = size - len(prefix)
