@@ -46,7 +46,7 @@ class Analysis:
         heads: where heads attend.
         sinks: keys that the mean queries prefer, by layer.
         views: single heads.
-        trials: of p-RoPE, the table as found first; empty where they were not asked for or cannot be made.
+        trials: of p-RoPE, the table as found first; empty where they were not asked for.
         trial_positions: edges of the positions whose perplexity they measure [tokens].
         trial_text: name of the text they are measured on.
         advice: which p.

@@ -38,7 +38,9 @@ def analyze(
     ] = None,
     p: Annotated[str, typer.Option(help="Values of p-RoPE's p to try; empty for none.")] = "0.9 0.75 0.5 0.25",
     tolerance: Annotated[float, typer.Option(help="Rise of perplexity that a p may cost, relative.")] = 0.01,
-    tokens: Annotated[str, typer.Option(help="Of all rows of text together, 16384 or 16k.")] = "16k",
+    tokens: Annotated[
+        str, typer.Option(help="Of all rows of text together, at most; a row of each text at least.")
+    ] = "16k",
     window: Annotated[
         str | None, typer.Option(help="Length of a row; by default the context, at most 2k [tokens].")
     ] = None,
