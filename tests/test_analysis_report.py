@@ -24,7 +24,8 @@ from rope_patch.analysis.results import Capture, LayerCapture, Statistics
 from rope_patch.analysis.sinks import Sinks
 from rope_patch.analysis.views import HeadView
 from rope_patch.analysis_words import facts, kinds, visible, word
-from rope_patch.analyze import Analysis, analyze, changes, differences, findings
+from rope_patch.analyze import Analysis, analyze, findings
+from rope_patch.before_after import changes, differences
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.plots_analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 from rope_patch.trials import Advice, Trial
@@ -163,9 +164,9 @@ def random_analysis(
     )
     cost = ((0.1, -0.001, 0.2), (0.02, 0.01, 0.03))
     trials = (
-        Trial(1.0, {}, 0.0, 0.0, 0.0, 0.0, (8.0, 30.0), None),
-        Trial(0.75, {tables[0][0] or "all": (6, 7)}, 0.21, 0.22, 0.18, 0.011, (8.04, 30.6), cost),
-        Trial(0.25, {tables[0][0] or "all": (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 0.3, (16.0, math.inf),
+        Trial(1.0, {}, 0.0, 0.0, 0.0, 0.0, (8.0, 30.0), 8, None),
+        Trial(0.75, {tables[0][0] or "all": (6, 7)}, 0.21, 0.22, 0.18, 0.011, (8.04, 30.6), 8, cost),
+        Trial(0.25, {tables[0][0] or "all": (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 0.3, (16.0, math.inf), 8,
               ((0.7, 0.6, 0.8), (math.inf, -math.inf, math.inf))),
     )  # fmt: skip
     made = Analysis(
