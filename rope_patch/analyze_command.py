@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.loading import check_dtype, items, load_model, load_tokenizer
+
 SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
-TYPES = ("auto", "float32", "bfloat16", "float16")
 LAYERS = 10_000  # more than any model has: a range is not made longer than this
 
 
@@ -76,9 +77,9 @@ def analyze(
         from rope_patch import analysis_report as page
     wanted: dict[str, Any] = {
         "layers": _layers(layers),
-        "heads": list(dict.fromkeys(_head(word) for word in _words(heads))),
+        "heads": list(dict.fromkeys(_head(word) for word in items(heads))),
     }
-    wanted["shares"] = list(dict.fromkeys(_share(word) for word in _words(p)))
+    wanted["shares"] = list(dict.fromkeys(_share(word) for word in items(p)))
     size = parse_length(window) if window is not None else None
     total = parse_length(tokens)
     if total < 2:
@@ -88,8 +89,7 @@ def analyze(
     named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in text or ()} or None
     if named is not None and len(named) < len(text or ()):
         raise ValueError("two texts have one name: rename one, domains are told apart by it")
-    if dtype not in TYPES:
-        raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
@@ -101,14 +101,14 @@ def analyze(
     shapes = [[getattr(config, name, None) for name in SHAPE] for config in configs]
     if shapes[0] != shapes[-1]:
         raise ValueError(f"{against} has other layers or heads than {model}: only one before and after can be compared")
-    tokenizers = [_tokenizer(source) for source, _ in sides]
+    tokenizers = [load_tokenizer(source) for source, _ in sides]
     texts = [read_rows(words, named, window=size, tokens=total, context=context) for words in tokenizers]
     rows = texts[0]
     if not torch.equal(texts[-1].ids, rows.ids):
         raise ValueError(f"{against} reads the text as other tokens than {model}: both need one tokenizer")
     made: list[Any] = []
     for (source, folder), tokenizer in zip(sides, tokenizers, strict=True):
-        loaded = _load(source, method if folder == output else None, device, dtype)
+        loaded = load_model(source, method if folder == output else None, device, dtype)
         find_rotary(loaded)
         folder.mkdir(parents=True, exist_ok=True)
         read = engine.tokens_to_read(rows, wanted["shares"], context)
@@ -172,34 +172,6 @@ def _config(source: str) -> Any:
     return load_config(adapter_base(source) if is_adapter(source) else source).get_text_config()
 
 
-def _tokenizer(source: str) -> Any:
-    """Return a checkpoint's tokenizer, or that of an adapter's base where it has none of its own."""
-    from transformers import AutoTokenizer
-
-    from rope_patch.checkpoints import adapter_base, is_adapter
-
-    bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
-    try:
-        return AutoTokenizer.from_pretrained(adapter_base(source) if bare else source)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
-
-
-def _load(source: str, method: str | None, device: str, dtype: str) -> Any:
-    """Load a checkpoint or an adapter over its base, patched as it says."""
-    import torch
-
-    from rope_patch.checkpoints import load
-
-    placed: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
-    loaded: Any = load(source, method, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **placed)
-    return (loaded if placed else loaded.to(device)).eval()
-
-
-def _words(text: str) -> list[str]:
-    return text.replace(",", " ").split()
-
-
 def _whole(word: str) -> bool:
     return word.isascii() and word.isdigit()
 
@@ -218,7 +190,7 @@ def _layers(text: str) -> list[int] | None:
     ([0, 3, 4, 5], None)
     """
     found: list[int] = []
-    for word in _words(text):
+    for word in items(text):
         first, dash, last = word.partition("-")
         last = last if dash else first
         if not (_whole(first) and _whole(last)) or int(first) > int(last) or int(last) >= LAYERS:

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.analyze_command import analyze
+from rope_patch.kv_command import kv_check
+from rope_patch.loading import check_dtype, depth, items
 from rope_patch.theory_command import theory
 from rope_patch.training.command import finetune
 
@@ -199,17 +201,6 @@ def copy(
     print(f"copied to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"a depth is a number from 0 to 1, got {text!r}") from None
-
-
-def _items(text: str) -> list[str]:
-    return text.replace(",", " ").split()
-
-
 @app.command()
 def compare(
     model: Model,
@@ -267,11 +258,9 @@ def compare(
 
     if report:
         from rope_patch import report as page
-    wanted = [as_method(name) for name in _items(methods)]
-    sizes, places = [parse_length(item) for item in _items(lengths)], [_number(item) for item in _items(depths)]
-    types = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in types:
-        raise ValueError(f"dtype must be one of {', '.join(types)}, got {dtype!r}")
+    wanted = [as_method(name) for name in items(methods)]
+    sizes, places = [parse_length(item) for item in items(lengths)], [depth(item) for item in items(depths)]
+    check_dtype(dtype)
     if not wanted or not sizes:
         raise ValueError("give at least one method and one length")
     check_asked(task, mode, sizes, places, samples, chunk)
@@ -289,7 +278,9 @@ def compare(
     hf_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     placed: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=types[dtype], **placed)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **placed
+    )
     loaded = loaded if placed else loaded.to(device)
     notes: dict[str, str] = {}
     if adapter is not None:
@@ -382,7 +373,7 @@ def plan(
         raise ValueError(f"gpu-memory must be > 0 GiB, got {gpu_memory}")
     options: dict[str, Any] = {"quantization": quantization, "optimizer": optimizer, "checkpointing": checkpointing}
     options |= {"loss": loss, "attention": attention, "dtype": dtype, "batch": batch, "long_lora": long_lora}
-    options |= {"lora_rank": None if full else lora_rank, "target_modules": tuple(_items(target_modules))}
+    options |= {"lora_rank": None if full else lora_rank, "target_modules": tuple(items(target_modules))}
     options |= {"gpus": gpus, "context_parallel": context_parallel, "tflops": tflops, "mfu": mfu}
     planned = planning.plan(model, length=parse_length(length), **options)
     if as_json:
@@ -431,6 +422,7 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
 app.command()(finetune)
 app.command()(theory)
 app.command()(analyze)
+app.command("kv-check")(kv_check)
 
 
 def _command() -> str:

@@ -213,7 +213,7 @@ def _styles(count: int) -> list[dict[str, Any]]:
 def _wrapped(name: str, width: int) -> str:
     """Break a long name after its signs, at about so many characters; a dollar is a dollar, not mathematics."""
     lines = [""]
-    for piece in re.findall(rf"[^+:/]{{1,{width}}}[+:/]?|[+:/]", name):
+    for piece in re.findall(rf"[^+:/;]{{1,{width}}}[+:/;]?|[+:/;]", name):
         if lines[-1] and len(lines[-1]) + len(piece) > width:
             lines.append("")
         lines[-1] += piece

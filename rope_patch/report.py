@@ -320,8 +320,8 @@ def _short(names: Sequence[str]) -> list[str]:
 
 
 def _breakable(name: str) -> list[str]:
-    """A method's name in pieces between which a line may break."""
-    return re.findall(r"[^+:/]*[+:/]|[^+:/]+", name)
+    """A name in the grammar of methods or schemes in pieces between which a line may break."""
+    return re.findall(r"[^+:/;]*[+:/;]|[^+:/;]+", name)
 
 
 def _perplexity(value: float) -> str:

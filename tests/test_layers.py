@@ -25,14 +25,21 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("checkpoints", "folders"),
     ("kv_cache", "analysis"),
     ("evaluation",),
-    ("fitting", "kv_check", "training", "planning", "export", "trials", "analyze", "before_after"),
+    (
+        *("fitting", "kv_judging", "kv_results", "kv_check", "training", "planning", "export"),
+        *("trials", "analyze", "before_after"),
+    ),
     ("theory_papers", "theory_tables"),
     (
         *("report", "plots", "plots_theory", "theory_report", "plots_analysis", "plots_outliers"),
         *("analysis_words", "analysis_tables", "analysis_pictures", "analysis_report"),
+        *("plots_kv", "kv_pictures", "kv_report"),
     ),
     ("__init__",),  # the public names: below the top, so that no module of the library imports them back
-    ("cli", "theory_command", "analyze_command", "demo", "recipes", "eval_tasks", "benchmarks"),
+    (
+        *("cli", "theory_command", "analyze_command", "kv_command", "loading", "demo"),
+        *("recipes", "eval_tasks", "benchmarks"),
+    ),
 )
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 BOTTOM = "_paths"  # imports nothing of ours; everyone may import it
@@ -40,23 +47,13 @@ OPEN = {"analysis", "kv_cache", "training", "planning", "recipes", "eval_tasks",
 MODULES = {
     "theory": {"__init__", "decay", "constructions", "images"},
     "evaluation": {
-        *(
-            "__init__",
-            "text",
-            "documents",
-            "domains",
-            "prompts",
-            "intervals",
-            "journal",
-            "scoring",
-            "answering",
-            "prefill",
-        ),
-        *("perplexity", "retrieval", "compare", "lm_eval_model", "lm_eval_cli", "lm_eval_tasks"),
+        *("__init__", "text", "documents", "domains", "calibration", "prompts", "intervals", "journal", "scoring"),
+        *("answering", "prefill", "perplexity", "retrieval", "compare"),
+        *("lm_eval_model", "lm_eval_cli", "lm_eval_tasks"),
     },
 }
 OUTSIDE = {"recipes", "eval_tasks", "benchmarks", "tests"}  # folders of the repository, not of the package
-PLOTS = {"plots", "plots_theory", "plots_analysis", "plots_outliers"}
+PLOTS = {"plots", "plots_theory", "plots_analysis", "plots_outliers", "plots_kv"}
 PURE = {"torch", "jaxtyping"}  # all that frequencies and theory may import beyond the standard library's
 PURE_STDLIB = {"__future__", "collections", "dataclasses", "functools", "hashlib", "itertools", "math"}
 PURE_STDLIB |= {"struct", "typing"}

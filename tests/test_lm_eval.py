@@ -42,6 +42,7 @@ from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.scoring import Reader, losses
 from rope_patch.evaluation.text import builtin_text
+from rope_patch.kv_cache.cache import quantized
 from rope_patch.registry import METHODS, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -801,3 +802,40 @@ def test_the_script_and_the_entry_point_are_declared(monkeypatch):
     monkeypatch.delitem(sys.modules, "rope_patch.evaluation.lm_eval_model")
     registry.register(name, target=importlib.metadata.EntryPoint(name, value, "lm_eval.models"))
     assert registry.get(name).__name__ == "RopePatchLM"
+
+
+# --- quantized caches
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 8}, {"batch_size": 3}], ids=["whole", "chunks", "batch"])
+def test_scores_under_a_quantized_cache_are_those_of_decoding(options):
+    """Each request token by token through the streaming cache, with the model's own attention."""
+    scheme = "k=int4.token;v=int4.token;residual=2"
+    draw = torch.Generator().manual_seed(3)
+    pairs = [torch.randint(5, 1024, (2, 12 + 3 * i), generator=draw).tolist() for i in range(4)]
+    asked = [(None, head, tail[:5]) for head, tail in pairs]
+    found = [score for score, _ in lm(model=bold(), kv_cache=scheme, **options)._loglikelihood_tokens(asked)]
+    plain = [score for score, _ in lm(model=bold())._loglikelihood_tokens(asked)]
+    assert max(abs(a - b) for a, b in zip(found, plain, strict=True)) > 0.01
+    own = bold()
+    for (_, head, tail), score in zip(asked, found, strict=True):
+        ids = torch.tensor([*head, *tail])[None]
+        with quantized(own, scheme, exact=False) as factory, torch.no_grad():
+            past = factory()
+            steps = [own(ids[:, i : i + 1], past_key_values=past).logits[0, 0] for i in range(ids.shape[1] - 1)]
+        rows = torch.stack(steps).log_softmax(-1)[len(head) - 1 :]
+        expected = float(rows.gather(1, torch.tensor(tail)[:, None]).sum())
+        assert score == pytest.approx(expected, abs=1e-3)
+
+
+def test_generation_under_a_quantized_cache_knows_its_padding():
+    scheme = "k=int3.token;v=int3.token;residual=2"
+    prompts = [(text, greedy(6)) for text in (DOCUMENT, "import os", "The answer is")]
+    together = lm(kv_cache=scheme, batch_size=3).generate_until(requests("generate_until", *prompts))
+    alone = lm(kv_cache=scheme, batch_size=1).generate_until(requests("generate_until", *prompts))
+    assert together == alone != lm(batch_size=3).generate_until(requests("generate_until", *prompts))
+
+
+def test_a_scheme_with_a_typo_is_refused_before_loading():
+    with pytest.raises(ValueError, match=r"unknown word 'tokn'. Did you mean 'token'"):
+        RopePatchLM("/nowhere", kv_cache="k=int4.tokn")

@@ -154,7 +154,7 @@ class Comparison:
         for name in (method, other):
             if name not in rows:
                 raise ValueError(f"no method {name!r} in this comparison. Known: {', '.join(rows)}")
-        return _difference(rows[method], rows[other], kind, start, stop, self.confidence)
+        return difference(rows[method], rows[other], kind, start, stop, self.confidence)
 
     def _column(self, kind: Literal["perplexity", "retrieval"], start: int | None, stop: int) -> Column:
         if kind == "perplexity":
@@ -166,7 +166,7 @@ class Comparison:
         others = [row for i, row in enumerate(self.rows) if i != best]
         # Each so wide that those of all pairs hold together: the best was chosen by what was measured.
         each = 1 - (1 - self.confidence) / max(1, math.comb(len(self.rows), 2))
-        found = tuple(_difference(row, self.rows[best], kind, start or 0, stop, each) for row in others)
+        found = tuple(difference(row, self.rows[best], kind, start or 0, stop, each) for row in others)
         wins = bool(found) and all(difference.separate for difference in found)
         return Column(kind, start, stop, tuple(values), best, self.rows[best].method if wins else None, found)
 
@@ -211,7 +211,17 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _difference(row: Row, other: Row, kind: str, start: int, stop: int, confidence: float) -> Difference:
+def difference(row: Row, other: Row, kind: str, start: int, stop: int, confidence: float) -> Difference:
+    """Return how one row differs from another that was measured on the same windows and prompts.
+
+    Args:
+        row: whose score counts as more.
+        other: the one it is compared with.
+        kind: ``"perplexity"`` between positions ``start`` and ``stop``, or ``"retrieval"`` at length ``stop``.
+        start: as in :class:`Column`.
+        stop: as in :class:`Column`.
+        confidence: of the interval.
+    """
     if kind == "retrieval":
         ours = [sample.correct for sample in row.retrieval.samples(stop)]
         theirs = [sample.correct for sample in other.retrieval.samples(stop)]
@@ -316,13 +326,13 @@ def compare(
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     found_patch = find_rotary(model).record
     for method in wanted:  # a method that does not fit this model fails before the first is measured
-        with _under(model, method, found_patch is not None, options):
+        with under(model, method, found_patch is not None, options):
             pass
     kept = Journal(resume) if isinstance(resume, str | Path) else resume
     rows = []
     for method in wanted:
         told = functools.partial(progress, str(method))
-        with _under(model, method, found_patch is not None, options) as slots, _named(str(method)):
+        with under(model, method, found_patch is not None, options) as slots, named(str(method)):
             score = perplexity(
                 model,
                 texts,
@@ -349,7 +359,6 @@ def compare(
                 progress=told,
             )
             rows.append(Row(str(method), score, found, slots))
-    parameter = next(model.parameters())
     name = str(getattr(model.config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]
     return Comparison(
         rows=tuple(rows),
@@ -360,20 +369,26 @@ def compare(
         python_version=source.python_version if isinstance(source, Corpus) else maker.haystack.python_version,
         seed=seed,
         model=f"{type(model).__name__} {name}".strip(),
-        environment={
-            "rope_patch": __version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
-            "dtype": _precision(model, str(parameter.dtype).removeprefix("torch.")),
-            **({"patch before": str(found_patch.to_method())} if found_patch is not None else {}),
-        },
+        environment=environment(model)
+        | ({"patch before": str(found_patch.to_method())} if found_patch is not None else {}),
     )
 
 
+def environment(model: nn.Module) -> dict[str, str]:
+    """Return versions, device and data type of a measurement."""
+    parameter = next(model.parameters())
+    return {
+        "rope_patch": __version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
+        "dtype": _precision(model, str(parameter.dtype).removeprefix("torch.")),
+    }
+
+
 @contextlib.contextmanager
-def _under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]) -> Iterator[tuple[RotarySlot, ...]]:
+def under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]) -> Iterator[tuple[RotarySlot, ...]]:
     """Measure under a method; gives the tables in use."""
     if again and isinstance(method, Default):
         yield look(model).slots
@@ -383,7 +398,7 @@ def _under(model: nn.Module, method: Method, again: bool, options: dict[str, Any
 
 
 @contextlib.contextmanager
-def _named(method: str) -> Iterator[None]:
+def named(method: str) -> Iterator[None]:
     """Say which method a measurement failed under."""
     try:
         yield

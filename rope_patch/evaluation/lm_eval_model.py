@@ -18,7 +18,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints import read_record, reapply
+from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.scoring import Reader, fingerprint
+from rope_patch.kv_cache.cache import quantized
+from rope_patch.kv_cache.plans import key_means
+from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.record import key_of
 from rope_patch.registry import did_you_mean
@@ -88,6 +92,8 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         freeze_at: length at which to freeze a dynamic table [tokens].
         replace: replace the patch a folder carries.
         chunk: tokens per forward pass; whole prompts by default.
+        kv_cache: a scheme by which keys and values are read as if quantized, ``kivi-2`` or the text of
+            :mod:`rope_patch.kv_cache.schemes`, exactly as decoding would read them.
         **kwargs: arguments of lm-eval's ``hf``, the method's parameters, and what ``from_pretrained`` takes.
 
     Raises:
@@ -104,8 +110,10 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         freeze_at: int | None = None,
         replace: bool = False,
         chunk: int | None = None,
+        kv_cache: str | None = None,
         **kwargs: Any,
     ) -> None:
+        scheme = Scheme() if kv_cache is None else Scheme.parse(str(kv_cache))
         params = {key: kwargs.pop(key) for key in list(kwargs) if key in PARAMETERS}
         options = {"target_length": target_length, "layer_types": layer_types, "freeze_at": freeze_at}
         given = [*params, *(key for key, value in options.items() if value is not None)]
@@ -135,6 +143,11 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
             verify(self.model)  # what the stock loader built, before ours takes its place
             reapply(self.model, find_rotary(self.model).record)  # type: ignore[arg-type]
         self.reader = Reader(self.model)
+        self.scheme = scheme
+        if scheme != Scheme():
+            means = key_means(self.model, calibration(self.tokenizer, self.model)) if scheme.key.centre else None
+            self._stack = contextlib.ExitStack()  # for as long as this object lives
+            self.maker = self._stack.enter_context(quantized(self.model, scheme, means=means))
 
     # --- loading: what HFLM would pass on, take or report in its own way
 
@@ -171,6 +184,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
                 "tables": {key_of(slot.layer_type): slot.fingerprint for slot in seen.slots},
                 "max_length": self.max_length,
                 "chunk": self.chunk,
+                "kv_cache": str(self.scheme),
             }
         return info
 
@@ -182,7 +196,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         """
         answers = cache_hook.dbdict
         if answers is not None:
-            identity = f"{fingerprint(self.model)}/{self.max_length}"
+            identity = f"{fingerprint(self.model)}/{self.max_length}/{self.scheme}"
             if len(answers) and answers.get(IDENTITY) != identity:
                 raise ValueError("the file of --use_cache holds answers of another model or patch: give another path")
             answers[IDENTITY] = identity
@@ -209,6 +223,9 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
                     bar.update()
         return [answer for answer in found if answer is not None]
 
+    def _new_cache(self, capacity: int) -> Any:
+        return self.reader.new_cache(capacity) if self.scheme == Scheme() else self.maker()
+
     @torch.no_grad()
     def _score(self, batch: Sequence[_Row]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Score rows side by side; padding on the right is never seen by what stands before it."""
@@ -220,7 +237,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         # Of each row: the tokens its requests have in common, then the last token of each.
         nll = [torch.full((row.shared + len(row.asked),), math.nan, dtype=torch.float64) for row in batch]
         right = [torch.zeros(len(part), dtype=torch.bool) for part in nll]
-        past = reader.new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
+        past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
         mixed = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
             for start, hidden in reader.read(ids, past, self.chunk):
@@ -261,7 +278,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         @torch.no_grad()
         def attempt(batch_size: int) -> int:
             rows = torch.ones((batch_size, length), dtype=torch.long)
-            past = self.reader.new_cache(length) if self.chunk is not None and self.chunk < length else None
+            past = self._new_cache(length) if self.chunk is not None and self.chunk < length else None
             for _ in self.reader.read(rows, past, self.chunk):
                 pass
             return batch_size
@@ -296,6 +313,9 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         if self.chunk is not None:
             kwargs.setdefault("prefill_chunk_size", self.chunk)
+        if self.scheme != Scheme():
+            mask = kwargs.get("attention_mask")
+            kwargs["past_key_values"] = self.maker(None if mask is None else (mask == 0).sum(1))
         answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
         return answer
 

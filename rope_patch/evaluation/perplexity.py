@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.journal import Journal, key
-from rope_patch.evaluation.scoring import CacheFactory, Reader, fingerprint, losses
+from rope_patch.evaluation.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
 from rope_patch.sites import in_eval_mode
 
 SCHEMA = 2
@@ -192,7 +192,7 @@ def perplexity(
         window: window length; the whole text by default. Documents from an iterable need it.
         batch: windows per forward pass; shorter ones are padded on the right.
         resume: file (or mapping) in which scored windows are kept, so that an interrupted run goes on where it was.
-            Not with a ``cache`` of your own, which it cannot know.
+            With a ``cache`` only if that has an ``identity``, a text that tells it from others.
         progress: told the number of tokens done after each window.
 
     Returns:
@@ -210,13 +210,12 @@ def perplexity(
         raise ValueError(f"buckets must rise within 0 and {window}, the first past position 1, got {edges}")
     if batch < 1:
         raise ValueError(f"batch must be >= 1, got {batch}")
-    if resume is not None and cache is not None:
-        raise ValueError("resume cannot tell one cache from another: give resume or cache, not both")
+    known = cache_identity(cache, resume is not None)
     reader = Reader(model)
     kept: MutableMapping[str, Any] = {}
     if resume is not None:
         kept = Journal(resume) if isinstance(resume, str | Path) else resume
-    identity = {"edges": edges, "chunk": chunk, "model": fingerprint(model) if resume is not None else ""}
+    identity = {"edges": edges, "chunk": chunk, "model": fingerprint(model) if resume is not None else ""} | known
     tally = _Tally(edges)
     with in_eval_mode(model):
         for group in _batched(_windows(documents, window, stride, tally, reader), batch):

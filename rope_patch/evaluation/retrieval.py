@@ -16,7 +16,7 @@ from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.intervals import wilson
 from rope_patch.evaluation.journal import Journal, key
 from rope_patch.evaluation.prompts import Haystack, Prompt, PromptMaker, find_task
-from rope_patch.evaluation.scoring import CacheFactory, Reader, fingerprint
+from rope_patch.evaluation.scoring import CacheFactory, Reader, cache_identity, fingerprint
 from rope_patch.sites import in_eval_mode
 
 SCHEMA = 2
@@ -167,15 +167,15 @@ def retrieval(
         bos: as in :func:`~rope_patch.evaluation.documents.prefix_ids`.
         chunk: tokens per forward pass; whole prompts by default.
         batch_tokens: tokens of prompts read side by side, at most; a single prompt may be longer.
-        resume: file (or mapping) in which finished haystacks are kept. Not with a ``cache`` of your own.
+        resume: file (or mapping) in which finished haystacks are kept. With a ``cache`` only if that has an
+            ``identity``, a text that tells it from others.
         progress: told the number of tokens of each prompt done.
 
     Raises:
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
     """
     lengths, depths = check_asked(task, mode, lengths, depths, samples, chunk)
-    if resume is not None and cache is not None:
-        raise ValueError("resume cannot tell one cache from another: give resume or cache, not both")
+    known = cache_identity(cache, resume is not None)
     reader = Reader(model)
     maker = haystack if isinstance(haystack, PromptMaker) else PromptMaker(tokenizer, haystack, bos)
     kept: MutableMapping[str, Any] = {}
@@ -205,6 +205,7 @@ def retrieval(
                         stops=sorted(stops),
                         chunk=chunk,
                         model=identity,
+                        **known,
                     )
                     for prompts in made
                 ]

@@ -25,6 +25,24 @@ SLICE = 256
 CacheFactory = Callable[[], Any]
 
 
+def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:
+    """Return what tells kept work through one cache from that through another; empty without a cache.
+
+    Args:
+        cache: factory; its ``identity``, where it has one, is a text.
+        resume: whether work is kept.
+
+    Raises:
+        ValueError: work is kept, and the cache has no identity.
+    """
+    if cache is None:
+        return {}
+    known = getattr(cache, "identity", None)
+    if resume and known is None:
+        raise ValueError("resume cannot tell one cache from another: give resume, or a cache that has an identity")
+    return {"cache": str(known)}
+
+
 class Reader:
     """A causal language model taken apart: its decoder reads chunks, its head scores slices.
 

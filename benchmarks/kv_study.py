@@ -1,0 +1,234 @@
+"""What quantized caches cost on both bundled checkpoints, under four tables, before and after LoRA at 4x the length.
+
+    python benchmarks/kv_study.py -o benchmarks/results/kv_study.json
+    python benchmarks/kv_study.py --quick                    # one checkpoint, two tables, few schemes, before training
+
+After LoRA means the adapters of `make adapt` in build/adapters, three seeds; text, windows and prompts are the same in
+every cell. Each cell is written to build/kv_study when it is done, and is not measured again. The question: does p-RoPE
+with centred keys make a cache easier to quantize?
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import math
+import os
+import statistics
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from scipy import stats
+from tqdm import tqdm
+
+from measuring import command, environment, write
+from rope_patch.checkpoints import write_atomically
+from rope_patch.evaluation.intervals import paired_means, paired_shares
+
+SHAPES = ("llama", "gemma3")
+METHODS = {"default": "default", "abf": "abf:factor=50", "yarn": "yarn:factor=4", "p_rope": "p_rope:p=0.5"}
+SEEDS = (0, 1, 2)
+LENGTH = 1024
+SCHEMES = {
+    "int8": "int8-token",
+    "fp8": "fp8",
+    "int4": "int4-token",
+    "int4 centred": "k=int4.token.centre;v=int4.token",
+    "int4 pre, centred": "k=int4.token.pre.centreall;v=int4.token",
+    "int3": "k=int3.token;v=int3.token",
+    "int3 centred": "k=int3.token.centre;v=int3.token",
+    "int3 pre, centred": "k=int3.token.pre.centreall;v=int3.token",
+    "KIVI-4": "kivi-4",
+    "KIVI-2": "kivi-2",
+    "KIVI-2 centred": "k=int2.channel32.centre;v=int2.token32;residual=128",
+    "KIVI-2 pre": "k=int2.channel32.pre;v=int2.token32;residual=128",
+    "bound kept in 8": "k=int2.token.keep8;v=int2.token32;residual=128",
+    "int4 keys per channel": "k=int4.channel32;v=int2.token32;residual=128",
+}
+"""Two of them tell whether outlier pairs kept in 8 bits, chosen by the frequency bound alone, beat keys per channel of
+about as many bits: "bound kept in 8" and "int4 keys per channel" have the same values and residual."""
+WINDOWS, DEPTHS, SAMPLES = 8, 5, 2
+
+Cell = tuple[str, str, int | None]
+"""Checkpoint, table, and seed of the adapter; None before training."""
+
+
+def cells(quick: bool) -> list[Cell]:
+    """Return every cell."""
+    if quick:
+        return [("llama", arm, None) for arm in ("default", "p_rope")]
+    return [(shape, arm, seed) for seed in (None, *SEEDS) for shape in SHAPES for arm in METHODS]
+
+
+def place(root: Path, cell: Cell) -> Path:
+    """Return where a cell's result lies."""
+    shape, arm, seed = cell
+    return root / f"{shape}-{arm}-{'before' if seed is None else seed}.json"
+
+
+def measure(cell: Cell, root: Path, adapters: Path, quick: bool) -> Cell:
+    """Measure one cell and write it."""
+    os.environ.update(TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import torch
+    import transformers
+
+    import rope_patch
+    from rope_patch.kv_check import kv_check
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    shape, arm, seed = cell
+    base = rope_patch.data_path("assets") / shape
+    source = base if seed is None else adapters / shape / f"{arm}-{seed}"
+    model = rope_patch.load(source, dtype=torch.float32).eval()
+    schemes = dict(itertools.islice(SCHEMES.items(), 4)) if quick else SCHEMES
+    checked = kv_check(
+        model,
+        transformers.AutoTokenizer.from_pretrained(base),
+        list(schemes.values()),
+        lengths=[256 if quick else LENGTH],
+        methods=[METHODS[arm] if seed is None else "default"],
+        windows=2 if quick else WINDOWS,
+        depths=[i / (DEPTHS - 1) for i in range(DEPTHS)],
+        samples=1 if quick else SAMPLES,
+        resume=root / f"{place(root, cell).stem}.jsonl",
+    )
+    (length,) = checked.lengths
+    names = {text: name for name, text in schemes.items()}
+    rows = {}
+    for row in checked.rows:
+        score, found = row.scores.perplexity, row.scores.retrieval
+        rows[names.get(row.scheme, "none")] = {
+            "scheme": row.spelled,
+            "key_bits": row.key_bits,
+            "value_bits": row.value_bits,
+            "nll": [sum(document.nll) / sum(document.tokens) for document in score.documents],
+            "correct": [sample.correct for sample in found.samples(length)],
+            "kl": None if row.divergence is None else row.divergence.kl,
+            "top1": None if row.divergence is None else row.divergence.top1,
+            "logit": [float(error.logit.mean()) for error in row.errors],
+            "output": [float(error.output.mean()) for error in row.errors],
+            "prediction": row.prediction,
+        }
+    write_atomically(place(root, cell), json.dumps(rows))
+    return cell
+
+
+def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
+    """Return a row per checkpoint, table, state and scheme, all against full precision on the same windows and prompts.
+
+    Over seeds a window's (or prompt's) difference is its mean; the interval is Student's over windows, Newcombe's over
+    all prompts, and Student's over seeds beside it.
+    """
+    out = []
+    for shape, arm in dict.fromkeys((shape, arm) for shape, arm, _ in done):
+        for after in (False, True):
+            own = [cell for cell in done if cell[:2] == (shape, arm) and (cell[2] is not None) == after]
+            judged = [json.loads(place(root, cell).read_text()) for cell in own]
+            for name in judged[0] if judged else ():
+                some, full = [cell[name] for cell in judged], [cell["none"] for cell in judged]
+                changes = [
+                    [a - b for a, b in zip(x["nll"], y["nll"], strict=True)] for x, y in zip(some, full, strict=True)
+                ]
+                by_window = [statistics.fmean(part) for part in zip(*changes, strict=True)]
+                low, high = paired_means(by_window, [0.0] * len(by_window))
+                ours, theirs = (list(itertools.chain(*(cell["correct"] for cell in part))) for part in (some, full))
+                errors = [cell["logit"] for cell in some if cell["logit"]]
+                out.append(
+                    {
+                        "checkpoint": shape,
+                        "table": arm,
+                        "after_lora": after,
+                        "seeds": len(own),
+                        "name": name,
+                        "scheme": some[0]["scheme"],
+                        "bits": (some[0]["key_bits"] + some[0]["value_bits"]) / 2,
+                        "key_bits": some[0]["key_bits"],
+                        "perplexity": math.exp(statistics.fmean(itertools.chain(*(cell["nll"] for cell in some)))),
+                        "nll_change": statistics.fmean(by_window),
+                        "nll_change_interval": [low, high],
+                        "nll_change_over_seeds": _over_seeds([statistics.fmean(part) for part in changes]),
+                        "retrieval": statistics.fmean(map(float, ours)),
+                        "retrieval_change": statistics.fmean(map(float, ours)) - statistics.fmean(map(float, theirs)),
+                        "retrieval_change_interval": list(paired_shares(ours, theirs)),
+                        "prompts": len(ours),
+                        "kl": None if some[0]["kl"] is None else statistics.fmean(cell["kl"] for cell in some),
+                        "logit_error": statistics.fmean(itertools.chain(*errors)) if errors else None,
+                        "worst_layer_logit_error": max(itertools.chain(*errors)) if errors else None,
+                        "prediction_radius": _mean([cell["prediction"][0] for cell in some]),
+                        "prediction_bound": _mean([cell["prediction"][1] for cell in some]),
+                    }
+                )
+    return out
+
+
+def _over_seeds(values: list[float]) -> list[float] | None:
+    """Student's interval of the mean over seeds."""
+    if len(values) < 2:
+        return None
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return [statistics.fmean(values) - half, statistics.fmean(values) + half]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def answer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what centring is worth at each table: the nll that a scheme costs without and with it, at equal bits."""
+    found = {(row["checkpoint"], row["table"], row["after_lora"], row["name"]): row for row in rows}
+    pairs = [("int4", "int4 centred"), ("int3", "int3 centred"), ("KIVI-2", "KIVI-2 centred")]
+    pairs += [("int4", "int4 pre, centred"), ("int3", "int3 pre, centred"), ("KIVI-2", "KIVI-2 pre")]
+    out = []
+    for plain, remedy in pairs:
+        for (shape, table, after, name), row in found.items():
+            other = found.get((shape, table, after, remedy))
+            if name == plain and other is not None:
+                costs = [part["nll_change"] for part in (row, other)]
+                errors = [part["logit_error"] for part in (row, other)]
+                what = {"checkpoint": shape, "table": table, "after_lora": after, "scheme": plain, "remedy": remedy}
+                out.append({**what, "nll_cost": costs, "logit_error_ratio": errors[0] / errors[1]})
+    return out
+
+
+def main() -> None:
+    """Measure what is missing, then summarise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
+    parser.add_argument("--root", type=Path, default=Path("build/kv_study"), help="where cells are kept")
+    parser.add_argument("--adapters", type=Path, default=Path("build/adapters"), help="what `make adapt` has left")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
+    parser.add_argument("--quick", action="store_true", help="two cells of few schemes")
+    given = parser.parse_args()
+    wanted = cells(given.quick)
+    trained = {cell: given.adapters / cell[0] / f"{cell[1]}-{cell[2]}" for cell in wanted if cell[2] is not None}
+    missing = [cell for cell, folder in trained.items() if not folder.exists()]
+    if missing:
+        sys.exit(f"no adapter in {given.adapters} for {missing[0]} and {len(missing) - 1} more: run `make adapt` first")
+    root = given.root / ("quick" if given.quick else "full")
+    root.mkdir(parents=True, exist_ok=True)
+    todo = [cell for cell in wanted if not place(root, cell).exists()]
+    with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
+        waiting = [pool.apply_async(measure, (cell, root, given.adapters, given.quick)) for cell in todo]
+        for task in waiting:
+            task.get()
+            bar.update()
+    rows = summarise(root, wanted)
+    size = {"length": 256 if given.quick else LENGTH, "windows": 2 if given.quick else WINDOWS, "simulated": True}
+    write(
+        {"command": command(), "environment": environment(), **size, "rows": rows, "centring": answer(rows)},
+        given.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

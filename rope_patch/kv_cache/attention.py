@@ -1,0 +1,145 @@
+"""Attention over a quantized cache in one pass, exactly as if the text had been decoded token by token.
+
+For each query, keys and values inside its residual window, its sinks and its unfinished block count in full precision,
+all others as their format holds them. A block of queries at a time, so that no ``(tokens, tokens)`` array exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from rope_patch.kv_cache.schemes import Side
+
+if TYPE_CHECKING:
+    from rope_patch.kv_cache.cache import QuantizedLayer, Run
+
+NAME = "rope_patch_kv_cache"
+BLOCK_BYTES = 1 << 25
+"""Logits of one block of queries."""
+
+_RUN: ContextVar[Run | None] = ContextVar("_RUN", default=None)
+
+
+@contextlib.contextmanager
+def running(run: Run) -> Iterator[None]:
+    """Let :func:`attend` read through a run's plans."""
+    before = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(before)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend through the cache of the run at hand; see AttentionInterface."""
+    run = _RUN.get()
+    if run is None:
+        raise RuntimeError("attend only within rope_patch.kv_cache.quantized")
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} attends with {name}: quantized caches know logits of q·k alone")
+    rows, heads, size, width = query.shape
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    store = _store(run, index, size, key, value)
+    total = store.raw_keys.shape[-2]
+    store.freeze(total)
+    groups = store.raw_keys.shape[1]
+    scaling = scaling or width**-0.5
+    window = run.plans[index].window or total
+    if attention_mask is not None and size == total and store.padding is None:
+        seen_first = attention_mask[:, :, 0, 0]
+        if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
+            raise ValueError("rows padded on the left need a cache that knows: past_key_values=factory(padding=…)")
+    before = total - size
+    places = torch.arange(total, device=query.device)
+    step = max(1, min(size, BLOCK_BYTES // (4 * rows * heads * total)))
+    out = torch.empty(rows, size, heads, value.shape[-1], dtype=value.dtype, device=value.device)
+    for low in range(0, size, step):
+        high = min(low + step, size)
+        left, right = max(0, before + low - window + 1), before + high
+        some = query[:, :, low:high].reshape(rows, groups, -1, width)  # queries that share a key head follow each other
+        at = slice(left, right)
+
+        def dot(states: Tensor, some: Tensor = some, at: slice = at, count: int = high - low) -> Tensor:
+            return (some @ states[:, :, at].mT).view(rows, heads, count, -1)
+
+        seen = places[before + low : before + high, None] + 1
+        logits = _mixed(dot(store.raw_keys), dot(store.keys), store, "key", seen, places[at]) * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        apart = seen - 1 - places[at]
+        hidden = (apart < 0) | (apart >= window)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if attention_mask is not None:
+            mask = attention_mask[:, :, low:high, at]
+            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        weights = logits.softmax(-1, dtype=dtype).nan_to_num().to(value.dtype)  # padding sees nothing
+
+        def read(part: Tensor, states: Tensor, at: slice = at) -> Tensor:
+            return part.view(rows, groups, -1, part.shape[-1]) @ states[:, :, at]
+
+        frozen = _frozen(store, "value", seen, places[at])
+        if frozen is None:
+            got = read(weights, store.raw_values)
+        else:
+            got = read(weights * frozen, store.values) + read(weights * ~frozen, store.raw_values)
+        out[:, low:high] = got.view(rows, heads, high - low, -1).transpose(1, 2)
+    return out, None
+
+
+def _store(run: Run, index: int, size: int, key: Tensor, value: Tensor) -> QuantizedLayer:
+    """Return the cache layer whose states so many queries read: its own, another's that it shares, or these alone."""
+    for stored in run.stored.values():
+        if stored.returned is key:
+            return stored
+    if key.shape[-2] != size and run.plans[index].keys_of == index:
+        raise ValueError("these keys come from another cache: read through those of the factory, or through none")
+    return run.alone(index, key, value)
+
+
+def _frozen(store: QuantizedLayer, name: str, seen: Tensor, places: Tensor) -> Tensor | None:
+    """Return which keys each query sees quantized: (rows or 1, 1, queries, keys) bool; None where none ever is."""
+    side: Side = store.plan.key if name == "key" else store.plan.value
+    if side.format == "none":
+        return None
+    pads = [0] if store.padding is None else store.padding.tolist()
+    made = []
+    for pad in pads:
+        base = store.plan.sinks + pad
+        ends = base + ((places - base) // side.block + 1) * side.block  # where the block of each key ends
+        made.append((places >= base) & (ends <= seen - store.plan.residual))
+    return torch.stack(made)[:, None]
+
+
+def _mixed(raw: Tensor, rounded: Tensor, store: QuantizedLayer, name: str, seen: Tensor, places: Tensor) -> Tensor:
+    frozen = _frozen(store, name, seen, places)
+    return raw if frozen is None else torch.where(frozen, rounded, raw)
+
+
+def padding_mask(**kwargs: Any) -> Tensor | None:
+    """No mask where rows are not padded: attention knows what is causal and what a window hides."""
+    if not kwargs.get("allow_is_causal_skip", True):
+        raise ValueError("quantized caches read one text a row: no packed texts, no tokens that see ahead")
+    return None if kwargs.get("attention_mask") is None else sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, padding_mask)

@@ -1,0 +1,405 @@
+"""``kv_check``: it measures what the engines measure, its conclusions follow, what is planted is found."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_analyze import small
+from test_report import row as scored
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import rope_patch
+from rope_patch import kv_check as engine
+from rope_patch.evaluation.calibration import calibration
+from rope_patch.evaluation.documents import spread_windows
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.frequencies import still
+from rope_patch.kv_cache.cache import quantized
+from rope_patch.kv_cache.metrics import LayerErrors
+from rope_patch.kv_cache.plans import key_means
+from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.kv_check import kv_check, remedies
+from rope_patch.kv_judging import CheckRow, Divergence, blame, longest_keys
+from rope_patch.kv_results import KVCheck
+
+ASSETS = Path(rope_patch.data_path("assets"))
+TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
+LENGTHS, CENTRED = (40, 56), "k=int3.token.pre.centreall;v=none;sinks=2"
+ASKED = {"lengths": LENGTHS, "windows": 3, "depths": (0.0, 1.0), "samples": 1, "text": TEXT, "haystack": "noise"}
+SCHEMES = ("int4-token", "k=int2.channel8;v=int4.token8;residual=8", CENTRED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_calibration():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rope_patch.evaluation.calibration.TOKENS", 512)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS / "llama")
+
+
+@pytest.fixture(scope="module")
+def checked(tokenizer):
+    model = small()
+    made = kv_check(model, tokenizer, SCHEMES, methods=("default", "p_rope:p=0.5"), **ASKED)
+    assert rope_patch.inspect(model).record is None
+    return model, made
+
+
+# --- what is measured
+
+
+def test_rows_are_what_the_engines_measure(tokenizer, checked):
+    model, made = checked
+    texts, digest = spread_windows(tokenizer, TEXT, 56, 3)
+    assert made.digest == digest and made.windows == 3 and made.compared == 2
+    assert made.methods == ("default", "p_rope:p=0.5") and len(made.rows) == 8
+    means = key_means(model, calibration(tokenizer, model))
+    assert made.calibration == calibration(tokenizer, model).numel() == 512 and made.text == "text of the user's own"
+    for row, scheme in zip(made.of("default"), ("none", *SCHEMES), strict=True):
+        assert (row.scheme, row.spelled) == (scheme, str(Scheme.parse(scheme)))
+        with quantized(model, scheme, means=means) as factory:
+            cache = None if scheme == "none" else factory
+            score = perplexity(model, texts, window=56, buckets=[0, 40, 56], cache=cache)
+            found = retrieval(
+                model, tokenizer, lengths=LENGTHS, depths=(0, 1), samples=1, haystack="noise", cache=cache
+            )
+        assert row.scores.perplexity == score and row.scores.retrieval == found
+    plain, rough = made.of("default")[:2]
+    assert plain.scores.perplexity != rough.scores.perplexity
+
+
+def test_each_method_has_its_own_table(checked):
+    _, made = checked
+    for method, resting in (("default", 0), ("p_rope:p=0.5", 4)):
+        (slot,) = made.of(method)[0].scores.slots
+        assert int(still(slot.inv_freq).sum()) == resting
+        assert torch.equal(made.captures[method].layers[0].inv_freq, slot.inv_freq)
+    one, other = (made.of(method)[0].scores.perplexity.nll for method in made.methods)
+    assert one != other
+
+
+@torch.no_grad()
+def test_divergence_is_the_mean_kl_of_whole_distributions(tokenizer, checked):
+    model, made = checked
+    texts, _ = spread_windows(tokenizer, TEXT, 56, 3)
+    ids = torch.stack([window.ids for window in texts[:2]])
+    plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
+    with quantized(model, SCHEMES[1]):
+        rough = model(ids, use_cache=False).logits.double().log_softmax(-1)
+    found = made.of("default")[2].divergence
+    assert found.tokens == 112
+    assert found.kl == pytest.approx(float((plain.exp() * (plain - rough)).sum(-1).mean()), rel=1e-4)
+    assert found.top1 == float((plain.argmax(-1) == rough.argmax(-1)).double().mean())
+
+
+def test_bits_by_hand(checked, tokenizer):
+    _, made = checked
+    none, token, channel, centred = made.of("default")
+    assert none.bits == none.cache_bits[56] == 16
+    assert token.bits == 4 + 32 / 16 == token.cache_bits[56]  # two numbers of 16 bits share 16 features
+    # Keys: 8 tokens share two numbers. Values: 8 features do. Of 40 tokens 32 have left the residual window.
+    assert (channel.key_bits, channel.value_bits) == (2 + 4, 4 + 4)
+    assert channel.cache_bits == {40: 0.8 * 7 + 0.2 * 16, 56: (6 * 7 + 16) / 7}
+    assert (centred.key_bits, centred.value_bits) == (5, 16)
+    assert centred.cache_bits[40] == ((38 * 5 + 2 * 16) / 40 + 16) / 2
+    # Of two layers one slides over 16 tokens, and holds no more: the residual window leaves it nothing.
+    slides = kv_check(small("gemma3"), tokenizer, ["k=int4.token;v=int4.token;residual=16"], **ASKED).rows[1]
+    assert slides.cache_bits[40] == pytest.approx((24 * 6 + 16 * 16 + 16 * 16) / (40 + 16))
+
+
+def test_prediction_is_none_where_nothing_is_rounded(tokenizer):
+    made = kv_check(small(), tokenizer, ["kivi-2"], **ASKED)
+    assert made.rows[1].prediction == (None, None)
+    verdict = made.verdict(made.rows[1], 56)
+    assert verdict.kind == "undecided" and verdict.measured == "nothing is quantized at 56 tokens"
+    assert made.rows[1].cache_bits[56] == 16 and made.change(made.rows[1], 56)[0] == pytest.approx(0, abs=1e-6)
+
+
+def test_json_says_all_and_is_standard(checked):
+    _, made = checked
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no standard JSON")
+
+    data = json.loads(made.to_json(), parse_constant=refuse)
+    assert data["summary"] == made.summary() and data["simulated"] is True
+    row = made.of("p_rope:p=0.5")[2]
+    found = data["rows"][6]
+    assert (found["scheme"], found["residual"], found["sinks"]) == (SCHEMES[1], 8, 0)
+    assert found["lengths"]["56"]["perplexity"] == row.scores.perplexity.between(0, 56)
+    assert found["lengths"]["40"]["nll_change"] == list(made.change(row, 40))
+    assert found["lengths"]["40"]["verdict"]["kind"] == made.verdict(row, 40).kind
+    assert found["errors"][1]["pair"] == row.errors[1].pair.square().mean(0).sqrt().tolist()
+    assert found["errors"][0]["direct"] == [None if math.isnan(x) else x for x in row.errors[0].direct.tolist()]
+    lines = made.table()
+    assert len(lines) == 16 and lines[0]["verdict"] is None
+    line = next(line for line in lines if line["scheme"] == SCHEMES[1] and line["length"] == 56)
+    assert line["perplexity_change"] == math.expm1(made.change(made.of("default")[2], 56)[0])
+
+
+# --- what is concluded
+
+
+def error(layer, output, logit=(1.0, 1.0), pair=None, direct=math.nan, induced=math.nan):
+    """Errors of a layer of two query heads and three pairs."""
+    pair = torch.ones(2, 3) if pair is None else torch.tensor(pair)
+    parts = [torch.full((2,), value, dtype=torch.float64) for value in (output, direct, induced)]
+    return LayerErrors(layer, torch.tensor(logit).double(), torch.ones(2).double(), pair.double(), *parts)
+
+
+def by_hand(scheme, losses, hits=None, errors=(), remedy_of=None, bits=4.0, method="m"):
+    made = None if scheme == "none" else Divergence(0.1, 0.9, 8)
+    cache = dict.fromkeys((4, 8), 16.0 if scheme == "none" else bits)
+    scores = scored(method, losses, hits)
+    return CheckRow(method, scheme, "none", scores, made, bits, bits, cache, tuple(errors), (None, None), remedy_of)
+
+
+def check_of(*rows, **changes):
+    given = {"model": "tiny", "lengths": (4, 8), "windows": 4, "text": "a text", "digest": "ab" * 32, "calibration": 0}
+    given |= {"compared": 2, "context": None, "captures": {}, "tolerance": 0.02, "confidence": 0.95}
+    return KVCheck(**{**given, "rows": rows, "environment": {}, **changes})
+
+
+BASE = [1.0, 1.1, 0.9, 1.05]
+
+
+def off(*shifts):
+    return [loss + shift for loss, shift in zip(BASE, shifts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "hits", "kind"),
+    [
+        (BASE, None, "safe"),
+        (off(0.01, 0.01, 0.01, 0.01), None, "safe"),  # log 1.02 = 0.0198
+        (off(0.01, 0.04, 0.0, 0.01), None, "undecided"),
+        (off(0.03, 0.031, 0.029, 0.03), None, "unsafe"),
+        (off(0.1, -0.1, 0.1, -0.1), None, "undecided"),
+        (off(0.1, 0.0, 0.1, 0.0), None, "undecided"),  # 5 % more, by an interval from below 2 %
+        (BASE, {(8, 0.0): 5}, "undecided"),  # 1 prompt of 18
+        (BASE, {(8, depth): 1 for depth in (0.0, 0.5, 1.0)}, "unsafe"),
+    ],
+)
+def test_verdicts(losses, hits, kind):
+    check = check_of(by_hand("none", BASE), by_hand("s", losses, hits))
+    assert check.verdict(check.rows[1], 8).kind == kind
+    assert check.verdict(check.rows[0], 8).kind == "safe"
+    estimate, low, high = check.change(check.rows[1], 8)
+    assert estimate == pytest.approx(sum(losses) / 4 - sum(BASE) / 4) and low <= estimate <= high
+    lost = 0 if hits is None else sum(6 - count for count in hits.values()) / 18
+    assert check.change(check.rows[1], 8, "retrieval")[0] == pytest.approx(-lost)
+
+
+def test_one_window_decides_nothing():
+    check = check_of(by_hand("none", [1.0]), by_hand("s", [3.0]))
+    verdict = check.verdict(check.rows[1], 8)
+    assert verdict.kind == "undecided" and "no interval from one window" in verdict.measured
+
+
+def test_the_summary_says_what_to_do():
+    broken = off(0.5, 0.51, 0.49, 0.5)
+    errors = [error(0, 0.9, pair=[[3.0, 1.0, 0.0]] * 2), error(1, 0.1)]
+    rows = [by_hand("none", BASE), by_hand("a", broken, errors=errors), by_hand("b", BASE, bits=8.0)]
+    rows += [by_hand("a+x", BASE, remedy_of="a", bits=6.0), by_hand("a+y", BASE, remedy_of="a", bits=5.0)]
+    rows += [by_hand("a+z", broken, remedy_of="a", bits=3.0)]
+    check = check_of(*rows)
+    assert [row.scheme for row in check.of("m")] == ["none", "a", "a+x", "a+y", "a+z", "b"]
+    assert [row.scheme for row, _ in check.remedies(rows[1], 8)] == ["a+y", "a+x", "a+z"]
+    assert check.summary() == [
+        "Safe at every length: b.",
+        *(
+            f"m at {length} tokens: a is unsafe (perplexity +64.9%; layer 0, pair 0; a+y is safe); b is safe."
+            for length in (4, 8)
+        ),
+    ]
+    lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
+    rows = [by_hand("none", BASE), by_hand("a", broken, lost, errors)]
+    rows += [by_hand("a+z", off(0.2, 0.2, 0.2, 0.2), remedy_of="a")]
+    (sentence,) = check_of(*rows, lengths=(8,)).summary()
+    assert sentence == (
+        "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no remedy is surely safe, "
+        "the best is a+z: perplexity +22.1%)."
+    )
+    (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
+    assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
+
+
+def test_blame_by_hand():
+    assert blame([]) == ((), (), None)
+    # Layer 2 is worst, layer 0 has two thirds of its harm, layer 1 less.
+    some = [error(0, 0.6, pair=[[0, 2, 1], [0, 2, 1.0]]), error(1, 0.5, pair=[[9, 0, 0], [9, 0, 0.0]]), error(2, 0.9)]
+    assert blame(some) == ((0, 2), (1,), None)  # squares 2, 10 and 4: pair 1 carries over half
+    assert blame([error(3, 0.0, logit=(0, 0), pair=[[0, 0, 0], [0, 0, 0.0]])]) == ((3,), (), None)
+    marked = {0: torch.tensor([[True, False, False]]), 2: torch.tensor([[False, False, True]])}
+    spoilt = [error(0, 0.9, (1, 1), direct=0.1, induced=0.9), error(2, 0.9, (0.1, 0.1), direct=0.0, induced=0.1)]
+    layers, pairs, share = blame(spoilt, marked)
+    assert (layers, pairs) == ((0, 2), (0,)) and share == pytest.approx((2 * 0.8 + 0.02 * 0.1) / 2.02)
+    own = [error(0, 0.9, pair=[[5, 1, 1], [5, 1, 1.0]], direct=0.9, induced=0.95)]  # the error is their own
+    assert blame(own, marked) == ((0,), (0,), None)
+
+
+def test_longest_keys_are_those_that_set_the_range():
+    def layer(index, *radii):
+        return SimpleNamespace(index=index, key=SimpleNamespace(radius=torch.tensor(radii)))
+
+    seen = SimpleNamespace(layers=[layer(0, [1, 1, 20, 41.0], [1, 1, 1, 6]), layer(1, [1, 1, 1, 4.9], [1, 30, 15, 1])])
+    marks = longest_keys(seen)  # the median is 1: long is over 5
+    assert marks[0].int().tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    assert marks[1].int().tolist() == [[0, 0, 0, 0], [0, 1, 1, 0]]
+
+
+def test_remedies_change_one_thing():
+    made = remedies("int4-token")
+    assert {name.partition("+")[2]: str(scheme) for name, scheme in made.items()} == {
+        "pre": "k=int4.token.pre;v=int4.token",
+        "hadamard": "k=int4.token.hadamard;v=int4.token",
+        "centre": "k=int4.token.centre;v=int4.token",
+        "pre.centreall": "k=int4.token.pre.centreall;v=int4.token",
+        "keep8": "k=int4.token.keep8;v=int4.token",
+        "channel32": "k=int4.channel32;v=int4.token",
+        "sinks=4": "k=int4.token;v=int4.token;sinks=4",
+        "residual=128": "k=int4.token;v=int4.token;residual=128",
+    }
+    # Hadamard mixes features, which have scales of their own in kivi-2; its residual window is 128 already.
+    words = [name.partition("+")[2] for name in remedies("kivi-2")]
+    assert words == ["pre", "centre", "pre.centreall", "keep8", "sinks=4"]
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "left"),
+    [
+        ("llama", "p_rope:p=0.5", set()),
+        ("llama", "default", {"centre"}),  # no still pair: nothing to take away
+        ("gemma2", "p_rope:p=0.5", {"centre"}),  # soft-capped logits see a constant
+        ("llama", "table:values=3/2.5/2/1.5/1/0.9/0.8/0.7", {"centre", "keep8"}),  # no pair under the bound
+    ],
+)
+def test_remedies_that_do_nothing_on_a_model_are_left_out(tokenizer, monkeypatch, family, method, left):
+    monkeypatch.setattr(engine, "judge", lambda row, *_: SimpleNamespace(kind="unsafe"))
+    options = {**ASKED, "lengths": [40], "windows": 1, "depths": [0.5]}
+    made = kv_check(small(family), tokenizer, ["int2.token"], methods=[method], try_remedies=True, **options)
+    tried = [row.scheme.partition("+")[2] for row in made.rows if row.remedy_of == "int2.token"]
+    assert set(tried) == {name.partition("+")[2] for name in remedies("int2.token")} - left
+
+
+# --- kept work, and errors
+
+
+def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
+    model, path = small(), tmp_path / "kept.jsonl"
+    heads = []
+    model.lm_head.register_forward_hook(lambda *_: heads.append(1))
+
+    def stop(stage, tokens):
+        if stage == f"default, {CENTRED}":
+            raise KeyboardInterrupt
+
+    names = ["int4-token", CENTRED]
+    with pytest.raises(KeyboardInterrupt):
+        kv_check(model, tokenizer, names, resume=path, progress=stop, **ASKED)
+    assert rope_patch.inspect(model).record is None and path.exists()
+    first = len(heads)
+    seen = []
+    made = kv_check(model, tokenizer, names, resume=path, progress=lambda *told: seen.append(told), **ASKED)
+    whole, again = len(heads) - first, len(heads)
+    assert whole < first and {stage for stage, _ in seen} == {f"default, {name}" for name in ("none", *names)}
+    assert sum(tokens for _, tokens in seen) == 3 * (3 * 56 + 2 * 96)
+    calls = []
+    original = engine.attention_errors
+    monkeypatch.setattr(engine, "attention_errors", lambda *a, **k: calls.append(a) or original(*a, **k))
+    read = []
+
+    def note(module, args, kwargs, out):
+        read.append(kwargs["input_ids"].numel())
+
+    hook = model.model.register_forward_hook(note, with_kwargs=True)
+    kept = kv_check(model, tokenizer, names, resume=path, **ASKED)
+    assert len(heads) == again and not calls
+    hook.remove()
+    assert sum(size for size in read if size > 8) == 2 * 56  # the windows that radii come from; 8 tokens are a probe
+    assert kept.to_json() == made.to_json() == kv_check(model, tokenizer, names, **ASKED).to_json()
+    kv_check(small(seed=1), tokenizer, names, resume=path, **{**ASKED, "windows": 2})
+    assert calls  # another model is measured anew
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"schemes": ["int4-tokn"]}, "Did you mean 'int4-token'"),
+        ("llama", {"schemes": ["k=int4.token;v=int4.tokn"]}, r"\n  k=int4.token;v=int4.tokn\n +\^{4,}"),
+        ("llama", {"schemes": ["k=int4.token.centreall;v=none"]}, "add .pre"),
+        ("llama", {"schemes": ["k=int4.channel;v=none"]}, "channel32"),
+        ("llama", {"schemes": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the model has"),
+        ("gemma2", {"schemes": ["k=int4.token.centre;v=none"]}, "default: k=int4.token.centre;v=none: layer 0 caps"),
+        ("llama", {"schemes": ["none"]}, "at least one scheme beside none"),
+        ("llama", {"methods": ["prope"]}, "Did you mean 'p_rope'"),
+        ("llama", {"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
+        ("llama", {"lengths": [1]}, "lengths must be >= 2"),
+        ("llama", {"lengths": [20]}, "20"),
+        ("llama", {"lengths": []}, "one length"),
+        ("llama", {"windows": 0}, "windows >= 1"),
+        ("llama", {"windows": 10**6}, "ask for fewer windows"),
+        ("llama", {"haystack": Path("nowhere")}, "nowhere"),
+        ("llama", {"confidence": 1.0}, r"confidence in \(0, 1\)"),
+        ("llama", {"tolerance": -0.1}, "tolerance >= 0"),
+        ("llama", {"task": "pass"}, "pass"),
+        ("llama", {"chunk": 0}, "chunk"),
+    ],
+)  # fmt: skip
+def test_errors_before_anything_is_measured(tokenizer, tmp_path, monkeypatch, family, changes, message):
+    monkeypatch.setattr(engine, "_measure", lambda *_: pytest.fail("something was measured"))
+    given = {"schemes": ["int4-token"], **ASKED, **changes}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        kv_check(small(family), tokenizer, given.pop("schemes"), resume=tmp_path / "kept.jsonl", **given)
+
+
+# --- a planted fault
+
+
+def planted(layers, pairs, size):
+    """The bundled Llama with biases like Qwen's: long constant keys in slow pairs that no query looks at."""
+    base = AutoModelForCausalLM.from_pretrained(ASSETS / "llama", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict({**base.config.to_dict(), "attention_bias": True}))
+    model.float().eval().load_state_dict(base.state_dict(), strict=False)
+    heads, width = base.config.num_attention_heads, base.config.head_dim
+    features = [*pairs, *(pair + width // 2 for pair in pairs)]
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            attention = layer.self_attn
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+                part.bias.zero_()
+            if index in layers:
+                attention.q_proj.weight.view(heads, width, -1)[:, features] = 0
+                attention.k_proj.bias.view(heads, width)[:, features] = size
+    return model
+
+
+@pytest.mark.slow
+def test_a_planted_fault_is_named_and_a_remedy_found(tokenizer):
+    options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": TEXT}
+    without = kv_check(planted((0, 2), (14, 15), 0.0), tokenizer, ["int4-token"], **options)
+    assert without.verdict(without.rows[1], 96).kind == "safe"
+    made = kv_check(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], try_remedies=True, **options)
+    plain, broken = made.rows[:2]
+    assert plain.scores.perplexity.nll == pytest.approx(without.rows[0].scores.perplexity.nll, abs=1e-3)
+    verdict = made.verdict(broken, 96)
+    assert (verdict.kind, verdict.layers, verdict.pairs) == ("unsafe", (0, 2), (14, 15))
+    assert verdict.induced > 0.9 and made.change(broken, 96)[0] > 0.1
+    remedy, good = made.remedies(broken, 96)[0]
+    assert good.kind == "safe" and remedy.bits == broken.bits
+    assert made.change(remedy, 96)[2] < math.log1p(0.05)
+    (sentence,) = made.summary()
+    assert "layers 0, 2, pairs 14-15, whose long keys cost other pairs 9" in sentence
+    assert f"{remedy.scheme} is safe" in sentence
+    centred = next(row for row in made.rows if row.scheme == "int4-token+pre.centreall")
+    assert made.verdict(centred, 96).kind == "safe"

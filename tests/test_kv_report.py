@@ -1,0 +1,376 @@
+"""``rope-patch kv-check``: its figures, its page, its tables, its errors."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_analyze import small
+from test_kv_check import BASE, TEXT, by_hand, error, off
+from test_report import Page
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch import cli, kv_pictures, kv_report, plots, plots_kv
+from rope_patch.frequencies import geometric, wavelength
+from rope_patch.kv_cache.schemes import PRESETS
+from rope_patch.kv_check import kv_check
+from rope_patch.plots_kv import Spot, Waves, errors_by_layer, errors_by_wavelength, front, outlier_shares, tradeoff
+
+SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
+ASKED = {"windows": 3, "samples": 1, "text": TEXT, "haystack": "noise", "depths": (0.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("kv") / "tiny<b>"
+    small().save_pretrained(path)
+    AutoTokenizer.from_pretrained(Path(rope_patch.data_path("assets")) / "llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checked(folder):
+    model, tokenizer = rope_patch.load(folder), AutoTokenizer.from_pretrained(folder)
+    return kv_check(model, tokenizer, SCHEMES, methods=["default", "p_rope:p=0.5"], lengths=[40, 56], **ASKED)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(plots, "svg", lambda figure: "<svg></svg>")
+
+
+def errors(size=1.0):
+    """Errors of the two layers of the tiny model: pair 3 carries them."""
+    pair = [[0.1, 0.1, 0.1, size, 0.1, 0.1, 0.1, 0.1]] * 2
+    return [error(i, 0.4 * size, pair=pair, direct=0.2, induced=0.3) for i in range(2)]
+
+
+def unsafe(checked, scheme="a", **changes):
+    """A check with one scheme that is unsafe, and remedies that are safe, unsafe and undecided."""
+    broken = off(0.5, 0.51, 0.49, 0.5)
+    rows = [by_hand("none", BASE), by_hand(scheme, broken, errors=errors())]
+    rows += [by_hand(f"{scheme}+ok", BASE, errors=errors(0.1), remedy_of=scheme, bits=5.0)]
+    rows += [by_hand(f"{scheme}+bad", broken, errors=errors(), remedy_of=scheme, bits=6.0)]
+    rows += [by_hand("b", off(0.1, -0.1, 0.1, -0.1), errors=errors(0.5), bits=8.0)]
+    given = {"rows": tuple(rows), "lengths": (4, 8), "captures": {"m": checked.captures["default"]}, **changes}
+    return replace(checked, **given)
+
+
+# --- figures
+
+
+def spots():
+    return [
+        Spot("", 16.0, 0.0, 0.0, 0.0, "", ""),
+        Spot("one", 4.0, 5.0, 4.0, 6.0, "unsafe", "one"),
+        Spot("+fix", 4.5, 0.5, 0.1, 0.9, "safe", "one", True),
+        Spot("two", 8.0, 0.7, -math.inf, math.inf, "undecided", "two"),
+        Spot("three", 8.0, 0.7, 0.6, 0.8, "safe", "three"),
+        Spot("lost", 3.0, math.nan, math.nan, math.nan, "unsafe", "lost"),
+    ]
+
+
+def test_the_front_is_what_nothing_beats():
+    assert front([]) == []
+    assert front([(4, 5.0), (4.5, 0.5), (8, 0.7), (8, 0.7), (16, 0.0)]) == [0, 1, 4]
+    assert front([(8, 1.0), (8, 1.0)]) == [0]
+
+
+def test_tradeoff_by_hand():
+    names = ["one", "two", "three", "lost"]
+    figure = tradeoff({"m": spots(), "n": spots()[:2]}, names, title="t", ylabel="y [%]", lower=True, limit=2.0)
+    assert figure.get_supxlabel() == "bits per element of the cache, log scale" and figure.get_supylabel() == "y [%]"
+    first, second = figure.axes
+    assert first.get_title(loc="left") == "m" and first.get_yscale() == "symlog" and first.get_xscale() == "log"
+    steps, *rest = first.lines
+    assert steps.get_drawstyle() == "steps-post" and steps.get_xydata().tolist() == [[4, 5], [4.5, 0.5], [16, 0]]
+    points = {tuple(line.get_xydata()[0]): line for line in rest if line.get_marker() not in ("None", "")}
+    assert points[4.0, 5.0].get_marker() == "X" and points[4.5, 0.5].get_markerfacecolor() == "white"
+    assert points[4.0, 5.0].get_color() == points[4.5, 0.5].get_color() != points[8.0, 0.7].get_color()
+    bars = [
+        line.get_ydata().tolist() for line in rest if line.get_marker() == "None" and len(set(line.get_xdata())) == 1
+    ]
+    assert [4.0, 6.0] in bars and [0.6, 0.8] in bars and [0.1, 0.9] not in bars
+    assert [2.0, 2.0] in [list(line.get_ydata()) for line in rest]
+    renderer = figure._get_renderer()
+    texts = [text for text in first.texts if text.get_text() in ("one", "+fix", "two", "three")]
+    assert len(texts) == 4 and "lost" not in [text.get_text() for text in first.texts]
+    boxes = [text.get_window_extent(renderer) for text in texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])  # two points are one
+    assert len(second.lines) == 1 + 2 + 2 + 1  # steps, two lines across, two points, one bar
+    legend = [text.get_text() for text in figure.legends[0].texts]
+    assert legend == [*names, "safe", "undecided", "unsafe", "full precision", "hollow: a remedy"]
+    up = tradeoff({"m": spots()[:2]}, ["one"], title="t", ylabel="y", lower=False)
+    assert up.axes[0].get_yscale() == "linear" and up.axes[0].lines[0].get_xydata().tolist() == [[4, 5]]
+    assert plots.svg(figure) == plots.svg(
+        tradeoff({"m": spots(), "n": spots()[:2]}, names, title="t", ylabel="y [%]", lower=True, limit=2.0)
+    )
+
+
+def test_errors_by_wavelength_by_hand():
+    table = geometric(1e4, 16).double()
+    rests = table.clone()
+    rests[6:] = 0
+    values = torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    panels = {
+        "m": Waves(wavelength(table), {"a": values}, 256),
+        "n": Waves(wavelength(rests), {"a": values, "b": values}, 64),
+    }
+    figure = errors_by_wavelength(panels, ["a", "b"], title="t")
+    assert figure.get_supxlabel() == "wavelength of the pair [tokens], log scale"
+    assert figure.get_supylabel() == "rms error of the logit"
+    for axes, context in zip(figure.axes, (256, 64), strict=True):
+        # A wavelength of L is a frequency of 2 pi / L.
+        assert next(line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--") == context
+        assert axes.get_xscale() == axes.get_yscale() == "log"
+    turning, resting = figure.axes[1].lines[:2]
+    assert turning.get_xdata().tolist() == pytest.approx(wavelength(table)[:6].tolist())
+    assert math.isnan(turning.get_ydata()[2]) and resting.get_ydata().tolist() == [7.0, 8.0]
+    assert min(resting.get_xdata()) > float(wavelength(table).max())
+    assert figure.axes[1].get_xticklabels()[-1].get_text() == "still"
+    alone = errors_by_wavelength({"m": Waves(wavelength(torch.zeros(8)), {"a": values}, 64)}, ["a"], title="t")
+    assert alone.axes[0].lines[1].get_ydata().tolist()[3:] == [4, 5, 6, 7, 8]
+
+
+def test_errors_by_layer_and_shares_by_hand():
+    figure = errors_by_layer({"m": {"a": ([0, 2, 5], [10.0, 0.0, 30.0]), "b": ([0], [1.0])}}, ["a", "b"], title="t")
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[0, 10], [5, 30]]
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("layer", "error of the output [%], log scale")
+    shares = {"s": {"m": (torch.tensor([0.1, 0.5]), torch.tensor([0.9, 0.5]))}}
+    figure = outlier_shares(shares, title="t")
+    diagonal, points = figure.axes[0].lines
+    assert diagonal.get_xydata().tolist() == [[0, 0], [1, 1]]
+    assert points.get_xydata().ravel().tolist() == pytest.approx([0.1, 0.9, 0.5, 0.5])
+    assert "[%]" in figure.get_supxlabel() and "[%]" in figure.get_supylabel()
+
+
+def test_pictures_show_the_check(checked, monkeypatch):
+    drawn = {}
+    for name in ("tradeoff", "errors_by_wavelength", "errors_by_layer", "outlier_shares"):
+        original = getattr(plots_kv, name)
+        monkeypatch.setattr(plots_kv, name, lambda *a, f=original, n=name, **k: drawn.setdefault(n, a) and f(*a, **k))
+    made = [*kv_pictures.tradeoffs(checked, 56), kv_pictures.by_wavelength(checked), kv_pictures.by_layer(checked)]
+    made += [kv_pictures.radii(checked)]
+    assert all(len(picture.alt) > 40 and len(picture.caption) > 40 for picture in made)
+    (panels, names) = drawn["tradeoff"]
+    assert list(panels) == ["default", "p_rope:p=0.5"] and names == SCHEMES
+    row = checked.of("p_rope:p=0.5")[1]
+    spot = panels["p_rope:p=0.5"][1]
+    assert (spot.label, spot.bits) == ("int4-token", 6)
+    assert panels["default"][3].label == "kivi-2" and panels["default"][3].bits == 16  # all of it is residual window
+    assert spot.value == pytest.approx(100 * math.expm1(checked.change(row, 56)[0]))
+    waves = drawn["errors_by_wavelength"][0]["p_rope:p=0.5"]
+    assert waves.context == 64 and waves.wavelength.isinf().sum() == 4
+    pairs = torch.cat([item.pair for item in row.errors])
+    assert torch.equal(waves.errors["int4-token"], pairs.square().mean(0).sqrt())
+    layers, values = drawn["errors_by_layer"][0]["default"]["int4-token"]
+    assert layers == [0, 1]
+    assert values == [100 * float(item.output.mean()) for item in checked.of("default")[1].errors]
+    assert kv_pictures.radii(replace(checked, context=16)).caption == made[-1].caption
+
+
+# --- the page
+
+
+def test_the_page_is_whole_and_loads_nothing(checked):
+    text = kv_report.page(checked, command="rope-patch kv-check <x>")
+    page = Page(text)
+    said = "".join(page.text)
+    images = page.all("img")
+    assert len(images) == 5 + (kv_pictures.shares(checked) is not None)
+    for image in images:
+        kind, _, data = image["src"].partition(",")
+        assert kind == "data:image/svg+xml;base64" and b"</svg>" in base64.b64decode(data)
+    assert not page.all("script") and not re.search(r"url\(|@import|<b>", text)
+    assert "rope-patch kv-check <x>" in said and "Quantized caches: tiny<b>" in said
+    for sentence in checked.summary():
+        assert sentence in said
+    for fact in ("3 windows of 56 tokens, which do not overlap (no stride)", "task passkey", "seed 0", "not packed"):
+        assert fact in said
+    assert not re.search(r"\b(nan|inf|None)\b", said)
+    anchors = [link["href"][1:] for link in page.all("a")]
+    assert set(anchors) <= {section.get("id") for section in page.all("section")}
+    assert text == kv_report.page(checked, command="rope-patch kv-check <x>")
+
+
+def test_the_tables_have_the_numbers(checked, undrawn):
+    page = Page(kv_report.page(checked))
+    firsts = [[cell for _, cell in cells] for cells in page.rows if cells[0][1].strip() == "int4-token"]
+    row = checked.of("default")[1]
+    change, low, high = (100 * math.expm1(nats) for nats in checked.change(row, 40))
+
+    def shown(value):
+        return f"{value:+.{2 if abs(value) < 10 else 1}f}".replace("-", "−")
+
+    assert firsts[0][1] == "6.00" and firsts[0][2] == f"{row.scores.perplexity.between(0, 40):.0f}"
+    assert firsts[0][3] == f"{shown(change)} %{shown(low)} to {shown(high)}"
+    assert firsts[0][-1] == checked.verdict(row, 40).kind
+    assert firsts[0][6] == f"{row.divergence.kl:.4f}"
+    kivi = next(cells for cells in page.rows if cells[0][1].strip() == "kivi-2")
+    assert kivi[1][1] == "16.003.50"  # the cache, and what would be quantized of a longer one
+    assert page.rows[1][0][1].strip() == "default: full precision"
+    text = "".join(page.text)
+    assert PRESETS["kivi-2"].source in text and "given as a text" in text
+    correlations = [cells for cells in page.rows if cells[0][1].strip() == "int4-token"][-2]
+    assert correlations[2][1] == f"{row.prediction[0]:.2f}".replace("-", "−")
+
+
+def test_what_is_unsafe_is_named_with_its_remedy(checked, undrawn):
+    check = unsafe(checked)
+    page = Page(kv_report.page(check))
+    kinds = [kind for cells in page.rows for kind, _ in cells]
+    assert {"safe", "unsafe", "undecided"} <= set(kinds)
+    blamed = next([text for _, text in cells] for cells in page.rows if cells[0][1] == "a" and cells[1][1] == "m")
+    assert blamed[:6] == ["a", "m", "4, 8", "0-1", "3", "they carry half of the logit error"]
+    assert blamed[6] == "+ok: safeperplexity +0.00 %, 5.00 bits"
+    assert [attributes.get("class") for attributes in page.all("tr")].count("remedy") == 2 * 2 + 2
+    spoilt = error(0, 0.9, direct=0.1, induced=0.8, pair=[[1.0] * 8] * 2)
+    rows = by_hand("none", BASE), by_hand("a", off(0.5, 0.5, 0.51, 0.5), errors=[spoilt])
+    long = unsafe(checked, rows=rows)
+    radius = torch.ones(2, 8)
+    radius[:, 5] = 90
+    key = replace(checked.captures["default"].layers[0].key, mean=torch.cat([radius, torch.zeros(2, 8)], 1).double())
+    layers = [replace(layer, key=key) for layer in checked.captures["default"].layers]
+    seen = replace(checked.captures["default"], layers=tuple(layers))
+    text = "".join(Page(kv_report.page(replace(long, captures={"m": seen}))).text)
+    assert "long keys there cost other pairs 70 % of the logit error" in text and "none was tried" in text
+    assert "pair 5, whose long keys cost other pairs 70% of the logit error" in text
+
+
+def test_hostile_names_infinities_and_nothing_to_blame(checked, undrawn):
+    evil = "<script>&$x$"
+    text = kv_report.page(unsafe(checked, evil, model=evil, text=evil))
+    assert "<script" not in text and "".join(Page(text).text).count(evil) >= 5
+    one = unsafe(checked, rows=(by_hand("none", [1.0]), by_hand("a", [900.0], errors=errors())))
+    said = "".join(Page(kv_report.page(one)).text)
+    assert not re.search(r"\b(nan|inf|None)\b", said) and "+∞ %" in said
+    assert "nothing is to blame" in said and "No remedy" not in said
+    bare = [replace(item, direct=torch.full((2,), math.nan), induced=torch.full((2,), math.nan)) for item in errors()]
+    quiet = unsafe(checked, rows=(by_hand("none", BASE), by_hand("a", BASE, errors=bare)))
+    assert "No head has outlier pairs" in "".join(Page(kv_report.page(quiet)).text)
+
+
+def test_models_with_two_kinds_of_layers(tmp_path, folder, undrawn):
+    made = kv_check(small("gemma3"), AutoTokenizer.from_pretrained(folder), ["int4-token"], lengths=[40], **ASKED)
+    said = "".join(Page(kv_report.page(made)).text)
+    assert "default: full_attention, 64 tokens" in said and "default: sliding_attention, 16 tokens" in said
+
+
+# --- the command
+
+
+def command(*arguments):
+    result = CliRunner().invoke(cli.app, ["kv-check", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "a.txt"
+    path.write_text(TEXT)
+    words = (
+        "--lengths",
+        "40 56",
+        "--windows",
+        3,
+        "--samples",
+        1,
+        "--depths",
+        "0,1",
+        "--haystack",
+        "noise",
+        "--text",
+        path,
+    )
+    return ("--schemes", " ".join(SCHEMES), "--compare", "default p_rope:p=0.5", *words)
+
+
+def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
+    out = tmp_path / "deep" / "out"
+    printed = command(folder, *given, "-o", out)
+    assert {path.name for path in out.iterdir()} == {"kept.jsonl", "kv-check.csv", "kv-check.html", "kv-check.json"}
+    data = json.loads((out / "kv-check.json").read_text())
+    assert data["rows"] == json.loads(checked.to_json())["rows"] and data["text"] == "a.txt"
+    for sentence in checked.summary():
+        assert " ".join(sentence.split()) in " ".join(printed.split())
+    assert "3 windows of 56 tokens, which do not overlap" in printed and "not packed" in printed
+    assert "wrote kv-check.json, kv-check.csv, kv-check.html" in printed
+    lines = list(csv.DictReader(io.StringIO((out / "kv-check.csv").read_text())))
+    table = checked.table()
+    assert len(lines) == len(table) == 16
+    for line, wanted in zip(lines, table, strict=True):
+        assert list(line) == list(wanted)
+        for name, value in wanted.items():
+            said = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+            assert line[name] == said
+    before = (out / "kept.jsonl").read_bytes()
+    again = command(folder, *given, "-o", out, "--no-report", "--json")
+    assert json.loads(again) == data and (out / "kept.jsonl").read_bytes() == before
+
+
+def test_help_and_list_name_every_preset():
+    printed = command("--list")
+    helped = " ".join(command("--help").replace("│", " ").split())
+    for name, preset in PRESETS.items():
+        assert name in printed and preset.text in printed and name in helped
+    assert "4.25" in printed and "arXiv:2402.02750" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--schemes", "kivi2"), "Did you mean 'kivi-2'"),
+        (("--schemes", "fp8 k=int4.token;v=int4.tokn"), r"\n  k=int4.token;v=int4.tokn\n {22}\^{4}\n"),
+        (("--schemes", "none"), "at least one scheme beside none"),
+        (("--compare", "prope"), "Did you mean 'p_rope'"),
+        (("--lengths", "4 k"), "k"),
+        (("--lengths", ""), "one length"),
+        (("--depths", "half"), "a depth is a number"),
+        (("--depths", "2"), "2"),
+        (("--dtype", "int3"), "dtype must be one of"),
+        (("--task", "key"), "key"),
+        (("--text", "/nowhere"), "nowhere"),
+        (("--haystack", "/nowhere"), "nowhere"),
+        (("--context", "far"), "far"),
+        (("--tolerance", "-1"), "tolerance >= 0"),
+        (("--schemes", "int4-token;skip=7"), "layers 0 to 1"),
+    ],
+)
+def test_wrong_words(folder, given, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr(
+        sys, "argv", ["rope-patch", "kv-check", *map(str, (folder, *given, *words, "-o", tmp_path / "out"))]
+    )
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and re.search(message, said) and "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, capsys):
+    from rope_patch import kv_check as engine
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "retrieval", stop)
+    arguments = ["rope-patch", "kv-check", *map(str, (folder, *given, "-o", tmp_path / "out"))]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 130
+    said = capsys.readouterr().err
+    assert f"what was finished is kept in {tmp_path / 'out'}" in said and "interrupted" in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.jsonl"]

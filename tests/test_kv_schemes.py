@@ -1,0 +1,495 @@
+"""Schemes as text, and their rounding against plain Python, bitsandbytes and the definition of e4m3."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+import sys
+
+import bitsandbytes
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval._cli import HarnessCLI
+from lm_eval.utils import simple_parse_args_string
+from scipy.linalg import hadamard
+
+from rope_patch.kv_cache.quantizers import NF4, fake_quantize, mix
+from rope_patch.kv_cache.schemes import AXES, FORMATS, PRESETS, Scheme, Side, effective_bits
+
+FORMS = [
+    "none",
+    "k=int2.channel32;v=int2.token32;residual=128",
+    "k=int2.channel32.pre;v=int2.token32;residual=128;sinks=4;skip=0+27",
+    "k=int4.token;v=none",
+    "k=none;v=int3.tensor64.sym",
+    "k=int8.token.sym.pre.hadamard.centre;v=int8.token16.hadamard",
+    "k=nf4.token64.pre.centreall;v=nf4.token64",
+    "k=fp8.tensor;v=fp8.tensor128",
+    "k=fp8.channel16.keep8;v=fp8.token",
+    "k=int3.channel8.pre.centre.keep16;v=none;skip=3",
+    "k=none;v=none;sinks=1",
+]
+
+
+def e4m3():
+    """All finite numbers of float8 e4m3, by definition: to value, its mantissa's last bit."""
+    numbers = {0.0: 0}
+    for exponent, mantissa in itertools.product(range(16), range(8)):
+        if (exponent, mantissa) == (15, 7):
+            continue  # NaN
+        size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        numbers |= {size: mantissa & 1, -size: mantissa & 1}
+    return numbers
+
+
+E4M3 = e4m3()
+ORDERED = sorted(E4M3)
+
+
+def eight_bits(value):
+    """The nearest number of e4m3; of two the even one, and the largest beyond all."""
+    at = bisect.bisect_left(ORDERED, value)
+    near = ORDERED[max(0, at - 1) : at + 1] or ORDERED[-1:]
+    return min(near, key=lambda number: (abs(value - number), E4M3[number]))
+
+
+def rounded(values, side):
+    """Numbers that share a scale, one by one."""
+    bits = FORMATS[side.format]
+    largest = max(abs(value) for value in values)
+    if side.format.startswith("int") and not side.symmetric:
+        low, scale = min(values), (max(values) - min(values)) / (2**bits - 1)
+        return [low + scale * round((value - low) / scale) if scale else value for value in values]
+    if side.format.startswith("int"):
+        scale = largest / (2 ** (bits - 1) - 1)
+        return [scale * round(value / scale) if scale else 0.0 for value in values]
+    if side.format == "nf4":
+        return [
+            largest * min(NF4, key=lambda level: abs(value / largest - level)) if largest else 0.0 for value in values
+        ]
+    if side.axis == "tensor" and not side.group:
+        return [eight_bits(value) for value in values]
+    return [eight_bits(value / (largest / 448)) * (largest / 448) if largest else 0.0 for value in values]
+
+
+def naive(x, side):
+    """One block of one row (heads, tokens, features), quantized in plain Python."""
+    heads, tokens, features = (range(size) for size in x.shape)
+    if side.axis == "token":
+        size = side.group or max(1, len(features))
+        shares = [
+            [(h, t, f) for f in features[low : low + size]] for h in heads for t in tokens for low in features[::size]
+        ]
+    elif side.axis == "channel":
+        shares = [[(h, t, f) for t in tokens] for h in heads for f in features]
+    else:
+        shares = [list(itertools.product(heads, tokens, features))]
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for share in shares:
+        for place, value in zip(share, rounded([float(x[place]) for place in share], side), strict=True):
+            out[place] = value
+    return out
+
+
+def block(shape=(2, 3, 5, 10), seed=0, dtype=torch.float64):
+    """Random states (rows, heads, tokens, features) whose features and tokens differ in size and middle."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x = x * torch.rand(shape[-1], generator=generator, dtype=torch.float64).exp() ** 3
+    return (x + 2 * torch.randn(shape[-1], generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def side(text):
+    return Scheme.parse(f"k={text}").key
+
+
+# --- schemes as text
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_forms_round_trip(text):
+    scheme = Scheme.parse(text)
+    assert str(scheme) == text
+    assert Scheme.parse(str(scheme)) == scheme and hash(scheme) == hash(Scheme.parse(text))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_round_trip_and_can_be_added_to(name):
+    scheme = Scheme.parse(name)
+    assert Scheme.parse(str(scheme)) == scheme == Scheme.parse(PRESETS[name].text) == Scheme.parse(f" {name}\n")
+    changed = Scheme.parse(f"{name};residual=7;v=int3.token;skip=2+1")
+    assert (changed.key, changed.sinks) == (scheme.key, scheme.sinks)
+    assert (changed.residual, changed.value, changed.skip) == (7, Side("int3"), (1, 2))
+
+
+def test_presets_by_hand():
+    kivi = Scheme.parse("kivi-2")
+    assert kivi == Scheme(Side("int2", "channel", 32), Side("int2", "token", 32), residual=128)
+    assert Scheme.parse("kvquant-4").key == Side("int4", "channel", 128, pre=True)
+    assert Scheme.parse("fp8").key == Scheme.parse("fp8").value == Side("fp8", "tensor")
+    assert Scheme.parse("none") == Scheme()
+
+
+def test_one_side_for_both_leaves_what_is_for_keys_to_them():
+    scheme = Scheme.parse("int4.token8.sym.pre.centreall.keep8;sinks=2")
+    assert scheme.key == Side("int4", "token", 8, symmetric=True, pre=True, centre="all", keep=8)
+    assert scheme.value == Side("int4", "token", 8, symmetric=True) and scheme.sinks == 2
+    assert Scheme.parse("int4") == Scheme(Side("int4"), Side("int4"))
+    assert Scheme.parse("int8.post.asym") == Scheme.parse("int8")
+
+
+SIDES = st.builds(
+    dict,
+    format=st.sampled_from(list(FORMATS)),
+    axis=st.sampled_from(AXES),
+    group=st.sampled_from([0, 1, 8, 32, 1000]),
+    symmetric=st.booleans(),
+    pre=st.booleans(),
+    centre=st.sampled_from(["", "still", "all"]),
+    hadamard=st.booleans(),
+    keep=st.sampled_from([0, 8, 16]),
+)
+
+
+@settings(deadline=None, database=None, max_examples=150)
+@given(SIDES, st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(0, 40), max_size=3))
+def test_every_scheme_that_can_be_made_is_its_text(options, residual, sinks, skip):
+    try:
+        key = Side(**options)
+    except ValueError:
+        return
+    value = Side(**options | {"pre": False, "centre": "", "keep": 0}) if key.format != "none" else Side("int8")
+    scheme = Scheme(key, value, residual, sinks, tuple(skip))
+    assert Scheme.parse(str(scheme)) == scheme
+    assert simple_parse_args_string(f"kv_cache={scheme},x=1") == {"kv_cache": str(scheme), "x": 1}
+
+
+@pytest.mark.parametrize("text", [*PRESETS, *FORMS, *(f"{name};sinks=4" for name in PRESETS)])
+def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
+    line = f"pretrained=x,kv_cache={text},dtype=float32"
+    monkeypatch.setattr(sys, "argv", ["lm_eval", "run", "--model_args", line])
+    from_text, from_line = simple_parse_args_string(line), HarnessCLI().parse_args().model_args
+    assert set(from_text) == set(from_line) == {"pretrained", "kv_cache", "dtype"}
+    assert from_line["kv_cache"] == text
+    assert from_text["kv_cache"] == (None if text == "none" else text)  # a word of Python to this parser
+
+
+# (text, what is marked, message)
+WRONG = [
+    ("", "", "expected k=, v=, residual=, sinks= or skip=, got ''"),
+    ("kivi2", "kivi2", "unknown scheme 'kivi2'. Did you mean 'kivi-2'?"),
+    ("kivi-2.pre", "kivi-2.pre", "kivi-2 is a whole scheme: add parts to it, as in kivi-2;sinks=4"),
+    ("k=kivi-2", "kivi-2", "unknown format 'kivi-2'. Known: none, int8"),
+    ("k=int5.token", "int5", "unknown format 'int5'. Did you mean 'int"),
+    ("k=int16", "int16", "unknown format 'int16'"),
+    ("k=INT4", "INT4", "unknown format 'INT4'"),
+    ("k=", "", "unknown format ''"),
+    ("k=int4.tokn", "tokn", "unknown word 'tokn'. Did you mean 'token'?"),
+    ("k=int4.center", "center", "unknown word 'center'. Did you mean 'centre'?"),
+    ("k=int4.keep4", "keep4", "unknown word 'keep4'. Did you mean 'keep8'?"),
+    ("k=int4.token.", "", "unknown word ''"),
+    ("k=int4.token0", "token0", "a group must hold >= 1 elements, got 0"),
+    ("k=int4.token00", "token00", "a group must hold >= 1 elements, got 0"),
+    ("k=int4.channel", "int4.channel", "channel needs the number of tokens that share a scale"),
+    ("k=int4.tensor", "int4.tensor", "tensor needs the number of tokens that share a scale"),
+    ("k=int4.channel-8", "channel-8", "unknown word 'channel-8'. Did you mean 'channel'?"),
+    ("k=int4.token٣", "token٣", "unknown word 'token٣'"),
+    ("k=nf4.sym", "nf4.sym", "sym is for integers, nf4 has no zero point"),
+    ("k=fp8.token.sym", "fp8.token.sym", "sym is for integers, fp8 has no zero point"),
+    ("k=none.token8", "none.token8", "none is full precision: it takes no axis, group or switch"),
+    ("k=none.pre", "none.pre", "none is full precision"),
+    ("k=int4.centreall", "int4.centreall", "pairs that rotate have one mean before rotation alone"),
+    ("k=int4.hadamard.keep8", "int4.hadamard.keep8", "a Hadamard matrix mixes features"),
+    ("k=int4.channel8.hadamard", "int4.channel8.hadamard", "a Hadamard matrix mixes features"),
+    ("k=int4.token.token8", "token8", "token8 says again what another word has said"),
+    ("k=int4.sym.asym", "asym", "asym says again what another word has said"),
+    ("k=int4.keep8.keep16", "keep16", "keep16 says again what another word has said"),
+    ("k=int4;v=int4.pre", "int4.pre", "pre is for keys: values do not rotate"),
+    ("k=int4.keep8;v=int4.keep8", "int4.keep8", "keep is for keys: values do not rotate"),
+    ("k=int4.centre;v=int4.centre", "int4.centre", "centre is for keys: values do not rotate"),
+    ("kivi-2;residual=-1", "residual=-1", "expected a whole number, got '-1'"),
+    ("kivi-2;residual=1e3", "residual=1e3", "expected a whole number, got '1e3'"),
+    ("kivi-2;sinks=", "sinks=", "expected a whole number, got ''"),
+    ("kivi-2;skip=0,1", "skip=0,1", "expected a whole number, got '0,1'"),
+    ("kivi-2;skip=0+", "skip=0+", "expected a whole number, got ''"),
+    ("kivi-2;skip=-1", "skip=-1", "expected a whole number, got '-1'"),
+    ("kivi-2;resid=4", "resid=4", "expected k=, v=, residual=, sinks= or skip=, got 'resid=4'"),
+    ("kivi-2;sinks", "sinks", "expected k=, v=, residual=, sinks= or skip=, got 'sinks'"),
+    ("kivi-2;", "", "expected k=, v=, residual=, sinks= or skip=, got ''"),
+    ("k=int4;nf4", "nf4", "expected k=, v=, residual=, sinks= or skip=, got 'nf4'"),
+    ("k=int4;k=int2", "k=int2", "k= is given twice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "marked", "message"), WRONG, ids=[text for text, _, _ in WRONG])
+def test_errors_say_what_and_where(text, marked, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Scheme.parse(text)
+    _, shown, carets = str(caught.value).split("\n")
+    assert shown == f"  {text}"
+    at = carets.index("^")
+    assert carets == " " * at + "^" * max(1, len(marked))
+    assert at == 2 + text.rindex(marked)  # in all of these what is wrong stands last
+
+
+def test_the_place_is_that_of_the_part_and_not_of_its_like():
+    with pytest.raises(ValueError, match="unknown word 'tok'") as caught:
+        Scheme.parse("k=int4.token.pre;v=int4.tok;sinks=1")
+    assert str(caught.value).splitlines()[1:] == ["  k=int4.token.pre;v=int4.tok;sinks=1", " " * 26 + "^^^"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"residual": -1}, "residual must be >= 0 tokens, got -1"),
+        ({"sinks": -2}, "sinks must be >= 0 tokens, got -2"),
+        ({"skip": (0, -1)}, "skip takes indices of layers, got (0, -1)"),
+        ({"value": Side("int4", pre=True)}, "pre is for keys"),
+    ],
+)
+def test_schemes_made_in_python_are_checked(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Scheme(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "int1"}, "unknown format 'int1'"),
+        ({"format": "int4", "axis": "row"}, "unknown axis 'row'"),
+        ({"format": "int4", "group": -1}, "a group must hold >= 1 elements, got -1"),
+        ({"format": "int4", "centre": "rotating"}, "centre must be still or all, got 'rotating'"),
+        ({"format": "int4", "keep": 4}, "outlier pairs are kept in 8 or 16 bits, got 4"),
+    ],
+)
+def test_sides_made_in_python_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        Side(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "bits"),
+    [
+        ("none", {"head_dim": 128}, 16.0),
+        ("int2.channel32", {"head_dim": 128}, 2 + 32 / 32),  # scale and zero point of 16 bits each, 32 tokens
+        ("int2.channel32.sym", {"head_dim": 128}, 2 + 16 / 32),
+        ("int2.token32", {"head_dim": 128}, 2 + 32 / 32),
+        ("int4.token", {"head_dim": 64}, 4 + 32 / 64),  # a whole head
+        ("int4.token64", {"head_dim": 16}, 4 + 32 / 16),  # no group is longer than the head
+        ("int8.token64", {"head_dim": 80}, 8 + 32 / 40),  # two groups of 80 features, of 64 and 16
+        ("int4.tensor128", {"head_dim": 64, "heads": 2}, 4 + 32 / (128 * 64 * 2)),
+        ("nf4.token64", {"head_dim": 128}, 4 + 16 / 64),  # no zero point
+        ("fp8.token", {"head_dim": 64}, 8 + 16 / 64),
+        ("fp8.tensor", {"head_dim": 64}, 8.0),  # no scale
+        ("fp8.tensor64", {"head_dim": 64}, 8 + 16 / 4096),
+        # 10 features of 4 bits and 32 bits of scale; 6 features of 8 bits and a scale of their own
+        ("int4.token.keep8", {"head_dim": 16, "kept": 3}, (10 * 4 + 32 + 6 * 8 + 16) / 16),
+        ("int4.token.keep16", {"head_dim": 16, "kept": 3}, (10 * 4 + 32 + 6 * 16) / 16),
+        ("int4.channel8.keep16", {"head_dim": 16, "kept": 3}, (10 * (4 + 32 / 8) + 6 * 16) / 16),
+        ("int4.token.keep8", {"head_dim": 16}, 4 + 32 / 16),  # none lies under the bound
+        ("int4.token.keep16", {"head_dim": 16, "kept": 8}, 16.0),  # all do
+        ("int4.token4.keep16", {"head_dim": 16, "kept": 8}, 16.0),
+        ("int4.tensor8.keep8", {"head_dim": 16, "kept": 8}, 8 + 16 / 16),
+        ("int4.token.pre.hadamard.centreall", {"head_dim": 64}, 4 + 32 / 64),
+    ],
+)
+def test_effective_bits_by_hand(text, shape, bits):
+    assert effective_bits(side(text), **shape) == pytest.approx(bits)
+
+
+# --- rounding against what is known to be right
+
+
+ROUNDED = [
+    *(f"{form}.{axis}{sym}" for form in ("int8", "int4", "int3", "int2") for axis in ("token", "channel5")
+      for sym in ("", ".sym")),
+    *("int4.token4", "int2.token4.sym", "int4.token16", "int4.token1", "int3.tensor5", "int4.tensor5.sym"),
+    *("nf4.token", "nf4.token4", "nf4.channel5", "nf4.tensor5"),
+    *("fp8.token", "fp8.token4", "fp8.channel5", "fp8.tensor5", "fp8.tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ROUNDED)
+def test_rounding_equals_plain_python(text):
+    x = block()
+    kept = x.clone()
+    got = fake_quantize(x, side(text))
+    assert torch.equal(x, kept), "what is read is not written to"
+    assert got.shape == x.shape and got.dtype == x.dtype
+    for row, wanted in zip(got, x, strict=True):
+        torch.testing.assert_close(row, naive(wanted, side(text)), rtol=1e-12, atol=1e-12)
+    assert text == "int4.token1" or float((got - x).abs().max()) > 1e-3
+
+
+def test_integers_by_hand():
+    x = torch.tensor([[[[-1.0, 0.0, 0.4, 2.0]]]])
+    # asymmetric, 2 bits: levels -1, 0, 1, 2
+    assert fake_quantize(x, side("int2.token")).tolist() == [[[[-1.0, 0.0, 0.0, 2.0]]]]
+    # symmetric, 2 bits: levels -2, 0, 2; half a step goes to the even one
+    assert fake_quantize(x, side("int2.token.sym")).tolist() == [[[[0.0, 0.0, 0.0, 2.0]]]]
+    # symmetric, 3 bits: levels ±2, ±4/3, ±2/3, 0
+    assert fake_quantize(x, side("int3.token.sym"))[0, 0, 0].tolist() == pytest.approx([-4 / 3, 0, 2 / 3, 2])
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_nf4_is_that_of_bitsandbytes(size):
+    x = torch.randn(5, 3, 2, 128, generator=torch.Generator().manual_seed(0))
+    packed, state = bitsandbytes.functional.quantize_4bit(x, blocksize=size, quant_type="nf4")
+    wanted = bitsandbytes.functional.dequantize_4bit(packed, state)
+    torch.testing.assert_close(fake_quantize(x, side(f"nf4.token{size}")), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_fp8_with_a_scale_of_one_is_a_cast_that_saturates():
+    x = torch.linspace(-440, 440, 4001).view(1, 1, 1, -1)
+    assert torch.equal(fake_quantize(x, side("fp8.tensor")), x.to(torch.float8_e4m3fn).float())
+    huge = torch.tensor([[[[1e6, -460.0, 1e-9, 0.0]]]])
+    assert fake_quantize(huge, side("fp8.tensor")).tolist() == [[[[448.0, -448.0, 0.0, 0.0]]]]
+    assert ORDERED[-1] == 448 and len(ORDERED) == 253  # 256 codes: two of NaN, two of zero
+
+
+def test_fp8_with_a_scale_is_a_cast_of_what_fills_the_range():
+    x = block((1, 1, 4, 32), dtype=torch.float32) * 1e-4
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    wanted = (x / scale).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(fake_quantize(x, side("fp8.token")), wanted)
+
+
+# --- properties
+
+
+def states(seed, size, middle, shape):
+    return size * (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + middle)
+
+
+STATES = st.builds(
+    states,
+    seed=st.integers(0, 2**31),
+    size=st.sampled_from([1e-20, 1e-3, 1.0, 77.7, 1e20]),
+    middle=st.sampled_from([0.0, -3.0, 50.0]),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 6), st.integers(1, 12)),
+)  # fmt: skip
+
+
+@settings(deadline=None, database=None, max_examples=150)
+@given(STATES, st.sampled_from(ROUNDED))
+def test_properties_of_rounding(x, text):
+    how = side(text)
+    got = fake_quantize(x, how)
+    assert torch.isfinite(got).all()
+    largest = float(x.abs().max())
+    slack = 1e-5 * largest
+    dims = {"channel": (-2,), "tensor": (-3, -2, -1)}.get(how.axis)
+    whole = how.axis != "token" or not how.group or how.group >= x.shape[-1]
+    if whole and how.format.startswith("int"):
+        low, high = (x.amin(dims or (-1,), keepdim=True), x.amax(dims or (-1,), keepdim=True))
+        size = x.abs().amax(dims or (-1,), keepdim=True)
+        bits = FORMATS[how.format]
+        scale = size / (2 ** (bits - 1) - 1) if how.symmetric else (high - low) / (2**bits - 1)
+        assert ((got - x).abs() <= scale / 2 + slack).all()
+        assert (got >= (low if not how.symmetric else -size) - slack).all()
+        assert (got <= (high if not how.symmetric else size) + slack).all()
+    if how.symmetric or how.format in ("nf4", "fp8"):
+        assert (got * x >= 0).all(), "no sign changes"
+    if how.symmetric or how.format == "fp8":
+        assert torch.equal(fake_quantize(-x, how), -got)
+    if not (how.format == "fp8" and how.axis == "tensor" and not how.group):
+        # A scale of one is no scale; all others follow the states.
+        torch.testing.assert_close(fake_quantize(4 * x, how), 4 * got, rtol=1e-5, atol=4 * slack)
+    torch.testing.assert_close(fake_quantize(got, how), got, rtol=1e-5, atol=slack)  # again changes nothing
+    if whole and how.axis == "token":  # order is kept
+        sorted_states = x.sort(-1)
+        ordered = got.gather(-1, sorted_states.indices)
+        assert (ordered.diff(dim=-1) >= 0).all()
+
+
+@pytest.mark.parametrize("text", [text for text in ROUNDED if text.startswith("int") and not text.endswith(".sym")])
+@pytest.mark.parametrize("value", [0.0, -3.7, 1e-30, 12345.678])
+def test_a_constant_group_is_exact_with_a_zero_point(text, value):
+    x = torch.full((1, 2, 5, 10), value)
+    assert torch.equal(fake_quantize(x, side(text)), x)
+
+
+@pytest.mark.parametrize("text", ROUNDED)
+def test_zeros_stay_zeros(text):
+    assert torch.equal(fake_quantize(torch.zeros(1, 2, 5, 10), side(text)), torch.zeros(1, 2, 5, 10))
+
+
+@pytest.mark.parametrize("text", ROUNDED)
+def test_rows_and_heads_do_not_know_each_other(text):
+    x = block((4, 3, 5, 10))
+    got = fake_quantize(x, side(text))
+    for row in range(4):
+        assert torch.equal(fake_quantize(x[row : row + 1], side(text))[0], got[row])
+    alone = fake_quantize(x[:, :1], side(text))[:, 0]
+    shared = side(text).axis == "tensor" and side(text).group > 0
+    assert torch.equal(alone, got[:, 0]) is not shared
+
+
+@pytest.mark.parametrize("text", ["int4.token4", "nf4.channel5", "fp8.tensor5", "int2.token.sym", "fp8.tensor"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_data_types(text, dtype):
+    x = block(dtype=dtype)
+    got = fake_quantize(x, side(text))
+    assert got.dtype == dtype
+    if dtype in (torch.float16, torch.bfloat16):  # reckoned in float32
+        assert torch.equal(got, fake_quantize(x.float(), side(text)).to(dtype))
+
+
+@pytest.mark.parametrize("text", ROUNDED)
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 5, 10), (1, 0, 5, 10), (1, 2, 0, 10), (1, 2, 5, 0), (1, 1, 1, 1), (1, 2, 1, 10)]
+)
+def test_empty_and_small_blocks(text, shape):
+    x = block(shape)
+    got = fake_quantize(x, side(text))
+    assert got.shape == x.shape
+    if text == "int2.channel5" and shape[2] == 1:
+        assert torch.equal(got, x), "a scale and a zero point of its own"
+
+
+@pytest.mark.parametrize("text", ROUNDED)
+def test_states_in_another_order_of_memory(text):
+    x = block((2, 5, 3, 10)).transpose(1, 2)
+    assert not x.is_contiguous()
+    assert torch.equal(fake_quantize(x, side(text)), fake_quantize(x.contiguous(), side(text)))
+
+
+@pytest.mark.parametrize("text", ["int4.token", "int2.channel5.sym", "nf4.tensor5", "fp8.tensor"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_states_that_are_not_finite_are_refused(text, value):
+    x = block()
+    x[1, 2, 3, 4] = value
+    with pytest.raises(ValueError, match=f"states to be quantized must be finite, got {value}"):
+        fake_quantize(x, side(text))
+    assert fake_quantize(x, Side()) is x
+
+
+# --- the Hadamard matrix
+
+
+@pytest.mark.parametrize("width", [1, 2, 8, 64, 128])
+def test_the_mix_is_scipys_hadamard_matrix(width):
+    wanted = torch.from_numpy(hadamard(width)).double() / width**0.5
+    torch.testing.assert_close(mix(torch.eye(width, dtype=torch.float64)), wanted)
+
+
+@pytest.mark.parametrize("width", [1, 7, 12, 16, 80, 96, 160, 256])
+def test_the_mix_is_orthogonal_and_its_own_inverse(width):
+    matrix = mix(torch.eye(width, dtype=torch.float64))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(width, dtype=torch.float64))
+    torch.testing.assert_close(matrix @ matrix, torch.eye(width, dtype=torch.float64))
+    size = width & -width  # the largest power of two that divides it: the parts that are mixed
+    assert ((matrix != 0).sum(1) == size).all()
+    x, y = block((2, 3, 5, width)), block((2, 3, 5, width), seed=1)
+    torch.testing.assert_close(mix(mix(x)), x)
+    torch.testing.assert_close((mix(x) * mix(y)).sum(-1), (x * y).sum(-1))
+    assert mix(x.float()).dtype == torch.float32
+
+
+def test_the_mix_spreads_an_outlier():
+    x = torch.zeros(1, 1, 1, 64)
+    x[..., 5] = 8.0
+    assert torch.equal(mix(x).abs(), torch.ones(1, 1, 1, 64))
