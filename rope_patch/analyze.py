@@ -21,7 +21,7 @@ from rope_patch.analysis.sinks import Sinks, sinks
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows
-from rope_patch.evaluation.journal import Journal, key
+from rope_patch.evaluation.journal import Journal, finite, key
 from rope_patch.evaluation.scoring import fingerprint
 from rope_patch.trials import SHARES, TOLERANCE, Advice, Told, Trial, advise, longest_trial, run_trials, trial_text
 from rope_patch.verification import look
@@ -100,9 +100,7 @@ class Analysis:
             "heads": [
                 _head_facts(self, layer.index, head) for layer in self.heads.layers for head in range(layer.heads)
             ],
-            "outliers": {
-                states: [_plain(asdict(pair)) for pair in self.outliers(states)] for states in ("key", "query")
-            },
+            "outliers": {states: [asdict(pair) for pair in self.outliers(states)] for states in ("key", "query")},
             "recall": json.loads(table.to_json())["rows"],
             "sinks": [
                 {
@@ -116,13 +114,13 @@ class Analysis:
                 for found in self.sinks
                 for head in range(len(found.token))
             ],
-            "trials": [_plain(asdict(trial)) for trial in self.trials],
+            "trials": [asdict(trial) for trial in self.trials],
             "trial_positions": list(self.trial_positions),
             "trial_text": self.trial_text,
             "advice": asdict(self.advice),
             "environment": dict(self.environment),
         }
-        return json.dumps(_plain(out), indent=1, allow_nan=False, ensure_ascii=False)
+        return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 
 
 def analyze(
@@ -351,15 +349,6 @@ def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
         "entropy": float(found.entropy[head]),
         "cosine": found.cosine[head].tolist(),
     }
-
-
-def _plain(value: Any) -> Any:
-    """Numbers that JSON cannot say become None."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _digest(path: Path) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rope_patch.analysis.heads import LayerHeads
 from rope_patch.analyze import Analysis
+from rope_patch.evaluation.journal import finite
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,9 @@ def to_json(found: Difference, name: str) -> str:
         "changes": changes(found, name),
         "heads": [asdict(head) for head in found.heads],
         "layers": list(found.layers),
-        "log2_query_norm": _plain(found.query_norm),
-        "log2_key_norm": _plain(found.key_norm),
+        "log2_query_norm": found.query_norm.tolist(),
+        "log2_key_norm": found.key_norm.tolist(),
         "outliers_gained": found.gained,
         "outliers_lost": found.lost,
     }
-    return json.dumps(out, indent=1, allow_nan=False)
-
-
-def _plain(values: Tensor) -> list[list[float | None]]:
-    return [[value if math.isfinite(value) else None for value in row] for row in values.tolist()]
+    return json.dumps(finite(out), indent=1, allow_nan=False)

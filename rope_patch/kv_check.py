@@ -25,7 +25,7 @@ from rope_patch.analysis.results import Capture
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import Row, environment, named, under
 from rope_patch.evaluation.documents import Source, TokenDocument, spread_windows
-from rope_patch.evaluation.journal import Journal, key
+from rope_patch.evaluation.journal import Journal, finite, key
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import check_asked, retrieval
@@ -36,7 +36,7 @@ from rope_patch.kv_cache.metrics import LayerErrors, attention_errors
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import FORMATS, Scheme, effective_bits
 from rope_patch.kv_judging import CheckRow, Divergence, judge, long_keys
-from rope_patch.kv_results import KVCheck, finite
+from rope_patch.kv_results import KVCheck
 from rope_patch.methods import MethodLike, as_method
 from rope_patch.rotary import RotarySlot
 from rope_patch.sites import find_rotary, in_eval_mode
@@ -238,6 +238,7 @@ def _measure(here: _Setting, now: _Patched, schemes: Mapping[str, Scheme], cause
     model, options = here.model, now.options(here)
     some = {name: scheme for name, scheme in schemes.items() if scheme != Scheme()}
     errors = _errors(here, now, some)
+    full: list[Tensor] = []  # states of the compared windows in full precision: read once, if at all
     made = []
     for name, scheme in schemes.items():
         stage = f"{now.method}, {name}"
@@ -274,7 +275,7 @@ def _measure(here: _Setting, now: _Patched, schemes: Mapping[str, Scheme], cause
                 name,
                 str(scheme),
                 Row(now.method, score, found, now.slots),
-                _divergence(here, now, scheme) if name in some else None,
+                _divergence(here, now, scheme, full) if name in some else None,
                 *_bits(here, now, scheme),
                 own,
                 _prediction(now.seen, own, here.context),
@@ -395,8 +396,11 @@ def _prediction(seen: Capture, errors: Sequence[LayerErrors], context: int | Non
 
 
 @torch.no_grad()
-def _divergence(here: _Setting, now: _Patched, scheme: Scheme) -> Divergence:
-    """Compare the next token's distribution with and without a scheme, a slice of positions at a time."""
+def _divergence(here: _Setting, now: _Patched, scheme: Scheme, full: list[Tensor]) -> Divergence:
+    """Compare the next token's distribution with and without a scheme, a slice of positions at a time.
+
+    ``full`` is filled with the states in full precision when they are first needed.
+    """
     model, chunk, kept = here.model, here.chunk, here.kept
     ids = torch.stack([window.ids for window in here.texts[:COMPARED]])
     about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if kept is not None else {}
@@ -414,7 +418,7 @@ def _divergence(here: _Setting, now: _Patched, scheme: Scheme) -> Divergence:
 
     total, same, count = 0.0, 0, 0
     with in_eval_mode(model):
-        full = states(None)
+        full[:] = full or states(None)
         with quantized(model, scheme, **now.options(here)) as factory:
             rough = states(factory)
         reader = Reader(model)

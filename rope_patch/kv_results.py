@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch.analysis.results import Capture
+from rope_patch.evaluation.journal import finite
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_judging import CheckRow, Verdict, change, judge, longest_keys, percent, relative
 
@@ -209,12 +209,3 @@ def _numbers(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return (value.square().mean(0).sqrt() if name == "pair" else value).tolist()
-
-
-def finite(value: Any) -> Any:
-    """Return JSON values with None for numbers that JSON cannot say."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

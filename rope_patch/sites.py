@@ -8,7 +8,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -361,3 +361,19 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
             if fsdp is not None and isinstance(module, fsdp.FSDPModule):
                 module.reshard()
+
+
+@contextlib.contextmanager
+def attention_set_to(configs: Sequence[Any], name: str) -> Iterator[None]:
+    """Let the parts of a model that configs belong to attend through a registered function for a while.
+
+    As long as this lasts the model is not to be read from another thread.
+    """
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, old in zip(configs, before, strict=True):
+            config._attn_implementation_internal = old

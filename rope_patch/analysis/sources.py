@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rope_patch.rotary import RotarySlot, RotaryTable
-from rope_patch.sites import call_rotary, device_of, find_rotary, is_dynamic, stock_tables, where
+from rope_patch.sites import attention_set_to, call_rotary, device_of, find_rotary, is_dynamic, stock_tables, where
 from rope_patch.verification import look
 
 NAME = "rope_patch_probe"
@@ -265,14 +265,8 @@ def attending_with(model: nn.Module, name: str) -> Iterator[None]:
     """Let the parts of a model attend through a registered function."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     configs = list({id(part.config): part.config for part in parts if part._can_set_attn_implementation()}.values())
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = name
-    try:
+    with attention_set_to(configs, name):
         yield
-    finally:
-        for config, old in zip(configs, before, strict=True):
-            config._attn_implementation_internal = old
 
 
 def _check_finite(model: str, index: int, call: _Call) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from rope_patch import __version__
 from rope_patch.evaluation.documents import Source, spread_windows
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
-from rope_patch.evaluation.journal import Journal
+from rope_patch.evaluation.journal import Journal, finite
 from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
 from rope_patch.evaluation.prompts import TASKS, Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, check_asked, retrieval
@@ -195,20 +195,8 @@ class Comparison:
                 *("confidence", "environment"),
             )
         }
-        columns = [_finite(asdict(column)) for column in self.columns()]
+        columns = [finite(asdict(column)) for column in self.columns()]
         return json.dumps({**head, "columns": columns, "rows": rows}, indent=1, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity: an interval without an end says null."""
-    match value:
-        case dict():
-            return {name: _finite(item) for name, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case float() if not math.isfinite(value):
-            return None
-    return value
 
 
 def difference(row: Row, other: Row, kind: str, start: int, stop: int, confidence: float) -> Difference:

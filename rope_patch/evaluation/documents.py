@@ -192,8 +192,7 @@ def spread_windows(
             "ask for fewer windows, or give a longer text"
         )
     made = []
-    for i in range(windows):
-        start = round(i * (total - size) / max(1, windows - 1))
+    for i, start in enumerate(spread_starts(total, size, windows)):
         ids = torch.cat([torch.tensor(prefix, dtype=torch.long), stream.ids[start : start + size]])
         ends = None
         if stream.ends is not None:
@@ -202,6 +201,15 @@ def spread_windows(
         made.append(TokenDocument(f"window {i}", ids, ends, prefix))
     digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
     return made, digest
+
+
+def spread_starts(total: int, size: int, windows: int) -> list[int]:
+    """Return where windows of some size begin that are spread evenly over a text, its two ends included.
+
+    >>> spread_starts(10, 4, 3)
+    [0, 3, 6]
+    """
+    return [round(i * (total - size) / max(1, windows - 1)) for i in range(windows)]
 
 
 def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> TokenDocument:

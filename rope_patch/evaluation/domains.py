@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_patch._paths import data_path
-from rope_patch.evaluation.documents import Source, documents, encode, prefix_ids
+from rope_patch.evaluation.documents import Source, documents, encode, prefix_ids, spread_starts
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
 LONGEST = 2048
@@ -88,8 +88,7 @@ def read_rows(
     count = max(1, min(len(streams[shortest]) // inner, tokens // (size * len(streams))))
     rows, groups = [], []
     for name, ids in streams.items():
-        for i in range(count):
-            start = round(i * (len(ids) - inner) / max(1, count - 1))
+        for start in spread_starts(len(ids), inner, count):
             rows.append(torch.cat((torch.tensor(prefix, dtype=torch.long), ids[start : start + inner])))
             groups.append(name)
     label = "built-in domains" if sources is None else ", ".join(named)

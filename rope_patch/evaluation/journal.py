@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -85,3 +86,17 @@ def key(**parts: Any) -> str:
         True
     """
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def finite(value: Any) -> Any:
+    """Return a value as JSON can say it: numbers that are infinite or none become None, tuples lists.
+
+    Example:
+        >>> finite({"a": (1.5, float("inf"))})
+        {'a': [1.5, None]}
+    """
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

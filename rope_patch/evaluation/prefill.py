@@ -6,8 +6,8 @@ point, keys and values repeated for grouped heads, and new copies of the layer's
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from rope_patch.sites import attention_set_to
 
 NAME = "rope_patch_prefill"
 ROWS = {"cpu": 64}
@@ -102,17 +104,6 @@ def sdpa_configs(model: nn.Module) -> list[Any]:
     return [config for config in found.values() if config._attn_implementation == "sdpa"]
 
 
-@contextlib.contextmanager
-def lean_attention(configs: Sequence[Any]) -> Iterator[None]:
-    """Attend with :func:`prefill_attention` in the parts of a model that these configs belong to.
-
-    For as long as this lasts the model is not to be read from another thread.
-    """
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = NAME
-    try:
-        yield
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+def lean_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
+    """Attend with :func:`prefill_attention` in the parts of a model that these configs belong to, for a while."""
+    return attention_set_to(configs, NAME)
