@@ -41,19 +41,23 @@ SCHEMES = {
     "fp8": "fp8",
     "int4": "int4-token",
     "int4 centred": "k=int4.token.centre;v=int4.token",
+    "int4 centred as stored": "k=int4.token.centreall;v=int4.token",
     "int4 pre, centred": "k=int4.token.pre.centreall;v=int4.token",
     "int3": "k=int3.token;v=int3.token",
     "int3 centred": "k=int3.token.centre;v=int3.token",
+    "int3 centred as stored": "k=int3.token.centreall;v=int3.token",
     "int3 pre, centred": "k=int3.token.pre.centreall;v=int3.token",
     "KIVI-4": "kivi-4",
     "KIVI-2": "kivi-2",
-    "KIVI-2 centred": "k=int2.channel32.centre;v=int2.token32;residual=128",
     "KIVI-2 pre": "k=int2.channel32.pre;v=int2.token32;residual=128",
-    "bound kept in 8": "k=int2.token.keep8;v=int2.token32;residual=128",
-    "int4 keys per channel": "k=int4.channel32;v=int2.token32;residual=128",
+    "KIVI-2 keep8": "k=int2.channel32.keep8;v=int2.token32;residual=128",
+    "KIVI-2, int3 keys": "k=int3.channel32;v=int2.token32;residual=128",
+    "KIVI-2, int4 keys": "k=int4.channel32;v=int2.token32;residual=128",
+    "int2 keys per token, keep8": "k=int2.token.keep8;v=int2.token32;residual=128",
 }
-"""Two of them tell whether outlier pairs kept in 8 bits, chosen by the frequency bound alone, beat keys per channel of
-about as many bits: "bound kept in 8" and "int4 keys per channel" have the same values and residual."""
+"""The last five and KIVI-2 differ in keys alone. They tell whether outlier pairs kept in 8 bits, chosen by the frequency
+bound alone (keep8), are worth their bits. Nothing is centred per channel: its zero point takes any constant away."""
+CENTRED = ("centred", "centred as stored", "pre, centred")
 WINDOWS, DEPTHS, SAMPLES = 8, 5, 2
 
 Cell = tuple[str, str, int | None]
@@ -186,8 +190,7 @@ def _mean(values: list[float | None]) -> float | None:
 def answer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what centring is worth at each table: the nll that a scheme costs without and with it, at equal bits."""
     found = {(row["checkpoint"], row["table"], row["after_lora"], row["name"]): row for row in rows}
-    pairs = [("int4", "int4 centred"), ("int3", "int3 centred"), ("KIVI-2", "KIVI-2 centred")]
-    pairs += [("int4", "int4 pre, centred"), ("int3", "int3 pre, centred"), ("KIVI-2", "KIVI-2 pre")]
+    pairs = [(plain, f"{plain} {word}") for plain in ("int4", "int3") for word in CENTRED] + [("KIVI-2", "KIVI-2 pre")]
     out = []
     for plain, remedy in pairs:
         for (shape, table, after, name), row in found.items():

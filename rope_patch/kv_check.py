@@ -70,6 +70,7 @@ def remedies(name: str) -> dict[str, Scheme]:
         "pre": changed(pre=True),
         "hadamard": changed(hadamard=True),
         "centre": changed(centre="still"),
+        "centreall": changed(centre="all"),
         "pre.centreall": changed(pre=True, centre="all"),
         "keep8": changed(keep=8),
         "channel32": changed(axis="channel", group=32),

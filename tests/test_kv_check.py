@@ -264,6 +264,7 @@ def test_remedies_change_one_thing():
         "pre": "k=int4.token.pre;v=int4.token",
         "hadamard": "k=int4.token.hadamard;v=int4.token",
         "centre": "k=int4.token.centre;v=int4.token",
+        "centreall": "k=int4.token.centreall;v=int4.token",
         "pre.centreall": "k=int4.token.pre.centreall;v=int4.token",
         "keep8": "k=int4.token.keep8;v=int4.token",
         "channel32": "k=int4.channel32;v=int4.token",
@@ -272,7 +273,7 @@ def test_remedies_change_one_thing():
     }
     # Hadamard mixes features, which have scales of their own in kivi-2; its residual window is 128 already.
     words = [name.partition("+")[2] for name in remedies("kivi-2")]
-    assert words == ["pre", "centre", "pre.centreall", "keep8", "sinks=4"]
+    assert words == ["pre", "centre", "centreall", "pre.centreall", "keep8", "sinks=4"]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_remedies_change_one_thing():
     [
         ("llama", "p_rope:p=0.5", set()),
         ("llama", "default", {"centre"}),  # no still pair: nothing to take away
-        ("gemma2", "p_rope:p=0.5", {"centre"}),  # soft-capped logits see a constant
+        ("gemma2", "p_rope:p=0.5", {"centre", "centreall"}),  # soft-capped logits see a constant
         ("llama", "table:values=3/2.5/2/1.5/1/0.9/0.8/0.7", {"centre", "keep8"}),  # no pair under the bound
     ],
 )
@@ -337,7 +338,7 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
     [
         ("llama", {"schemes": ["int4-tokn"]}, "Did you mean 'int4-token'"),
         ("llama", {"schemes": ["k=int4.token;v=int4.tokn"]}, r"\n  k=int4.token;v=int4.tokn\n +\^{4,}"),
-        ("llama", {"schemes": ["k=int4.token.centreall;v=none"]}, "add .pre"),
+        ("gemma2", {"schemes": ["k=int4.token.centreall;v=none"]}, "token.centreall;v=none: layer 0 caps its logits"),
         ("llama", {"schemes": ["k=int4.channel;v=none"]}, "channel32"),
         ("llama", {"schemes": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the model has"),
         ("gemma2", {"schemes": ["k=int4.token.centre;v=none"]}, "default: k=int4.token.centre;v=none: layer 0 caps"),

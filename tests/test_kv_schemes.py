@@ -201,7 +201,6 @@ WRONG = [
     ("k=fp8.token.sym", "fp8.token.sym", "sym is for integers, fp8 has no zero point"),
     ("k=none.token8", "none.token8", "none is full precision: it takes no axis, group or switch"),
     ("k=none.pre", "none.pre", "none is full precision"),
-    ("k=int4.centreall", "int4.centreall", "pairs that rotate have one mean before rotation alone"),
     ("k=int4.hadamard.keep8", "int4.hadamard.keep8", "a Hadamard matrix mixes features"),
     ("k=int4.channel8.hadamard", "int4.channel8.hadamard", "a Hadamard matrix mixes features"),
     ("k=int4.token.token8", "token8", "token8 says again what another word has said"),

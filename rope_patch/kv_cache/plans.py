@@ -108,12 +108,7 @@ class LayerPlan:
         if back:
             size = cos.square() + sin.square()  # the attention scaling squared, but for the rounding of cos and sin
             cos, sin = cos / size, -sin / size
-        out = x.clone()
-        first, second = split_pairs(x, self.pairs, self.interleaved)
-        turned = split_pairs(out, self.pairs, self.interleaved)
-        turned[0].copy_(first * cos - second * sin)
-        turned[1].copy_(second * cos + first * sin)
-        return out
+        return _rotated(x, cos, sin, self.pairs, self.interleaved)
 
 
 def plan_layers(
@@ -143,7 +138,7 @@ def plan_layers(
     for layer in sources.layers:
         slot, table = layer.slot, layer.slot.inv_freq
         key, value = (Side(), Side()) if layer.keys_of in scheme.skip else (scheme.key, scheme.value)
-        if key.centre == "still" and not key.pre and layer.softcap is not None:
+        if key.centre and not key.pre and layer.softcap is not None:
             raise ValueError(
                 f"layer {layer.index} caps its logits: subtracting a constant from keys would change them. "
                 "Centre before rotation instead (.pre.centreall), where the mean is added again"
@@ -154,11 +149,11 @@ def plan_layers(
             if means is None or layer.keys_of not in means:
                 raise ValueError("centring needs the mean keys of the model: pass means=key_means(model, token_ids)")
             mean = means[layer.keys_of].double()
+            if not key.pre:
+                turned = slot.attention_scaling * mean_turn(table, context or slot.max_position_embeddings)
+                mean = _rotated(mean, turned.real, turned.imag, slot.pairs, layer.interleaved)
             if key.centre == "still":
-                resting = features_of(frequencies.still(table), width, layer.interleaved, rest=True)
-                scale = torch.ones(width, dtype=torch.float64)
-                scale[: 2 * slot.pairs] = slot.attention_scaling
-                mean = mean * resting if key.pre else mean * scale * resting
+                mean = mean * features_of(frequencies.still(table), width, layer.interleaved, rest=True)
         kept = None
         if key.keep:
             own = slot.max_position_embeddings if layer.window is None else layer.window
@@ -180,6 +175,26 @@ def plan_layers(
             mean=mean,
         )
     return made
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool) -> Tensor:
+    """Rotate vectors (…, head_dim) pair by pair."""
+    out = x.clone()
+    first, second = split_pairs(x, pairs, interleaved)
+    turned = split_pairs(out, pairs, interleaved)
+    turned[0].copy_(first * cos - second * sin)
+    turned[1].copy_(second * cos + first * sin)
+    return out
+
+
+def mean_turn(inv_freq: Tensor, tokens: int) -> Tensor:
+    """Return the mean of a table's rotations over positions 0 to tokens - 1: (pairs,) complex128.
+
+    1 for a still pair, near 0 for one that makes full turns: what is left of a constant key once it is stored.
+    """
+    half = inv_freq.double() / 2
+    size = torch.where(half == 0, 1.0, (tokens * half).sin() / (tokens * half.sin()))
+    return torch.polar(torch.ones_like(half), (tokens - 1) * half) * size
 
 
 def features_of(pairs: Tensor, head_dim: int, interleaved: bool, *, rest: bool = False) -> Tensor:

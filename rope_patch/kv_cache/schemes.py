@@ -39,8 +39,9 @@ class Side:
             (0 for fp8 with a fixed scale of 1, which saturates at 448).
         symmetric: integers around 0 without a zero point.
         pre: keys are quantized before rotation and rotated when read.
-        centre: subtract one mean per key head before quantizing, from ``"still"`` pairs alone, or from ``"all"`` (needs
-            ``pre``); "" for none.
+        centre: subtract one mean per key head before quantizing, from ``"still"`` pairs alone or from ``"all"``; "" for
+            none. Under ``pre`` it is the mean before rotation, and added again; else that of keys as they are stored,
+            averaged over the rotations of the layer's context, and never added again: softmax drops any constant.
         hadamard: rotate features by a Hadamard matrix before quantizing, and back when read.
         keep: bits of the outlier pairs, those under the frequency bound: 8 or 16; 0 for none kept apart.
 
@@ -72,8 +73,6 @@ class Side:
             raise ValueError(f"sym is for integers, {self.format} has no zero point")
         if self.centre not in ("", "still", "all"):
             raise ValueError(f"centre must be still or all, got {self.centre!r}")
-        if self.centre == "all" and not self.pre:
-            raise ValueError("pairs that rotate have one mean before rotation alone: add .pre, or take .centre")
         if self.keep not in (0, 8, 16):
             raise ValueError(f"outlier pairs are kept in 8 or 16 bits, got {self.keep}")
         if self.hadamard and (self.keep or self.axis == "channel"):
