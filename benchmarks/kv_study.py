@@ -55,8 +55,8 @@ SCHEMES = {
     "KIVI-2, int4 keys": "k=int4.channel32;v=int2.token32;residual=128",
     "int2 keys per token, keep8": "k=int2.token.keep8;v=int2.token32;residual=128",
 }
-"""The last five and KIVI-2 differ in keys alone. They tell whether outlier pairs kept in 8 bits, chosen by the frequency
-bound alone (keep8), are worth their bits. Nothing is centred per channel: its zero point takes any constant away."""
+"""The last five and KIVI-2 differ in keys alone: are outlier pairs kept in 8 bits, chosen by the frequency bound alone
+(keep8), worth their bits? Nothing is centred per channel: its zero point takes any constant away."""
 CENTRED = ("centred", "centred as stored", "pre, centred")
 WINDOWS, DEPTHS, SAMPLES = 8, 5, 2
 
