@@ -33,6 +33,7 @@ from rope_patch.evaluation.scoring import CacheFactory, Reader, fingerprint
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.metrics import LayerErrors, attention_errors
+from rope_patch.kv_cache.packed import check_packed, packed_caches
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import FORMATS, Scheme, effective_bits
 from rope_patch.kv_judging import CheckRow, Divergence, judge, long_keys
@@ -99,6 +100,7 @@ def kv_check(
     confidence: float = 0.95,
     chunk: int | None = None,
     try_remedies: bool = False,
+    packed: Sequence[str] = (),
     layer_types: Sequence[str] | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
     progress: Callable[[str, int], None] = lambda name, tokens: None,
@@ -123,13 +125,17 @@ def kv_check(
         confidence: of the intervals.
         chunk: tokens per forward pass; whole windows and prompts by default.
         try_remedies: measure what may help, too, wherever a scheme is unsafe at the longest length.
+        packed: caches of transformers to decode with, in the model as it is, for their bytes and speed; see
+            :mod:`rope_patch.kv_cache.packed`.
         layer_types: which tables are patched, on mixed models.
         resume: file (or mapping) in which finished work is kept: the same call goes on where it was, and reads again
             only the windows that radii come from.
         progress: told method and scheme, and the tokens just read.
 
     Raises:
-        ValueError: a bad scheme, method, task or length, too little text: before anything is measured.
+        ValueError: a bad scheme, method, task or length, too little text, a model that transformers packs no cache of:
+            before anything is measured.
+        ImportError: a packed cache whose backend is not installed.
     """
     found = {name: Scheme.parse(name) for name in dict.fromkeys(schemes)}
     given = {"none": Scheme()} | {name: scheme for name, scheme in found.items() if scheme != Scheme()}
@@ -143,6 +149,7 @@ def kv_check(
     lengths = sorted(lengths)
     if lengths[0] < 2 or (windows is not None and windows < 1) or not 0 < confidence < 1 or not tolerance >= 0:
         raise ValueError("lengths must be >= 2, windows >= 1, confidence in (0, 1) and tolerance >= 0")
+    check_packed(model, packed)
     source = builtin_text("heldout") if text is None else text
     texts, digest = spread_windows(tokenizer, source, lengths[-1], windows)
     maker = PromptMaker(tokenizer, haystack)
@@ -196,6 +203,7 @@ def kv_check(
         compared=len(texts[:COMPARED]),
         context=context,
         captures=captures,
+        packed=tuple(packed_caches(model, texts[0].ids, packed)) if packed else (),
         tolerance=tolerance,
         confidence=confidence,
         environment=environment(model),

@@ -40,6 +40,10 @@ def kv_check(
     remedies: Annotated[
         bool, typer.Option("--remedies", help="Where a scheme is unsafe, measure changes of it that may help.")
     ] = False,
+    packed: Annotated[
+        str,
+        typer.Option(help='Also decode with caches of transformers, for bytes and speed: "fp8 quanto-4 hqq-4".'),
+    ] = "",
     tolerance: Annotated[float, typer.Option(help="Rise of perplexity that a safe scheme may cost, relative.")] = 0.02,
     windows: Annotated[
         int | None, typer.Option(help="Windows of text, as long as the longest length; 16, or as many as there are.")
@@ -139,6 +143,7 @@ def kv_check(
                 tolerance=tolerance,
                 chunk=chunk,
                 try_remedies=remedies,
+                packed=items(packed),
                 layer_types=layer_types,
                 resume=output / "kept.jsonl",
                 progress=told,
@@ -219,6 +224,8 @@ def _print(checked: Any) -> None:
         console.print(table)
     for sentence in checked.summary():
         console.print(f"- {escape(sentence)}")
+    for item in checked.packed:
+        console.print(f"- {item}")
     told = f"{checked.calibration} tokens of calibration" if checked.calibration else "no calibration"
     print(
         f"{checked.windows} windows of {max(checked.lengths)} tokens, which do not overlap; {told}; "

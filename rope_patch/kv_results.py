@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rope_patch.analysis.results import Capture
 from rope_patch.evaluation.journal import finite
+from rope_patch.kv_cache.packed import PackedCache
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_judging import CheckRow, Verdict, change, judge, longest_keys, percent, relative
 
@@ -35,6 +36,7 @@ class KVCheck:
         tolerance: rise of perplexity that a safe scheme may cost, relative.
         confidence: of the intervals.
         environment: versions, device, data type.
+        packed: transformers' own caches, packed, on one window in the model as it was given.
     """
 
     model: str
@@ -50,6 +52,7 @@ class KVCheck:
     tolerance: float
     confidence: float
     environment: Mapping[str, str]
+    packed: tuple[PackedCache, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -168,6 +171,7 @@ class KVCheck:
         names = ("schema", "model", "lengths", "windows", "text", "digest", "calibration", "compared", "context")
         out = {name: getattr(self, name) for name in (*names, "tolerance", "confidence")}
         out |= {"simulated": True, "stride": None, "summary": self.summary(), "environment": dict(self.environment)}
+        out["packed"] = [asdict(item) for item in self.packed]
         out["rows"] = [self._row(row) for method in self.methods for row in self.of(method)]
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 

@@ -320,6 +320,19 @@ def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
     assert json.loads(again) == data and (out / "kept.jsonl").read_bytes() == before
 
 
+def test_packed_caches_are_shown(folder, tmp_path):
+    asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
+    printed = command(folder, *asked, "--packed", "fp8")
+    (item,) = json.loads((tmp_path / "kv-check.json").read_text())["packed"]
+    assert item["name"] == "fp8" and item["tokens"] == 40 + 128 and 0.25 < item["stored"] / item["full"] < 0.26
+    assert "packed fp8: " in printed and "for 168 tokens (0.25 x)" in printed
+    said = "".join(Page((tmp_path / "kv-check.html").read_text()).text)
+    assert "Packed caches" in said and "At 168 tokens." in said and "packed ones beside it" in said
+    (tmp_path / "kv-check.json").unlink()
+    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked), "--packed", "fp9"])
+    assert "unknown packed cache 'fp9'" in str(result.exception) and not (tmp_path / "kv-check.json").exists()
+
+
 def test_help_and_list_name_every_preset():
     printed = command("--list")
     helped = " ".join(command("--help").replace("│", " ").split())

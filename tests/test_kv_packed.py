@@ -1,0 +1,104 @@
+"""Packed caches of transformers: their bytes, counted by hand, and their limits as errors."""
+
+import importlib.util
+
+import pytest
+import torch
+from test_capture import model_of
+from tiny import ids, tiny_model
+from transformers import DynamicCache, QuantizedCache
+
+from rope_patch.kv_cache.packed import PackedCache, check_packed, packed_caches
+
+PROMPT, NEW = 40, 8
+HELD = 2 * 2 * 2 * 16 * (PROMPT + NEW)  # elements: layers, keys and values, key heads, features, tokens
+
+
+def installed(name):
+    return importlib.util.find_spec(name) is not None
+
+
+def test_bytes_of_fp8_by_hand():
+    model, prompt = tiny_model("llama"), ids(PROMPT, 1)[0]
+    (made,) = packed_caches(model, prompt, ["fp8"], new_tokens=NEW, rounds=1)
+    assert (made.name, made.tokens) == ("fp8", PROMPT + NEW)
+    assert made.full == 4 * HELD
+    assert made.stored == HELD + 4 * 4  # a byte each, and a float32 scale for keys and for values of both layers
+    assert made.bits == 16 * made.stored / made.full
+    assert made.seconds > 0 < made.full_seconds
+
+
+def test_tokens_are_those_of_generate():
+    model, prompt = tiny_model("llama", initializer_range=0.3), ids(PROMPT, 1)
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    told = [
+        model.generate(prompt, past_key_values=cache, **options)[0, PROMPT:].tolist()
+        for cache in (DynamicCache(config=model.config), QuantizedCache("fp8", model.config))
+    ]
+    same = next((i for i, (a, b) in enumerate(zip(*told, strict=True)) if a != b), NEW)
+    (made,) = packed_caches(model, prompt[0], ["fp8"], new_tokens=NEW, rounds=1)
+    assert made.agree == same / NEW
+
+
+@pytest.mark.skipif(not installed("hqq"), reason="hqq is not installed")
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_bytes_of_hqq_by_hand(bits):
+    _packed(f"hqq-{bits}", bits)
+
+
+@pytest.mark.skipif(not installed("optimum.quanto") if installed("optimum") else True, reason="needs optimum-quanto")
+@pytest.mark.parametrize("bits", [2, 4])
+def test_bytes_of_quanto_by_hand(bits):
+    _packed(f"quanto-{bits}", bits)
+
+
+def _packed(name, bits):
+    (made,) = packed_caches(tiny_model("llama"), ids(PROMPT, 1)[0], [name], new_tokens=NEW, rounds=1)
+    rounded = HELD * PROMPT // (PROMPT + NEW)  # the prompt; what follows is in the residual window
+    numbers = 2 * 4 * rounded // 16  # a scale and a zero point of float32 for each group of 16 features
+    assert made.stored == rounded * bits // 8 + numbers + 4 * (HELD - rounded)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "message"),
+    [
+        ("llama", "fp9", "unknown packed cache 'fp9'. Known: fp8, quanto-2, quanto-4, hqq-1"),
+        ("llama", "hqq-3", "unknown packed cache 'hqq-3'"),
+        (
+            "gemma3",
+            "fp8",
+            "fp8: transformers packs no cache of this model: .*sliding_attention.* simulated all the same",
+        ),
+    ],
+)
+def test_limits_are_errors(family, name, message):
+    with pytest.raises(ValueError, match=message):
+        check_packed(model_of(family), [name])
+
+
+def test_a_backend_that_is_not_there(monkeypatch):
+    import transformers.cache_utils
+
+    monkeypatch.setattr(transformers.cache_utils, "is_optimum_quanto_available", lambda: False)
+    with pytest.raises(ImportError, match="quanto-4 needs optimum-quanto: pip install optimum-quanto"):
+        check_packed(tiny_model("llama"), ["quanto-4"])
+
+
+def test_heads_that_no_group_divides():
+    model = tiny_model("llama", head_dim=24)
+    with pytest.raises(ValueError, match="quanto-4: no group of 64, 32, 16 features divides heads of 24"):
+        check_packed(model, ["quanto-4"])
+    check_packed(model, ["fp8"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"), [(torch.zeros(1, 4), {}), (torch.zeros(0), {}), (torch.zeros(4), {"rounds": 0})]
+)
+def test_nothing_to_decode(prompt, options):
+    with pytest.raises(ValueError, match="give a prompt of shape"):
+        packed_caches(tiny_model("llama"), prompt.long(), ["fp8"], **options)
+
+
+def test_words():
+    made = PackedCache("fp8", 1000, 500_000, 1_000_000, 0.02, 0.01, 0.5)
+    assert (made.bits, str(made).count("x")) == (8.0, 2)
