@@ -36,6 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
 from rope_patch.analysis.capture import capture
+from rope_patch.analysis.sources import attending_with
 from rope_patch.evaluation.answering import fork
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
@@ -870,20 +871,9 @@ def test_packed_texts_are_refused():
 
 
 def test_attention_outside_of_a_run_is_refused():
-    model, rows = tiny_model(), ids(8, 1)
-    said = []
-
-    def read():
-        try:
-            losses(model, rows)
-        except RuntimeError as error:
-            said.append(str(error))
-
-    with quantized(model, "int4.token"):
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-    assert said == ["attend only within rope_patch.kv_cache.quantized"]
+    model = tiny_model()
+    with attending_with(model, attention.NAME), pytest.raises(RuntimeError, match="attend only within rope_patch"):
+        losses(model, ids(8, 1))
 
 
 @pytest.mark.parametrize("argument", ["s_aux", "position_bias"])
@@ -1277,3 +1267,51 @@ def test_kept_answers_are_never_those_of_another_cache():
     assert found[0] == found[2] != found[1] and len(kept) == 2
     with quantized(model, "int2.token") as factory, pytest.raises(ValueError, match="resume cannot tell"):
         retrieval(model, TOKENIZER, **asked, cache=lambda: factory())
+
+
+def test_models_have_runs_of_their_own():
+    """Two models read through two schemes at once; either may end first, and another thread may read."""
+    rows, texts = ids(TOKENS, 2), ("k=int2.token;v=none", "k=int8.token;v=int2.token")
+    models = [tiny_model("llama", initializer_range=0.2).double() for _ in texts]
+    alone = []
+    for model, text in zip(models, texts, strict=True):
+        with quantized(model, text):
+            alone.append(losses(model, rows))
+    assert float((alone[0] - alone[1]).abs().max()) > 0.01
+    first, second = (contextlib.ExitStack() for _ in texts)
+    factories = [
+        stack.enter_context(quantized(*pair))
+        for stack, pair in zip((first, second), zip(models, texts, strict=True), strict=True)
+    ]
+    for model, factory, wanted in zip(models, factories, alone, strict=True):
+        assert torch.equal(losses(model, rows), wanted)
+        close(losses(model, rows, factory(), 7), wanted, 1e-6)
+    first.close()
+    assert float((losses(models[0], rows) - alone[0]).abs().max()) > 0.01  # in full precision again
+    read = []
+    thread = threading.Thread(target=lambda: read.append(losses(models[1], rows)))
+    thread.start()
+    thread.join()
+    assert torch.equal(read[0], alone[1])
+    second.close()
+    with quantized(models[1], texts[0]):
+        close(losses(models[1], rows), alone[0], 1e-6)
+
+
+def test_runs_of_one_model_may_end_in_any_order():
+    rows, texts = ids(TOKENS, 1), ("k=int2.token;v=none", "k=int8.token;v=int2.token")
+    model = model_for("llama")[0]
+    implementation = model.config._attn_implementation
+    alone = []
+    for text in texts:
+        with quantized(model, text):
+            alone.append(losses(model, rows))
+    first, second = (contextlib.ExitStack() for _ in texts)
+    older = first.enter_context(quantized(model, texts[0]))
+    second.enter_context(quantized(model, texts[1]))
+    assert torch.equal(losses(model, rows), alone[1])  # the latest counts
+    close(losses(model, rows, older(), 7), alone[0], 1e-6)  # but a cache keeps to its own scheme
+    first.close()
+    assert torch.equal(losses(model, rows), alone[1])
+    second.close()
+    assert model.config._attn_implementation == implementation

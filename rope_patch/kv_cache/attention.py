@@ -7,15 +7,17 @@ all others as their format holds them. A block of queries at a time, so that no 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from rope_patch.analysis.sources import attending_with
 from rope_patch.kv_cache.schemes import Side
 
 if TYPE_CHECKING:
@@ -25,17 +27,39 @@ NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 25
 """Logits of one block of queries."""
 
-_RUN: ContextVar[Run | None] = ContextVar("_RUN", default=None)
+
+@dataclass(eq=False)
+class _Reading:
+    """A model that attends through :func:`attend`: its runs, the latest last, and what ends it."""
+
+    runs: list[Run] = field(default_factory=list)
+    end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
+_READING: WeakKeyDictionary[nn.Module, _Reading] = WeakKeyDictionary()
+"""By attention module."""
 
 
 @contextlib.contextmanager
-def running(run: Run) -> Iterator[None]:
-    """Let :func:`attend` read through a run's plans."""
-    before = _RUN.set(run)
+def running(run: Run, model: nn.Module) -> Iterator[None]:
+    """Let a model attend through :func:`attend`, by a run's plans; of several runs the latest counts.
+
+    Models have runs of their own, and runs may end in any order.
+    """
+    modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    reading = next((_READING[module] for module in modules if module in _READING), None) or _Reading()
+    if not reading.runs:
+        for module in modules:
+            _READING[module] = reading
+            reading.end.callback(_READING.pop, module, None)
+        reading.end.enter_context(attending_with(model, NAME))
+    reading.runs.append(run)
     try:
         yield
     finally:
-        _RUN.reset(before)
+        reading.runs.remove(run)
+        if not reading.runs:
+            reading.end.close()
 
 
 def attend(
@@ -49,15 +73,15 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the cache of the run at hand; see AttentionInterface."""
-    run = _RUN.get()
-    if run is None:
+    reading = _READING.get(module)
+    if reading is None:
         raise RuntimeError("attend only within rope_patch.kv_cache.quantized")
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} attends with {name}: quantized caches know logits of q·k alone")
     rows, heads, size, width = query.shape
     index = int(module.layer_idx)  # type: ignore[arg-type]
-    store = _store(run, index, size, key, value)
+    run, store = _store(reading.runs, index, size, key, value)
     total = store.raw_keys.shape[-2]
     store.freeze(total)
     groups = store.raw_keys.shape[1]
@@ -105,14 +129,15 @@ def attend(
     return out, None
 
 
-def _store(run: Run, index: int, size: int, key: Tensor, value: Tensor) -> QuantizedLayer:
+def _store(runs: Sequence[Run], index: int, size: int, key: Tensor, value: Tensor) -> tuple[Run, QuantizedLayer]:
     """Return the cache layer whose states so many queries read: its own, another's that it shares, or these alone."""
-    for stored in run.stored.values():
-        if stored.returned is key:
-            return stored
-    if key.shape[-2] != size and run.plans[index].keys_of == index:
+    for run in reversed(runs):
+        for stored in run.stored.values():
+            if stored.returned is key:
+                return run, stored
+    if key.shape[-2] != size and runs[-1].plans[index].keys_of == index:
         raise ValueError("these keys come from another cache: read through those of the factory, or through none")
-    return run.alone(index, key, value)
+    return runs[-1], runs[-1].alone(index, key, value)
 
 
 def _frozen(store: QuantizedLayer, name: str, seen: Tensor, places: Tensor) -> Tensor | None:

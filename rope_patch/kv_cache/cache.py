@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rope_patch.analysis.sources import attending_with
-from rope_patch.kv_cache.attention import NAME, running
+from rope_patch.kv_cache.attention import running
 from rope_patch.kv_cache.plans import LayerPlan, Turn, plan_layers
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.sites import find_rotary
@@ -308,6 +307,5 @@ def quantized(
         stack.callback(decoder.register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
         full = all(side.format == "none" for plan in run.plans.values() for side in (plan.key, plan.value))
         if exact and not full:  # full precision is the model's own, bit for bit
-            stack.enter_context(running(run))
-            stack.enter_context(attending_with(root, NAME))
+            stack.enter_context(running(run, root))
         yield CacheMaker(root.config, run, f"{planned} {_digest(run.plans)} {'exact' if exact else 'streaming'}")

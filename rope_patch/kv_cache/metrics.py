@@ -89,7 +89,7 @@ def attention_errors(
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_eval_mode(model))
         stack.enter_context(noting_turns(site.module, plain))
-        stack.enter_context(running(plain))
+        stack.enter_context(running(plain, root))
         stack.callback(_STUDY.reset, _STUDY.set(study))
         stack.enter_context(attending_with(root, NAME))
         decoder(input_ids=token_ids[None].to(device_of(root.get_input_embeddings())), use_cache=False)
