@@ -1,6 +1,6 @@
 """What quantized caches cost on both bundled checkpoints, under four tables, before and after LoRA at 4x the length.
 
-    python benchmarks/kv_study.py -o benchmarks/results/kv_study.json
+    python benchmarks/kv_study.py -o benchmarks/results/kv_study.json --figure docs/kv_study.png
     python benchmarks/kv_study.py --quick                    # one checkpoint, two tables, few schemes, before training
 
 After LoRA means the adapters of `make adapt` in build/adapters, three seeds; text, windows and prompts are the same in
@@ -18,6 +18,7 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ SCHEMES = {
     "KIVI-2 keep8": "k=int2.channel32.keep8;v=int2.token32;residual=128",
     "KIVI-2, int3 keys": "k=int3.channel32;v=int2.token32;residual=128",
     "KIVI-2, int4 keys": "k=int4.channel32;v=int2.token32;residual=128",
-    "int2 keys per token, keep8": "k=int2.token.keep8;v=int2.token32;residual=128",
+    "int2, keep8": "k=int2.token.keep8;v=int2.token32;residual=128",
 }
 """The last five and KIVI-2 differ in keys alone: are outlier pairs kept in 8 bits, chosen by the frequency bound alone
 (keep8), worth their bits? Nothing is centred per channel: its zero point takes any constant away."""
@@ -133,44 +134,41 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
     all prompts, and Student's over seeds beside it.
     """
     out = []
-    for shape, arm in dict.fromkeys((shape, arm) for shape, arm, _ in done):
-        for after in (False, True):
-            own = [cell for cell in done if cell[:2] == (shape, arm) and (cell[2] is not None) == after]
-            judged = [json.loads(place(root, cell).read_text()) for cell in own]
-            for name in judged[0] if judged else ():
-                some, full = [cell[name] for cell in judged], [cell["none"] for cell in judged]
-                changes = [
-                    [a - b for a, b in zip(x["nll"], y["nll"], strict=True)] for x, y in zip(some, full, strict=True)
-                ]
-                by_window = [statistics.fmean(part) for part in zip(*changes, strict=True)]
-                low, high = paired_means(by_window, [0.0] * len(by_window))
-                ours, theirs = (list(itertools.chain(*(cell["correct"] for cell in part))) for part in (some, full))
-                errors = [cell["logit"] for cell in some if cell["logit"]]
-                out.append(
-                    {
-                        "checkpoint": shape,
-                        "table": arm,
-                        "after_lora": after,
-                        "seeds": len(own),
-                        "name": name,
-                        "scheme": some[0]["scheme"],
-                        "bits": (some[0]["key_bits"] + some[0]["value_bits"]) / 2,
-                        "key_bits": some[0]["key_bits"],
-                        "perplexity": math.exp(statistics.fmean(itertools.chain(*(cell["nll"] for cell in some)))),
-                        "nll_change": statistics.fmean(by_window),
-                        "nll_change_interval": [low, high],
-                        "nll_change_over_seeds": _over_seeds([statistics.fmean(part) for part in changes]),
-                        "retrieval": statistics.fmean(map(float, ours)),
-                        "retrieval_change": statistics.fmean(map(float, ours)) - statistics.fmean(map(float, theirs)),
-                        "retrieval_change_interval": list(paired_shares(ours, theirs)),
-                        "prompts": len(ours),
-                        "kl": None if some[0]["kl"] is None else statistics.fmean(cell["kl"] for cell in some),
-                        "logit_error": statistics.fmean(itertools.chain(*errors)) if errors else None,
-                        "worst_layer_logit_error": max(itertools.chain(*errors)) if errors else None,
-                        "prediction_radius": _mean([cell["prediction"][0] for cell in some]),
-                        "prediction_bound": _mean([cell["prediction"][1] for cell in some]),
-                    }
-                )
+    for shape, arm, after, judged in _groups(root, done):
+        for name in judged[0]:
+            some, full = [cell[name] for cell in judged], [cell["none"] for cell in judged]
+            changes = [
+                [a - b for a, b in zip(x["nll"], y["nll"], strict=True)] for x, y in zip(some, full, strict=True)
+            ]
+            by_window = [statistics.fmean(part) for part in zip(*changes, strict=True)]
+            low, high = paired_means(by_window, [0.0] * len(by_window))
+            ours, theirs = (list(itertools.chain(*(cell["correct"] for cell in part))) for part in (some, full))
+            errors = [cell["logit"] for cell in some if cell["logit"]]
+            out.append(
+                {
+                    "checkpoint": shape,
+                    "table": arm,
+                    "after_lora": after,
+                    "seeds": len(judged),
+                    "name": name,
+                    "scheme": some[0]["scheme"],
+                    "bits": (some[0]["key_bits"] + some[0]["value_bits"]) / 2,
+                    "key_bits": some[0]["key_bits"],
+                    "perplexity": math.exp(statistics.fmean(itertools.chain(*(cell["nll"] for cell in some)))),
+                    "nll_change": statistics.fmean(by_window),
+                    "nll_change_interval": [low, high],
+                    "nll_change_over_seeds": _over_seeds([statistics.fmean(part) for part in changes]),
+                    "retrieval": statistics.fmean(map(float, ours)),
+                    "retrieval_change": statistics.fmean(map(float, ours)) - statistics.fmean(map(float, theirs)),
+                    "retrieval_change_interval": list(paired_shares(ours, theirs)),
+                    "prompts": len(ours),
+                    "kl": None if some[0]["kl"] is None else statistics.fmean(cell["kl"] for cell in some),
+                    "logit_error": statistics.fmean(itertools.chain(*errors)) if errors else None,
+                    "worst_layer_logit_error": max(itertools.chain(*errors)) if errors else None,
+                    "prediction_radius": _mean([cell["prediction"][0] for cell in some]),
+                    "prediction_bound": _mean([cell["prediction"][1] for cell in some]),
+                }
+            )
     return out
 
 
@@ -187,26 +185,80 @@ def _mean(values: list[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def answer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what centring is worth at each table: the nll that a scheme costs without and with it, at equal bits."""
-    found = {(row["checkpoint"], row["table"], row["after_lora"], row["name"]): row for row in rows}
+def answer(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
+    """Return what a remedy saves of what a scheme costs, both on the same windows: nats/token, over seeds their mean.
+
+    The interval is Student's over windows; above 0 the remedy helps.
+    """
     pairs = [(plain, f"{plain} {word}") for plain in ("int4", "int3") for word in CENTRED] + [("KIVI-2", "KIVI-2 pre")]
+    pairs += [("KIVI-2, int4 keys", "KIVI-2 keep8"), ("KIVI-2, int3 keys", "KIVI-2 keep8")]
     out = []
     for plain, remedy in pairs:
-        for (shape, table, after, name), row in found.items():
-            other = found.get((shape, table, after, remedy))
-            if name == plain and other is not None:
-                costs = [part["nll_change"] for part in (row, other)]
-                errors = [part["logit_error"] for part in (row, other)]
-                what = {"checkpoint": shape, "table": table, "after_lora": after, "scheme": plain, "remedy": remedy}
-                out.append({**what, "nll_cost": costs, "logit_error_ratio": errors[0] / errors[1]})
+        for shape, table, after, judged in _groups(root, done):
+            if remedy not in judged[0] or plain not in judged[0]:
+                continue
+            costs = [[cell[name]["nll"] for cell in judged] for name in (plain, remedy, "none")]
+            one, other, none = ([statistics.fmean(part) for part in zip(*rows, strict=True)] for rows in costs)
+            low, high = paired_means(one, other)
+            logits = [
+                statistics.fmean(itertools.chain(*(c[name]["logit"] for c in judged))) for name in (plain, remedy)
+            ]
+            out.append(
+                {
+                    "checkpoint": shape,
+                    "table": table,
+                    "after_lora": after,
+                    "scheme": plain,
+                    "remedy": remedy,
+                    "key_bits": [judged[0][name]["key_bits"] for name in (plain, remedy)],
+                    "nll_cost": [statistics.fmean(part) - statistics.fmean(none) for part in (one, other)],
+                    "nll_saved": statistics.fmean(one) - statistics.fmean(other),
+                    "nll_saved_interval": [low, high],
+                    "logit_error_ratio": logits[0] / logits[1],
+                }
+            )
     return out
+
+
+def _groups(root: Path, done: list[Cell]) -> Iterator[tuple[str, str, bool, list[dict[str, Any]]]]:
+    """Yield checkpoint, table, whether it was trained, and the cells of all seeds."""
+    for shape, arm in dict.fromkeys((shape, arm) for shape, arm, _ in done):
+        for after in (False, True):
+            own = [cell for cell in done if cell[:2] == (shape, arm) and (cell[2] is not None) == after]
+            if own:
+                yield shape, arm, after, [json.loads(place(root, cell).read_text()) for cell in own]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw what schemes cost the first checkpoint in perplexity against bits, after LoRA if there is any."""
+    from rope_patch.kv_check import TOLERANCE
+    from rope_patch.kv_judging import relative
+    from rope_patch.plots_kv import Spot, tradeoff
+
+    shape, after = rows[0]["checkpoint"], any(row["after_lora"] for row in rows)
+    panels: dict[str, list[Spot]] = {}
+    for row in rows:
+        if (row["checkpoint"], row["after_lora"]) == (shape, after) and row["name"] != "none":
+            cost, low, high = (relative(value) for value in (row["nll_change"], *row["nll_change_interval"]))
+            verdict = "safe" if high <= TOLERANCE else "unsafe" if low > TOLERANCE else "undecided"
+            plain = row["name"].partition(" ")[0].rstrip(",")
+            spot = Spot(
+                row["name"], row["bits"], 100 * cost, 100 * low, 100 * high, verdict, plain, plain != row["name"]
+            )
+            panels.setdefault(METHODS[row["table"]], []).append(spot)
+    schemes = list(dict.fromkeys(spot.scheme for spots in panels.values() for spot in spots))
+    title = f"Quantized caches of the bundled {shape} at 4x the length, {'after LoRA' if after else 'untrained'}"
+    figure = tradeoff(
+        panels, schemes, title=title, ylabel="change of perplexity [%]", lower=True, limit=100 * TOLERANCE
+    )
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     """Measure what is missing, then summarise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
+    parser.add_argument("--figure", type=Path, default=None, help="PNG of cost against bits, after LoRA")
     parser.add_argument("--root", type=Path, default=Path("build/kv_study"), help="where cells are kept")
     parser.add_argument("--adapters", type=Path, default=Path("build/adapters"), help="what `make adapt` has left")
     parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
@@ -226,11 +278,19 @@ def main() -> None:
             task.get()
             bar.update()
     rows = summarise(root, wanted)
-    size = {"length": 256 if given.quick else LENGTH, "windows": 2 if given.quick else WINDOWS, "simulated": True}
-    write(
-        {"command": command(), "environment": environment(), **size, "rows": rows, "centring": answer(rows)},
-        given.output,
-    )
+    settings = {"length": 256 if given.quick else LENGTH, "windows": 2 if given.quick else WINDOWS, "simulated": True}
+    report = {
+        "benchmark": "kv_study",
+        "command": command(),
+        "what": "nats/token and prompts that quantized caches cost at 4x the trained length, before and after LoRA",
+        "summary": answer(root, wanted),
+        "settings": settings,
+        "environment": environment(),
+        "rows": rows,
+    }
+    write(report, given.output)
+    if given.figure:
+        draw(rows, given.figure)
 
 
 if __name__ == "__main__":

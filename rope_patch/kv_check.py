@@ -34,9 +34,9 @@ from rope_patch.evaluation.text import builtin_text
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.metrics import LayerErrors, attention_errors
 from rope_patch.kv_cache.packed import check_packed, packed_caches
-from rope_patch.kv_cache.plans import plan_layers
-from rope_patch.kv_cache.schemes import FORMATS, Scheme, effective_bits
-from rope_patch.kv_judging import CheckRow, Divergence, judge, long_keys
+from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
+from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
+from rope_patch.kv_judging import Causes, CheckRow, Divergence, blame, judge, long_keys, longest_keys
 from rope_patch.kv_results import KVCheck
 from rope_patch.methods import MethodLike, as_method
 from rope_patch.rotary import RotarySlot
@@ -49,6 +49,8 @@ COMPARED = 2
 ERRORS = 2048
 """Tokens of the text at which attention errors are taken, at most [tokens]."""
 SLICE = 256
+MORE = {"int2": "int4", "int3": "int4", "int4": "int8"}
+"""Formats of values that another may help."""
 
 
 def remedies(name: str) -> dict[str, Scheme]:
@@ -58,7 +60,7 @@ def remedies(name: str) -> dict[str, Scheme]:
         name: a preset, or a text.
     """
     scheme = Scheme.parse(name)
-    k = scheme.key
+    k, v = scheme.key, scheme.value
 
     def changed(**changes: Any) -> Scheme:
         """The scheme with other keys; as it was where that does not go with the rest."""
@@ -66,6 +68,9 @@ def remedies(name: str) -> dict[str, Scheme]:
             return replace(scheme, key=replace(k, **changes))
         except ValueError:
             return scheme
+
+    def valued(**changes: Any) -> Scheme:
+        return replace(scheme, value=replace(v, **changes)) if v.format in MORE else scheme
 
     made = {
         "pre": changed(pre=True),
@@ -75,6 +80,8 @@ def remedies(name: str) -> dict[str, Scheme]:
         "pre.centreall": changed(pre=True, centre="all"),
         "keep8": changed(keep=8),
         "channel32": changed(axis="channel", group=32),
+        "v.token32": valued(axis="token", group=32),
+        f"v.{MORE.get(v.format, v.format)}": valued(format=MORE.get(v.format, v.format)),
         "sinks=4": replace(scheme, sinks=max(4, scheme.sinks)),
         "residual=128": replace(scheme, residual=max(128, scheme.residual)),
     }
@@ -187,6 +194,10 @@ def kv_check(
             seen = captures[label] = capture(model, torch.stack([window.ids for window in texts[:COMPARED]]))
             now = _Patched(label, slots, means[label], seen, long_keys(seen))
             measured = _measure(here, now, given)
+            for i, row in enumerate(measured[1:], 1):
+                kinds = {judge(row, measured[0], length, tolerance, confidence).kind for length in lengths}
+                if "unsafe" in kinds:
+                    measured[i] = replace(row, causes=_causes(here, now, row, tolerance))
             rows += measured
             for row in measured[1:] if try_remedies else ():
                 if judge(row, measured[0], lengths[-1], tolerance, confidence).kind == "unsafe":
@@ -380,6 +391,50 @@ def _bits(here: _Setting, now: _Patched, scheme: Scheme) -> tuple[float, float, 
                 elements[length] += heads * width * held
     whole = {length: stored[length] / elements[length] for length in here.lengths}
     return math.fsum(bits[0]) / len(bits[0]), math.fsum(bits[1]) / len(bits[1]), whole
+
+
+def _causes(here: _Setting, now: _Patched, row: CheckRow, tolerance: float) -> Causes:
+    """Measure what parts of a scheme cost on the compared windows."""
+    model, scheme = here.model, Scheme.parse(row.spelled)
+    mark = ""
+    if here.kept is not None:
+        about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in here.texts[:COMPARED]]}
+        mark = key(kind="causes", cache=_identity(here, now, scheme), chunk=here.chunk, limit=tolerance, **about)
+        if mark in here.kept:
+            found = here.kept[mark]
+            return Causes(**{**found, "layers": {int(index): cost for index, cost in found["layers"].items()}})
+
+    def loss(change: Callable[[LayerPlan], LayerPlan] | None) -> float:
+        with quantized(model, scheme, **now.options(here)) as factory:
+            if change is not None:
+                factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
+            size = here.lengths[-1]
+            chunk = None if here.chunk is None else min(here.chunk, size)
+            return perplexity(model, here.texts[:COMPARED], window=size, chunk=chunk, cache=factory).nll
+
+    def only(layer: int) -> Callable[[LayerPlan], LayerPlan]:
+        return lambda plan: plan if plan.keys_of == layer else replace(plan, key=Side(), value=Side())
+
+    full = loss(lambda plan: replace(plan, key=Side(), value=Side()))
+    made = Causes(
+        whole=loss(None) - full,
+        keys=loss(lambda plan: replace(plan, value=Side())) - full,
+        values=loss(lambda plan: replace(plan, key=Side())) - full,
+        layers={layer.index: loss(only(layer.keys_of)) - full for layer in now.seen.layers},
+    )
+    layers, pairs, _ = blame(row.errors, longest_keys(now.seen), made, tolerance)
+    if pairs and not scheme.key.hadamard:
+        widths = {layer.index: layer.key.mean.shape[1] for layer in now.seen.layers}
+
+        def without(plan: LayerPlan) -> LayerPlan:
+            mask = torch.isin(torch.arange(plan.pairs), torch.tensor(pairs))
+            exact = features_of(mask, widths[plan.index], plan.interleaved)
+            return replace(plan, exact=exact) if plan.index in layers else plan
+
+        made = replace(made, left=loss(without) - full)
+    if here.kept is not None:
+        here.kept[mark] = finite(asdict(made))
+    return made
 
 
 def _prediction(seen: Capture, errors: Sequence[LayerErrors], context: int | None) -> tuple[float | None, float | None]:

@@ -37,6 +37,30 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class Causes:
+    """What parts of a scheme cost on the compared windows, each the rise of the loss over full precision [nats/token].
+
+    Attributes:
+        whole: the scheme.
+        keys: its keys alone, values in full precision.
+        values: its values alone.
+        layers: each layer alone, all others in full precision.
+        left: the scheme, but for the pairs to blame in the layers to blame; None where no pair is.
+    """
+
+    whole: float
+    keys: float
+    values: float
+    layers: Mapping[int, float]
+    left: float | None = None
+
+    @property
+    def by_values(self) -> bool:
+        """Whether values cost more than keys."""
+        return self.values > self.keys
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Whether a scheme is safe for a method at a length.
 
@@ -50,6 +74,7 @@ class Verdict:
         pairs: to blame.
         induced: share of those layers' squared logit error that lies in other pairs and goes when the pairs to blame,
             those of long mean keys, are kept in full precision; None where half of the error is in the pairs to blame.
+        causes: what parts of the scheme cost; None where that was not measured.
     """
 
     method: str
@@ -60,11 +85,16 @@ class Verdict:
     layers: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
     induced: float | None = None
+    causes: Causes | None = None
 
     @property
     def cause(self) -> str:
         """What is to blame, in words."""
+        if self.causes is not None and self.causes.by_values:
+            return f"values of {listed('layer', self.layers)}"
         places = f"{listed('layer', self.layers)}, {listed('pair', self.pairs)}"
+        if self.causes is not None and self.causes.left is not None:
+            places += f" ({percent(self.causes.left)} with these in full precision)"
         if self.induced is not None:
             return f"{places}, whose long keys cost other pairs {self.induced:.0%} of the logit error"
         return places
@@ -88,6 +118,7 @@ class CheckRow:
         prediction: Spearman's rank correlation over all pairs of all heads: of a pair's logit error with its mean key's
             radius times its mean query norm, and with lying under the frequency bound; None where nothing varies.
         remedy_of: the unsafe scheme that this one was tried for, or None.
+        causes: what parts of it cost, where it is unsafe at some length; None elsewhere, and of remedies.
     """
 
     method: str
@@ -101,6 +132,7 @@ class CheckRow:
     errors: tuple[LayerErrors, ...]
     prediction: tuple[float | None, float | None]
     remedy_of: str | None = None
+    causes: Causes | None = None
 
     @property
     def bits(self) -> float:
@@ -147,7 +179,8 @@ def judge(
         f"perplexity {percent(estimate)} ({between(low, high)}), retrieval {found:+.2f} ({worse:+.2f} to {better:+.2f})"
     )
     if low > limit or better < 0:
-        return Verdict(row.method, row.scheme, length, "unsafe", measured, *blame(row.errors, marked))
+        named = blame(row.errors, marked, row.causes, tolerance)
+        return Verdict(row.method, row.scheme, length, "unsafe", measured, *named, row.causes)
     if row.cache_bits[length] == FORMATS["none"]:
         return Verdict(row.method, row.scheme, length, "undecided", f"nothing is quantized at {length} tokens")
     kind = "safe" if high <= limit and found >= -LOST else "undecided"
@@ -171,17 +204,24 @@ def longest_keys(seen: Capture) -> dict[int, Tensor]:
 
 
 def blame(
-    errors: Sequence[LayerErrors], marked: Mapping[int, Tensor] | None = None
+    errors: Sequence[LayerErrors],
+    marked: Mapping[int, Tensor] | None = None,
+    causes: Causes | None = None,
+    tolerance: float = math.inf,
 ) -> tuple[tuple[int, ...], tuple[int, ...], float | None]:
-    """Return the layers whose attention a scheme harms most, and the pairs behind it.
+    """Return the layers to blame for the harm of a scheme, and the pairs behind it.
 
-    A layer is named when the mean error of its heads' outputs is at least two thirds of the worst layer's. Where at
+    A layer is named when it alone costs more than is tolerated, or at least two thirds of what the worst layer alone
+    does; where that was not measured, when the mean error of its heads' outputs is two thirds of the worst's. Where at
     least half of its squared logit error lies in other pairs and goes when long keys are kept in full precision, those
-    are named: they stretch the scale that others share. Elsewhere the pairs that carry half of the error.
+    are named: they stretch the scale that others share. Elsewhere the pairs that carry half of the error; none where
+    values cost more than keys.
 
     Args:
         errors: by layer.
         marked: pairs of long keys by layer, from :func:`longest_keys`: (key heads, pairs) bool.
+        causes: what parts of the scheme cost.
+        tolerance: rise of perplexity that a safe scheme may cost, relative.
 
     Returns:
         Indices of layers, of pairs (the fastest is 0), and the share of the error that long keys cost other pairs, None
@@ -190,8 +230,15 @@ def blame(
     if not errors:
         return (), (), None
     harm = torch.stack([error.output.mean() for error in errors]).nan_to_num()
-    worst = [error for error, own in zip(errors, harm.tolist(), strict=True) if own >= BLAMED * float(harm.max())]
+    if causes is not None:
+        harm = torch.tensor([causes.layers.get(error.layer, 0.0) for error in errors], dtype=torch.float64)
+    least = BLAMED * float(harm.max())
+    if causes is not None:
+        least = min(least, math.log1p(tolerance))
+    worst = [error for error, own in zip(errors, harm.tolist(), strict=True) if own >= least]
     layers = tuple(error.layer for error in worst)
+    if causes is not None and causes.by_values:
+        return layers, (), None
     energy = torch.zeros(max(error.pair.shape[1] for error in worst), dtype=torch.float64)
     long: set[int] = set()
     spoilt = whole = 0.0

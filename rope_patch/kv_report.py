@@ -205,11 +205,12 @@ def _blame(check: KVCheck) -> Section:
     if not lines:
         return Section("blame", "What is to blame", ["No scheme that was asked for is unsafe: nothing is to blame."])
     words = (
-        "Layers: those whose output is wrong by at least two thirds of what the worst layer’s is. Pairs: where at "
-        "least half of the squared error of their logits lies in other pairs and goes when long mean keys are kept in "
-        "full precision, the pairs of those keys, which stretch the scale that all share; elsewhere the pairs that "
-        "carry half of the error. Both are measured on one text, at the queries of its second half, once for all "
-        "lengths."
+        "Layers: those that cost more than is tolerated when they alone are quantized, or at least two thirds of what "
+        f"the worst layer alone does, in perplexity over {_windows(check.compared, max(check.lengths))}. Values are "
+        "to blame where they alone cost more than keys alone. Pairs: where at least half of the squared error of "
+        "these layers’ logits lies in other pairs and goes when long mean keys are kept in full precision, the pairs "
+        "of those keys, which stretch the scale that all share; elsewhere the pairs that carry half of the error. "
+        "All of it over the same windows."
     )
     caption = (
         "Schemes that were asked for, and the lengths at which they are unsafe. Of the remedies tried, the best at the "
@@ -224,7 +225,12 @@ def _blamed(check: KVCheck, row: CheckRow) -> Line | None:
     if not found:
         return None
     last = found[-1]
-    if last.induced is not None:
+    left = last.causes.left if last.causes is not None else None
+    rest = "" if left is None else f"; with these in full precision the scheme costs {_share(left)} %"
+    if last.causes is not None and last.causes.by_values:
+        keys, values = (_share(part) for part in (last.causes.keys, last.causes.values))
+        why = f"values alone cost {values} %, keys alone {keys} %"
+    elif last.induced is not None:
         why = f"long keys there cost other pairs {100 * last.induced:.0f} % of the logit error"
     elif last.pairs:
         why = "they carry half of the logit error"
@@ -242,7 +248,7 @@ def _blamed(check: KVCheck, row: CheckRow) -> Line | None:
         Cell(", ".join(str(verdict.length) for verdict in found)),
         Cell(spans(last.layers), mark="sentence"),
         Cell(spans(last.pairs) or "–", mark="sentence"),
-        Cell(why, mark="sentence"),
+        Cell(why + rest, mark="sentence"),
         remedy,
     ]
     return Line(row.scheme, cells)

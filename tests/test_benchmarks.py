@@ -99,6 +99,35 @@ def test_retrieval_grid(tmp_path: Path) -> None:
         assert row["outputs"] and any(row["outputs"])
 
 
+def test_kv_check(tmp_path: Path) -> None:
+    report = run("kv_check", tmp_path, against="transformers")
+    assert report["summary"]["bar_reached"]["same_loss_in_float64"]
+    (row,) = report["rows"]
+    assert row["scheme"] == "int4-token" and row["tokens"] == 48
+    assert 0 < row["largest_loss_difference_float64"] < 1e-5
+    assert report["summary"]["least_speedup"] == row["decoded_over_one_pass"]["median"] > 0
+
+
+def test_kv_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it keeps its cells
+    report = run("kv_study", tmp_path, against="transformers")
+    rows = {(row["table"], row["name"]): row for row in report["rows"]}
+    assert len(rows) == 2 * 6 == len(report["rows"])
+    saved = {row["table"]: row for row in report["summary"] if row["remedy"] == "int4 centred"}
+    for table in ("default", "p_rope"):
+        assert rows[table, "none"]["nll_change"] == 0
+        costs = [rows[table, name]["nll_change"] for name in ("int4", "int4 centred")]
+        assert saved[table]["nll_cost"] == pytest.approx(costs)
+        assert saved[table]["nll_saved"] == pytest.approx(costs[0] - costs[1])
+    # Without still pairs there is nothing to centre.
+    assert saved["default"]["nll_saved"] == 0 != saved["p_rope"]["nll_saved"]
+    assert saved["default"]["logit_error_ratio"] == 1 < saved["p_rope"]["logit_error_ratio"]
+    cell = tmp_path / "build/kv_study/quick/llama-default-before.json"
+    before = cell.stat().st_mtime_ns
+    assert run("kv_study", tmp_path, against="transformers")["rows"] == report["rows"]  # nothing is measured twice
+    assert cell.stat().st_mtime_ns == before
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
 def test_analysis_overhead(tmp_path: Path) -> None:
     report = run("analysis_overhead", tmp_path, against="transformers")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +27,7 @@ from rope_patch.kv_cache.metrics import LayerErrors
 from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_check import kv_check, remedies
-from rope_patch.kv_judging import CheckRow, Divergence, blame, longest_keys
+from rope_patch.kv_judging import Causes, CheckRow, Divergence, blame, longest_keys
 from rope_patch.kv_results import KVCheck
 
 ASSETS = Path(rope_patch.data_path("assets"))
@@ -248,6 +250,49 @@ def test_blame_by_hand():
     assert blame(own, marked) == ((0,), (0,), None)
 
 
+def test_blame_by_what_was_measured():
+    some = [error(0, 0.9, pair=[[0, 2, 1], [0, 2, 1.0]]), error(1, 0.1, pair=[[9, 0, 0], [9, 0, 0.0]]), error(2, 0.9)]
+    causes = Causes(whole=0.5, keys=0.4, values=0.1, layers={0: 0.1, 1: 0.3, 2: 0.2})
+    assert blame(some, None, causes) == ((1, 2), (0,), None)  # not by the largest error of outputs
+    assert blame(some, None, causes, 0.02)[0] == (0, 1, 2)  # each alone costs more than is tolerated
+    assert blame(some, None, replace(causes, values=0.5)) == ((1, 2), (), None)
+    rows = [by_hand("none", BASE), by_hand("a", off(0.5, 0.51, 0.49, 0.5), errors=some)]
+    said = []
+    for found in (causes, replace(causes, left=0.02), replace(causes, values=0.5)):
+        check = check_of(rows[0], replace(rows[1], causes=found), lengths=(8,), tolerance=0.25)
+        said.append(check.verdict(check.rows[1], 8).cause)
+    assert said == [
+        "layers 1-2, pair 0",
+        "layers 1-2, pair 0 (+2.0% with these in full precision)",
+        "values of layers 1-2",
+    ]
+
+
+def test_causes_are_what_happens_without(tokenizer):
+    """Each part of a scheme costs what perplexity through a scheme of that part alone says."""
+    asked = {**ASKED, "lengths": [56], "confidence": 0.1}  # three windows decide little
+    made = kv_check(small(), tokenizer, ["k=int2.token;v=int3.token"], **asked)
+    row, base = made.rows[1], made.rows[0]
+    assert made.verdict(row, 56).kind == "unsafe"
+    texts, _ = spread_windows(tokenizer, TEXT, 56, 3)
+
+    def cost(text):
+        model = small()
+        with quantized(model, text) as factory:
+            return perplexity(model, texts[:2], window=56, cache=factory).nll - full
+
+    full = 0.0
+    full = cost("none")
+    assert row.causes.whole == pytest.approx(cost("k=int2.token;v=int3.token"), abs=1e-6)
+    assert row.causes.keys == pytest.approx(cost("k=int2.token;v=none"), abs=1e-6)
+    assert row.causes.values == pytest.approx(cost("k=none;v=int3.token"), abs=1e-6)
+    for layer, other in ((0, 1), (1, 0)):
+        wanted = cost(f"k=int2.token;v=int3.token;skip={other}")
+        assert row.causes.layers[layer] == pytest.approx(wanted, abs=1e-6)
+    assert 0 < row.causes.left < row.causes.whole and base.causes is None
+    assert made.rows[0].causes is None and json.loads(made.to_json())["rows"][1]["lengths"]["56"]["verdict"]["causes"]
+
+
 def test_longest_keys_are_those_that_set_the_range():
     def layer(index, *radii):
         return SimpleNamespace(index=index, key=SimpleNamespace(radius=torch.tensor(radii)))
@@ -268,12 +313,14 @@ def test_remedies_change_one_thing():
         "pre.centreall": "k=int4.token.pre.centreall;v=int4.token",
         "keep8": "k=int4.token.keep8;v=int4.token",
         "channel32": "k=int4.channel32;v=int4.token",
+        "v.token32": "k=int4.token;v=int4.token32",
+        "v.int8": "k=int4.token;v=int8.token",
         "sinks=4": "k=int4.token;v=int4.token;sinks=4",
         "residual=128": "k=int4.token;v=int4.token;residual=128",
     }
     # Hadamard mixes features, which have scales of their own in kivi-2; its residual window is 128 already.
     words = [name.partition("+")[2] for name in remedies("kivi-2")]
-    assert words == ["pre", "centre", "centreall", "pre.centreall", "keep8", "sinks=4"]
+    assert words == ["pre", "centre", "centreall", "pre.centreall", "keep8", "v.int4", "sinks=4"]
 
 
 @pytest.mark.parametrize(
@@ -400,7 +447,7 @@ def test_a_planted_fault_is_named_and_a_remedy_found(tokenizer):
     assert good.kind == "safe" and remedy.bits == broken.bits
     assert made.change(remedy, 96)[2] < math.log1p(0.05)
     (sentence,) = made.summary()
-    assert "layers 0, 2, pairs 14-15, whose long keys cost other pairs 9" in sentence
+    assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\), whose long", sentence)
     assert f"{remedy.scheme} is safe" in sentence
     centred = next(row for row in made.rows if row.scheme == "int4-token+pre.centreall")
     assert made.verdict(centred, 96).kind == "safe"
