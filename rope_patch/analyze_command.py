@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.loading import check_dtype, items, load_model, load_tokenizer
+from rope_patch.loading import check_device, check_dtype, items, load_model, load_tokenizer, name_of
 
 SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
 LAYERS = 10_000  # more than any model has: a range is not made longer than this
@@ -90,6 +90,7 @@ def analyze(
     if named is not None and len(named) < len(text or ()):
         raise ValueError("two texts have one name: rename one, domains are told apart by it")
     check_dtype(dtype)
+    check_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
@@ -112,7 +113,7 @@ def analyze(
         find_rotary(loaded)
         folder.mkdir(parents=True, exist_ok=True)
         read = engine.tokens_to_read(rows, wanted["shares"], context)
-        with tqdm(total=read, unit="tok", unit_scale=True, desc=_name(source), disable=as_json) as bar:
+        with tqdm(total=read, unit="tok", unit_scale=True, desc=name_of(source), disable=as_json) as bar:
 
             def told(stage: str, done: int, bar: Any = bar) -> None:
                 bar.set_postfix_str(stage, refresh=False)
@@ -124,7 +125,7 @@ def analyze(
                         loaded,
                         tokenizer,
                         rows,
-                        name=_name(source),
+                        name=name_of(source),
                         trial_source=named,
                         tolerance=tolerance,
                         chunk=chunk,
@@ -158,11 +159,6 @@ def analyze(
     for sentence in sentences:
         print(f"- {sentence}")
     print(f"wrote {', '.join(names)} in {output}")
-
-
-def _name(source: str) -> str:
-    path = Path(source)
-    return path.resolve().name if path.exists() else path.name
 
 
 def _config(source: str) -> Any:

@@ -14,7 +14,7 @@ import typer
 
 from rope_patch.analyze_command import analyze
 from rope_patch.kv_command import kv_check
-from rope_patch.loading import check_dtype, depth, items
+from rope_patch.loading import check_device, check_dtype, depth, items
 from rope_patch.theory_command import theory
 from rope_patch.training.command import finetune
 
@@ -261,6 +261,7 @@ def compare(
     wanted = [as_method(name) for name in items(methods)]
     sizes, places = [parse_length(item) for item in items(lengths)], [depth(item) for item in items(depths)]
     check_dtype(dtype)
+    check_device(device)
     if not wanted or not sizes:
         raise ValueError("give at least one method and one length")
     check_asked(task, mode, sizes, places, samples, chunk)

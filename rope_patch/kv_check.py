@@ -7,48 +7,34 @@ and pair by pair, what rounding does to attention.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
-from rope_patch import frequencies
 from rope_patch.analysis.capture import capture
 from rope_patch.analysis.results import Capture
 from rope_patch.evaluation.calibration import calibration
-from rope_patch.evaluation.compare import Row, environment, named, under
-from rope_patch.evaluation.documents import Source, TokenDocument, spread_windows
-from rope_patch.evaluation.journal import Journal, finite, key
-from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.compare import environment, named, under
+from rope_patch.evaluation.documents import Source, spread_windows
+from rope_patch.evaluation.journal import Journal
 from rope_patch.evaluation.prompts import Haystack, PromptMaker
-from rope_patch.evaluation.retrieval import check_asked, retrieval
-from rope_patch.evaluation.scoring import CacheFactory, Reader, fingerprint
+from rope_patch.evaluation.retrieval import check_asked
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.metrics import LayerErrors, attention_errors
 from rope_patch.kv_cache.packed import check_packed, packed_caches
-from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
-from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
-from rope_patch.kv_judging import Causes, CheckRow, Divergence, blame, judge, long_keys, longest_keys
+from rope_patch.kv_cache.plans import plan_layers
+from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.kv_judging import CheckRow, judge, long_keys
+from rope_patch.kv_measuring import COMPARED, Patched, Setting, causes, means_of, measure, possible
 from rope_patch.kv_results import KVCheck
 from rope_patch.methods import MethodLike, as_method
-from rope_patch.rotary import RotarySlot
-from rope_patch.sites import find_rotary, in_eval_mode
+from rope_patch.sites import find_rotary
 
 TOLERANCE = 0.02
 """Rise of perplexity that a safe scheme may cost, relative."""
-COMPARED = 2
-"""Windows whose distributions are compared, and whose statistics tell radii and outliers."""
-ERRORS = 2048
-"""Tokens of the text at which attention errors are taken, at most [tokens]."""
-SLICE = 256
 MORE = {"int2": "int4", "int3": "int4", "int4": "int8"}
 """Formats of values that another may help."""
 
@@ -88,6 +74,43 @@ def remedies(name: str) -> dict[str, Scheme]:
     return {f"{name}+{word}": other for word, other in made.items() if other != scheme}
 
 
+def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
+    """Return the schemes to measure by the names they were given, full precision first.
+
+    Args:
+        names: of presets, or texts; one that is full precision is left out, and so is one that is given again.
+
+    Raises:
+        ValueError: a bad scheme, two names of one, or none beside full precision.
+    """
+    made = {"none": Scheme()}
+    for name in dict.fromkeys(names):
+        scheme = Scheme.parse(name)
+        if scheme == Scheme():
+            continue
+        twin = next((other for other, known in made.items() if known == scheme), None)
+        if twin is not None:
+            raise ValueError(f"schemes must differ from each other, but {twin!r} and {name!r} both mean {scheme}")
+        made[name] = scheme
+    if len(made) == 1:
+        raise ValueError("give at least one scheme beside none")
+    return made
+
+
+def check_limits(
+    lengths: Sequence[int], windows: int | None, context: int | None, tolerance: float, confidence: float = 0.95
+) -> None:
+    """Raise unless numbers are in their ranges; all as in :func:`kv_check`.
+
+    Raises:
+        ValueError: one that is not.
+    """
+    if min(lengths) < 2 or (windows is not None and windows < 1) or not 0 < confidence < 1 or not tolerance >= 0:
+        raise ValueError("lengths must be >= 2, windows >= 1, confidence in (0, 1) and tolerance >= 0")
+    if context is not None and context < 1:
+        raise ValueError(f"context must be >= 1 token, got {context}")
+
+
 def kv_check(
     model: nn.Module,
     tokenizer: Any,
@@ -109,8 +132,9 @@ def kv_check(
     try_remedies: bool = False,
     packed: Sequence[str] = (),
     layer_types: Sequence[str] | None = None,
+    name: str | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
-    progress: Callable[[str, int], None] = lambda name, tokens: None,
+    progress: Callable[[str, int], None] = lambda stage, tokens: None,
 ) -> KVCheck:
     """Measure cache schemes under methods on a model; it is as it was at the end.
 
@@ -131,42 +155,41 @@ def kv_check(
         tolerance: rise of perplexity that a safe scheme may cost, relative.
         confidence: of the intervals.
         chunk: tokens per forward pass; whole windows and prompts by default.
-        try_remedies: measure what may help, too, wherever a scheme is unsafe at the longest length.
+        try_remedies: measure what may help, too, wherever a scheme is unsafe at any of the lengths.
         packed: caches of transformers to decode with, in the model as it is, for their bytes and speed; see
             :mod:`rope_patch.kv_cache.packed`.
         layer_types: which tables are patched, on mixed models.
+        name: of the model; by default what its config calls itself, which for an adapter is its base.
         resume: file (or mapping) in which finished work is kept: the same call goes on where it was, and reads again
             only the windows that radii come from.
         progress: told method and scheme, and the tokens just read.
 
     Raises:
-        ValueError: a bad scheme, method, task or length, too little text, a model that transformers packs no cache of:
-            before anything is measured.
+        ValueError: a bad scheme, method, task, length or context, two schemes or methods that are one, too little text,
+            a model that transformers packs no cache of: before anything is measured.
         ImportError: a packed cache whose backend is not installed.
     """
-    found = {name: Scheme.parse(name) for name in dict.fromkeys(schemes)}
-    given = {"none": Scheme()} | {name: scheme for name, scheme in found.items() if scheme != Scheme()}
-    wanted = [as_method(method) for method in methods]
-    if not wanted or not lengths or len(given) == 1:
-        raise ValueError("give at least one scheme beside none, one method and one length")
+    given, wanted = find_schemes(schemes), [as_method(method) for method in methods]
+    if not wanted or not lengths:
+        raise ValueError("give at least one method and one length")
     labels = [str(method) for method in wanted]
     if len(set(labels)) < len(labels):
         raise ValueError(f"methods must differ from each other, got {', '.join(labels)}")
     lengths, depths = check_asked(task, "single", lengths, depths, samples, chunk)
     lengths = sorted(lengths)
-    if lengths[0] < 2 or (windows is not None and windows < 1) or not 0 < confidence < 1 or not tolerance >= 0:
-        raise ValueError("lengths must be >= 2, windows >= 1, confidence in (0, 1) and tolerance >= 0")
+    check_limits(lengths, windows, context, tolerance, confidence)
     check_packed(model, packed)
     source = builtin_text("heldout") if text is None else text
     texts, digest = spread_windows(tokenizer, source, lengths[-1], windows)
     maker = PromptMaker(tokenizer, haystack)
     for length in lengths:
         maker.prompts(task, length, depths, seed=seed)
-    again = find_rotary(model).record is not None
+    record = find_rotary(model).record
+    again = record is not None
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": None}
     centred = try_remedies or any(scheme.key.centre for scheme in given.values())
     learnt = calibration(tokenizer, model) if centred else None
-    here = _Setting(
+    here = Setting(
         model,
         tokenizer,
         texts,
@@ -183,28 +206,31 @@ def kv_check(
     for method, label in zip(wanted, labels, strict=True):  # what does not fit fails before anything is measured
         with under(model, method, again, options), named(label):
             if learnt is not None:
-                means[label] = _means(here, learnt)
-            for name, scheme in given.items():
-                with named(name):
+                means[label] = means_of(here, learnt)
+            for called, scheme in given.items():
+                with named(called):
                     plan_layers(model, scheme, means=means[label], context=context)
     rows: list[CheckRow] = []
     captures: dict[str, Capture] = {}
     for method, label in zip(wanted, labels, strict=True):
         with under(model, method, again, options) as slots, named(label):
             seen = captures[label] = capture(model, torch.stack([window.ids for window in texts[:COMPARED]]))
-            now = _Patched(label, slots, means[label], seen, long_keys(seen))
-            measured = _measure(here, now, given)
-            for i, row in enumerate(measured[1:], 1):
-                kinds = {judge(row, measured[0], length, tolerance, confidence).kind for length in lengths}
-                if "unsafe" in kinds:
-                    measured[i] = replace(row, causes=_causes(here, now, row, tolerance))
-            rows += measured
-            for row in measured[1:] if try_remedies else ():
-                if judge(row, measured[0], lengths[-1], tolerance, confidence).kind == "unsafe":
-                    rows += _measure(here, now, _possible(here, now, remedies(row.scheme)), row.scheme)
-    name = str(getattr(model.config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]
+            now = Patched(label, slots, means[label], seen, long_keys(seen))
+            measured = measure(here, now, given)
+            base, *others = measured
+            unsafe = [
+                row
+                for row in others
+                if any(judge(row, base, length, tolerance, confidence).kind == "unsafe" for length in lengths)
+            ]
+            rows += [
+                replace(row, causes=causes(here, now, row, tolerance)) if row in unsafe else row for row in measured
+            ]
+            for row in unsafe if try_remedies else ():
+                rows += measure(here, now, possible(here, now, remedies(row.scheme)), row.scheme)
+    own = str(getattr(model.config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]
     return KVCheck(
-        model=name or type(model).__name__,
+        model=name or own or type(model).__name__,
         rows=tuple(rows),
         lengths=tuple(lengths),
         windows=len(texts),
@@ -218,281 +244,5 @@ def kv_check(
         tolerance=tolerance,
         confidence=confidence,
         environment=environment(model),
+        loaded=None if record is None else str(record.to_method()),
     )
-
-
-@dataclass(eq=False)
-class _Setting:
-    """What is the same for all methods and schemes."""
-
-    model: nn.Module
-    tokenizer: Any
-    texts: Sequence[TokenDocument]
-    maker: PromptMaker
-    lengths: Sequence[int]
-    depths: Sequence[float]
-    asked: Mapping[str, Any]
-    chunk: int | None
-    context: int | None
-    kept: MutableMapping[str, Any] | None
-    progress: Callable[[str, int], None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Patched:
-    """A method in place."""
-
-    method: str
-    slots: tuple[RotarySlot, ...]
-    means: Mapping[int, Tensor] | None
-    seen: Capture
-    long: Mapping[int, Tensor]
-
-    def options(self, here: _Setting) -> dict[str, Any]:
-        """What plans need."""
-        return {"means": self.means, "context": here.context}
-
-
-def _measure(here: _Setting, now: _Patched, schemes: Mapping[str, Scheme], cause: str | None = None) -> list[CheckRow]:
-    """Measure schemes under a method that is in place."""
-    model, options = here.model, now.options(here)
-    some = {name: scheme for name, scheme in schemes.items() if scheme != Scheme()}
-    errors = _errors(here, now, some)
-    full: list[Tensor] = []  # states of the compared windows in full precision: read once, if at all
-    made = []
-    for name, scheme in schemes.items():
-        stage = f"{now.method}, {name}"
-        with named(name), quantized(model, scheme, **options) as factory:
-            cache = factory if name in some else None
-            shared: dict[str, Any] = {
-                "cache": cache,
-                "resume": here.kept,
-                "progress": functools.partial(here.progress, stage),
-            }
-            longest = here.lengths[-1]
-            score = perplexity(
-                model,
-                here.texts,
-                window=longest,
-                buckets=[0, *here.lengths],
-                chunk=None if here.chunk is None else min(here.chunk, longest),
-                **shared,
-            )
-            found = retrieval(
-                model,
-                here.tokenizer,
-                lengths=here.lengths,
-                depths=here.depths,
-                haystack=here.maker,
-                chunk=here.chunk,
-                **here.asked,
-                **shared,
-            )
-        own = errors.get(name, ())
-        made.append(
-            CheckRow(
-                now.method,
-                name,
-                str(scheme),
-                Row(now.method, score, found, now.slots),
-                _divergence(here, now, scheme, full) if name in some else None,
-                *_bits(here, now, scheme),
-                own,
-                _prediction(now.seen, own, here.context),
-                cause,
-            )
-        )
-    return made
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _means(here: _Setting, learnt: Tensor) -> dict[int, Tensor]:
-    """Return the mean key of each head before rotation, by layer."""
-    mark = key(kind="means", model=fingerprint(here.model), ids=_sha(learnt)) if here.kept is not None else ""
-    found = (here.kept or {}).get(mark)
-    if found is None:
-        found = [[layer.index, layer.key.mean.tolist()] for layer in capture(here.model, learnt).layers]
-        if here.kept is not None:
-            here.kept[mark] = found
-    return {index: torch.tensor(mean, dtype=torch.float64) for index, mean in found}
-
-
-def _errors(here: _Setting, now: _Patched, schemes: Mapping[str, Scheme]) -> dict[str, tuple[LayerErrors, ...]]:
-    """Measure attention errors, of the schemes whose errors are not kept, in one pass."""
-    ids, options = here.texts[0].ids[:ERRORS], now.options(here)
-    if here.kept is None:
-        return attention_errors(here.model, ids, schemes, outliers=now.long, **options)
-    long = {index: mask.tolist() for index, mask in now.long.items()}
-    about = {"kind": "errors", "model": fingerprint(here.model), "ids": _sha(ids), "long": long}
-    marks = {name: key(**about, cache=_identity(here, now, scheme)) for name, scheme in schemes.items()}
-    fresh = {name: scheme for name, scheme in schemes.items() if marks[name] not in here.kept}
-    measured = attention_errors(here.model, ids, fresh, outliers=now.long, **options) if fresh else {}
-    for name, made in measured.items():
-        here.kept[marks[name]] = finite([[_plain(getattr(e, item.name)) for item in fields(e)] for e in made])
-    return {
-        name: tuple(LayerErrors(layer, *map(_tensor, rest)) for layer, *rest in here.kept[mark])
-        for name, mark in marks.items()
-    }
-
-
-def _identity(here: _Setting, now: _Patched, scheme: Scheme) -> str:
-    with quantized(here.model, scheme, **now.options(here)) as factory:
-        return factory.identity
-
-
-def _sha(ids: Tensor) -> str:
-    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _tensor(values: Any) -> Tensor:
-    """What was kept as a list, None where it was not finite."""
-    if values and isinstance(values[0], list):
-        return torch.stack([_tensor(row) for row in values])
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
-
-
-def _possible(here: _Setting, now: _Patched, tried: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """Return the schemes that this model allows, and that do something on it."""
-    made = {}
-    for name, scheme in tried.items():
-        try:
-            plans = plan_layers(here.model, scheme, **now.options(here)).values()
-        except ValueError:
-            continue
-        centred = any(plan.mean is not None and bool(plan.mean.any()) for plan in plans)
-        if (centred or not scheme.key.centre) and (not scheme.key.keep or any(p.kept is not None for p in plans)):
-            made[name] = scheme
-    return made
-
-
-def _bits(here: _Setting, now: _Patched, scheme: Scheme) -> tuple[float, float, dict[int, float]]:
-    """Return effective bits of keys and values, mean over layers, and those of whole caches by length."""
-    plans, full = plan_layers(here.model, scheme, **now.options(here)), FORMATS["none"]
-    bits: tuple[list[float], list[float]] = ([], [])
-    stored, elements = dict.fromkeys(here.lengths, 0.0), dict.fromkeys(here.lengths, 0)
-    for layer in (layer for layer in now.seen.layers if layer.keys_of == layer.index):
-        plan = plans[layer.index]
-        kept = 0 if plan.kept is None else int(plan.kept.sum()) // 2
-        for made, side, states in zip(bits, (plan.key, plan.value), (layer.key, layer.value), strict=True):
-            heads, width = states.mean.shape
-            own = effective_bits(side, head_dim=width, heads=heads, kept=kept)
-            made.append(own)
-            for length in here.lengths:
-                held = min(length, plan.window or length)
-                end = plan.sinks + max(0, length - plan.residual - plan.sinks) // side.block * side.block
-                rounded = max(0, end - max(plan.sinks, length - held)) if side.format != "none" else 0
-                stored[length] += heads * width * (own * rounded + full * (held - rounded))
-                elements[length] += heads * width * held
-    whole = {length: stored[length] / elements[length] for length in here.lengths}
-    return math.fsum(bits[0]) / len(bits[0]), math.fsum(bits[1]) / len(bits[1]), whole
-
-
-def _causes(here: _Setting, now: _Patched, row: CheckRow, tolerance: float) -> Causes:
-    """Measure what parts of a scheme cost on the compared windows."""
-    model, scheme = here.model, Scheme.parse(row.spelled)
-    mark = ""
-    if here.kept is not None:
-        about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in here.texts[:COMPARED]]}
-        mark = key(kind="causes", cache=_identity(here, now, scheme), chunk=here.chunk, limit=tolerance, **about)
-        if mark in here.kept:
-            found = here.kept[mark]
-            return Causes(**{**found, "layers": {int(index): cost for index, cost in found["layers"].items()}})
-
-    def loss(change: Callable[[LayerPlan], LayerPlan] | None) -> float:
-        with quantized(model, scheme, **now.options(here)) as factory:
-            if change is not None:
-                factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
-            size = here.lengths[-1]
-            chunk = None if here.chunk is None else min(here.chunk, size)
-            return perplexity(model, here.texts[:COMPARED], window=size, chunk=chunk, cache=factory).nll
-
-    def only(layer: int) -> Callable[[LayerPlan], LayerPlan]:
-        return lambda plan: plan if plan.keys_of == layer else replace(plan, key=Side(), value=Side())
-
-    full = loss(lambda plan: replace(plan, key=Side(), value=Side()))
-    made = Causes(
-        whole=loss(None) - full,
-        keys=loss(lambda plan: replace(plan, value=Side())) - full,
-        values=loss(lambda plan: replace(plan, key=Side())) - full,
-        layers={layer.index: loss(only(layer.keys_of)) - full for layer in now.seen.layers},
-    )
-    layers, pairs, _ = blame(row.errors, longest_keys(now.seen), made, tolerance)
-    if pairs and not scheme.key.hadamard:
-        widths = {layer.index: layer.key.mean.shape[1] for layer in now.seen.layers}
-
-        def without(plan: LayerPlan) -> LayerPlan:
-            mask = torch.isin(torch.arange(plan.pairs), torch.tensor(pairs))
-            exact = features_of(mask, widths[plan.index], plan.interleaved)
-            return replace(plan, exact=exact) if plan.index in layers else plan
-
-        made = replace(made, left=loss(without) - full)
-    if here.kept is not None:
-        here.kept[mark] = finite(asdict(made))
-    return made
-
-
-def _prediction(seen: Capture, errors: Sequence[LayerErrors], context: int | None) -> tuple[float | None, float | None]:
-    """Return how well radius and bound rank the pairs by their logit error."""
-    found: list[Tensor] = []
-    sizes: list[Tensor] = []
-    below: list[Tensor] = []
-    for error in errors:
-        layer = seen.layer(error.layer)
-        bound = frequencies.offset_frequency_bound(layer.context if context is None else context)
-        found.append(error.pair.flatten())
-        sizes.append((layer.key_by_query_head.radius * layer.query.mean_norm).flatten())
-        below.append((layer.inv_freq < bound).double().expand(layer.query.heads, -1).flatten())
-    if not found:
-        return None, None
-
-    def order(one: Tensor, other: Tensor) -> float | None:
-        if not float(one.std()) > 0 or not float(other.std()) > 0:  # nothing is rounded, or all pairs are under it
-            return None
-        return float(stats.spearmanr(one, other).statistic)
-
-    return order(torch.cat(found), torch.cat(sizes)), order(torch.cat(found), torch.cat(below))
-
-
-@torch.no_grad()
-def _divergence(here: _Setting, now: _Patched, scheme: Scheme, full: list[Tensor]) -> Divergence:
-    """Compare the next token's distribution with and without a scheme, a slice of positions at a time.
-
-    ``full`` is filled with the states in full precision when they are first needed.
-    """
-    model, chunk, kept = here.model, here.chunk, here.kept
-    ids = torch.stack([window.ids for window in here.texts[:COMPARED]])
-    about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if kept is not None else {}
-    mark = key(kind="divergence", cache=_identity(here, now, scheme), **about)
-    if kept is not None and mark in kept:
-        return Divergence(**kept[mark])
-
-    def states(cache: CacheFactory | None) -> list[Tensor]:
-        reader = Reader(model)
-        made = []
-        for row in ids:
-            past = cache() if cache is not None else reader.new_cache(len(row)) if chunk else None
-            made.append(torch.cat([part[0] for _, part in reader.read(row[None], past, chunk)]))
-        return made
-
-    total, same, count = 0.0, 0, 0
-    with in_eval_mode(model):
-        full[:] = full or states(None)
-        with quantized(model, scheme, **now.options(here)) as factory:
-            rough = states(factory)
-        reader = Reader(model)
-        for one, other in zip(full, rough, strict=True):
-            for low in range(0, len(one), SLICE):
-                p, q = (reader.logits(part[low : low + SLICE]).log_softmax(-1) for part in (one, other))
-                total += float((p.exp() * (p - q)).sum())
-                same += int((p.argmax(-1) == q.argmax(-1)).sum())
-                count += len(p)
-    made = Divergence(total / count, same / count, count)
-    if kept is not None:
-        kept[mark] = asdict(made)
-    return made

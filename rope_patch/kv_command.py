@@ -11,8 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.loading import check_dtype, depth, items, load_model, load_tokenizer
+from rope_patch.loading import (
+    check_device,
+    check_dtype,
+    depth,
+    folder_to_write,
+    items,
+    load_model,
+    load_tokenizer,
+    name_of,
+)
 
+KEPT = "kept.jsonl"
+"""Finished work, in the folder that is written."""
 HEAD_DIM = 128
 """Features of a head that presets are listed for."""
 
@@ -90,79 +101,81 @@ def kv_check(
     from rope_patch.evaluation.compare import tokens_to_read
     from rope_patch.evaluation.prompts import find_task
     from rope_patch.evaluation.retrieval import check_asked
-    from rope_patch.kv_cache.schemes import Scheme
     from rope_patch.methods import as_method
     from rope_patch.registry import parse_length
 
     if report:
         from rope_patch import kv_report as page
-    names, wanted = list(dict.fromkeys(items(schemes))), [as_method(name) for name in items(compare)]
-    count = sum(Scheme.parse(name) != Scheme() for name in names)
+    names, wanted = engine.find_schemes(items(schemes)), [as_method(name) for name in items(compare)]
     sizes, places = [parse_length(item) for item in items(lengths)], [depth(item) for item in items(depths)]
     bound = parse_length(context) if context is not None else None
-    if not count or not wanted or not sizes:
-        raise ValueError("give at least one scheme beside none, one method and one length")
+    if not wanted or not sizes:
+        raise ValueError("give at least one method and one length")
     check_asked(task, "single", sizes, places, samples, chunk)
+    engine.check_limits(sizes, windows, bound, tolerance)
     check_dtype(dtype)
+    check_device(device)
     hay = haystack if haystack in ("builtin", "noise") else Path(haystack)
     for path in (text, hay):
         if isinstance(path, Path) and not path.exists():
             raise FileNotFoundError(f"no file or folder {str(path)!r}")
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
-    tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-    prompts = 1 if find_task(task, "single").joined else len(places)
-    each = tokens_to_read(1, sizes, windows or 16, prompts, samples)
+    files = ["kv-check.json", "kv-check.csv", *["kv-check.html"] * report]
     seen: set[str] = set()
-    try:
-        with tqdm(total=each * (1 + count) * len(wanted), unit="tok", unit_scale=True, disable=as_json) as bar:
+    with folder_to_write(output, [*files, KEPT]):
+        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
+        prompts = 1 if find_task(task, "single").joined else len(places)
+        each = tokens_to_read(1, sizes, windows or 16, prompts, samples)
+        try:
+            with tqdm(total=each * len(names) * len(wanted), unit="tok", unit_scale=True, disable=as_json) as bar:
 
-            def told(stage: str, tokens: int) -> None:
-                seen.add(stage)
-                bar.total = max(bar.total, each * len(seen))  # remedies are not known before
-                bar.set_postfix_str(stage, refresh=False)
-                bar.update(tokens)
+                def told(stage: str, tokens: int) -> None:
+                    seen.add(stage)
+                    bar.total = max(bar.total, each * len(seen))  # remedies are not known before
+                    bar.set_postfix_str(stage, refresh=False)
+                    bar.update(tokens)
 
-            checked = engine.kv_check(
-                loaded,
-                tokenizer,
-                names,
-                lengths=sizes,
-                methods=wanted,
-                windows=windows,
-                depths=places,
-                samples=samples,
-                seed=seed,
-                task=task,
-                text=text,
-                haystack=hay,
-                context=bound,
-                tolerance=tolerance,
-                chunk=chunk,
-                try_remedies=remedies,
-                packed=items(packed),
-                layer_types=layer_types,
-                resume=output / "kept.jsonl",
-                progress=told,
-            )
-            bar.total = bar.n
-    except KeyboardInterrupt:
-        if (output / "kept.jsonl").exists():
-            print(f"what was finished is kept in {output}: the same command goes on from there", file=sys.stderr)
-        raise
-    output.mkdir(parents=True, exist_ok=True)
+                checked = engine.kv_check(
+                    loaded,
+                    tokenizer,
+                    list(names),
+                    lengths=sizes,
+                    methods=wanted,
+                    windows=windows,
+                    depths=places,
+                    samples=samples,
+                    seed=seed,
+                    task=task,
+                    text=text,
+                    haystack=hay,
+                    context=bound,
+                    tolerance=tolerance,
+                    chunk=chunk,
+                    try_remedies=remedies,
+                    packed=items(packed),
+                    layer_types=layer_types,
+                    name=name_of(model),
+                    resume=output / KEPT,
+                    progress=told,
+                )
+                bar.total = bar.n
+        except KeyboardInterrupt:
+            if (output / KEPT).exists():
+                print(f"what was finished is kept in {output}: the same command goes on from there", file=sys.stderr)
+            raise
+    # What took long is out before the page, whose failure costs nothing then.
     write_atomically(output / "kv-check.json", checked.to_json())
     write_atomically(output / "kv-check.csv", _csv(checked.table()))
+    if as_json:
+        print(checked.to_json(), flush=True)
+    else:
+        _print(checked)
     if report:
         page.write(output / "kv-check.html", checked, command=shlex.join(["rope-patch", *sys.argv[1:]]))
-    if as_json:
-        print(checked.to_json())
-        return
-    _print(checked)
-    print(f"wrote {', '.join(['kv-check.json', 'kv-check.csv', *['kv-check.html'] * report])} in {output}")
+    if not as_json:
+        print(f"wrote {', '.join(files)} in {output}")
 
 
 def _csv(lines: list[dict[str, Any]]) -> str:
@@ -184,11 +197,14 @@ def _print(checked: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from rope_patch.kv_judging import between, percent
+    from rope_patch.kv_judging import between, counted, percent, windows_of
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     colors = {"safe": "green", "unsafe": "red", "undecided": "yellow"}
     task = checked.rows[0].scores.retrieval.task
+    for method in checked.methods:
+        if checked.meant(method) != method:
+            console.print(escape(checked.meant(method)), soft_wrap=True)
     for length in checked.lengths:
         title = f"{checked.model} at {length} tokens"
         table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
@@ -207,6 +223,7 @@ def _print(checked: Any) -> None:
                     continue
                 change, low, high = checked.change(row, length)
                 verdict = checked.verdict(row, length).kind
+                word = "rounds nothing" if verdict == "undecided" and checked.idle(row, length) else verdict
                 name = f"  {row.scheme.removeprefix(row.remedy_of)}" if row.remedy_of else row.scheme
                 table.add_row(
                     "",
@@ -218,7 +235,7 @@ def _print(checked: Any) -> None:
                     f"{checked.change(row, length, 'retrieval')[0]:+.2f}",
                     f"{row.divergence.kl:.4f}",
                     f"{row.divergence.top1:.1%}",
-                    f"[{colors[verdict]}]{verdict}[/]",
+                    f"[{colors[verdict]}]{word}[/]",
                 )
             table.add_section()
         console.print(table)
@@ -228,9 +245,13 @@ def _print(checked: Any) -> None:
         console.print(f"- {item}")
     told = f"{checked.calibration} tokens of calibration" if checked.calibration else "no calibration"
     print(
-        f"{checked.windows} windows of {max(checked.lengths)} tokens, which do not overlap; {told}; "
+        f"{windows_of(checked.windows, max(checked.lengths))}; {told}; "
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
     )
+    asked = checked.rows[0].scores.retrieval
+    for length in checked.lengths:
+        prompts, blind = counted(len(asked.samples(length)), "prompt"), checked.blind(length)
+        print(f"{prompts} of {length} tokens: a loss below {blind:.0%} would not be told from chance")
 
 
 def _print_presets() -> None:

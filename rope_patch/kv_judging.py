@@ -280,6 +280,24 @@ def between(low: float, high: float) -> str:
     return f"{percent(low)} to {percent(high)}" if math.isfinite(high - low) else "no interval from one window"
 
 
+def windows_of(count: int, size: int) -> str:
+    """Windows of text in words.
+
+    >>> windows_of(1, 128), windows_of(16, 4096)
+    ('1 window of 128 tokens', '16 windows of 4096 tokens, which do not overlap')
+    """
+    return f"{counted(count, 'window')} of {size} tokens{', which do not overlap' * (count > 1)}"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "sample"), counted(4, "sample")
+    ('1 sample', '4 samples')
+    """
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def listed(what: str, indices: Sequence[int]) -> str:
     """Indices of something as one says them.
 

@@ -12,6 +12,7 @@ from rope_patch.analysis.outliers import RATIO
 from rope_patch.analysis_words import Kind, kinds, stacked
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_judging import CheckRow, relative
+from rope_patch.kv_measuring import ERRORS
 from rope_patch.kv_results import KVCheck
 from rope_patch.plots_analysis import PAIRS, heat_maps, pair_map
 from rope_patch.plots_kv import Spot, Waves, front
@@ -104,8 +105,8 @@ def _spots(check: KVCheck, method: str, length: int, kind: str) -> list[Spot]:
     return [spot if not spot.remedy or i in best else spot._replace(label="") for i, spot in enumerate(made)]
 
 
-def by_wavelength(check: KVCheck) -> Picture:
-    """Return what each pair adds to the error of the logits."""
+def by_wavelength(check: KVCheck) -> Picture | str:
+    """Return what each pair adds to the error of the logits; a sentence where no key is rounded."""
     names = schemes(check)
     panels: dict[str, Waves] = {}
     told = []
@@ -118,6 +119,8 @@ def by_wavelength(check: KVCheck) -> Picture:
             for scheme, values in errors.items():
                 if float(values.max()) > 0:
                     told.append(f"{label}, {scheme}: pair {int(values.argmax())}")
+    if not told:
+        return f"No key is rounded at {_tokens(check)} tokens: there is no error of pairs to draw."
     figure = plots_kv.errors_by_wavelength(panels, list(names.values()), title="Which pairs carry the error")
     return picture(
         figure,
@@ -199,8 +202,13 @@ def _percent(shares: Tensor) -> str:
     return f"{_number(100 * float(shares.median()), 0)} %"
 
 
-def by_layer(check: KVCheck) -> Picture:
-    """Return the error of each layer's output."""
+def _tokens(check: KVCheck) -> int:
+    """Tokens of the text that errors are taken on."""
+    return min(ERRORS, max(check.lengths))
+
+
+def by_layer(check: KVCheck) -> Picture | str:
+    """Return the error of each layer's output; a sentence where nothing is rounded."""
     names, titles = schemes(check), methods(check)
     panels: dict[str, dict[str, tuple[Sequence[int], Sequence[float]]]] = {name: {} for name in titles.values()}
     told = []
@@ -212,6 +220,8 @@ def by_layer(check: KVCheck) -> Picture:
         told.append(
             f"{titles[row.method]}, {names[row.scheme]}: {_number(values[worst], 1)} % in layer {layers[worst]}"
         )
+    if not any(value > 0 for curves in panels.values() for _, values in curves.values() for value in values):
+        return f"Nothing is rounded at {_tokens(check)} tokens: there is no error of layers to draw."
     figure = plots_kv.errors_by_layer(panels, list(names.values()), title="Which layers are harmed")
     return picture(
         figure,

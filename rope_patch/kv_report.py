@@ -7,13 +7,14 @@ Example:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from rope_patch import kv_pictures as pictures
 from rope_patch.checkpoints import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
-from rope_patch.kv_judging import LOST, CheckRow, relative, spans
+from rope_patch.kv_judging import LOST, CheckRow, counted, relative, spans, windows_of
 from rope_patch.kv_results import KVCheck
 from rope_patch.report import Cell, Picture, _number, _perplexity, render
 
@@ -106,7 +107,8 @@ def _results(check: KVCheck) -> Section:
     words = (
         f"Safe: the {percent} interval of the change of perplexity lies below {limit}, and at most {100 * LOST:g} % of "
         f"the prompts were lost. Unsafe: that interval lies above {limit}, or the one of retrieval below 0. Undecided: "
-        "more windows or prompts are needed. Changes are paired, on the same windows and prompts as full precision "
+        "more windows or prompts are needed, or, where it says so, the scheme rounds nothing at that length, and no "
+        "number of them would tell. Changes are paired, on the same windows and prompts as full precision "
         "under the same method; their intervals stand below them. Bits are of an element of the whole cache at that "
         "length; below them, of the part that is quantized, which is what counts at long lengths."
     )
@@ -138,14 +140,19 @@ def _table(check: KVCheck, length: int) -> Table:
                         Cell(_number(change, sign=True), _ends(low, high)),
                         Cell(_number(row.divergence.kl, 4)),
                         Cell(f"{_number(100 * row.divergence.top1, 1)} %"),
-                        Cell(verdict.kind, mark=verdict.kind),
+                        Cell(
+                            verdict.kind,
+                            "rounds nothing" * (verdict.kind == "undecided" and check.idle(row, length)),
+                            verdict.kind,
+                        ),
                     ],
                     "remedy" if row.remedy_of is not None else "",
                 )
             )
     caption = (
         f"At {length} tokens: perplexity at positions below, {asked.task} in prompts of that length "
-        f"({len(asked.samples(length))} of them). KL of the next token’s distribution, full precision to quantized, "
+        f"({len(asked.samples(length))} of them: a loss below {100 * check.blind(length):.0f} % would not be told from "
+        f"chance). KL of the next token’s distribution, full precision to quantized, "
         f"and how often both prefer the same token, at all positions of {_windows(check.compared, max(check.lengths))}."
     )
     return Table(f"{length} tokens", caption, columns, lines)
@@ -310,7 +317,10 @@ def _how(check: KVCheck) -> Section:
             "nothing here says what memory or time a scheme saves. The rounding is exactly that of decoding: every "
             "query sees in full precision what has not left the residual window when its token is read, its sinks and "
             "an unfinished block, and everything else as its format holds it, in text as in prompts and answers. "
-            "Scales stay in the model’s own precision; packed caches store 16 bits, as the bits are counted here.",
+            "Scales and zero points are float32, also where the model computes in half precision; packed caches store "
+            "16 bits of each, as the bits are counted here.",
+            "Full precision is read by the model’s own attention, a scheme by this package’s. In half precision the "
+            "two do not round alike: differences of about 1e-4 nats/token (KL) are noise there, not the scheme’s.",
             "A layer that slides holds its window alone, and rounds nothing of it where the residual window is as "
             "long. Layers and pairs: one pass in full precision, in which each layer’s keys and values are rounded "
             "where they appear; errors are taken at queries of the second half of the text.",
@@ -327,21 +337,24 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
     score, found = row.scores.perplexity, row.scores.retrieval
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in sorted({cell.depth for cell in found.cells}))
     asked = {len(cell.samples) for cell in found.cells}
-    chunk = "in one pass" if score.chunk >= score.window else f"in passes of {score.chunk} tokens"
+    chunk = "in one pass" if score.chunk >= score.window else f"in passes of {counted(score.chunk, 'token')}"
+    stride = " (no stride)" * (check.windows > 1)
+    least, most = min(asked), max(asked)
+    samples = counted(most, "sample") if least == most else f"{least}–{most} samples"
     bound = "each layer’s own: the context that the config states, or its window"
     return [
         ("Model", check.model),
-        ("Methods", ", ".join(check.methods)),
+        ("Methods", ", ".join(check.meant(method) for method in check.methods)),
+        ("Tables", "; ".join(f"{method}: {_tables(tables)}" for method, tables in check.tables.items())),
         ("Text", f"{check.text}; SHA-256 {check.digest[:16]}…"),
         (
             "Perplexity",
-            f"{_windows(check.windows, score.window)}, which do not overlap (no stride), read {chunk}; "
-            f"{score.tokens} tokens scored",
+            f"{windows_of(check.windows, score.window)}{stride}, read {chunk}; {score.tokens} tokens scored",
         ),
         (
             "Retrieval",
             f"task {found.task}; lengths {', '.join(map(str, check.lengths))} tokens; depths {depths}; "
-            f"{'–'.join(map(str, sorted({min(asked), max(asked)})))} samples at each; seed {found.seed}",
+            f"{samples} at each; seed {found.seed}",
         ),
         ("Haystack", f"{found.haystack}; SHA-256 {found.haystack_sha256[:16]}…"),
         (
@@ -362,7 +375,12 @@ def _called(row: CheckRow) -> str:
 
 
 def _windows(count: int, size: int) -> str:
-    return f"{count} {'window' if count == 1 else 'windows'} of {size} tokens"
+    return f"{counted(count, 'window')} of {size} tokens"
+
+
+def _tables(tables: Mapping[str, str]) -> str:
+    """Fingerprints by layer type, which says nothing where there is one."""
+    return ", ".join(f"{kind} {mark}" for kind, mark in tables.items()) if len(tables) > 1 else "".join(tables.values())
 
 
 def _percent(estimate: float, low: float, high: float) -> Cell:

@@ -12,8 +12,9 @@ from torch import Tensor
 from rope_patch.analysis.results import Capture
 from rope_patch.evaluation.journal import finite
 from rope_patch.kv_cache.packed import PackedCache
-from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.kv_cache.schemes import FORMATS, Scheme
 from rope_patch.kv_judging import CheckRow, Verdict, change, judge, longest_keys, percent, relative
+from rope_patch.record import key_of
 
 SCHEMA = 1
 
@@ -37,6 +38,7 @@ class KVCheck:
         confidence: of the intervals.
         environment: versions, device, data type.
         packed: transformers' own caches, packed, on one window in the model as it was given.
+        loaded: the patch that the model came with, in the grammar, which is what ``default`` means; None without one.
     """
 
     model: str
@@ -53,12 +55,23 @@ class KVCheck:
     confidence: float
     environment: Mapping[str, str]
     packed: tuple[PackedCache, ...] = ()
+    loaded: str | None = None
     schema: int = SCHEMA
 
     @property
     def methods(self) -> tuple[str, ...]:
         """Methods, in order."""
         return tuple(dict.fromkeys(row.method for row in self.rows))
+
+    @property
+    def tables(self) -> dict[str, dict[str, str]]:
+        """Fingerprints of the tables under each method, by layer type (``"all"`` on unmixed models)."""
+        slots = {method: self.of(method)[0].scores.slots for method in self.methods}
+        return {method: {key_of(slot.layer_type): slot.fingerprint for slot in own} for method, own in slots.items()}
+
+    def meant(self, method: str) -> str:
+        """Return a method in words: where it leaves the model as it came, with the patch that it came with."""
+        return f"{method}: {self.loaded}, as loaded" if method == "default" and self.loaded else method
 
     def of(self, method: str) -> tuple[CheckRow, ...]:
         """Return the rows of a method: full precision first, each scheme with the remedies tried for it behind."""
@@ -80,15 +93,31 @@ class KVCheck:
         """
         return change(row, self.of(row.method)[0], length, kind, self.confidence)
 
+    def blind(self, length: int) -> float:
+        """Return the share of prompts of a length that a scheme may lose before its interval says so.
+
+        It is what the interval of no difference reaches: with few prompts, safe and undecided rest on perplexity.
+        """
+        base = self.rows[0]
+        return change(base, base, length, "retrieval", self.confidence)[2]
+
     def verdict(self, row: CheckRow, length: int) -> Verdict:
         """Return whether a scheme is safe at a length, and what is to blame if not."""
         seen = self.captures.get(row.method)
         base = self.of(row.method)[0]
         return judge(row, base, length, self.tolerance, self.confidence, longest_keys(seen) if seen else {})
 
+    def idle(self, row: CheckRow, length: int) -> bool:
+        """Return whether a scheme rounds nothing of a cache of a length, such as one that its residual window holds."""
+        return row.divergence is not None and row.cache_bits[length] == FORMATS["none"]
+
     def remedies(self, row: CheckRow, length: int) -> list[tuple[CheckRow, Verdict]]:
-        """Return what was tried for a scheme, best first: safe ones by bits, then the others by perplexity."""
-        tried = [(other, self.verdict(other, length)) for other in self.of(row.method) if other.remedy_of == row.scheme]
+        """Return what was tried for a scheme, best first: safe ones by bits, then the others by perplexity.
+
+        What rounds nothing at the length is no remedy there.
+        """
+        others = [other for other in self.of(row.method) if other.remedy_of == row.scheme]
+        tried = [(other, self.verdict(other, length)) for other in others if not self.idle(other, length)]
         safe = sorted((item for item in tried if item[1].kind == "safe"), key=lambda item: item[0].cache_bits[length])
         rest = [item for item in tried if item[1].kind != "safe"]
         return [*safe, *sorted(rest, key=lambda item: self.change(item[0], length)[0])]
@@ -101,10 +130,15 @@ class KVCheck:
             for length in self.lengths:
                 found = [(row, self.verdict(row, length)) for row in given]
                 parts = [self._unsafe(row, verdict) for row, verdict in found if verdict.kind == "unsafe"]
+                idle = [row.scheme for row, verdict in found if verdict.kind == "undecided" and self.idle(row, length)]
                 for kind in ("safe", "undecided"):
-                    names = [row.scheme for row, verdict in found if verdict.kind == kind]
+                    names = [row.scheme for row, verdict in found if verdict.kind == kind and row.scheme not in idle]
                     if names:
                         parts.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {kind}")
+                if idle:
+                    parts.append(
+                        f"{', '.join(idle)} {'rounds' if len(idle) == 1 else 'round'} nothing at {length} tokens"
+                    )
                 if not self.of(method)[0].scores.retrieval.accuracy(length):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
                 made.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
@@ -129,10 +163,10 @@ class KVCheck:
         tried = self.remedies(row, verdict.length)
         text = f"{row.scheme} is unsafe ({self._harm(row, verdict.length)}; {verdict.cause}"
         if tried and tried[0][1].kind == "safe":
-            text += f"; {tried[0][0].scheme} is safe"
+            text += f"; {_spelled(tried[0][0])} is safe"
         elif tried:
             best = tried[0][0]
-            text += f"; no remedy is surely safe, the best is {best.scheme}: {self._harm(best, verdict.length)}"
+            text += f"; no remedy is surely safe, the best is {_spelled(best)}: {self._harm(best, verdict.length)}"
         return text + ")"
 
     def _harm(self, row: CheckRow, length: int) -> str:
@@ -171,6 +205,10 @@ class KVCheck:
         names = ("schema", "model", "lengths", "windows", "text", "digest", "calibration", "compared", "context")
         out = {name: getattr(self, name) for name in (*names, "tolerance", "confidence")}
         out |= {"simulated": True, "stride": None, "summary": self.summary(), "environment": dict(self.environment)}
+        out["methods"] = {
+            method: {"patch": self.loaded if method == "default" else method, "tables": tables}
+            for method, tables in self.tables.items()
+        }
         out["packed"] = [asdict(item) for item in self.packed]
         out["rows"] = [self._row(row) for method in self.methods for row in self.of(method)]
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
@@ -207,6 +245,11 @@ _COMPARED = (
     *("retrieval_change", "retrieval_low", "retrieval_high"),
     *("kl", "top1", "verdict", "layers", "pairs"),
 )
+
+
+def _spelled(row: CheckRow) -> str:
+    """A remedy, whose name is no text, with its text."""
+    return f"{row.scheme} ({row.spelled})"
 
 
 def _numbers(name: str, value: Any) -> Any:

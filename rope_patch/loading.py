@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,87 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
 
 
+def check_device(device: str) -> None:
+    """Raise unless a model can be put on a device of this machine.
+
+    Args:
+        device: as torch names them, or ``"auto"``.
+
+    Raises:
+        ValueError: an unknown device, or one that is not there.
+    """
+    import torch
+
+    if device == "auto":
+        return
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:1 or another of torch's, got {device!r}") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.type == "cuda" and (wanted.index or 0) >= count:
+        here = f"has {count} GPU{'s' * (count > 1)}, counted from 0" if count else "sees no GPU"
+        raise ValueError(f"no device {device!r}: torch {here}")
+    try:
+        float(torch.ones((), device=wanted))  # which a device without numbers, such as meta, cannot give
+    except Exception as error:  # of many kinds: a backend says in its own way that it is not there
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"no device {device!r} to compute on: {reason}") from None
+
+
+def check_source(source: str) -> None:
+    """Raise where a checkpoint is a folder by its name, and is not there.
+
+    Args:
+        source: folder or hub id, which has at most one slash.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    if Path(source).exists():
+        return
+    parts = source.split("/")
+    if source.startswith((".", "~")) or not all(parts) or len(parts) > 2 or "\\" in source:
+        raise FileNotFoundError(f"no folder {source}")
+
+
+def name_of(source: str) -> str:
+    """Return the name of a checkpoint: that of its folder, or of its repository."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else path.name
+
+
+@contextlib.contextmanager
+def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
+    """Make a folder before long work, and see that its files can be written; made anew and left empty, it goes again.
+
+    Args:
+        folder: to be written.
+        names: of the files.
+
+    Raises:
+        OSError: something else is in the place of the folder or a file, or nothing can be written there.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{str(folder)!r} is a file: give a folder to write")
+    for name in names:
+        if (folder / name).is_dir():
+            raise IsADirectoryError(f"{str(folder / name)!r} is a folder: remove it, or give another folder to write")
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise OSError(f"cannot write into {str(folder)!r}: {error.strerror}") from None
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
 def load_tokenizer(source: str) -> Any:
     """Return a checkpoint's tokenizer, or that of an adapter's base where it has none of its own.
 
@@ -25,17 +109,24 @@ def load_tokenizer(source: str) -> Any:
         source: folder or hub id.
 
     Raises:
+        FileNotFoundError: no such folder.
         ValueError: it has none that can be loaded.
     """
     from transformers import AutoTokenizer
 
     from rope_patch.checkpoints import adapter_base, is_adapter
 
+    check_source(source)
     bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
     try:
         return AutoTokenizer.from_pretrained(adapter_base(source) if bare else source)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{source} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        if not Path(source).exists():
+            raise FileNotFoundError(
+                f"no folder {source}, and the hub gives no tokenizer of that name: {reason}"
+            ) from None
+        raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from None
 
 
 def load_model(source: str, method: str | None, device: str, dtype: str) -> Any:

@@ -187,6 +187,7 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
     for axes in grid:
         axes.set_xticks(list(ticks), list(ticks.values()))
         axes.minorticks_off()
+        _label_decades(axes)
     figure.supxlabel("wavelength of the pair [tokens], log scale", fontsize=10)
     figure.supylabel("rms error of the logit", fontsize=10)
     _shared_legend(figure, lines)
@@ -251,6 +252,20 @@ def outlier_shares(panels: Mapping[str, Mapping[str, tuple[Tensor, Tensor]]], *,
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------
+
+
+def _label_decades(axes: Axes) -> None:
+    """Put numbers between the decades of a logarithmic y axis that shows fewer than two of them."""
+    low, high = axes.get_ylim()
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for steps in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
+        ticks = [step * 10.0**i for i in range(first, last + 1) for step in steps if low <= step * 10.0**i <= high]
+        if len(ticks) >= 2:
+            break
+    else:
+        ticks = [tick for tick in matplotlib.ticker.MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
+    if steps != (1,):
+        axes.set_yticks(ticks, [f"{tick:.4g}" for tick in ticks])
 
 
 def _colors(schemes: Sequence[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch
 from rope_patch import kv_check as engine
+from rope_patch import kv_measuring
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
@@ -220,7 +221,7 @@ def test_the_summary_says_what_to_do():
     assert check.summary() == [
         "Safe at every length: b.",
         *(
-            f"m at {length} tokens: a is unsafe (perplexity +64.9%; layer 0, pair 0; a+y is safe); b is safe."
+            f"m at {length} tokens: a is unsafe (perplexity +64.9%; layer 0, pair 0; a+y (none) is safe); b is safe."
             for length in (4, 8)
         ),
     ]
@@ -230,7 +231,7 @@ def test_the_summary_says_what_to_do():
     (sentence,) = check_of(*rows, lengths=(8,)).summary()
     assert sentence == (
         "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no remedy is surely safe, "
-        "the best is a+z: perplexity +22.1%)."
+        "the best is a+z (none): perplexity +22.1%)."
     )
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
     assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
@@ -326,7 +327,7 @@ def test_remedies_change_one_thing():
 @pytest.mark.parametrize(
     ("family", "method", "left"),
     [
-        ("llama", "p_rope:p=0.5", set()),
+        ("llama", "p_rope:p=0.5", set()),  # but the residual window, which holds all of 40 tokens
         ("llama", "default", {"centre"}),  # no still pair: nothing to take away
         ("gemma2", "p_rope:p=0.5", {"centre", "centreall"}),  # soft-capped logits see a constant
         ("llama", "table:values=3/2.5/2/1.5/1/0.9/0.8/0.7", {"centre", "keep8"}),  # no pair under the bound
@@ -337,7 +338,55 @@ def test_remedies_that_do_nothing_on_a_model_are_left_out(tokenizer, monkeypatch
     options = {**ASKED, "lengths": [40], "windows": 1, "depths": [0.5]}
     made = kv_check(small(family), tokenizer, ["int2.token"], methods=[method], try_remedies=True, **options)
     tried = [row.scheme.partition("+")[2] for row in made.rows if row.remedy_of == "int2.token"]
-    assert set(tried) == {name.partition("+")[2] for name in remedies("int2.token")} - left
+    assert set(tried) == {name.partition("+")[2] for name in remedies("int2.token")} - left - {"residual=128"}
+
+
+@pytest.mark.parametrize("bad", [40, 56, None])
+def test_remedies_are_tried_where_a_scheme_is_unsafe_at_any_length(tokenizer, monkeypatch, bad):
+    kinds = {True: "unsafe", False: "safe"}
+    monkeypatch.setattr(engine, "judge", lambda row, base, length, *_: SimpleNamespace(kind=kinds[length == bad]))
+    monkeypatch.setattr(engine, "remedies", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
+    made = kv_check(small(), tokenizer, ["int4-token"], try_remedies=True, **{**ASKED, "windows": 1})
+    assert [row.remedy_of for row in made.rows] == [None, None, *["int4-token"] * (bad is not None)]
+
+
+def test_what_rounds_nothing_is_said_and_no_remedy():
+    broken, idle = off(0.5, 0.51, 0.49, 0.5), {"bits": 16.0}
+    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("a+wide", BASE, remedy_of="a", **idle)]
+    rows += [by_hand("a+x", off(0.2, 0.2, 0.2, 0.2), remedy_of="a"), by_hand("b", BASE, **idle)]
+    rows += [by_hand("c", off(0.1, -0.1, 0.1, -0.1)), by_hand("d", BASE, **idle)]
+    check = check_of(*rows, lengths=(8,))
+    assert check.verdict(check.rows[4], 8).measured == "nothing is quantized at 8 tokens"
+    assert [check.idle(row, 8) for row in check.rows] == [False, False, True, False, True, False, True]
+    assert [row.scheme for row, _ in check.remedies(check.rows[1], 8)] == ["a+x"]
+    (sentence,) = check.summary()
+    assert sentence.endswith("+22.1%); c is undecided; b, d round nothing at 8 tokens.")
+    (sentence,) = check_of(*rows[:1], rows[4], lengths=(8,)).summary()
+    assert sentence == "m at 8 tokens: b rounds nothing at 8 tokens."
+
+
+def test_the_patch_that_a_model_came_with_is_told(tokenizer, checked):
+    model, _ = checked
+    (plain,) = rope_patch.inspect(model).slots
+    with rope_patch.patched(model, "yarn:factor=4") as patch:
+        options = {"methods": ["default", "p_rope:p=0.5"], **ASKED, "windows": 1, "depths": (0.5,)}
+        made = kv_check(model, tokenizer, ["int4-token"], name="tuned", **options)
+        (own,) = (slot.fingerprint for slot in patch.after.values())
+    assert own != plain.fingerprint
+    assert (made.model, made.loaded) == ("tuned", "yarn:factor=4")
+    assert made.tables["default"] == {"all": own} and made.tables["p_rope:p=0.5"]["all"] not in (own, plain.fingerprint)
+    assert made.meant("default") == "default: yarn:factor=4, as loaded"
+    assert made.meant("p_rope:p=0.5") == "p_rope:p=0.5"
+    methods = json.loads(made.to_json())["methods"]
+    assert methods["default"] == {"patch": "yarn:factor=4", "tables": {"all": own}}
+    assert methods["p_rope:p=0.5"]["patch"] == "p_rope:p=0.5"
+
+
+def test_without_a_patch_default_is_the_table_as_it_is(checked):
+    model, made = checked
+    (slot,) = rope_patch.inspect(model).slots
+    assert made.loaded is None and made.meant("default") == "default" and made.model == "LlamaForCausalLM"
+    assert json.loads(made.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
 
 
 # --- kept work, and errors
@@ -363,8 +412,8 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
     assert whole < first and {stage for stage, _ in seen} == {f"default, {name}" for name in ("none", *names)}
     assert sum(tokens for _, tokens in seen) == 3 * (3 * 56 + 2 * 96)
     calls = []
-    original = engine.attention_errors
-    monkeypatch.setattr(engine, "attention_errors", lambda *a, **k: calls.append(a) or original(*a, **k))
+    original = kv_measuring.attention_errors
+    monkeypatch.setattr(kv_measuring, "attention_errors", lambda *a, **k: calls.append(a) or original(*a, **k))
     read = []
 
     def note(module, args, kwargs, out):
@@ -390,6 +439,9 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         ("llama", {"schemes": ["int4-token;skip=9"]}, "default: int4-token;skip=9: skip names layer 9: the model has"),
         ("gemma2", {"schemes": ["k=int4.token.centre;v=none"]}, "default: k=int4.token.centre;v=none: layer 0 caps"),
         ("llama", {"schemes": ["none"]}, "at least one scheme beside none"),
+        ("llama", {"schemes": ["fp8", "nf4", "fp8.tensor"]}, "'fp8' and 'fp8.tensor' both mean k=fp8.tensor;v=fp8"),
+        ("llama", {"context": 0}, "context must be >= 1 token, got 0"),
+        ("llama", {"context": -64}, "context must be >= 1 token, got -64"),
         ("llama", {"methods": ["prope"]}, "Did you mean 'p_rope'"),
         ("llama", {"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
         ("llama", {"lengths": [1]}, "lengths must be >= 2"),
@@ -405,7 +457,7 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_errors_before_anything_is_measured(tokenizer, tmp_path, monkeypatch, family, changes, message):
-    monkeypatch.setattr(engine, "_measure", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr(engine, "measure", lambda *_: pytest.fail("something was measured"))
     given = {"schemes": ["int4-token"], **ASKED, **changes}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         kv_check(small(family), tokenizer, given.pop("schemes"), resume=tmp_path / "kept.jsonl", **given)
@@ -448,6 +500,6 @@ def test_a_planted_fault_is_named_and_a_remedy_found(tokenizer):
     assert made.change(remedy, 96)[2] < math.log1p(0.05)
     (sentence,) = made.summary()
     assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\), whose long", sentence)
-    assert f"{remedy.scheme} is safe" in sentence
+    assert f"{remedy.scheme} ({remedy.spelled}) is safe" in sentence
     centred = next(row for row in made.rows if row.scheme == "int4-token+pre.centreall")
     assert made.verdict(centred, 96).kind == "safe"

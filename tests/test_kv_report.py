@@ -25,6 +25,7 @@ from rope_patch import cli, kv_pictures, kv_report, plots, plots_kv
 from rope_patch.frequencies import geometric, wavelength
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_check import kv_check
+from rope_patch.loading import folder_to_write
 from rope_patch.plots_kv import Spot, Waves, errors_by_layer, errors_by_wavelength, front, outlier_shares, tradeoff
 
 SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
@@ -180,6 +181,20 @@ def test_pictures_show_the_check(checked, monkeypatch):
     assert kv_pictures.radii(replace(checked, context=16)).caption == made[-1].caption
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0112, 0.0119), (0.012, 0.07), (0.12, 4.0), (1e-6, 3e-6), (1e-4, 3.0), (0.5, 0.5), (9.0, 11.0)]
+)
+def test_the_axis_of_pairs_has_two_numbers(low, high):
+    values = torch.linspace(low, high, 8).double()
+    wave = Waves(wavelength(geometric(1e4, 16).double()), {"a": values}, 64)
+    figure = errors_by_wavelength({"m": wave, "n": wave}, ["a"], title="t")
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    bottom, top = axes.get_ylim()
+    labels = [tick.label1.get_text() for tick in axes.yaxis.get_major_ticks() if bottom <= tick.get_loc() <= top]
+    assert bottom < low and top > high and len({label for label in labels if label}) >= 2
+
+
 # --- the page
 
 
@@ -261,6 +276,40 @@ def test_hostile_names_infinities_and_nothing_to_blame(checked, undrawn):
     assert "No head has outlier pairs" in "".join(Page(kv_report.page(quiet)).text)
 
 
+@pytest.fixture(scope="module")
+def unrounded(folder):
+    """A scheme that rounds nothing of 40 tokens, and one that rounds no key."""
+    model, tokenizer = rope_patch.load(folder), AutoTokenizer.from_pretrained(folder)
+    return kv_check(model, tokenizer, ["kivi-2", "k=none;v=int2.token"], lengths=[40], **{**ASKED, "windows": 1})
+
+
+@pytest.mark.parametrize(("schemes", "missing"), [((1,), (True, True)), ((2,), (True, False)), ((1, 2), (True, False))])
+def test_figures_without_an_error_are_left_out(unrounded, schemes, missing):
+    check = replace(unrounded, rows=tuple(unrounded.rows[i] for i in (0, *schemes)))
+    page = Page(kv_report.page(check))
+    said = "".join(page.text)
+    sentences = "No key is rounded at 40 tokens: there is no err", "Nothing is rounded at 40 tokens: there is no err"
+    assert tuple(sentence in said for sentence in sentences) == missing
+    assert len(page.all("img")) == 5 - sum(missing)
+
+
+def test_what_rounds_nothing_is_told_from_what_is_undecided(unrounded, undrawn):
+    page = Page(kv_report.page(unrounded))
+    verdicts = {cells[0][1].strip(): cells[-1] for cells in page.rows[2:4]}
+    assert verdicts["kivi-2"] == ("undecided", "undecidedrounds nothing")
+    assert verdicts["k=none;v=int2.token"][1] in ("safe", "unsafe", "undecided")
+    said = "".join(page.text)
+    assert "kivi-2 rounds nothing at 40 tokens" in said and "where it says so, the scheme rounds nothing" in said
+
+
+def test_what_precision_means_is_said(unrounded, undrawn):
+    said = "".join(Page(kv_report.page(unrounded)).text)
+    assert "Scales and zero points are float32, also where the model computes in half precision" in said
+    assert (
+        "by the model’s own attention, a scheme by this package’s" in said and "1e-4 nats/token (KL) are noise" in said
+    )
+
+
 def test_models_with_two_kinds_of_layers(tmp_path, folder, undrawn):
     made = kv_check(small("gemma3"), AutoTokenizer.from_pretrained(folder), ["int4-token"], lengths=[40], **ASKED)
     said = "".join(Page(kv_report.page(made)).text)
@@ -333,6 +382,41 @@ def test_packed_caches_are_shown(folder, tmp_path):
     assert "unknown packed cache 'fp9'" in str(result.exception) and not (tmp_path / "kv-check.json").exists()
 
 
+def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("no such figure")
+
+    monkeypatch.setattr(kv_report, "write", fail)
+    asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
+    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked)])
+    assert str(result.exception) == "no such figure" and "default at 40 tokens: fp8" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"kept.jsonl", "kv-check.csv", "kv-check.json"}
+    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked), "--json"])
+    assert result.exception is not None and json.loads(result.stdout)["lengths"] == [40]
+
+
+def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path):
+    import peft
+
+    model = rope_patch.load(folder)
+    rope_patch.apply(model, "yarn:factor=4")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    rope_patch.checkpoints.save(adapted, tmp_path / "tuned")
+    asked = ("--schemes", "kivi-2", "--lengths", "40", "--windows", 1, "--samples", 1, "--depths", "0")
+    printed = command(tmp_path / "tuned", *asked, "-o", tmp_path / "out")
+    data = json.loads((tmp_path / "out" / "kv-check.json").read_text())
+    patch = data["methods"]["default"]
+    assert data["model"] == "tuned" and patch["patch"] == "yarn:factor=4"
+    assert "default: yarn:factor=4, as loaded\n" in printed and "tuned at 40 tokens" in printed
+    said = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
+    assert "Quantized caches: tuned" in said and "default: yarn:factor=4, as loaded" in said
+    assert f"default: {patch['tables']['all']}" in said
+    assert "\n1 window of 40 tokens; " in printed and "kivi-2 rounds nothing at 40 tokens" in printed
+    assert "rounds nothing  " in printed and "undecided" not in printed
+    assert "1 window of 40 tokens, read in one pass" in said and "1 sample at each" in said
+    assert not re.search(r"\b1 (windows|samples|tokens|prompts)\b", printed + said)
+
+
 def test_help_and_list_name_every_preset():
     printed = command("--list")
     helped = " ".join(command("--help").replace("│", " ").split())
@@ -357,6 +441,7 @@ def test_help_and_list_name_every_preset():
         (("--text", "/nowhere"), "nowhere"),
         (("--haystack", "/nowhere"), "nowhere"),
         (("--context", "far"), "far"),
+        (("--schemes", "fp8 nf4 fp8.tensor"), "'fp8' and 'fp8.tensor' both mean"),
         (("--tolerance", "-1"), "tolerance >= 0"),
         (("--schemes", "int4-token;skip=7"), "layers 0 to 1"),
     ],
@@ -372,13 +457,100 @@ def test_wrong_words(folder, given, tmp_path, monkeypatch, capsys, words, messag
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--context", "0"), "context must be >= 1 token, got 0"),
+        (("--context", "-5"), "a length is a number of tokens"),
+        (("--windows", "0"), "windows >= 1"),
+        (("--tolerance", "-1"), "tolerance >= 0"),
+        (("--schemes", "int4.token k=int4.token;v=int4.token"), "'int4.token' and 'k=int4.token;v=int4.token' both"),
+        (("--device", "cuda:99"), "no device 'cuda:99'"),
+        (("--device", "gpu"), "device must be auto, cpu, cuda"),
+        (("--device", "meta"), "no device 'meta' to compute on"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_loading(folder, given, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("rope_patch.kv_command.load_tokenizer", lambda *_: pytest.fail("a tokenizer was loaded"))
+    assert_refused(monkeypatch, capsys, ("kv-check", folder, *given, *words, "-o", tmp_path / "deep" / "out"), message)
+    assert not (tmp_path / "deep").exists()
+
+
+def assert_refused(monkeypatch, capsys, arguments, message):
+    """The command fails in one line, as for other words that are wrong."""
+    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and message in said
+
+
+@pytest.mark.parametrize("made", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/kept.jsonl/"])
+def test_output_that_cannot_be_written_is_refused_before_loading(folder, given, tmp_path, monkeypatch, capsys, made):
+    monkeypatch.setattr("rope_patch.kv_command.load_tokenizer", lambda *_: pytest.fail("a tokenizer was loaded"))
+    if made.endswith("/"):
+        (tmp_path / made).mkdir(parents=True)
+    else:
+        (tmp_path / "file").touch()
+    out = tmp_path / ("out" if made.endswith("/") else made)
+    message = {"file": "is a file", "file/out": "cannot write into"}.get(made, "is a folder: remove it")
+    assert_refused(monkeypatch, capsys, ("kv-check", folder, *given, "-o", out), message)
+    assert len(list(tmp_path.rglob("*"))) == (2 if made.endswith("/") else 1)
+
+
+def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
+    out = tmp_path / "deep" / "out"
+    with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
+        assert out.is_dir() and not list(out.iterdir())
+        1 / 0  # noqa: B018
+    assert not (tmp_path / "deep").exists()
+    with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
+        (out / "kept").touch()
+        1 / 0  # noqa: B018
+    assert (out / "kept").exists()
+    with folder_to_write(tmp_path / "deep", []):
+        (out / "kept").unlink()
+        out.rmdir()
+    assert (tmp_path / "deep").exists()  # it was there before
+
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    denial = pytest.raises(OSError, match=r"^cannot write into '.*new': Permission denied$")
+    with denial, folder_to_write(tmp_path / "new", []):
+        pytest.fail("it went on")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("source", ["./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere", "no/where"])
+def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, capsys, source):
+    unlike_an_id = source.startswith((".", "~", "/")) or source.count("/") > 1
+    message = f"no folder {source}" + ("\n" if unlike_an_id else ", and the hub gives no tokenizer of that name")
+    assert_refused(monkeypatch, capsys, ("kv-check", source, *given, "-o", tmp_path / "out"), message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("analyze", "-o", "out"), ("compare", "--methods", "default", "--lengths", "40", "-o", "out")],
+    ids=lambda words: words[0],
+)
+def test_other_commands_check_the_device_too(folder, tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    asked = (words[0], folder, *words[1:], "--device")
+    assert_refused(monkeypatch, capsys, (*asked, "cuda:99"), "no device 'cuda:99'")
+    assert_refused(monkeypatch, capsys, (*asked, "gpu"), "device must be auto")
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, capsys):
-    from rope_patch import kv_check as engine
+    from rope_patch import kv_measuring
 
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "retrieval", stop)
+    monkeypatch.setattr(kv_measuring, "retrieval", stop)
     arguments = ["rope-patch", "kv-check", *map(str, (folder, *given, "-o", tmp_path / "out"))]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as raised:

@@ -26,7 +26,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("kv_cache", "analysis"),
     ("evaluation",),
     (
-        *("fitting", "kv_judging", "kv_results", "kv_check", "training", "planning", "export"),
+        *("fitting", "kv_judging", "kv_results", "kv_measuring", "kv_check", "training", "planning", "export"),
         *("trials", "analyze", "before_after"),
     ),
     ("theory_papers", "theory_tables"),

@@ -1,7 +1,7 @@
 """Rounding of one block of keys or values to a format and back: what a quantized cache would return.
 
-Nothing is packed: a value comes back as the number that the format can hold. Scales and zero points stay in the data
-type of the states, float32 under a float32 model, where packed caches store 16 bits.
+Nothing is packed: a value comes back as the number that the format can hold, in the data type of the states. Scales and
+zero points are float32, also under states in half precision (float64 under float64), where packed caches store 16 bits.
 """
 
 from __future__ import annotations
