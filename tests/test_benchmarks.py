@@ -112,7 +112,7 @@ def test_kv_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps its cells
     report = run("kv_study", tmp_path, against="transformers")
     rows = {(row["table"], row["name"]): row for row in report["rows"]}
-    assert len(rows) == 2 * 6 == len(report["rows"])
+    assert len(rows) == 2 * 5 == len(report["rows"])
     saved = {row["table"]: row for row in report["summary"] if row["remedy"] == "int4 centred"}
     for table in ("default", "p_rope"):
         assert rows[table, "none"]["nll_change"] == 0
