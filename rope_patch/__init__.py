@@ -21,6 +21,7 @@ _HOME = {
     "verification": "inspect verify",
     "checkpoints": "RopePatchCallback load load_adapter save",
     "planning": "Plan plan",
+    "fitting": "FittedPatch fit",
     "_paths": "data_path",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from rope_patch.checkpoints import load as load
     from rope_patch.checkpoints import load_adapter as load_adapter
     from rope_patch.checkpoints import save as save
+    from rope_patch.fitting import FittedPatch as FittedPatch
+    from rope_patch.fitting import fit as fit
     from rope_patch.methods import ABF as ABF
     from rope_patch.methods import METHODS as METHODS
     from rope_patch.methods import NTK as NTK

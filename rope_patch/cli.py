@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.analyze_command import analyze
+from rope_patch.fit_command import fit
 from rope_patch.kv_command import kv_check
 from rope_patch.loading import check_device, check_dtype, depth, items
 from rope_patch.theory_command import theory
@@ -424,6 +425,7 @@ app.command()(finetune)
 app.command()(theory)
 app.command()(analyze)
 app.command("kv-check")(kv_check)
+app.command()(fit)
 
 
 def _command() -> str:

@@ -439,10 +439,12 @@ class Table(Method, name="table"):
     """Any table: what fits, searches and imports produce. The table found by default.
 
     ``values`` are frequencies [rad/token], fast to slow, one per pair; ``attention_scaling`` defaults to the one found.
+    With a ``layer_type`` the tables of others are left alone: so a chain gives each its own.
     """
 
     values: tuple[float, ...] | None = None
     attention_scaling: float | None = None
+    layer_type: str | None = None
 
     def check(self) -> None:
         """No negative frequency."""
@@ -453,6 +455,8 @@ class Table(Method, name="table"):
 
     def __call__(self, slot: RotarySlot) -> RotarySlot:
         """Put the table in."""
+        if self.layer_type is not None and slot.layer_type != self.layer_type:
+            return slot
         if self.values is None and self.attention_scaling is None:
             return slot
         table = slot.inv_freq

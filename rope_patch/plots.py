@@ -159,6 +159,40 @@ def shares_beside_perplexity(
     return figure
 
 
+def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, context: int, title: str) -> Figure:
+    """Draw by what each table divides the frequencies it was made from, against their wavelengths, a line per table.
+
+    Pairs that a table stops have no factor: they are triangles at the upper edge.
+
+    Args:
+        tables: name to inv_freq: (pairs,) [rad/token].
+        before: inv_freq: (pairs,) of the table that all were made from [rad/token].
+        context: length at which a pair makes one full turn, drawn as a line [tokens].
+        title: of the figure.
+    """
+    figure, axes = _figure(title)
+    styles = dict(zip(tables, _styles(len(tables)), strict=True))
+    moving = ~still(before)
+    lengths = wavelength(before)[moving]
+    factors = {name: (before / table)[moving] for name, table in tables.items()}
+    highest = 1.5 * max(float(found[found.isfinite()].max()) for found in factors.values() if found.isfinite().any())
+    for name, found in factors.items():
+        turns = found.isfinite()
+        axes.plot(lengths[turns].numpy(), found[turns].numpy(), label=_wrapped(name, 30), marker=".", **styles[name])
+        if not turns.all():
+            rest = lengths[~turns]
+            axes.plot(rest.numpy(), [highest] * len(rest), linestyle="", marker="^", color=styles[name]["color"])
+    axes.axvline(context, color="0.4", linewidth=1, linestyle=":")
+    axes.annotate(f" one turn in {context} tokens", (context, 0), xycoords=("data", "axes fraction"), va="bottom",
+                  color="0.4", fontsize=9)  # fmt: skip
+    axes.set(xlabel="wavelength before [tokens], log scale", ylabel="factor on the wavelength, log scale")
+    axes.set(xscale="log", yscale="log")
+    axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+    _legend(axes, "table (▲: pairs it stops)")
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG document that needs no fonts; figures made alike give the same text."""
     out = io.StringIO()

@@ -216,7 +216,7 @@ def field_help(f: Field[Any]) -> str:
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
-    """Convert to the declared field type: float, int, bool, a tuple of floats, each possibly with None."""
+    """Convert to the declared field type: float, int, bool, str, a tuple of floats, each possibly with None."""
     union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     options = typing.get_args(kind) if union else (kind,)
     if type(None) in options:
@@ -230,6 +230,10 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return words[str(value).lower()]
     if kind in (int, float):
         return _number(name, value, kind)
+    if kind is str:
+        if not isinstance(value, str) or not value or set(value) & set(":+,="):
+            raise ValueError(f"{name} must be a word, got {value!r}")
+        return value
     items = value.split("/") if isinstance(value, str) else value
     if not isinstance(items, Iterable):
         raise ValueError(f"{name} must be numbers joined by '/', got {value!r}")
@@ -261,6 +265,8 @@ def _spell(value: Any) -> str:
     """Write a value so that the grammar reads it back: no comma, no plus sign."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str):
+        return value
     if isinstance(value, tuple):
         return "/".join(map(_spell, value))
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:

@@ -108,6 +108,20 @@ def test_kv_check(tmp_path: Path) -> None:
     assert report["summary"]["least_speedup"] == row["decoded_over_one_pass"]["median"] > 0
 
 
+def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it keeps its cells
+    report = run("fit", tmp_path, against="transformers")
+    (row,) = report["rows"]
+    assert (row["checkpoint"], row["factor"], row["seed"]) == ("llama", 4, 0) and row["cpu_s"] > 0
+    assert row["nll"].keys() == {"default", "yarn", "fitted"} == row["retrieval"].keys()
+    for high, (estimate, _, _) in ((h, row["fitted_minus_yarn"][f"perplexity {h}"]) for h in ("256", "512", "1024")):
+        assert estimate == pytest.approx(row["nll"]["fitted"][high] - row["nll"]["yarn"][high], abs=1e-6)
+    assert row["better_in_every_bucket"] == all(
+        row["fitted_minus_yarn"][f"perplexity {h}"][0] < 0 for h in (256, 512, 1024)
+    )
+    assert report["summary"]["bar_reached"]["in_time"] == (row["cpu_s"] <= 180)
+
+
 def test_kv_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps its cells
     report = run("kv_study", tmp_path, against="transformers")

@@ -592,6 +592,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(1, 2**53),
     float: numbers,
     tuple[float, ...]: st.lists(numbers, min_size=1, max_size=5).map(tuple),
+    str: st.sampled_from(["full_attention", "sliding_attention"]),
 }
 
 

@@ -19,7 +19,6 @@ EXTRAS = (
     "datasets",
     "bitsandbytes",
     "lm_eval",
-    "scipy",
     "matplotlib",
     "liger_kernel",
     "gguf",

@@ -1,0 +1,179 @@
+"""Fitted tables against YaRN's at 4, 8 and 16 times the trained length of the bundled Llama, on one thread.
+
+    python benchmarks/fit.py -o benchmarks/results/fit.json
+    python benchmarks/fit.py --quick
+
+Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed, then both tables and the
+plain one on held-out text and prompts that neither the fit nor its choice has seen (`evaluation.compare`).
+Another checkpoint that cannot copy, such as llama2xs281K, is fitted at factor 4 to the first half of its own text,
+stories divided by <|endoftext|>, and compared on the second: `--also FOLDER --text FILE`. Cells are kept in build/fit,
+and not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from tqdm import tqdm
+
+from measuring import command, environment, write
+from rope_patch.checkpoints import write_atomically
+
+FACTORS = {4: 180, 8: 180, 16: 300}
+"""And the CPU seconds that a fit may take."""
+SEEDS = (0, 1, 2)
+WINDOWS, SAMPLES = 16, 8
+
+Cell = tuple[str, int, int, str | None]
+"""Checkpoint (``"llama"``, or a folder), factor, seed, and the file of its text."""
+
+
+def place(root: Path, cell: Cell) -> Path:
+    """Return where a cell's result lies."""
+    source, factor, seed, _ = cell
+    return root / f"{Path(source).name}-{factor}-{seed}.json"
+
+
+def measure(cell: Cell, root: Path, quick: bool) -> Cell:
+    """Fit, compare, and write a cell."""
+    os.environ.update(TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+    import torch
+    import transformers
+
+    import rope_patch
+    from rope_patch.evaluation.compare import compare
+    from rope_patch.fitting import Objective, fit
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    source, factor, seed, file = cell
+    folder = rope_patch.data_path("assets") / source if source == "llama" else Path(source)
+    model = rope_patch.load(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    trained = int(model.config.max_position_embeddings)
+    small: dict[str, Any] = {"steps": 2, "checks": 1, "windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+    began, clock = time.process_time(), time.perf_counter()
+    stories: list[str | None] = [None, None]
+    if file is not None:
+        whole = Path(file).read_text(encoding="utf-8").replace("<|endoftext|>", tokenizer.bos_token)
+        stories = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+        small |= {"objective": Objective(retrieval=0, prompts=0)}
+    patch = fit(model, tokenizer, stories[0], target_length=factor * trained, seed=seed, **small)
+    seconds = time.process_time() - began, time.perf_counter() - clock
+    patch.restore()
+    lengths = [trained * 2**i for i in range(factor.bit_length())]
+    yarn = f"yarn:factor={factor}"
+    methods = ["default", yarn] if patch.method == rope_patch.parse(yarn) else ["default", yarn, patch.method]
+    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "text": stories[1]}
+    options |= {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+    made = compare(model, tokenizer, methods, lengths=lengths, bucket=lengths[-1], seed=100 + seed, **options)
+    fitted = str(made.rows[-1].method)
+    rows = {}
+    for name, method in (("default", "default"), ("yarn", yarn), ("fitted", fitted)):
+        row = next(row for row in made.rows if row.method == method)
+        rows[name] = {
+            "nll": {
+                str(high): [
+                    sum(d.nll[i] for i in row.perplexity.inside(low, high))
+                    / sum(d.tokens[i] for i in row.perplexity.inside(low, high))
+                    for d in row.perplexity.documents
+                ]
+                for low, high in itertools.pairwise([0, *lengths])
+            },
+            "correct": {str(n): [sample.correct for sample in row.retrieval.samples(n)] for n in lengths},
+        }
+    differences = {
+        f"{kind} {stop}": [found.estimate, found.low, found.high]
+        for kind, stop, start in [
+            *(("perplexity", high, low) for low, high in itertools.pairwise([0, *lengths])),
+            *(("retrieval", n, 0) for n in lengths),
+        ]
+        for found in [made.difference(fitted, yarn, kind, stop, start)]
+    }
+    found = {"cpu_s": seconds[0], "wall_s": seconds[1], "chosen": patch.chosen, "method": str(patch.method),
+             "stopped": dict(patch.stopped), "rows": rows, "fitted_minus_yarn": differences}  # fmt: skip
+    write_atomically(place(root, cell), json.dumps(found))
+    return cell
+
+
+def summarise(root: Path, done: list[Cell]) -> tuple[list[dict[str, Any]], dict[str, bool]]:
+    """Return a row per cell, and whether the bars are reached."""
+    rows = []
+    for cell in done:
+        found = json.loads(place(root, cell).read_text())
+        means = {
+            name: {n: statistics.fmean(values) for n, values in row["nll"].items()}
+            for name, row in found["rows"].items()
+        }
+        shortest = min(means["yarn"], key=int)
+        apart = {name: abs(means[name][shortest] - means["default"][shortest]) for name in ("yarn", "fitted")}
+        differences = found["fitted_minus_yarn"]
+        rows.append(
+            {
+                "checkpoint": Path(cell[0]).name,
+                "factor": cell[1],
+                "seed": cell[2],
+                **{name: found[name] for name in ("cpu_s", "wall_s", "chosen", "method", "stopped")},
+                "nll": means,
+                "retrieval": {
+                    name: {n: statistics.fmean(map(float, values)) for n, values in row["correct"].items()}
+                    for name, row in found["rows"].items()
+                },
+                "fitted_minus_yarn": differences,
+                "better_in_every_bucket": all(d[0] < 0 for k, d in differences.items() if k.startswith("perplexity")),
+                "retrieval_not_surely_lower": all(d[2] >= 0 for k, d in differences.items() if k.startswith("retr")),
+                "nearer_at_the_trained_length": apart["fitted"] < apart["yarn"],
+                "in_time": found["cpu_s"] <= FACTORS[cell[1]],
+            }
+        )
+    bars = ("better_in_every_bucket", "retrieval_not_surely_lower", "nearer_at_the_trained_length", "in_time")
+    return rows, {bar: all(row[bar] for row in rows if row["checkpoint"] == "llama") for bar in bars}
+
+
+def main() -> None:
+    """Measure what is missing, then summarise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
+    parser.add_argument("--root", type=Path, default=Path("build/fit"), help="where cells are kept")
+    parser.add_argument("--also", default=None, help="folder of another checkpoint, at factor 4")
+    parser.add_argument("--text", default=None, help="file of its text")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
+    parser.add_argument("--quick", action="store_true", help="one cell of a few steps")
+    given = parser.parse_args()
+    wanted: list[Cell] = [("llama", factor, seed, None) for factor in FACTORS for seed in SEEDS]
+    wanted += [(given.also, 4, seed, given.text) for seed in SEEDS] if given.also else []
+    wanted = [("llama", 4, 0, None)] if given.quick else wanted
+    root = given.root / ("quick" if given.quick else "full")
+    root.mkdir(parents=True, exist_ok=True)
+    todo = [cell for cell in wanted if not place(root, cell).exists()]
+    with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
+        waiting = [pool.apply_async(measure, (cell, root, given.quick)) for cell in todo]
+        for task in waiting:
+            task.get()
+            bar.update()
+    rows, bars = summarise(root, wanted)
+    report = {
+        "benchmark": "fit",
+        "command": command(),
+        "what": "fitted tables against YaRN's on held-out text [nats/token] and prompts, and the CPU time of a fit",
+        "summary": {"bar_reached": bars, "cpu_s": {str(row["factor"]): round(row["cpu_s"]) for row in rows}},
+        "settings": {"windows": WINDOWS, "samples": SAMPLES, "seconds_allowed": FACTORS},
+        "environment": environment(),
+        "rows": rows,
+    }
+    write(report, given.output)
+
+
+if __name__ == "__main__":
+    main()

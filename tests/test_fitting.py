@@ -1,0 +1,555 @@
+"""Learned tables: gradients, what is left alone, what is chosen, what is kept, and that fitting helps."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_analyze import small
+from test_capture import model_of
+from tiny import ids, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch import cli, fitting
+from rope_patch.evaluation.compare import compare
+from rope_patch.evaluation.scoring import Reader
+from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, fit
+from rope_patch.frequencies import still, table_of
+from rope_patch.methods import Chain, Default, Table
+from rope_patch.sites import find_rotary
+from rope_patch.training.loss import token_loss
+
+ASSETS = Path(rope_patch.data_path("assets"))
+TEXT = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS / "domains").glob("*.txt")))
+ASKED = {"target_length": 96, "steps": 4, "checks": 2, "windows": 2, "samples": 1, "depths": (0.0, 1.0),
+         "batch_tokens": 192}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS / "llama")
+
+
+def fitted(model, tokenizer, **changes):
+    return fit(model, tokenizer, TEXT, **{**ASKED, "init": "yarn", **changes})
+
+
+FREE = Constraint()
+
+
+def trainable(model, method="yarn:factor=2", constraint=FREE, kinds=None):
+    patch = rope_patch.apply(model, method, layer_types=kinds)
+    site = find_rotary(model)
+    table = TrainableTable(site.module, patch.record.layer_types, constraint)
+    return site, table
+
+
+def norm(module, offset, x):
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    return (offset + module.weight) * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def everything(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(model, before):
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# --- the trainable table
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("llama", "yarn:factor=2"), ("llama", "p_rope:p=0.5"), ("gemma3", "abf:factor=10"), ("phi", "pi:factor=2"),
+     ("glm", "default")],
+)  # fmt: skip
+def test_untrained_it_computes_what_the_patch_computes(name, method):
+    model = model_of(name)
+    site, table = trainable(model, method)
+    for kind in table.kinds:
+        where = () if kind is None else (kind,)
+        x, places = torch.zeros(1, 1), torch.arange(300)[None]
+        for got, wanted in zip(table(x, places, *where), site.module(x, places, *where), strict=True):
+            assert torch.equal(got, wanted)
+    (first, *_) = table.kinds
+    assert torch.equal(table_of(table.method().values), site.module.slots[first].inv_freq)
+
+
+@pytest.mark.parametrize("constraint", [FREE, Constraint(band=1.5, monotone=True), Constraint(curve=3)])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("llama", "yarn:factor=2"), ("gemma3", "p_rope:p=0.75"), ("phi", "pi:factor=2"), ("glm", "default")],
+)
+def test_gradients_are_finite_differences(name, method, constraint):
+    model = model_of(name).double()
+    site, table = trainable(model, method, constraint)
+    rows = ids(40, 2)
+    site.put(table)
+    for module in model.modules():  # stock norms round to float32 inside
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(norm, module, 1.0 if "Gemma" in type(module).__name__ else 0.0)
+    with torch.no_grad():
+        for i, p in enumerate(table.parameters()):  # away from the start
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype))
+
+    def loss():
+        logits = model(rows, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+
+    loss().backward()
+    for p in table.parameters():
+        for i in range(p.numel()):
+            with torch.no_grad():
+                sides = []
+                for step in (1e-4, -1e-4):
+                    p.view(-1)[i] += step
+                    sides.append(float(loss()))
+                    p.view(-1)[i] -= step
+            assert float(p.grad.view(-1)[i]) == pytest.approx((sides[0] - sides[1]) / 2e-4, abs=1e-6)
+    assert max(float(p.grad.abs().max()) for p in table.parameters()) > 1e-5
+
+
+def test_still_pairs_stay_still_and_constraints_hold():
+    model = tiny_model("llama")
+    _, table = trainable(model, "p_rope:p=0.5")
+    rests = still(find_rotary(model).module.slots[None].inv_freq)
+    with torch.no_grad():
+        table.log_factors[0].normal_(0, 2, generator=torch.Generator().manual_seed(0))
+    made = table_of(table.method().values)
+    assert torch.equal(made == 0, rests) and int(rests.sum()) == 4
+    assert bool((made[~rests].diff() > 0).any())  # free, pairs overtake each other
+    start = table.table(None)[0].detach() / table.log_factors[0].detach().exp().new_ones(8)
+    for constraint in (Constraint(band=1.5), Constraint(monotone=True), Constraint(curve=2)):
+        bound = TrainableTable(find_rotary(model).module, (None,), constraint)
+        with torch.no_grad():
+            bound.log_factors[0].copy_(table.log_factors[0][: len(bound.log_factors[0])])
+        found, start = bound.table(None)[0].detach()[~rests], find_rotary(model).module.table()[~rests].double()
+        factors = found / start
+        if constraint.band:
+            assert float(factors.log().abs().max()) <= math.log(1.5) < float(table.log_factors[0].detach().abs().max())
+        if constraint.monotone:
+            assert bool((found.diff() <= 0).all())
+        if constraint.curve:
+            places = (torch.arange(4).double() + 0.5) / 4
+            basis = torch.stack([torch.ones(4).double(), torch.cos(math.pi * places)], 1)
+            curve = factors.log() * (1 + start * 64 / (2 * math.pi))
+            left = curve - basis @ torch.linalg.lstsq(basis, curve).solution
+            assert float(left.abs().max()) < 1e-9
+
+
+def test_a_cast_is_refused():
+    model = tiny_model("llama")
+    site, table = trainable(model)
+    site.put(table)
+    for cast in (model.bfloat16, model.half, model.float, lambda: model.to(torch.bfloat16)):
+        with pytest.raises(TypeError, match="a cast would round the table that is being fitted"):
+            cast()
+    assert model.to("cpu") is model and table.log_factors[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: trainable(tiny_model("llama"), "nope"), "are still: there is no frequency to fit"),
+        (lambda: trainable(tiny_model("llama"), "table:values=1/2/3/4/5/6/7/8", Constraint(monotone=True)), "in order"),
+        (lambda: Constraint(band=1.0), "band must be a factor > 1, got 1.0"),
+        (lambda: Constraint(curve=0), "curve must be >= 1"),
+        (lambda: Objective(retrieval=1.0), r"retrieval must be in \[0, 1\), got 1.0"),
+        (lambda: Objective(retrieval=0.0), "retrieval and prompts go together"),
+        (lambda: Objective(full=1.5), r"full must be in \[0, 1\]"),
+        (lambda: Objective(task="keys"), "unknown task 'keys'"),
+    ],
+)
+def test_what_cannot_be_fitted(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_table_for_layers_of_one_type_leaves_others_alone():
+    model = tiny_model("gemma3")
+    kinds = ("full_attention", "sliding_attention")
+    tables = {kind: tuple(2.0 ** -(i + n) for n in range(8)) for i, kind in enumerate(kinds)}
+    chain = [Table(values, layer_type=kind) for kind, values in tables.items()]
+    patch = rope_patch.apply(model, chain, layer_types=kinds)
+    for kind, values in tables.items():
+        torch.testing.assert_close(patch.after[kind].inv_freq, torch.tensor(values), rtol=1e-6, atol=0)
+    assert rope_patch.parse(str(patch.method)) == patch.method
+    for word in ("", "a:b", "a+b", "a,b"):
+        with pytest.raises(ValueError, match="layer_type must be a word"):
+            Table(layer_type=word)
+
+
+# --- rows
+
+
+def test_rows_follow_the_objective(tokenizer):
+    objective = Objective(retrieval=0.4, prompts=0.5, full=0.5)
+    rows = fitting._Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
+    lengths, answers, text = [], 0.0, 0.0
+    for step in range(200):
+        for tokens, labels, weights in rows(step):
+            lengths += [tokens.shape[1]] * len(tokens)
+            assert torch.equal(labels == -100, weights == 0)
+            prompts = weights[:, 1] == 0  # nothing but an answer counts
+            answers += float(weights[prompts].sum())
+            text += float(weights[~prompts].sum())
+    assert answers / 200 == pytest.approx(0.4, rel=0.05) and text / 200 == pytest.approx(0.6, rel=0.05)
+    assert min(lengths) < 70 and max(lengths) == 128
+    again = fitting._Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
+    whole = [row for part in rows(7) for row in part[0].tolist()]
+    halves = [[row for part in again(7, share, 2) for row in part[0].tolist()] for share in (0, 1)]
+    assert sorted(map(tuple, whole)) == sorted(map(tuple, halves[0] + halves[1])) and all(halves)
+
+
+def test_held_out_text_is_not_fitted_to():
+    train, held = fitting._split(TEXT)
+    assert train + held == TEXT and len(held) == pytest.approx(len(TEXT) / 10, rel=0.01)
+    assert fitting._split([TEXT[:100], TEXT[100:]]) == fitting._split(TEXT[:100] + "\n\n" + TEXT[100:])
+
+
+# --- what is chosen
+
+
+def candidate(name, answered, nll):
+    """Of ten prompts at each of two lengths so many were answered."""
+    hits = {n: tuple(i < count for i in range(10)) for n, count in zip((64, 128), answered, strict=True)}
+    return Candidate(name, Default(), hits, 0.1, dict(zip((64, 128), nll, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("others", "best"),
+    [
+        ([("a", (10, 4), (1.0, 1.0))], "start"),  # better everywhere, but for a prompt
+        ([("a", (10, 5), (2.1, 1.0))], "start"),  # or for one bucket
+        ([("a", (4, 10), (1.0, 1.0))], "start"),  # or for one length, surely
+        ([("a", (9, 6), (1.9, 2.9))], "a"),  # a prompt here for one there
+        ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 6), (2.0, 3.0))], "b"),  # retrieval first
+        ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 5), (1.9, 2.8))], "b"),  # then perplexity
+        ([("a", (10, 5), (2.0, 3.0))], "start"),  # the first of equals
+    ],
+)
+def test_what_is_chosen_is_never_worse(others, best):
+    start = candidate("start", (10, 5), (2.0, 3.0))
+    assert fitting._best([start, *(candidate(*other) for other in others)]).name == best
+
+
+# --- fitting
+
+
+def test_no_steps_give_the_start_bit_for_bit(tokenizer):
+    model, other = small(), small()
+    before = everything(model)
+    patch = fitted(model, tokenizer, steps=0)
+    wanted = rope_patch.apply(other, "yarn:factor=1.5", target_length=96)
+    assert torch.equal(patch.after[None].inv_freq, wanted.after[None].inv_freq)
+    assert patch.record == wanted.record and patch.chosen == "yarn:factor=1.5, start"
+    assert same(model, before) and rope_patch.verify(model)
+
+
+def test_fitting_touches_nothing_but_the_table(tokenizer, monkeypatch):
+    monkeypatch.setattr(fitting.Candidate, "never_worse", lambda self, other: self.name in ("start", "step 4"))
+    monkeypatch.setattr(fitting.Candidate, "rank", property(lambda self: self.name))
+    model = small()
+    model.lm_head.weight.requires_grad_(False)
+    model.train()
+    before, asked = everything(model), [p.requires_grad for p in model.parameters()]
+    patch = fitted(model, tokenizer)
+    assert patch.chosen == "yarn:factor=1.5, step 4"
+    assert same(model, before) and [p.requires_grad for p in model.parameters()] == asked
+    assert all(p.grad is None for p in model.parameters()) and model.training
+    assert isinstance(patch.method, Table) and len(patch.losses["yarn:factor=1.5"]) == 4
+    start = small()
+    rope_patch.apply(start, "yarn:factor=1.5")
+    moved = patch.after[None].inv_freq / find_rotary(start).module.slots[None].inv_freq
+    assert 0.01 < float(moved.log().abs().max()) < 0.2  # by less than 4 steps of .03
+    assert rope_patch.verify(model)
+    patch.restore()
+    assert rope_patch.inspect(model).record is None and same(model, before)
+
+
+@pytest.mark.parametrize("kinds", [None, ("full_attention",), ("full_attention", "sliding_attention")])
+def test_saved_it_loads_in_plain_transformers(tokenizer, tmp_path, monkeypatch, kinds):
+    monkeypatch.setattr(fitting.Candidate, "never_worse", lambda self, other: self.name in ("start", "average"))
+    monkeypatch.setattr(fitting.Candidate, "rank", property(lambda self: self.name == "average"))
+    model = small("llama" if kinds is None else "gemma3")
+    patch = fitted(model, tokenizer, layer_types=kinds, init="abf:factor=10")
+    assert isinstance(patch.method, Chain) is (kinds is not None and len(kinds) == 2)
+    assert rope_patch.parse(str(patch.method)) == patch.method
+    tables = [slot.inv_freq for slot in patch.after.values()]
+    assert len(tables) == 1 or not torch.equal(*tables)
+    model.save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    rows = ids(90, 2)
+    with torch.no_grad():
+        assert torch.equal(stock(rows).logits, model(rows).logits)
+    again = rope_patch.load(tmp_path, dtype=torch.float32)
+    assert rope_patch.verify(again).to_method() == patch.method
+
+
+def test_several_starts_are_compared(tokenizer):
+    patch = fitted(small(), tokenizer, init=["yarn", "pi", "p_rope:p=0.5"])
+    assert list(patch.candidates) == ["yarn:factor=1.5", "pi:factor=1.5", "p_rope:p=0.5"]
+    assert [c.name for c in patch.candidates["pi:factor=1.5"]] == ["start", "step 2", "step 4", "average", "halfway"]
+    best = {label: fitting._best(found) for label, found in patch.candidates.items()}
+    label, _, name = patch.chosen.rpartition(", ")
+    assert best[label].name == name and all(best[label].rank >= other.rank for other in best.values())
+
+
+def test_a_fit_that_diverges_is_stopped(tokenizer):
+    model = small()
+    patch = fitted(model, tokenizer, learning_rate=200.0, steps=12, checks=3)
+    (why,) = patch.stopped.values()
+    found = patch.candidates["yarn:factor=1.5"]
+    assert "diverged at step" in why or "no better after step" in why
+    assert rope_patch.verify(model) and fitting._best(found).method == patch.method
+
+
+def test_an_infinite_loss_stops_a_fit(tokenizer, monkeypatch):
+    stock = fitting.token_loss
+
+    def broken(*args):
+        loss, weight = stock(*args)
+        return loss * math.nan, weight
+
+    monkeypatch.setattr(fitting, "token_loss", broken)
+    patch = fitted(small(), tokenizer)
+    assert patch.stopped == {"yarn:factor=1.5": "diverged at step 1 (loss inf)"}
+    assert patch.chosen == "yarn:factor=1.5, start"
+
+
+def test_an_interrupted_fit_goes_on(tokenizer, tmp_path):
+    read, whole = [], fitted(small(), tokenizer)
+    model, path = small(), tmp_path / "kept.jsonl"
+    stock = find_rotary(model).module
+
+    def told(name, tokens):
+        read.append(name)
+        if read.count("yarn:factor=1.5: fitting") == 4 and len(read) < 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fitted(model, tokenizer, resume=path, progress=told)
+    assert find_rotary(model).module is stock and rope_patch.inspect(model).record is None
+    assert all(p.requires_grad for p in model.parameters())
+    first, read[:] = list(read), ["-"] * 40
+    patch = fitted(model, tokenizer, resume=path, progress=told)
+    rest = read[40:]
+    assert patch.candidates == whole.candidates and patch.losses == whole.losses and patch.chosen == whole.chosen
+    assert rest.count("yarn:factor=1.5: fitting") < len(first)
+    model = small()
+    hook = model.model.register_forward_hook(lambda *_: pytest.fail("something was read twice"))
+    assert fitted(model, tokenizer, resume=path).candidates == whole.candidates
+    hook.remove()
+    other = fitted(small(), tokenizer, resume=path, seed=1)
+    assert other.losses != whole.losses
+
+
+def test_checkpointing_changes_nothing(tokenizer):
+    plain, thrifty = (fitted(small(), tokenizer, checkpointing=value) for value in (False, True))
+    for one, other in zip(*(patch.losses["yarn:factor=1.5"] for patch in (plain, thrifty)), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    model = small()
+    fitted(model, tokenizer, checkpointing=True)
+    assert not model.is_gradient_checkpointing
+
+
+def test_bfloat16(tokenizer):
+    model = small().bfloat16()
+    patch = fitted(model, tokenizer)
+    assert all(math.isfinite(loss) for loss in patch.losses["yarn:factor=1.5"])
+    assert model.dtype == torch.bfloat16 and rope_patch.verify(model)
+
+
+def test_gradients_pass_through_four_bits(tokenizer, tmp_path):
+    small().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    )
+    packed = model.model.layers[0].self_attn.q_proj.weight.clone()
+    site, table = trainable(model)
+    site.put(table)
+    reader, rows = Reader(model), ids(40, 2)
+    loss, _ = token_loss(reader, reader.decoder(input_ids=rows, use_cache=False).last_hidden_state, rows)
+    loss.backward()
+    assert float(table.log_factors[0].grad.abs().max()) > 0
+    site.put(site.module)
+    rope_patch.restore(model)
+    fitted(model, tokenizer)
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, packed)
+
+
+CHILD = """
+import json, sys, torch
+sys.path[:0] = {path!r}
+import torch.distributed as dist
+from test_fitting import ASSETS, AutoTokenizer, fitted, small
+rank, size = int(sys.argv[1]), int(sys.argv[2])
+if size > 1:
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size)
+torch.set_num_threads(1)
+patch = fitted(small(), AutoTokenizer.from_pretrained(ASSETS / "llama"))
+print(json.dumps([patch.losses, patch.chosen, patch.after[None].inv_freq.tolist()]))
+"""
+
+
+def test_two_processes_do_what_one_does(tokenizer, tmp_path):
+    code = CHILD.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    asked = [(0, 2), (1, 2), (0, 1)]
+    store = str(tmp_path / "store")
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(size), store], stdout=subprocess.PIPE, text=True)
+        for rank, size in asked
+    ]
+    found = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in running]
+    assert found[0] == found[1]
+    for one, other in zip(found[0][0]["yarn:factor=1.5"], found[2][0]["yarn:factor=1.5"], strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert found[0][1] == found[2][1] and found[0][2] == pytest.approx(found[2][2], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_length": 32}, "the target of 32 tokens lies below the trained length of 64"),
+        ({"target_length": 1 << 20, "batch_tokens": None}, "windows of 1048576 tokens need"),
+        ({"init": []}, "init names no table"),
+        ({"init": ["yarn", "yarn:factor=1.5"]}, "starts must differ"),
+        ({"init": "yarm"}, "Did you mean 'yarn'"),
+        ({"init": "nope"}, "are still: there is no frequency to fit"),
+        ({"steps": -1}, "steps must be >= 0, got -1"),
+        ({"checks": 0}, "checks must be >= 1"),
+        ({"learning_rate": 0.0}, "learning_rate must be > 0"),
+        ({"batch_tokens": 64}, "batch_tokens must hold a row of the target's 96 tokens, got 64"),
+        ({"layer_types": ["full_attention"]}, "this model has one table for all layers"),
+    ],
+)
+def test_errors_before_anything_is_changed(tokenizer, changes, message):
+    model = small()
+    stock, said = find_rotary(model).module, model.config.to_dict()
+    with pytest.raises(ValueError, match=message):
+        fitted(model, tokenizer, **changes)
+    assert find_rotary(model).module is stock and model.config.to_dict() == said
+
+
+def test_a_text_that_is_too_short(tokenizer):
+    with pytest.raises(ValueError, match="2 windows of 96 tokens need"):
+        fit(small(), tokenizer, TEXT[:900], **ASKED)
+
+
+def test_a_patched_model_needs_replace(tokenizer):
+    model = small()
+    rope_patch.apply(model, "pi:factor=2")
+    with pytest.raises(rope_patch.PatchError, match="already patched"):
+        fitted(model, tokenizer)
+    patch = fitted(model, tokenizer, replace=True)
+    patch.restore()
+    assert str(rope_patch.verify(model).to_method()) == "pi:factor=2"
+
+
+@pytest.mark.slow
+def test_fitting_helps_the_bundled_checkpoint(tokenizer):
+    """A dozen steps at four times the length: better than YaRN on text and prompts that the choice never saw."""
+    model = rope_patch.load(ASSETS / "llama", dtype=torch.float32).eval()
+    patch = fit(model, tokenizer, target_length=1024, steps=12, checks=2, windows=4, samples=2)
+    assert patch.chosen != "yarn:factor=4, start"
+    patch.restore()
+    methods = ["yarn:factor=4", patch.method]
+    made = compare(model, tokenizer, methods, lengths=[256, 1024], windows=8, bucket=256)
+    for low, high in ((0, 256), (256, 1024)):
+        assert made.difference(str(patch.method), methods[0], "perplexity", high, low).high < 0
+    for length in (256, 1024):
+        assert made.difference(str(patch.method), methods[0], "retrieval", length).high >= 0
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fit") / "tiny"
+    small().save_pretrained(path)
+    AutoTokenizer.from_pretrained(ASSETS / "llama").save_pretrained(path)
+    (path.parent / "text.txt").write_text(TEXT)
+    return path
+
+
+def command(*words):
+    result = CliRunner().invoke(cli.app, ["fit", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def words(folder, out):
+    asked = ("--length", 96, "--data", folder.parent / "text.txt", "--steps", 4, "--checks", 2, "--windows", 2)
+    return (folder, *asked, "--samples", 1, "--depths", "0 1", "--batch-tokens", 192, "-o", out)
+
+
+def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
+    out = tmp_path / "out"
+    assert "chosen" in command(*words(folder, out))
+    model = rope_patch.load(folder)
+    patch = fitted(model, tokenizer, resume=None)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "fit.json", "fit.svg"} <= {
+        p.name for p in out.iterdir()
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    found = json.loads((out / "fit.json").read_text())
+    assert found["chosen"] == patch.chosen and found["method"] == str(patch.method)
+    assert [c["name"] for c in found["candidates"]["yarn:factor=1.5"]] == [
+        "start",
+        "step 2",
+        "step 4",
+        "average",
+        "halfway",
+    ]
+    assert found["losses"]["yarn:factor=1.5"] == list(patch.losses["yarn:factor=1.5"])
+    stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    rows = ids(90, 1)
+    with torch.no_grad():
+        assert torch.equal(stock(rows).logits, model(rows).logits)
+    assert (out / "fit.svg").read_text().startswith("<?xml") and stock.config.max_position_embeddings == 96
+    with pytest.raises(FileExistsError, match="is in the way"):
+        command(*words(folder, out))
+    again = json.loads(command(*words(folder, out), "--force", "--json", "--no-figure"))
+    assert {**again, "command": ""} == {**found, "command": ""}
+
+
+def test_a_family_is_scanned(folder, tmp_path):
+    found = json.loads(command(*words(folder, tmp_path / "out"), "--family", "p_rope", "--json", "--no-figure"))
+    assert list(found["candidates"]) == fitting.family("p_rope") and len(found["candidates"]) == 21
+    best = max(
+        (sum(c["retrieval"][n] * c["prompts"][n] for n in c["retrieval"]), -sum(c["nll"].values()), label)
+        for label, (c,) in found["candidates"].items()
+    )
+    assert found["chosen"] == f"{best[2]}, start"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("--family", "yarm"), "unknown family 'yarm'. Known: p_rope"),
+        (("--length", "8kk"), "a length is a number"),
+        (("--data", "/nowhere"), "no file or folder '/nowhere'"),
+        (("--dtype", "int3"), "dtype must be one of"),
+        (("--band", "0.5"), "band must be a factor > 1"),
+        (("--retrieval", "1"), "retrieval must be in"),
+        (("--length", "32"), "lies below the trained length of 64"),
+    ],
+)
+def test_wrong_arguments(folder, tmp_path, changes, message):
+    with pytest.raises((ValueError, OSError), match=re.escape(message)):
+        command(*words(folder, tmp_path / "out"), *changes)
+    assert not list(tmp_path.iterdir())
