@@ -22,7 +22,9 @@ import rope_patch
 from rope_patch import cli, fitting
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.scoring import Reader
-from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, fit
+from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, fit, running
+from rope_patch.fitting.judging import best as best_of
+from rope_patch.fitting.rows import Rows, split_text
 from rope_patch.frequencies import still, table_of
 from rope_patch.methods import Chain, Default, Table
 from rope_patch.sites import find_rotary
@@ -195,7 +197,7 @@ def test_a_table_for_layers_of_one_type_leaves_others_alone():
 
 def test_rows_follow_the_objective(tokenizer):
     objective = Objective(retrieval=0.4, prompts=0.5, full=0.5)
-    rows = fitting._Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
+    rows = Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
     lengths, answers, text = [], 0.0, 0.0
     for step in range(200):
         for tokens, labels, weights in rows(step):
@@ -206,16 +208,16 @@ def test_rows_follow_the_objective(tokenizer):
             text += float(weights[~prompts].sum())
     assert answers / 200 == pytest.approx(0.4, rel=0.05) and text / 200 == pytest.approx(0.6, rel=0.05)
     assert min(lengths) < 70 and max(lengths) == 128
-    again = fitting._Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
+    again = Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
     whole = [row for part in rows(7) for row in part[0].tolist()]
     halves = [[row for part in again(7, share, 2) for row in part[0].tolist()] for share in (0, 1)]
     assert sorted(map(tuple, whole)) == sorted(map(tuple, halves[0] + halves[1])) and all(halves)
 
 
 def test_held_out_text_is_not_fitted_to():
-    train, held = fitting._split(TEXT)
+    train, held = split_text(TEXT)
     assert train + held == TEXT and len(held) == pytest.approx(len(TEXT) / 10, rel=0.01)
-    assert fitting._split([TEXT[:100], TEXT[100:]]) == fitting._split(TEXT[:100] + "\n\n" + TEXT[100:])
+    assert split_text([TEXT[:100], TEXT[100:]]) == split_text(TEXT[:100] + "\n\n" + TEXT[100:])
 
 
 # --- what is chosen
@@ -241,7 +243,7 @@ def candidate(name, answered, nll):
 )
 def test_what_is_chosen_is_never_worse(others, best):
     start = candidate("start", (10, 5), (2.0, 3.0))
-    assert fitting._best([start, *(candidate(*other) for other in others)]).name == best
+    assert best_of([start, *(candidate(*other) for other in others)]).name == best
 
 
 # --- fitting
@@ -301,7 +303,7 @@ def test_several_starts_are_compared(tokenizer):
     patch = fitted(small(), tokenizer, init=["yarn", "pi", "p_rope:p=0.5"])
     assert list(patch.candidates) == ["yarn:factor=1.5", "pi:factor=1.5", "p_rope:p=0.5"]
     assert [c.name for c in patch.candidates["pi:factor=1.5"]] == ["start", "step 2", "step 4", "average", "halfway"]
-    best = {label: fitting._best(found) for label, found in patch.candidates.items()}
+    best = {label: best_of(found) for label, found in patch.candidates.items()}
     label, _, name = patch.chosen.rpartition(", ")
     assert best[label].name == name and all(best[label].rank >= other.rank for other in best.values())
 
@@ -312,17 +314,17 @@ def test_a_fit_that_diverges_is_stopped(tokenizer):
     (why,) = patch.stopped.values()
     found = patch.candidates["yarn:factor=1.5"]
     assert "diverged at step" in why or "no better after step" in why
-    assert rope_patch.verify(model) and fitting._best(found).method == patch.method
+    assert rope_patch.verify(model) and best_of(found).method == patch.method
 
 
 def test_an_infinite_loss_stops_a_fit(tokenizer, monkeypatch):
-    stock = fitting.token_loss
+    stock = running.token_loss
 
     def broken(*args):
         loss, weight = stock(*args)
         return loss * math.nan, weight
 
-    monkeypatch.setattr(fitting, "token_loss", broken)
+    monkeypatch.setattr(running, "token_loss", broken)
     patch = fitted(small(), tokenizer)
     assert patch.stopped == {"yarn:factor=1.5": "diverged at step 1 (loss inf)"}
     assert patch.chosen == "yarn:factor=1.5, start"

@@ -1,0 +1,154 @@
+"""What a table is fitted to: rows of text and of retrieval prompts, drawn by seed and step."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_patch.evaluation.documents import Source, documents, prefix_ids
+from rope_patch.evaluation.prompts import Haystack, PromptMaker, find_task
+from rope_patch.evaluation.text import Corpus, builtin_text
+from rope_patch.training.data import NEEDLES
+from rope_patch.training.loss import IGNORED
+
+VALIDATION = 0.1
+"""Share of the text, at its end, that is never fitted to: what is kept is chosen on it."""
+HAY = 1_000_000
+"""Characters of the text that needles of training are hidden in."""
+LIMIT = 64_000_000
+"""Characters read of a text."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: ``(1 - retrieval) * text + retrieval * answers``, each a mean loss per token.
+
+    Attributes:
+        retrieval: weight of the answers of retrieval prompts, in [0, 1).
+        prompts: share of the rows that are prompts, in [0, 1).
+        task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
+        full: share of the steps whose rows have the target length; those of the others are drawn between the trained
+            length and the target, evenly on a logarithmic scale.
+
+    Raises:
+        ValueError: a share out of its range, or one of ``retrieval`` and ``prompts`` without the other.
+    """
+
+    retrieval: float = 0.6
+    prompts: float = 0.75
+    task: str = "passkey"
+    full: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("retrieval", "prompts"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not 0 <= self.full <= 1:
+            raise ValueError(f"full must be in [0, 1], got {self.full}")
+        if bool(self.retrieval) != bool(self.prompts):
+            raise ValueError("retrieval and prompts go together: both 0 for text alone")
+        find_task(self.task)
+
+
+class Rows:
+    """Rows to fit to; those of a step follow from the seed and the step."""
+
+    def __init__(
+        self, tokenizer: Any, text: str, objective: Objective, trained: int, target: int, tokens: int, seed: int
+    ) -> None:
+        if tokens < target:
+            raise ValueError(f"batch_tokens must hold a row of the target's {target} tokens, got {tokens}")
+        self.tokenizer, self.text, self.objective, self.seed = tokenizer, text, objective, seed
+        self.trained, self.target, self.tokens = trained, target, tokens
+        self.prefix = prefix_ids(tokenizer)
+        self.digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        start = random.Random(f"hay/{seed}").randrange(max(1, len(text) - HAY))
+        self.maker = PromptMaker(tokenizer, Haystack(text[start : start + HAY], "text to fit to"))
+        self.needles = NEEDLES if find_task(objective.task).joined else 1
+
+    def check(self) -> None:
+        """Raise ValueError where the text has no room for a row of the target, or of prompts."""
+        self._crop(random.Random(0), self.target)
+        if self.objective.prompts:
+            self._prompt(random.Random(0), self.target, 0)
+
+    def __call__(self, step: int, share: int = 0, shares: int = 1) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the rows of a step of one length each: ids, labels and weights, (rows, tokens) each.
+
+        Args:
+            step: number of it.
+            share: number of this process.
+            shares: processes that divide the rows.
+        """
+        rng = random.Random(f"fit/{self.seed}/{step}")
+        length = self.target
+        if rng.random() >= self.objective.full:
+            length = round(math.exp(rng.uniform(math.log(self.trained), math.log(self.target))))
+        count = self.tokens // length
+        prompts = math.floor(count * self.objective.prompts + rng.random())  # on average the share asked for
+        made = [self._row(random.Random(f"fit/{self.seed}/{step}/{i}"), length, step * count + i, count, i < prompts)
+                for i in range(count) if i % shares == share]  # fmt: skip
+        if made:
+            ids, weights = (torch.tensor([row[i] for row in made]) for i in (0, 1))
+            labels = ids.masked_fill(weights == 0, IGNORED)
+            size = max(1, self.target // length)
+            for low in range(0, len(made), size):
+                part = slice(low, low + size)
+                yield ids[part], labels[part], weights[part]
+
+    def _row(
+        self, rng: random.Random, length: int, number: int, count: int, prompt: bool
+    ) -> tuple[list[int], list[float]]:
+        """Return ids and weights; over all rows of all steps the weights add up to the objective."""
+        weight, share = self.objective.retrieval, self.objective.prompts
+        if prompt:
+            ids, answer = self._prompt(rng, length, number)
+            each = weight / share / count / answer
+            return ids, [0.0] * (len(ids) - answer) + [each] * answer
+        ids = self._crop(rng, length)
+        each = (1 - weight) / (1 - share) / count / (len(ids) - 1)
+        return ids, [0.0] + [each] * (len(ids) - 1)
+
+    def _prompt(self, rng: random.Random, length: int, number: int) -> tuple[list[int], int]:
+        depths = [rng.random() for _ in range(self.needles)]
+        (prompt,) = self.maker.prompts(self.objective.task, length, depths, seed=rng.getrandbits(32), sample=number)
+        return list(prompt.ids), prompt.answer
+
+    def _crop(self, rng: random.Random, length: int) -> list[int]:
+        """Return a row that begins anywhere in the text."""
+        size, characters = length - len(self.prefix), 8 * length
+        while True:
+            start = rng.randrange(max(1, len(self.text) - characters))
+            ids = self.tokenizer(self.text[start : start + characters], add_special_tokens=False, verbose=False)
+            if len(ids["input_ids"]) >= size:
+                return [*self.prefix, *ids["input_ids"][:size]]
+            if characters >= len(self.text):
+                raise ValueError(
+                    f"a row of {length} tokens does not fit into the text to fit to, which has "
+                    f"{len(ids['input_ids'])}: give more text, or a shorter target"
+                )
+            characters *= 2
+
+
+def split_text(data: Source | None) -> tuple[str, str]:
+    """Return the text to fit to and the text held out."""
+    source = builtin_text("train") if data is None else data
+    if isinstance(source, Corpus):
+        whole = source.text[:LIMIT]
+    else:
+        parts, size = [], 0
+        for document in documents(source):
+            parts.append(document.text[: LIMIT - size])
+            size += len(parts[-1])
+            if size >= LIMIT:
+                break
+        whole = "\n\n".join(parts)
+    cut = round(len(whole) * (1 - VALIDATION))
+    return whole[:cut], whole[cut:]

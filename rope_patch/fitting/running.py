@@ -1,0 +1,202 @@
+"""One start, fitted: steps, checks on the way, what is kept for going on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch.evaluation.journal import key
+from rope_patch.evaluation.scoring import Reader
+from rope_patch.fitting.judging import Candidate, Judging
+from rope_patch.fitting.processes import from_first, processes
+from rope_patch.fitting.rows import Objective, Rows
+from rope_patch.fitting.tables import Constraint, TrainableTable
+from rope_patch.methods import Method
+from rope_patch.sites import device_of, find_rotary, in_eval_mode
+from rope_patch.surgery import apply
+from rope_patch.training.loss import token_loss
+
+WARM = 1 / 8
+"""Share of the steps over which the learning rate rises: Adam's first ones go by the sign of a gradient of noise."""
+WORSE, WATCHED = 1.0, 5
+"""A fit diverges when the mean loss of so many steps lies so far above that of the first [nats]."""
+
+
+class Run:
+    """One start, fitted."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        rows: Rows,
+        judged: Judging,
+        objective: Objective,
+        constraint: Constraint,
+        options: Mapping[str, Any],
+        kept: MutableMapping[str, Any] | None,
+        about: Mapping[str, Any],
+        progress: Callable[[str, int], None],
+    ) -> None:
+        self.model, self.method, self.rows, self.judged = model, method, rows, judged
+        self.objective, self.options, self.kept, self.about, self.progress = objective, options, kept, about, progress
+        self.site = find_rotary(model)
+        module: Any = self.site.module
+        kinds = [kind for kind in module.slots if kind in self.site.record.layer_types]  # type: ignore[union-attr]
+        self.table = TrainableTable(module, kinds, constraint).to(device_of(model))
+        self.losses: list[float] = []
+        self.stopped = ""
+
+    def __call__(
+        self, steps: int, learning_rate: float, checks: int, patience: int, checkpointing: bool
+    ) -> tuple[Candidate, ...]:
+        """Return the start and what was found from it."""
+        table, label = self.table, str(self.method)
+        parameters = [p for p in table.parameters() if p.requires_grad]
+        adam = torch.optim.Adam(parameters, lr=learning_rate)
+        made = [self.judged("start", self.method, self.kept)]
+        sums = [torch.zeros_like(p) for p in parameters]  # over the second half, for the average
+        stops = sorted({round(steps * (i + 1) / checks) for i in range(checks)} - {0})
+        best, waited, low = self.judged.loss(made[0]), 0, 0
+        for stop in stops:
+            if not self._restore(stop, adam, parameters, sums):
+                with self._fitting(checkpointing):
+                    for step in range(low, stop):
+                        for group in adam.param_groups:
+                            group["lr"] = learning_rate * min((step + 1) / math.ceil(WARM * steps), 1 - step / steps)
+                        self.losses.append(self._step(step, label, adam, parameters))
+                        if self._diverged():
+                            break
+                        if 2 * step >= steps:
+                            for total, p in zip(sums, parameters, strict=True):
+                                total += p.detach()
+                if not self._diverged():
+                    self._keep(stop, adam, parameters, sums)
+            if self._diverged():
+                self.stopped = f"diverged at step {len(self.losses)} (loss {self.losses[-1]:.3g})"
+                break
+            low = stop
+            made.append(self._judge(f"step {stop}", table.method()))
+            loss = self.judged.loss(made[-1])
+            best, waited = (loss, 0) if loss < best else (best, waited + 1)
+            if waited >= patience and stop < steps:
+                self.stopped = f"no better after step {stop}"
+                break
+        counted = sum(2 * step >= steps for step in range(low))
+        if counted > 1:
+            with torch.no_grad():
+                for total, p in zip(sums, parameters, strict=True):
+                    p.copy_(total / counted)
+            made.append(self._judge("average", table.method()))
+            with torch.no_grad():
+                for p in parameters:
+                    p.mul_(0.5)
+            made.append(self._judge("halfway", table.method()))
+        return tuple(made)
+
+    def _step(self, step: int, label: str, adam: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> float:
+        """Take a step; return its weighted mean loss [nats]."""
+        rank, size = processes()
+        reader = Reader(self.model)
+        adam.zero_grad()
+        total = torch.zeros(2, dtype=torch.float64)  # loss, weight
+        for ids, labels, weights in self.rows(step, rank, size):
+            ids = ids.to(reader.device)
+            hidden = reader.decoder(input_ids=ids, use_cache=False).last_hidden_state
+            loss, weight = token_loss(reader, hidden, labels.to(ids.device), weights.to(ids.device))
+            torch.autograd.backward(loss)
+            total += torch.stack((loss.detach(), weight)).double().cpu()
+            self.progress(f"{label}: fitting", ids.numel())
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        if size > 1:
+            total = total.to(reader.device)
+            for tensor in (*grads, total):
+                torch.distributed.all_reduce(tensor)
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        if not all(bool(grad.isfinite().all()) for grad in grads) or not bool(total.isfinite().all()):
+            return math.inf
+        adam.step()
+        return float(total[0] / total[1])
+
+    def _diverged(self) -> bool:
+        if self.losses and not math.isfinite(self.losses[-1]):
+            return True
+        early, late = self.losses[:WATCHED], self.losses[-WATCHED:]
+        return len(self.losses) > WATCHED and math.fsum(late) / WATCHED > math.fsum(early) / WATCHED + WORSE
+
+    @contextlib.contextmanager
+    def _fitting(self, checkpointing: bool) -> Iterator[None]:
+        """Put the trainable table in, freeze the weights; all as it was at the end."""
+        model: Any = self.model
+        asked = [(p, p.requires_grad) for p in model.parameters()]
+        with in_eval_mode(model), contextlib.ExitStack() as stack:
+            for p, _ in asked:
+                p.requires_grad_(False)
+            stack.callback(lambda: [p.requires_grad_(wanted) for p, wanted in asked])
+            if checkpointing:
+                name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+                getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
+                stack.callback(getattr(model, f"{name}_checkpointing_disable"))
+                for module in model.modules():  # transformers checkpoints in training mode alone
+                    module.training = not isinstance(module, nn.Dropout)
+            self.site.put(self.table)
+            stack.callback(self.site.put, self.site.module)
+            yield
+
+    def _judge(self, name: str, method: Method) -> Candidate:
+        apply(self.model, method, replace=True, **self.options)
+        try:
+            return self.judged(name, method, self.kept)
+        finally:
+            apply(self.model, self.method, replace=True, **self.options)
+
+    def _keep(self, step: int, adam: torch.optim.Optimizer, parameters: Sequence[Tensor], sums: list[Tensor]) -> None:
+        if self.kept is not None:
+            state = adam.state_dict()["state"]
+            self.kept[key(step=step, **self.about)] = {
+                "parameters": [p.tolist() for p in parameters],
+                "sums": [total.tolist() for total in sums],
+                "adam": [[state[i][name].tolist() for name in ("exp_avg", "exp_avg_sq")] for i in state],
+                "losses": self.losses,
+            }
+
+    def _restore(
+        self, step: int, adam: torch.optim.Optimizer, parameters: Sequence[Tensor], sums: list[Tensor]
+    ) -> bool:
+        """Go on from what was kept at a step, if anything was."""
+        found = from_first(lambda: None if self.kept is None else self.kept.get(key(step=step, **self.about)))
+        if found is None:
+            return False
+        with torch.no_grad():
+            for p, total, value, summed in zip(parameters, sums, found["parameters"], found["sums"], strict=True):
+                p.copy_(torch.tensor(value, dtype=p.dtype))
+                total.copy_(torch.tensor(summed, dtype=p.dtype))
+        for p, (mean, square) in zip(parameters, found["adam"], strict=True):
+            adam.state[p] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": torch.tensor(mean, dtype=p.dtype, device=p.device),
+                "exp_avg_sq": torch.tensor(square, dtype=p.dtype, device=p.device),
+            }
+        self.losses = list(found["losses"])
+        return True
+
+
+@contextlib.contextmanager
+def plain_weights(model: nn.Module) -> Iterator[None]:
+    """Keep bitsandbytes from packing 4-bit weights for a CPU's own instructions, which no gradient passes through."""
+    modules: list[Any] = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
+    for module in modules:
+        module.support_avx512bf16_for_cpu = False
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            module.state_dict()  # unpacks them in place
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.support_avx512bf16_for_cpu = True

@@ -1,0 +1,126 @@
+"""A rotary embedding whose tables are parameters, for as long as they are fitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch import frequencies
+from rope_patch.methods import Chain, Method, Table
+from rope_patch.rotary import RotaryTable
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a fitted table may be.
+
+    Attributes:
+        band: no frequency leaves its start by more than this factor; None for no limit.
+        monotone: no pair overtakes a faster one.
+        curve: the factors on the frequencies follow so many cosines over the pairs, a smooth curve; None for a factor
+            of its own per pair.
+        scaling: fit the factor on cos and sin, too.
+
+    Raises:
+        ValueError: a band of 1 or less, or a curve of no cosine.
+    """
+
+    band: float | None = None
+    monotone: bool = False
+    curve: int | None = None
+    scaling: bool = True
+
+    def __post_init__(self) -> None:
+        if self.band is not None and not self.band > 1:
+            raise ValueError(f"band must be a factor > 1, got {self.band}")
+        if self.curve is not None and self.curve < 1:
+            raise ValueError(f"curve must be >= 1 cosines, got {self.curve}")
+
+
+class TrainableTable(nn.Module):
+    """A rotary embedding whose tables are parameters, float64: the logarithms of factors on the frequencies.
+
+    It stands in for a :class:`~rope_patch.RotaryTable` while a table is fitted, and computes what that computes. Still
+    pairs stay still. The logarithm of a pair that makes many turns within the trained context counts in units of its
+    angle there: a percent more of a fast frequency is many radians far away, and steps of one size for all pairs would
+    shake the fast ones. A cast would round the parameters, and raises.
+
+    Args:
+        module: what it stands in for.
+        kinds: the layer types whose tables are fitted.
+        constraint: on them.
+
+    Raises:
+        ValueError: nothing moves in a table, or ``monotone`` from a table that is not.
+    """
+
+    def __init__(self, module: RotaryTable, kinds: Sequence[str | None], constraint: Constraint) -> None:
+        super().__init__()
+        self.module, self.kinds, self.constraint = (module,), tuple(kinds), constraint
+        self.config = module.config
+        self.log_factors, self.log_scaling = nn.ParameterList(), nn.ParameterList()
+        for kind in kinds:
+            slot = module.slots[kind]
+            moving = ~frequencies.still(slot.inv_freq)
+            count = int(moving.sum())
+            if not count:
+                raise ValueError(f"all pairs of {slot.path} are still: there is no frequency to fit")
+            if constraint.monotone and bool((slot.inv_freq[moving].diff() > 0).any()):
+                raise ValueError("monotone needs a start whose pairs are in order, fast to slow")
+            size = count if constraint.curve is None else min(constraint.curve, count)
+            self.log_factors.append(nn.Parameter(torch.zeros(size, dtype=torch.float64)))
+            scaling = nn.Parameter(torch.zeros((), dtype=torch.float64), requires_grad=constraint.scaling)
+            self.log_scaling.append(scaling)
+
+    def table(self, kind: str | None) -> tuple[Tensor, Tensor]:
+        """Return inv_freq (pairs,) [rad/token] and the attention scaling of a layer type, float64, with gradients."""
+        i = self.kinds.index(kind)
+        slot, log_factors = self.module[0].slots[kind], self.log_factors[i]
+        start = slot.inv_freq.to(log_factors.device, torch.float64)
+        moving = ~frequencies.still(start)
+        if self.constraint.curve is not None:
+            log_factors = _cosines(int(moving.sum()), len(log_factors)).to(log_factors.device) @ log_factors
+        if self.constraint.band is not None:
+            limit = math.log(self.constraint.band)
+            log_factors = limit * torch.tanh(log_factors / limit)
+        turns = start[moving] * slot.context / (2 * math.pi)
+        fitted = start[moving] * (log_factors / (1 + turns)).exp()
+        if self.constraint.monotone:
+            fitted = fitted.cummin(0).values
+        return start.masked_scatter(moving, fitted), slot.attention_scaling * self.log_scaling[i].exp()
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin as :meth:`RotaryTable.forward <rope_patch.RotaryTable.forward>` does, with gradients."""
+        if layer_type not in self.kinds:
+            cos, sin = self.module[0](x, position_ids, layer_type)
+            return cos, sin
+        table, scaling = self.table(layer_type)
+        kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+        angles = position_ids[..., None].to(kind) * table.to(x.device, kind)
+        angles = torch.cat((angles, angles), dim=-1)
+        scaling = scaling.to(x.device, kind)
+        return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
+
+    def method(self) -> Method:
+        """Return the tables as they are now, as a method."""
+        made = []
+        for kind in self.kinds:
+            table, scaling = self.table(kind)
+            values = tuple(frequencies.settle(table.detach().float().cpu()).tolist())
+            made.append(Table(values, float(scaling.detach()), kind if len(self.kinds) > 1 else None))
+        return made[0] if len(made) == 1 else Chain(tuple(made))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainableTable:
+        if fn(torch.empty(0, dtype=torch.float64)).dtype != torch.float64:
+            raise TypeError("a cast would round the table that is being fitted: cast the model before, or after")
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _cosines(pairs: int, count: int) -> Tensor:
+    """Return the first cosines over pairs: (pairs, count) float64."""
+    places = (torch.arange(pairs, dtype=torch.float64) + 0.5) / pairs
+    return torch.cos(math.pi * places[:, None] * torch.arange(count, dtype=torch.float64))
