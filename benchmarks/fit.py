@@ -151,8 +151,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
     parser.add_argument("--quick", action="store_true", help="one cell of a few steps")
     given = parser.parse_args()
-    wanted: list[Cell] = [("llama", factor, seed, None) for factor in FACTORS for seed in SEEDS]
-    wanted += [(given.also, 4, seed, given.text) for seed in SEEDS] if given.also else []
+    wanted: list[Cell] = [(given.also, 4, seed, given.text) for seed in SEEDS] if given.also else []
+    wanted += [("llama", factor, seed, None) for factor in FACTORS for seed in SEEDS]
     wanted = [("llama", 4, 0, None)] if given.quick else wanted
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
