@@ -146,13 +146,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
     parser.add_argument("--root", type=Path, default=Path("build/fit"), help="where cells are kept")
+    parser.add_argument(
+        "--factors", type=int, nargs="+", choices=list(FACTORS), default=list(FACTORS), help="all of them"
+    )
     parser.add_argument("--also", default=None, help="folder of another checkpoint, at factor 4")
     parser.add_argument("--text", default=None, help="file of its text")
     parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
     parser.add_argument("--quick", action="store_true", help="one cell of a few steps")
     given = parser.parse_args()
     wanted: list[Cell] = [(given.also, 4, seed, given.text) for seed in SEEDS] if given.also else []
-    wanted += [("llama", factor, seed, None) for factor in FACTORS for seed in SEEDS]
+    wanted += [("llama", factor, seed, None) for factor in given.factors for seed in SEEDS]
     wanted = [("llama", 4, 0, None)] if given.quick else wanted
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
