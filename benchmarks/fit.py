@@ -3,8 +3,9 @@
     python benchmarks/fit.py -o benchmarks/results/fit.json
     python benchmarks/fit.py --quick
 
-Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed, then both tables and the
-plain one on held-out text and prompts that neither the fit nor its choice has seen (`evaluation.compare`).
+Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed (study_methods.py takes
+its tables from here too), then both tables and the plain one on held-out text and prompts that neither the fit nor its
+choice has seen (`evaluation.compare`).
 Another checkpoint that cannot copy, such as llama2xs281K, is fitted at factor 4 to the first half of its own text,
 stories divided by <|endoftext|>, and compared on the second: `--also FOLDER --text FILE`. Cells are kept in build/fit,
 and not measured again.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import os
 import statistics
 import time
@@ -45,43 +47,71 @@ def place(root: Path, cell: Cell) -> Path:
     return root / f"{Path(source).name}-{factor}-{seed}.json"
 
 
-def measure(cell: Cell, root: Path, quick: bool) -> Cell:
-    """Fit, compare, and write a cell."""
+def opened(source: str) -> tuple[Any, Any]:
+    """Return model and tokenizer of a checkpoint, for one thread."""
     os.environ.update(TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import torch
     import transformers
 
     import rope_patch
-    from rope_patch.evaluation.compare import compare
-    from rope_patch.fitting import Objective, fit
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
+    folder = rope_patch.data_path("assets") / source if source in ("llama", "gemma3") else Path(source)
+    return rope_patch.load(folder, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def halves(file: str | None, tokenizer: Any) -> list[str | None]:
+    """Return the text to fit to and the text to judge by; None for the built-in ones."""
+    if file is None:
+        return [None, None]
+    whole = Path(file).read_text(encoding="utf-8").replace("<|endoftext|>", tokenizer.bos_token)
+    return [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+
+
+def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
+    """Return the table that is fitted for a cell, and what it took; found in the folder, or fitted now."""
+    from rope_patch.fitting import Objective, fit
+
+    path = root / f"table-{place(root, cell).name}"
+    if not path.exists():
+        source, factor, seed, file = cell
+        model, tokenizer = opened(source)
+        small: dict[str, Any] = {"steps": 2, "checks": 1, "windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+        if file is not None:
+            small |= {"objective": Objective(retrieval=0, prompts=0)}
+        began, clock = time.process_time(), time.perf_counter()
+        target = factor * int(model.config.max_position_embeddings)
+        patch = fit(model, tokenizer, halves(file, tokenizer)[0], target_length=target, seed=seed, **small)
+        seconds = {"cpu_s": time.process_time() - began, "wall_s": time.perf_counter() - clock}
+        (tried,) = patch.candidates.values()
+        found = {**seconds, "chosen": patch.chosen, "tried": [candidate.name for candidate in tried],
+                 "method": str(patch.method), "stopped": dict(patch.stopped)}  # fmt: skip
+        write_atomically(path, json.dumps(found))
+    made: dict[str, Any] = json.loads(path.read_text())
+    return made
+
+
+def measure(cell: Cell, root: Path, quick: bool) -> Cell:
+    """Fit, compare, and write a cell."""
+    import rope_patch
+    from rope_patch.evaluation.compare import compare
+
+    made = fitted(cell, root, quick)
     source, factor, seed, file = cell
-    folder = rope_patch.data_path("assets") / source if source == "llama" else Path(source)
-    model = rope_patch.load(folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = opened(source)
     trained = int(model.config.max_position_embeddings)
-    small: dict[str, Any] = {"steps": 2, "checks": 1, "windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
-    began, clock = time.process_time(), time.perf_counter()
-    stories: list[str | None] = [None, None]
-    if file is not None:
-        whole = Path(file).read_text(encoding="utf-8").replace("<|endoftext|>", tokenizer.bos_token)
-        stories = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
-        small |= {"objective": Objective(retrieval=0, prompts=0)}
-    patch = fit(model, tokenizer, stories[0], target_length=factor * trained, seed=seed, **small)
-    seconds = time.process_time() - began, time.perf_counter() - clock
-    patch.restore()
     lengths = [trained * 2**i for i in range(factor.bit_length())]
-    yarn = f"yarn:factor={factor}"
-    methods = ["default", yarn] if patch.method == rope_patch.parse(yarn) else ["default", yarn, patch.method]
-    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "text": stories[1]}
+    yarn, own = f"yarn:factor={factor}", rope_patch.parse(made["method"])
+    methods = ["default", yarn] if own == rope_patch.parse(yarn) else ["default", yarn, own]
+    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "text": halves(file, tokenizer)[1]}
     options |= {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
-    made = compare(model, tokenizer, methods, lengths=lengths, bucket=lengths[-1], seed=100 + seed, **options)
-    fitted = str(made.rows[-1].method)
+    judged = compare(model, tokenizer, methods, lengths=lengths, bucket=lengths[-1], seed=100 + seed, **options)
+    ours = str(judged.rows[-1].method)
     rows = {}
-    for name, method in (("default", "default"), ("yarn", yarn), ("fitted", fitted)):
-        row = next(row for row in made.rows if row.method == method)
+    for name, method in (("default", "default"), ("yarn", yarn), ("fitted", ours)):
+        row = next(row for row in judged.rows if row.method == method)
         rows[name] = {
             "nll": {
                 str(high): [
@@ -99,11 +129,9 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
             *(("perplexity", high, low) for low, high in itertools.pairwise([0, *lengths])),
             *(("retrieval", n, 0) for n in lengths),
         ]
-        for found in [made.difference(fitted, yarn, kind, stop, start)]
+        for found in [judged.difference(ours, yarn, kind, stop, start)]
     }
-    found = {"cpu_s": seconds[0], "wall_s": seconds[1], "chosen": patch.chosen, "method": str(patch.method),
-             "stopped": dict(patch.stopped), "rows": rows, "fitted_minus_yarn": differences}  # fmt: skip
-    write_atomically(place(root, cell), json.dumps(found))
+    write_atomically(place(root, cell), json.dumps({**made, "rows": rows, "fitted_minus_yarn": differences}))
     return cell
 
 
@@ -124,7 +152,7 @@ def summarise(root: Path, done: list[Cell]) -> tuple[list[dict[str, Any]], dict[
                 "checkpoint": Path(cell[0]).name,
                 "factor": cell[1],
                 "seed": cell[2],
-                **{name: found[name] for name in ("cpu_s", "wall_s", "chosen", "method", "stopped")},
+                **{name: found[name] for name in ("cpu_s", "wall_s", "chosen", "tried", "method", "stopped")},
                 "nll": means,
                 "retrieval": {
                     name: {n: statistics.fmean(map(float, values)) for n, values in row["correct"].items()}

@@ -298,10 +298,30 @@ def test_saved_it_loads_in_plain_transformers(tokenizer, tmp_path, monkeypatch, 
     assert rope_patch.verify(again).to_method() == patch.method
 
 
+@pytest.mark.parametrize("good", ["quarter", "eighth"])
+def test_while_no_table_will_do_nearer_ones_are_tried(tokenizer, monkeypatch, good):
+    monkeypatch.setattr(fitting.Candidate, "never_worse", lambda self, other: self.name in ("start", good))
+    monkeypatch.setattr(fitting.Candidate, "rank", property(lambda self: self.name == good))
+    patch = fitted(small(), tokenizer)
+    (found,) = patch.candidates.values()
+    tried = ["start", "step 2", "step 4", "average", "halfway", "quarter", "eighth"]
+    assert [c.name for c in found] == tried[: tried.index(good) + 1]
+    assert patch.chosen.endswith(f", {good}")
+    by_name = {c.name: torch.tensor(c.method(patch.before[None]).inv_freq.tolist()).log() for c in found}
+    way, whole = by_name[good] - by_name["start"], by_name["average"] - by_name["start"]
+    torch.testing.assert_close(way, whole * {"quarter": 0.25, "eighth": 0.125}[good], atol=1e-6, rtol=0)
+
+
 def test_several_starts_are_compared(tokenizer):
     patch = fitted(small(), tokenizer, init=["yarn", "pi", "p_rope:p=0.5"])
     assert list(patch.candidates) == ["yarn:factor=1.5", "pi:factor=1.5", "p_rope:p=0.5"]
-    assert [c.name for c in patch.candidates["pi:factor=1.5"]] == ["start", "step 2", "step 4", "average", "halfway"]
+    assert [c.name for c in patch.candidates["pi:factor=1.5"]][:5] == [
+        "start",
+        "step 2",
+        "step 4",
+        "average",
+        "halfway",
+    ]
     best = {label: best_of(found) for label, found in patch.candidates.items()}
     label, _, name = patch.chosen.rpartition(", ")
     assert best[label].name == name and all(best[label].rank >= other.rank for other in best.values())
@@ -519,13 +539,9 @@ def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     found = json.loads((out / "fit.json").read_text())
     assert found["chosen"] == patch.chosen and found["method"] == str(patch.method)
-    assert [c["name"] for c in found["candidates"]["yarn:factor=1.5"]] == [
-        "start",
-        "step 2",
-        "step 4",
-        "average",
-        "halfway",
-    ]
+    names = [c.name for c in patch.candidates["yarn:factor=1.5"]]
+    assert [c["name"] for c in found["candidates"]["yarn:factor=1.5"]] == names
+    assert names[:5] == ["start", "step 2", "step 4", "average", "halfway"]
     assert found["losses"]["yarn:factor=1.5"] == list(patch.losses["yarn:factor=1.5"])
     stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     rows = ids(90, 1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.journal import key
 from rope_patch.evaluation.scoring import Reader
-from rope_patch.fitting.judging import Candidate, Judging
+from rope_patch.fitting.judging import Candidate, Judging, best
 from rope_patch.fitting.processes import from_first, processes
 from rope_patch.fitting.rows import Objective, Rows
 from rope_patch.fitting.tables import Constraint, TrainableTable
@@ -23,6 +23,8 @@ from rope_patch.training.loss import token_loss
 
 WARM = 1 / 8
 """Share of the steps over which the learning rate rises: Adam's first ones go by the sign of a gradient of noise."""
+WAYS = ("halfway", "quarter", "eighth")
+"""From the start to the average; those after the first only while no candidate is good enough."""
 WORSE, WATCHED = 1.0, 5
 """A fit diverges when the mean loss of so many steps lies so far above that of the first [nats]."""
 
@@ -62,7 +64,7 @@ class Run:
         made = [self.judged("start", self.method, self.kept)]
         sums = [torch.zeros_like(p) for p in parameters]  # over the second half, for the average
         stops = sorted({round(steps * (i + 1) / checks) for i in range(checks)} - {0})
-        best, waited, low = self.judged.loss(made[0]), 0, 0
+        least, waited, low = self.judged.loss(made[0]), 0, 0
         for stop in stops:
             if not self._restore(stop, adam, parameters, sums):
                 with self._fitting(checkpointing):
@@ -83,20 +85,19 @@ class Run:
             low = stop
             made.append(self._judge(f"step {stop}", table.method()))
             loss = self.judged.loss(made[-1])
-            best, waited = (loss, 0) if loss < best else (best, waited + 1)
+            least, waited = (loss, 0) if loss < least else (least, waited + 1)
             if waited >= patience and stop < steps:
                 self.stopped = f"no better after step {stop}"
                 break
         counted = sum(2 * step >= steps for step in range(low))
         if counted > 1:
-            with torch.no_grad():
-                for total, p in zip(sums, parameters, strict=True):
-                    p.copy_(total / counted)
-            made.append(self._judge("average", table.method()))
-            with torch.no_grad():
-                for p in parameters:
-                    p.mul_(0.5)
-            made.append(self._judge("halfway", table.method()))
+            for share, name in enumerate(("average", *WAYS)):
+                with torch.no_grad():
+                    for total, p in zip(sums, parameters, strict=True):
+                        p.copy_(total / counted * 0.5**share)
+                made.append(self._judge(name, table.method()))
+                if share and best(made) is not made[0]:
+                    break
         return tuple(made)
 
     def _step(self, step: int, label: str, adam: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> float:

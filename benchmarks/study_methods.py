@@ -1,0 +1,348 @@
+"""Which table, untrained or after LoRA? Eight at 2 to 16 times the trained length, three checkpoints, three seeds.
+
+    python benchmarks/study_methods.py -o benchmarks/results/study_methods.json --figure docs/study.png \\
+        --also FOLDER --text FILE
+    python benchmarks/study_methods.py --quick                              # one checkpoint, one factor, two steps
+
+Checkpoints are the bundled ones and, with `--also`, one that cannot copy, such as llama2xs281K: it is adapted to the
+first half of its own text, stories divided by <|endoftext|>, and judged by perplexity alone on the second. Zero-shot at
+2, 4, 8 and 16 times; after LoRA of equal tokens at 4 and 16 times, of text alone, no retrieval prompt. A seed is that
+of the fit, of the adapters, of the order of rows and of the prompts; windows of text are the same everywhere. Fitted
+tables are those of fit.py, in build/fit. Each cell is written to build/study when it is done, and not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import warnings
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from scipy import stats
+from tqdm import tqdm
+
+from fit import fitted, halves, opened
+from measuring import command, environment, write
+from rope_patch.checkpoints import write_atomically
+from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
+
+METHODS = {
+    "default": "default",
+    "PI": "pi:factor={factor}",
+    "NTK": "ntk:factor={factor}",
+    "ABF": "abf:factor=50",
+    "YaRN": "yarn:factor={factor}",
+    "p-RoPE": "p_rope:p=0.5",
+    "truncated": "truncated:context={trained}",
+}
+FITTED = "fitted"
+SEEDS = (0, 1, 2)
+FACTORS = (2, 4, 8, 16)
+TRAINED_FACTORS = (4, 16)
+STEPS, TOKENS = 20, 4096
+WINDOWS, DEPTHS, SAMPLES = 8, (0.0, 0.25, 0.5, 0.75, 1.0), 3
+
+
+class Cell(NamedTuple):
+    """One table on one checkpoint; ``file`` is the text of a checkpoint that is not bundled."""
+
+    source: str
+    factor: int
+    arm: str
+    seed: int
+    lora: bool
+    file: str | None
+
+
+def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
+    """Return every cell, what others wait for first."""
+    if quick:
+        return [Cell("llama", 2, arm, 0, lora, None) for lora in (False, True) for arm in ("YaRN", FITTED)]
+    sources = [("llama", None), ("gemma3", None), *([(also, file)] if also else [])]
+    arms = (FITTED, *METHODS)
+    return [
+        Cell(source, factor, arm, seed, lora, text)
+        for lora, factors in ((False, FACTORS), (True, TRAINED_FACTORS))
+        for seed in SEEDS
+        for factor in factors
+        for source, text in sources
+        for arm in arms
+    ]
+
+
+def place(root: Path, cell: Cell) -> Path:
+    """Return where a cell's result lies."""
+    state = "lora" if cell.lora else "zero"
+    return root / f"{state}-{Path(cell.source).name}-{cell.factor}-{cell.arm}-{cell.seed}.json"
+
+
+def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
+    """Train where that is asked, judge, and write a cell."""
+    model, tokenizer = opened(cell.source)  # before what logs as it is imported
+    import rope_patch
+
+    trained = int(model.config.max_position_embeddings)
+    if cell.arm == FITTED:
+        method = fitted((cell.source, cell.factor, cell.seed, cell.file), tables, quick)["method"]
+    else:
+        method = METHODS[cell.arm].format(factor=cell.factor, trained=trained)
+    if cell.lora:
+        folder = root / "adapters" / place(root, cell).stem
+        _finetune(cell, method, trained, folder, root, tokenizer, quick)
+        model = rope_patch.load(folder, dtype=model.dtype).merge_and_unload().eval()
+        shutil.rmtree(folder / "work", ignore_errors=True)
+    else:
+        rope_patch.apply(model, method, target_length=cell.factor * trained)
+    found = _judge(model, tokenizer, cell, trained, root, quick)
+    write_atomically(place(root, cell), json.dumps({"method": method, **found}))
+    return cell
+
+
+def _judge(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, quick: bool) -> dict[str, Any]:
+    """Losses of every window between doubling lengths [nats/token], and which prompts were answered."""
+    from rope_patch.evaluation.documents import spread_windows
+    from rope_patch.evaluation.perplexity import perplexity
+    from rope_patch.evaluation.retrieval import retrieval
+    from rope_patch.evaluation.text import builtin_text
+
+    target = cell.factor * trained
+    edges = [0, *(trained * 2**i for i in range(cell.factor.bit_length()))]
+    text = halves(cell.file, tokenizer)[1] if cell.file else builtin_text("heldout")
+    windows, _ = spread_windows(tokenizer, text, target, 1 if quick else WINDOWS)
+    kept = root / "parts" / f"{place(root, cell).stem}.jsonl"
+    kept.parent.mkdir(exist_ok=True)
+    score = perplexity(model, windows, window=target, buckets=edges, resume=kept)
+    nll = {
+        str(high): [d.nll[i] / d.tokens[i] for d in score.documents for i in score.inside(low, high)]
+        for low, high in itertools.pairwise(edges)
+    }
+    if cell.file:
+        return {"nll": nll, "correct": {}}
+    asked = retrieval(
+        model, tokenizer, lengths=[trained, target], depths=DEPTHS, samples=1 if quick else SAMPLES,
+        seed=200 + cell.seed, resume=kept,
+    )  # fmt: skip
+    correct: dict[str, list[list[bool]]] = {str(trained): [], str(target): []}
+    for part in asked.cells:
+        correct[str(part.length)].append([sample.correct for sample in part.samples])
+    return {"nll": nll, "correct": correct}
+
+
+def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, tokenizer: Any, quick: bool) -> None:
+    from rope_patch.training.finetune import finetune
+    from rope_patch.training.options import read
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    target = cell.factor * trained
+    steps = 2 if quick else STEPS
+    texts: list[str | None] = [None, None]
+    if cell.file:
+        texts = []
+        for name, text in zip(("fit", "judge"), halves(cell.file, tokenizer), strict=True):
+            path = root / f"{Path(cell.source).name}-{name}.txt"
+            write_atomically(path, str(text))
+            texts.append(str(path))
+    base = {
+        "model": {"name": cell.source, "dtype": "float32"},
+        "patch": {"method": method, "target_length": target},
+        "data": {"lengths": target, **({"source": texts[0]} if cell.file else {})},
+        "train": {
+            "steps": steps,
+            "batch": max(1, TOKENS // target),
+            "accumulate": 1,
+            "learning_rate": 1e-3,
+            "scheduler": "cosine",
+            "warmup": 0.1,
+            "checkpointing": False,
+            "seed": cell.seed,
+            "save_every": steps,
+            "keep": 1,
+        },
+        # judged by this study's own windows and prompts afterwards
+        "evaluation": {"before": False, "lengths": str(trained), "depths": [0.5], "samples": 1, "windows": 0},
+        "output": str(folder),
+    }
+    with open(os.devnull, "w") as nowhere:
+        shown = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr = nowhere
+        try:
+            finetune(read(base=base), command="python benchmarks/study_methods.py")
+        finally:
+            sys.stdout, sys.stderr = shown
+
+
+def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
+    """Return a row per checkpoint, factor, state and table, each against YaRN's on the same windows and prompts.
+
+    Over seeds a window's loss is its mean; intervals are Student's over windows, Newcombe's over the prompts of all
+    seeds (as many as they are worth), and, of trained or fitted tables, Student's over seeds too.
+    """
+    judged = {cell: json.loads(place(root, cell).read_text()) for cell in done}
+    groups: dict[tuple[str, int, bool], dict[str, list[dict[str, Any]]]] = {}
+    for cell in done:
+        arms = groups.setdefault((Path(cell.source).name, cell.factor, cell.lora), {})
+        arms.setdefault(cell.arm, []).append(judged[cell])
+    rows = []
+    for (source, factor, lora), arms in groups.items():
+        for arm, found in arms.items():
+            base = arms["YaRN"]
+            learned = lora or arm == FITTED
+            rows.append(
+                {
+                    "checkpoint": source,
+                    "factor": factor,
+                    "lora": lora,
+                    "table": arm,
+                    "methods": list(dict.fromkeys(part["method"] for part in found)),
+                    "seeds": len(found),
+                    "perplexity": {n: math.exp(statistics.fmean(_windows(found, n))) for n in found[0]["nll"]},
+                    "passkey": {n: statistics.fmean(_answers(found, n)) for n in found[0]["correct"]},
+                    "prompts": {n: len(_answers(found, n)) for n in found[0]["correct"]},
+                    "nll_minus_yarn": {n: _nll_change(found, base, n, learned) for n in found[0]["nll"]},
+                    "passkey_minus_yarn": {n: _passkey_change(found, base, n) for n in found[0]["correct"]},
+                }
+            )
+    return rows
+
+
+def _windows(found: list[dict[str, Any]], bucket: str) -> list[float]:
+    """Loss of each window, the mean over seeds."""
+    return [statistics.fmean(values) for values in zip(*(part["nll"][bucket] for part in found), strict=True)]
+
+
+def _answers(found: list[dict[str, Any]], length: str) -> list[bool]:
+    return [hit for part in found for depth in part["correct"][length] for hit in depth]
+
+
+def _nll_change(ours: list[dict[str, Any]], base: list[dict[str, Any]], bucket: str, learned: bool) -> dict[str, Any]:
+    one, other = _windows(ours, bucket), _windows(base, bucket)
+    made: dict[str, Any] = {
+        "estimate": statistics.fmean(one) - statistics.fmean(other),
+        "over_windows": list(paired_means(one, other)) if len(one) > 1 else None,
+    }
+    seeds = [
+        statistics.fmean(a["nll"][bucket]) - statistics.fmean(b["nll"][bucket]) for a, b in zip(ours, base, strict=True)
+    ]
+    if learned and len(seeds) > 1:
+        half = float(stats.t.ppf(0.975, len(seeds) - 1)) * statistics.stdev(seeds) / math.sqrt(len(seeds))
+        made["over_seeds"] = [made["estimate"] - half, made["estimate"] + half]
+    return made
+
+
+def _passkey_change(ours: list[dict[str, Any]], base: list[dict[str, Any]], length: str) -> dict[str, Any]:
+    one, other = _answers(ours, length), _answers(base, length)
+    haystacks = [
+        [a - b for a, b in zip(mine, theirs, strict=True)]
+        for x, y in zip(ours, base, strict=True)
+        for mine, theirs in zip(zip(*x["correct"][length], strict=True), zip(*y["correct"][length], strict=True),
+                                strict=True)
+    ]  # fmt: skip
+    return {
+        "estimate": statistics.fmean(one) - statistics.fmean(other),
+        "interval": list(paired_shares(one, other, count=independent_count(haystacks))),
+    }
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw perplexity of the last bucket and the passkey at the target against the factor, untrained and after LoRA."""
+    import matplotlib.pyplot as plt
+
+    sources = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    arms = [*METHODS, FITTED]
+    figure, axes = plt.subplots(len(sources), 2, figsize=(10, 3.2 * len(sources)), squeeze=False, layout="constrained")
+    for line, source in zip(axes, sources, strict=True):
+        for axis, kind in zip(line, ("perplexity", "passkey"), strict=True):
+            for arm, lora in itertools.product(arms, (False, True)):
+                some = [r for r in rows if (r["checkpoint"], r["table"], r["lora"]) == (source, arm, lora) and r[kind]]
+                style = {"marker": "s", "linestyle": ":"} if lora else {"marker": "o", "linestyle": "-"}
+                axis.plot(
+                    [row["factor"] for row in some],
+                    [row[kind][max(row[kind], key=int)] for row in some],
+                    color=f"C{arms.index(arm)}",
+                    markersize=4,
+                    linewidth=2.4 if arm == FITTED else 1.2,
+                    **style,
+                )
+            axis.set(xscale="log", title=source, xlabel="context, times the trained one")
+            axis.set_xticks(FACTORS, [f"{n}×" for n in FACTORS])
+            axis.minorticks_off()
+        line[0].set(yscale="log", ylabel="perplexity, last half of the context")
+        line[1].set(ylim=(-0.03, 1.03), ylabel="passkeys found at that length")
+        if not any(row["passkey"] for row in rows if row["checkpoint"] == source):
+            line[1].set_axis_off()
+            line[1].set_title("")
+    for arm in arms:
+        axes[0, 0].plot([], [], color=f"C{arms.index(arm)}", label=arm)
+    axes[0, 0].plot([], [], color="gray", marker="o", label="untrained")
+    axes[0, 0].plot([], [], color="gray", marker="s", linestyle=":", label="after LoRA")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Measure what is missing, then summarise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
+    parser.add_argument("--figure", type=Path, default=None, help="PNG to draw")
+    parser.add_argument("--root", type=Path, default=Path("build/study"), help="where cells are kept")
+    parser.add_argument("--tables", type=Path, default=Path("build/fit"), help="where fitted tables are kept")
+    parser.add_argument("--also", default=None, help="folder of another checkpoint")
+    parser.add_argument("--text", default=None, help="file of its text")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
+    parser.add_argument("--quick", action="store_true", help="four cells of a few steps")
+    given = parser.parse_args()
+    if bool(given.also) != bool(given.text):
+        parser.error("--also and --text go together")
+    size = "quick" if given.quick else "full"
+    root, tables = given.root / size, given.tables / size
+    for folder in (root, tables):
+        folder.mkdir(parents=True, exist_ok=True)
+    wanted = cells(given.also, given.text, given.quick)
+    todo = [cell for cell in wanted if not place(root, cell).exists()]
+    with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
+        for lora in (False, True):  # adapters wait for fitted tables
+            waiting = [
+                pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in todo if cell.lora == lora
+            ]
+            for task in waiting:
+                task.get()
+                bar.update()
+    rows = summarise(root, wanted)
+    trained = [row for row in rows if row["table"] == FITTED]
+    report = {
+        "benchmark": "study_methods",
+        "command": command(),
+        "what": "perplexity by bucket and passkeys of eight tables, untrained and after LoRA, each against YaRN's",
+        "summary": [
+            {name: row[name] for name in ("checkpoint", "factor", "lora", "nll_minus_yarn", "passkey_minus_yarn")}
+            for row in trained
+        ],
+        "settings": {
+            "windows": WINDOWS,
+            "depths": len(DEPTHS),
+            "samples": SAMPLES,
+            "lora_tokens": STEPS * TOKENS,
+            "methods": METHODS,
+        },
+        "environment": environment(),
+        "rows": rows,
+    }
+    write(report, given.output)
+    if given.figure:
+        draw(rows, given.figure)
+
+
+if __name__ == "__main__":
+    main()
