@@ -256,39 +256,18 @@ def _passkey_change(ours: list[dict[str, Any]], base: list[dict[str, Any]], leng
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw perplexity of the last bucket and the passkey at the target against the factor, untrained and after LoRA."""
-    import matplotlib.pyplot as plt
+    from rope_patch.plots import scores_by_context
 
-    sources = list(dict.fromkeys(row["checkpoint"] for row in rows))
-    arms = [*METHODS, FITTED]
-    figure, axes = plt.subplots(len(sources), 2, figsize=(10, 3.2 * len(sources)), squeeze=False, layout="constrained")
-    for line, source in zip(axes, sources, strict=True):
-        for axis, kind in zip(line, ("perplexity", "passkey"), strict=True):
-            for arm, lora in itertools.product(arms, (False, True)):
-                some = [r for r in rows if (r["checkpoint"], r["table"], r["lora"]) == (source, arm, lora) and r[kind]]
-                style = {"marker": "s", "linestyle": ":"} if lora else {"marker": "o", "linestyle": "-"}
-                axis.plot(
-                    [row["factor"] for row in some],
-                    [row[kind][max(row[kind], key=int)] for row in some],
-                    color=f"C{arms.index(arm)}",
-                    markersize=4,
-                    linewidth=2.4 if arm == FITTED else 1.2,
-                    **style,
-                )
-            axis.set(xscale="log", title=source, xlabel="context, times the trained one")
-            axis.set_xticks(FACTORS, [f"{n}×" for n in FACTORS])
-            axis.minorticks_off()
-        line[0].set(yscale="log", ylabel="perplexity, last half of the context")
-        line[1].set(ylim=(-0.03, 1.03), ylabel="passkeys found at that length")
-        if not any(row["passkey"] for row in rows if row["checkpoint"] == source):
-            line[1].set_axis_off()
-            line[1].set_title("")
-    for arm in arms:
-        axes[0, 0].plot([], [], color=f"C{arms.index(arm)}", label=arm)
-    axes[0, 0].plot([], [], color="gray", marker="o", label="untrained")
-    axes[0, 0].plot([], [], color="gray", marker="s", linestyle=":", label="after LoRA")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    panels: dict[str, Any] = {}
+    for kind, what in (("perplexity", "perplexity, last half"), ("passkey", "passkeys at full length")):
+        for row in (row for row in rows if row[kind]):
+            curves = panels.setdefault(f"{row['checkpoint']}: {what}", {})
+            factors, scores = curves.setdefault((row["table"], row["lora"]), ([], []))
+            factors.append(row["factor"])
+            scores.append(row[kind][max(row[kind], key=int)])
+    shares = [name for name in panels if "passkeys" in name]
+    title = "Eight tables beyond the trained length"
+    scores_by_context(panels, shares=shares, title=title).savefig(path, dpi=110)
 
 
 def main() -> None:

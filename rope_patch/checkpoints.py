@@ -183,7 +183,11 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         if not folders:
             warnings.warn(f"found no {name} under {root} to write {RECORD_FILE} into", stacklevel=2)
             return
-        write_record(verify(model), max(folders, key=lambda folder: folder.stat().st_mtime))
+        self.put_beside(model, max(folders, key=lambda folder: folder.stat().st_mtime))
+
+    def put_beside(self, model: Any, folder: Path) -> None:
+        """Write the record of a model into a checkpoint's folder, after checking it."""
+        write_record(verify(model), folder)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -193,6 +193,44 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
     return figure
 
 
+def scores_by_context(
+    panels: Mapping[str, Mapping[tuple[str, bool], tuple[Sequence[float], Sequence[float]]]],
+    *,
+    shares: Collection[str],
+    title: str,
+) -> Figure:
+    """Draw scores against how often the context was multiplied: a panel per score, a line per method and state.
+
+    Args:
+        panels: what is scored to its curves: (method, whether weights were trained) to factors and scores.
+        shares: panels whose scores are shares; the others get a logarithmic scale.
+        title: of the figure.
+    """
+    figure, drawn = _panels(list(panels), title, width=4.4, height=3.2, alike=False)
+    methods = list(dict.fromkeys(method for curves in panels.values() for method, _ in curves))
+    styles = dict(zip(methods, _styles(len(methods)), strict=True))
+    for axes, (name, curves) in zip(drawn, panels.items(), strict=True):
+        for (method, trained), (factors, scores) in curves.items():
+            style = styles[method] | ({"linestyle": ":", "marker": "s"} if trained else {"marker": "o"})
+            axes.plot(factors, scores, markersize=4, **style)
+        ticks = sorted({factor for factors, _ in curves.values() for factor in factors})
+        axes.set(xscale="log", **({"ylim": (-0.03, 1.03)} if name in shares else {"yscale": "log"}))
+        axes.set_xticks(ticks, [f"{factor:g}×" for factor in ticks])
+        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        if name not in shares:
+            axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+            axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+        axes.spines[["top", "right"]].set_visible(False)
+    made = [matplotlib.lines.Line2D([], [], label=method, **styles[method]) for method in methods]
+    made += [
+        matplotlib.lines.Line2D([], [], color="0.4", marker="o", markersize=4, label="untrained"),
+        matplotlib.lines.Line2D([], [], color="0.4", marker="s", markersize=4, linestyle=":", label="after LoRA"),
+    ]
+    figure.legend(handles=made, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.supxlabel("context, times the trained one", fontsize=10)
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG document that needs no fonts; figures made alike give the same text."""
     out = io.StringIO()
@@ -215,15 +253,17 @@ def _figure(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _panels(names: Sequence[str], title: str, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """Panels of so many inches, a row of them at most 10 wide, with shared axes and their names above."""
+def _panels(
+    names: Sequence[str], title: str, *, width: float, height: float, alike: bool = True
+) -> tuple[Figure, list[Axes]]:
+    """Panels of so many inches, a row of them at most 10 wide, their names above; ``alike`` with the same scales."""
     down = math.ceil(len(names) / max(1, min(4, int(10 / width))))
     across = math.ceil(len(names) / down)  # rows as even as can be
     labels = [_wrapped(name, int(12 * width)) for name in names]
     lines = max(label.count("\n") + 1 for label in labels)
     size = (max(4.5, across * width + 1.2), down * (height + 0.16 * lines) + 0.9)
     figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    grid = figure.subplots(down, across, sharex=alike, sharey=alike, squeeze=False)
     panels = list(grid.flat)
     for axes, label in zip(panels, labels, strict=False):
         axes.set_title(label, fontsize=9, loc="left")

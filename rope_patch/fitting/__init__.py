@@ -21,7 +21,6 @@ from rope_patch.evaluation.prompts import Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import check_asked
 from rope_patch.evaluation.scoring import fingerprint
 from rope_patch.fitting.judging import SEED, Candidate, Judging, best
-from rope_patch.fitting.processes import processes
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import Run, plain_weights
 from rope_patch.fitting.tables import Constraint, TrainableTable
@@ -29,6 +28,7 @@ from rope_patch.methods import METHODS, Method, MethodLike, as_method
 from rope_patch.registry import create, did_you_mean
 from rope_patch.sites import find_rotary, read_slots
 from rope_patch.surgery import Patch, apply
+from rope_patch.training.processes import processes
 
 __all__ = ["Candidate", "Constraint", "FittedPatch", "Objective", "TrainableTable", "family", "fit"]
 
@@ -134,7 +134,7 @@ def fit(
     trained = min(slot.context for slot in slots.values())
     if target_length < trained:
         raise ValueError(f"the target of {target_length} tokens lies below the trained length of {trained}")
-    wanted = [_start(start, target_length / trained) for start in starts]
+    wanted = [start_of(start, target_length / trained) for start in starts]
     labels = [str(method) for method in wanted]
     if len(set(labels)) < len(labels):
         raise ValueError(f"starts must differ from each other, got {', '.join(labels)}")
@@ -209,8 +209,8 @@ def family(name: str) -> list[str]:
     return list(FAMILIES[name])
 
 
-def _start(method: MethodLike, factor: float) -> Method:
-    """Return a start; of a bare name whose factor is that of the context, with this factor."""
+def start_of(method: MethodLike, factor: float) -> Method:
+    """Return a start as a method: a bare name whose factor is that of the context with this factor."""
     if isinstance(method, str) and method in SCALED and method in METHODS:
         return create(method, factor=max(1.0, factor))
     return as_method(method)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from rope_patch.evaluation.journal import key
 from rope_patch.evaluation.scoring import Reader
 from rope_patch.fitting.judging import Candidate, Judging, best
-from rope_patch.fitting.processes import from_first, processes
 from rope_patch.fitting.rows import Objective, Rows
 from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method
 from rope_patch.sites import device_of, find_rotary, in_eval_mode
 from rope_patch.surgery import apply
 from rope_patch.training.loss import token_loss
+from rope_patch.training.processes import from_first, processes
 
 WARM = 1 / 8
 """Share of the steps over which the learning rate rises: Adam's first ones go by the sign of a gradient of noise."""

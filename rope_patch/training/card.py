@@ -64,10 +64,10 @@ def card(results: dict[str, Any], final: Judgement) -> str:
         head=_head(options, adapter),
         dtype=options.model.dtype,
         base=options.model.name,
-        patch=results["patch"] or "no patch",
+        patch=_patch(results),
         length=results["target_length"],
         version=environment["rope_patch"],
-        what=_what(options),
+        what=_what(options, results["fit"]),
         warning=ONTO if adapter and results["patch"] not in (None, "default") else "",
         scores=_scores(results, final),
         worse="\n**It scores lower than before training.**\n" if results["worse"] else "",
@@ -94,6 +94,12 @@ def card(results: dict[str, Any], final: Judgement) -> str:
     )
 
 
+def _patch(results: dict[str, Any]) -> str:
+    """The patch in a title; the values of a learned table are in its record."""
+    found = results["patch"] or "no patch"
+    return "a learned table" if "table:" in found else found
+
+
 def _head(options: Options, adapter: bool) -> str:
     """The front matter, as YAML."""
     made: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
@@ -102,12 +108,17 @@ def _head(options: Options, adapter: bool) -> str:
     return OmegaConf.to_yaml(OmegaConf.create({**made, "tags": ["rope_patch", "long-context"]}))
 
 
-def _what(options: Options) -> str:
+def _what(options: Options, fit: dict[str, Any] | None) -> str:
     lora, packed = options.lora, options.model.quantization
-    if not lora.rank:
-        return "Every weight was trained."
     more = ", embeddings and norms too" if lora.long_lora else ""
-    return f"LoRA of rank {lora.rank}{more}" + (f", over weights in {packed}." if packed != "none" else ".")
+    said = [f"LoRA of rank {lora.rank}{more}" + (f", over weights in {packed}." if packed != "none" else ".")]
+    if not lora.rank:
+        said = ["Every weight was trained."]
+    if fit is not None:
+        said.append(f"The rotary table was fitted first, the weights frozen (kept: {fit['chosen']}).")
+    if options.patch.trainable:
+        said.append("The rotary table was trained with them.")
+    return " ".join(said)
 
 
 def _curve(rows: list[dict[str, Any]], names: list[str]) -> str:

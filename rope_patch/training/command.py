@@ -75,6 +75,7 @@ def finetune(
 def smoke_options(options: Options) -> dict[str, Any]:
     """Return the values of a run of a CPU minute that goes through the same code as these options."""
     from rope_patch.training.models import BUNDLED
+    from rope_patch.training.options import FIT
 
     positions, stages = options.data.positions, len(options.stages)
     packed = options.model.quantization != "none"
@@ -86,6 +87,8 @@ def smoke_options(options: Options) -> dict[str, Any]:
         "evaluation": {**SMOKE["evaluation"], "every": 0 if packed else 2, "before": not packed},
     }
     made = options.to_dict() | {"output": f"{options.output}-smoke"}
+    if options.patch.method == FIT:
+        changes["fit"] = {"steps": 2, "windows": 1, "samples": 1, "batch_tokens": None}
     return made | {section: made[section] | values for section, values in changes.items()}
 
 

@@ -9,14 +9,13 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list
+from accelerate import PartialState
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.trainer import TRAINER_STATE_NAME
@@ -30,13 +29,14 @@ from rope_patch.training.card import card
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
 from rope_patch.training.judging import Judge, Judgement
 from rope_patch.training.models import load_model, prepare, resolve
-from rope_patch.training.options import Options
+from rope_patch.training.options import FIT, Options
+from rope_patch.training.processes import from_first
 from rope_patch.training.runs import RESULTS, Run, begun, check_base, look, note
 from rope_patch.training.sources import Rows, make_rows, reading_processes
+from rope_patch.training.tables import FITTED, TableTraining, begun_with, check_table, fit_table
 from rope_patch.training.trainer import LongTrainer
 
 SCHEMA = 1
-T = TypeVar("T")
 _CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
 )  # later releases call it by the first
@@ -88,40 +88,27 @@ def finetune(options: Options, *, command: str = "", restart: bool = False) -> R
     def found() -> Run:
         return look(options, processes, source=source, restart=restart)
 
-    run = from_first(first, found)
+    PartialState()  # has the processes know of each other
+    run = from_first(found)
     if run.results is not None:
         return Result(run.out, run.results if first else {}, again=True)
     model, tokenizer = load_model(options.model, options.train.precision)
-    identity = from_first(first, lambda: fingerprint(model))  # FSDP may give the others no weights to look at
-    model = prepare(model, options)
+    identity = from_first(lambda: fingerprint(model))  # FSDP may give the others no weights to look at
+    fitting = options.patch.method == FIT
+    if fitting or options.patch.trainable:
+        check_table(model, options)
+    if not fitting:
+        model = prepare(model, options)
     check_base(run, model, identity)
     judge = Judge(options.evaluation, options.evaluation_lengths, tokenizer)
     with contextlib.ExitStack() as held:
-        from_first(first, lambda: held.enter_context(begun(run, identity, found)))
+        from_first(lambda: held.enter_context(begun(run, identity, found)))
+        if fitting:
+            done = run.checkpoint
+            method = fit_table(model, tokenizer, options, run.work) if done is None else begun_with(done)
+            model = prepare(model, options, method)
+            check_base(run, model, identity)
         return _train(options, run, args, model, tokenizer, judge, identity, command, processes, first)
-
-
-def from_first(first: bool, make: Callable[[], T]) -> T:
-    """Return what the first process makes; what it raises, all raise, so that none waits for it.
-
-    Args:
-        first: this is the one.
-        make: called there alone.
-    """
-    told: list[Any] = [None, None]
-    failed: Exception | None = None
-    if first:
-        try:
-            told[0] = make()
-        except Exception as error:
-            failed, told[1] = error, f"{type(error).__name__}: {error}"
-    broadcast_object_list(told)
-    if failed is not None:
-        raise failed
-    if told[1] is not None:
-        raise RuntimeError(f"in the first process: {told[1]}")
-    made: T = told[0]
-    return made
 
 
 def _train(
@@ -144,8 +131,8 @@ def _train(
             note(run, identity, rows=name)
         return name
 
-    rows = make_rows(options, tokenizer, work, processes=processes, known=from_first(first, packed))
-    judged = Judged(judge, work / "judged.jsonl", first)
+    rows = make_rows(options, tokenizer, work, processes=processes, known=from_first(packed))
+    judged = Judged(judge, work / "judged.jsonl")
     args.eval_on_start = options.evaluation.before and checkpoint is None
     trainer = build_trainer(model, args, rows, options, tokenizer, judged, checkpoint)
     clock = Clock(work / "seconds.json", checkpoint is not None)
@@ -254,7 +241,8 @@ def build_trainer(
             state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
             kept = state["stateful_callbacks"].get("EarlyStoppingCallback", {}).get("attributes", {})
             stop[0].early_stopping_patience_counter = kept.get("early_stopping_patience_counter", 0)
-    return LongTrainer(model, args, rows, collator(options, tokenizer), judge=judge, callbacks=stop)
+    table = TableTraining(model, options.patch.learning_rate) if options.patch.trainable else None
+    return LongTrainer(model, args, rows, collator(options, tokenizer), table=table, judge=judge, callbacks=stop)
 
 
 class Judged:
@@ -263,11 +251,10 @@ class Judged:
     Args:
         judge: measures.
         path: of the file.
-        first: whether this process writes it.
     """
 
-    def __init__(self, judge: Judge, path: Path, first: bool) -> None:
-        self.judge, self.log, self.first = judge, Journal(path), first
+    def __init__(self, judge: Judge, path: Path) -> None:
+        self.judge, self.log = judge, Journal(path)
         self.made: dict[int, Judgement] = {}
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:
@@ -278,7 +265,7 @@ class Judged:
             self.log[str(step)] = {"metrics": found.metrics(), "judged": _to_json(found)}
             return found.metrics()
 
-        return from_first(self.first, keep)  # all decide by the same numbers which checkpoint is best
+        return from_first(keep)  # all decide by the same numbers which checkpoint is best
 
     @property
     def before(self) -> dict[str, Any]:
@@ -352,6 +339,7 @@ def _results(
 ) -> dict[str, Any]:
     state, trained = trainer.state, trainer.model
     record = None if trained is None else find_rotary(trained).record
+    fitted = Path(str(trainer.args.output_dir)) / FITTED
     before, after = judged.before.get("metrics"), final.metrics()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
     worse = before is not None and after["score"] < before["score"]
@@ -363,6 +351,7 @@ def _results(
         "options": options.to_dict(),
         "base": resolve(options.model.name) if options.model.name != resolve(options.model.name) else None,
         "patch": None if record is None else str(record.to_method()),
+        "fit": json.loads(fitted.read_text(encoding="utf-8")) if fitted.is_file() else None,
         "steps": state.global_step,
         "best_step": best_step(state),
         "target_length": (record.target_length if record else None) or options.target_length,

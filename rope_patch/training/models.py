@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig
 
 from rope_patch import checkpoints
 from rope_patch._paths import data_path
-from rope_patch.methods import as_method
+from rope_patch.methods import Method, as_method
 from rope_patch.planning.options import ALL_LINEAR
 from rope_patch.record import PatchRecord
 from rope_patch.registry import did_you_mean
@@ -83,12 +83,13 @@ def _bitsandbytes(quantization: str, storage: torch.dtype, compute: torch.dtype)
     )
 
 
-def prepare(model: Any, options: Options) -> Any:
+def prepare(model: Any, options: Options, fitted: Method | None = None) -> Any:
     """Patch a model and put adapters on it; in place where the model is, and returned.
 
     Args:
         model: of :func:`load_model`.
         options: ``patch`` and ``lora`` are read.
+        fitted: the table of ``patch.method=fit``.
 
     Returns:
         A ``PeftModel``; the model itself where every weight is trained.
@@ -105,7 +106,7 @@ def prepare(model: Any, options: Options) -> Any:
     else:
         apply(
             model,
-            as_method(patch.method or "default"),
+            fitted or as_method(patch.method or "default"),
             target_length=options.target_length,
             layer_types=patch.layer_types,
             freeze_at=patch.freeze_at,

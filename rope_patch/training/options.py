@@ -47,11 +47,13 @@ class PatchOptions:
     """The rotary patch; arguments of :func:`rope_patch.apply`.
 
     Attributes:
-        method: in the grammar, chains too; none keeps the checkpoint's own.
+        method: in the grammar, chains too, or ``fit``: a table fitted first; none keeps the checkpoint's own.
         target_length: context the model is made for; by default the longest row or position trained [tokens].
         layer_types: which tables, on mixed models.
         freeze_at: length at which a dynamic table is frozen [tokens].
         replace: replace an earlier patch.
+        trainable: train the table, too, with what ``lora`` says.
+        learning_rate: of the table's logarithms where it is trained.
     """
 
     method: str | None = None
@@ -59,6 +61,45 @@ class PatchOptions:
     layer_types: list[str] | None = None
     freeze_at: int | None = None
     replace: bool = False
+    trainable: bool = False
+    learning_rate: float = 0.01
+
+
+FIT = "fit"
+"""What ``patch.method`` says for a table that is fitted first."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How the table of ``patch.method=fit`` is fitted, the weights frozen; arguments of :func:`rope_patch.fit`.
+
+    Attributes:
+        init: tables to start from, with spaces between; a bare ``yarn`` takes its factor from the lengths.
+        steps: of gradient descent.
+        learning_rate: on the logarithms of the frequencies.
+        batch_tokens: of a step; two rows of the target by default, 4096 at least [tokens].
+        retrieval: weight of the prompts' answers; 0 fits to text alone, and loses retrieval.
+        prompts: share of the rows that are prompts.
+        task: of the prompts.
+        band: no frequency leaves its start by more than this factor.
+        monotone: no pair overtakes a faster one.
+        curve: the factors follow so many cosines over the pairs.
+        windows: of held-out text, which decides what is kept.
+        samples: held-out haystacks per length.
+    """
+
+    init: str = "yarn"
+    steps: int = 60
+    learning_rate: float = 0.02
+    batch_tokens: int | None = None
+    retrieval: float = 0.6
+    prompts: float = 0.75
+    task: str = "passkey"
+    band: float | None = None
+    monotone: bool = False
+    curve: int | None = None
+    windows: int = 8
+    samples: int = 4
 
 
 @dataclass(frozen=True)
@@ -207,6 +248,7 @@ class Options:
         data: what is read.
         train: how.
         evaluation: how it is judged.
+        fit: how the table of ``patch.method=fit`` is fitted.
         output: folder of the adapter; checkpoints, logs and rows are under ``work`` in it.
 
     Raises:
@@ -219,6 +261,7 @@ class Options:
     data: DataOptions = field(default_factory=DataOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    fit: FitOptions = field(default_factory=FitOptions)
     output: str = MISSING
 
     def __post_init__(self) -> None:
@@ -227,11 +270,15 @@ class Options:
                 raise ValueError(f"{name} must be finite, got {found}")
             if found == "":
                 raise ValueError(f"{name} is empty: leave it out, or give a value")
-        if self.patch.method is not None:
+        if self.patch.method not in (None, FIT):
             as_method(self.patch.method)
         stages, target = self.stages, self.target_length
         low: tuple[tuple[str, float | None, float], ...] = (
             ("patch.freeze_at", self.patch.freeze_at, 1),
+            ("fit.steps", self.fit.steps, 0),
+            ("fit.batch_tokens", self.fit.batch_tokens, target),
+            ("fit.windows", self.fit.windows, 1),
+            ("fit.samples", self.fit.samples, 1),
             ("lora.rank", self.lora.rank, 0),
             ("lora.alpha", self.lora.alpha, 1),
             ("data.chunks", self.data.chunks, 1),
@@ -256,8 +303,11 @@ class Options:
         for name, value in (("data.retrieval", self.data.retrieval), ("lora.dropout", self.lora.dropout)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value}")
-        if not self.train.learning_rate > 0:
-            raise ValueError(f"train.learning_rate must be > 0, got {self.train.learning_rate}")
+        for section in ("train", "patch", "fit"):
+            rate = getattr(self, section).learning_rate
+            if not rate > 0:
+                raise ValueError(f"{section}.learning_rate must be > 0, got {rate}")
+        self._check_table()
         longest, shortest = max(length for length, _ in stages), min(length for length, _ in stages)
         if longest > target:
             raise ValueError(
@@ -287,6 +337,25 @@ class Options:
         if self.evaluation.patience and not self.evaluation.every:
             raise ValueError("evaluation.patience needs evaluation.every: nothing is judged before the end")
         self._check_questions()
+
+    def _check_table(self) -> None:
+        """Raise ValueError for a table that can be neither fitted nor trained so."""
+        if self.patch.method == FIT:
+            from rope_patch.fitting import Constraint, Objective, start_of
+
+            try:
+                Objective(self.fit.retrieval, self.fit.prompts if self.fit.retrieval else 0.0, self.fit.task)
+                Constraint(self.fit.band, self.fit.monotone, self.fit.curve)
+                for start in self.fit.init.split():
+                    start_of(start, 1.0)
+            except ValueError as error:
+                raise ValueError(f"fit: {error}") from None
+            if not self.fit.init.split():
+                raise ValueError("fit.init names no table to start from")
+        elif self.fit != FitOptions():
+            raise ValueError("fit.* without patch.method=fit would change nothing")
+        if self.patch.trainable and self.train.optimizer not in ("adamw", "sgd"):
+            raise ValueError(f"patch.trainable: {self.train.optimizer} cannot train a table: take adamw or sgd")
 
     def _check_questions(self) -> None:
         asked = self.evaluation
@@ -481,7 +550,10 @@ def _unknown(key: str) -> str:
     section, _, _ = key.rpartition(".")
     known = [f.name for f in dataclasses.fields(SECTIONS.get(section, Options))]
     everywhere = [f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
-    near = did_you_mean(key, [*everywhere, "output"]) or did_you_mean(
-        key.rpartition(".")[2], [name.rpartition(".")[2] for name in everywhere]
+    common = [name for name in everywhere if not name.startswith(f"{FIT}.")]  # steps are train.steps to most
+    near = (
+        did_you_mean(key, [*common, "output"])
+        or did_you_mean(key, everywhere)
+        or did_you_mean(key.rpartition(".")[2], [name.rpartition(".")[2] for name in everywhere])
     )
     return f"unknown option {key!r}.{near} Known in {section or 'the file'}: {', '.join(known)}"

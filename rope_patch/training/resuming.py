@@ -17,9 +17,8 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rope_patch.checkpoints import RopePatchCallback, read_record, write_record
+from rope_patch.checkpoints import RopePatchCallback, read_record
 from rope_patch.sites import PatchError, find_rotary
-from rope_patch.verification import verify
 
 STAGING = ".saving"
 """Folder beside the checkpoints in which one is written, and into which one that is to be deleted is moved."""
@@ -225,11 +224,14 @@ class WholeCheckpoints(Trainer):
         """RopePatchCallback compares patches; a model without one has no such callback."""
         model: Any = self.model
         record = read_record(checkpoint) if checkpoint.is_dir() else None
-        if record is not None and find_rotary(model).record is None:
+        if record is not None and not self._guards() and find_rotary(model).record is None:
             raise PatchError(
                 f"this run was begun under {record.to_method()}, the model is not patched: patch it as before, or "
                 "start a run of its own in another output_dir"
             )
+
+    def _guards(self) -> list[RopePatchCallback]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, RopePatchCallback)]
 
     def _get_output_dir(self, trial: Any) -> str:
         folder: str = super()._get_output_dir(trial)
@@ -247,8 +249,8 @@ class WholeCheckpoints(Trainer):
             self._note_best(run, final)
             if self.args.should_save:
                 staged = run / STAGING / final.name
-                if any(isinstance(callback, RopePatchCallback) for callback in self.callback_handler.callbacks):
-                    write_record(verify(trained), staged)
+                for guard in self._guards():
+                    guard.put_beside(trained, staged)
                 self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
                 publish(staged, final)
                 rotate(run, self.args.save_total_limit, self._kept(final))

@@ -151,7 +151,7 @@ def check_base(run: Run, model: Any, fingerprint: str) -> None:
         )
 
 
-OURS = ("checkpoint-*", "rows-*.arrow", "runs", "judged.jsonl", "seconds.json", STAGING, REPLACED)
+OURS = ("checkpoint-*", "rows-*.arrow", "runs", "judged.jsonl", "seconds.json", "fit.json*", STAGING, REPLACED)
 """What a run writes into its ``work``, beside the claim."""
 
 

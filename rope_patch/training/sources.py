@@ -99,6 +99,22 @@ def token_documents(tokenizer: Any, source: Iterable[Any], options: DataOptions)
             raise ValueError(f"data.column: row {number} holds neither text nor messages, but {type(value).__name__}")
 
 
+def plain_texts(tokenizer: Any, source: Iterable[Any], options: DataOptions) -> Iterator[str]:
+    """Yield the documents of a dataset as text; lists of messages through the chat template.
+
+    Raises:
+        ValueError: neither text nor messages in the column.
+    """
+    for number, row in enumerate(source):
+        value = row[options.column]
+        if isinstance(value, list) and value:
+            value = tokenizer.decode(conversation(tokenizer, value, "all").ids)
+        if not isinstance(value, str):
+            raise ValueError(f"data.column: row {number} holds neither text nor messages, but {type(value).__name__}")
+        if value.strip():
+            yield value
+
+
 class Rows(Dataset[list[dict[str, Any]]]):
     """Rows in groups of equal tokens: one at the longest length, or as many shorter ones as make up for it.
 

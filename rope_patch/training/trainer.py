@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from rope_patch.training.collators import Collator
 from rope_patch.training.loss import fuse
 from rope_patch.training.resuming import WholeCheckpoints
 from rope_patch.training.sharding import ShardedCollator, check_windows, weight_of
+from rope_patch.training.tables import TableTraining
 
 
 class LongTrainer(WholeCheckpoints):
@@ -29,6 +31,7 @@ class LongTrainer(WholeCheckpoints):
         args: of transformers. ``remove_unused_columns`` and ``train_sampling_strategy`` are set here.
         rows: to train on, a sequence; an item is a row or a list of rows.
         collator: gives rows their positions and masks.
+        table: trains the model's rotary table with the rest.
         judge: called with model and step where transformers would evaluate; returns numbers by name, which are logged
             with ``eval_`` in front and choose the best checkpoint.
         callbacks: further ones.
@@ -47,6 +50,7 @@ class LongTrainer(WholeCheckpoints):
         rows: Any,
         collator: Collator,
         *,
+        table: TableTraining | None = None,
         judge: Callable[[Any, int], dict[str, float]] | None = None,
         callbacks: Sequence[Any] = (),
         **kwargs: Any,
@@ -56,8 +60,8 @@ class LongTrainer(WholeCheckpoints):
         args.remove_unused_columns = False
         args.train_sampling_strategy = "sequential"
         args.label_names = ["labels"]
-        guards = [RopePatchCallback()] if find_rotary(model).record is not None else []
-        self.judge = judge
+        guards = [table or RopePatchCallback()] if find_rotary(model).record is not None else []
+        self.table, self.judge = table, judge
         if judge is not None:
             kwargs["eval_dataset"] = rows  # transformers insists on one; the judge has texts and prompts of its own
         super().__init__(
@@ -82,7 +86,8 @@ class LongTrainer(WholeCheckpoints):
         """
         self._running = None
         try:
-            return super().train(*args, **kwargs)
+            with contextlib.nullcontext() if self.table is None else self.table.in_place():
+                return super().train(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             if self._running is None:  # while it evaluates, which no plan of a step explains
                 raise
@@ -107,6 +112,25 @@ class LongTrainer(WholeCheckpoints):
             )
         return loss
 
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return transformers' optimizer, in which a trained table has a group of its own."""
+        new = self.optimizer is None
+        made: torch.optim.Optimizer = super().create_optimizer(model)
+        if new and self.table is not None:
+            self.table.groups(made)
+        return made
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.table is not None:
+            self.table.take_up(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        best = self.state.best_model_checkpoint
+        if self.table is not None and best is not None:
+            self.table.take_up(best)
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -114,10 +138,9 @@ class LongTrainer(WholeCheckpoints):
         self._running = None
         if self.judge is None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        metrics = {
-            f"{metric_key_prefix}_{name}": value
-            for name, value in self.judge(self.model, self.state.global_step).items()
-        }
+        with contextlib.nullcontext() if self.table is None else self.table.as_it_is():
+            found = self.judge(self.model, self.state.global_step)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

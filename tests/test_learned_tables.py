@@ -1,0 +1,222 @@
+"""Tables that the recipe fits before it trains weights, or trains together with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from test_finetune import LLAMA, SMALL, losses
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch.checkpoints import read_record
+from rope_patch.evaluation.text import builtin_text
+from rope_patch.fitting import Objective
+from rope_patch.methods import Table
+from rope_patch.sites import PatchError, find_rotary
+from rope_patch.training import finetune as module
+from rope_patch.training.command import smoke_options
+from rope_patch.training.finetune import finetune
+from rope_patch.training.options import read
+from rope_patch.training.resuming import flaw
+from rope_patch.training.tables import TABLE_FILE, TableTraining
+
+SHORT = ["patch.target_length=512", "evaluation.lengths=128 256", "evaluation.before=false"]
+FITTED = [*SHORT, "patch.method=fit", "fit.init=yarn", "fit.steps=2", "fit.windows=1", "fit.samples=1"]
+TRAINED = [*SHORT, "patch.method=yarn:factor=2", "patch.trainable=true", "data.retrieval=0.5", "train.save_every=2"]
+
+
+def options(out, *words):
+    return read(words=[*SMALL, f"output={out}", *words])
+
+
+def values(folder):
+    method = read_record(folder).to_method()
+    assert isinstance(method, Table)
+    return torch.tensor(method.values, dtype=torch.float64).log()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(builtin_text("train").documents[40:48]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "run"
+    return finetune(options(out, *TRAINED))
+
+
+@pytest.mark.slow
+def test_the_recipe_fits_to_its_own_text_what_fit_would(text, tmp_path):
+    result = finetune(options(tmp_path / "run", *FITTED, f"data.source={text}", "data.allow_short=true"))
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    found = rope_patch.fit(
+        model,
+        tokenizer,
+        [text.read_text()],
+        target_length=512,
+        steps=2,
+        windows=1,
+        samples=1,
+        objective=Objective(),
+        checkpointing=True,
+    )
+    assert result.results["fit"]["chosen"] == found.chosen and result.results["patch"] == str(found.method)
+    kept = json.loads((result.folder / "work" / "fit.json").read_text())
+    assert kept == result.results["fit"] and kept["method"] == str(read_record(result.folder).to_method())
+    tried = next(iter(found.candidates.values()))
+    assert [c["name"] for c in kept["candidates"]["yarn:factor=2"]] == [c.name for c in tried]
+    card = (result.folder / "README.md").read_text()
+    assert "The rotary table was fitted first" in card and found.chosen in card
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_does_not_fit_again(tmp_path, monkeypatch):
+    words = (*FITTED, "train.save_every=2")
+    whole = finetune(options(tmp_path / "run", *words))
+    for name in ("results.json", "adapter_model.safetensors"):
+        (whole.folder / name).unlink()
+    shutil.rmtree(whole.folder / "work" / "checkpoint-4")
+    monkeypatch.setattr(module, "fit_table", lambda *_: pytest.fail("it was fitted again"))
+    again = finetune(options(tmp_path / "run", *words))
+    assert losses(again) == pytest.approx(losses(whole), abs=1e-5) and not again.again
+    assert again.results["patch"] == whole.results["patch"] and again.results["fit"] == whole.results["fit"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
+    from rope_patch.fitting import running
+
+    steps, judged = [], running.Run._judge
+    step = running.Run._step
+    monkeypatch.setattr(running.Run, "_step", lambda self, n, *rest: (steps.append(n), step(self, n, *rest))[1])
+
+    def interrupted(self, name, method):
+        if name == "step 2":
+            raise KeyboardInterrupt
+        return judged(self, name, method)
+
+    monkeypatch.setattr(running.Run, "_judge", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(options(tmp_path / "run", *FITTED))
+    assert (tmp_path / "run" / "work" / "fit.jsonl").exists() and steps == [0, 1]
+    monkeypatch.setattr(running.Run, "_judge", judged)
+    result = finetune(options(tmp_path / "run", *FITTED))
+    assert steps == [0, 1] and result.results["fit"]["chosen"]
+
+
+def test_a_trained_table_is_saved_as_it_became(trained):
+    folder = trained.folder
+    start = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    first = torch.tensor(rope_patch.apply(start, "yarn", factor=2).after[None].inv_freq.tolist()).log()
+    moved = (values(folder) - first).abs()
+    assert 1e-3 < float(moved.max()) < 4 * 0.01 + 1e-6, "4 steps of Adam at no more than .01"
+    assert values(folder / "work" / "checkpoint-2").tolist() != values(folder).tolist()
+    assert values(folder / "work" / "checkpoint-4").tolist() == values(folder).tolist()
+    model = rope_patch.load(folder, dtype=torch.float32)
+    assert rope_patch.verify(model).to_method() == read_record(folder).to_method()
+    module_ = find_rotary(model).module
+    assert torch.allclose(module_.slots[None].inv_freq.double().log(), values(folder), atol=1e-7)
+    again = module.Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    assert again(model).metrics() == pytest.approx(trained.results["after"], abs=1e-5)
+    assert "The rotary table was trained with them." in (folder / "README.md").read_text()
+    assert not list(folder.glob(TABLE_FILE)) and flaw(folder / "work" / "checkpoint-4") is None
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_trains_the_same_table(trained, tmp_path):
+    shutil.copytree(trained.folder, tmp_path / "run")
+    for name in ("results.json", "adapter_model.safetensors"):
+        (tmp_path / "run" / name).unlink()
+    shutil.rmtree(tmp_path / "run" / "work" / "checkpoint-4")
+    again = finetune(options(tmp_path / "run", *TRAINED))
+    assert losses(again) == pytest.approx(losses(trained), abs=1e-5)
+    torch.testing.assert_close(values(again.folder), values(trained.folder), atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("lora.rank=0", "train.learning_rate=0.001"),
+        ("model.name=gemma3",),
+        ("train.checkpointing=false", "train.optimizer=sgd"),
+    ],
+    ids=["every weight", "gemma3", "sgd"],
+)
+def test_a_trained_table_and_the_best_checkpoint(more, tmp_path):
+    """What is loaded at the end is the best checkpoint's table with the best checkpoint's weights."""
+    words = [word for word in TRAINED if not word.startswith("train.save")]
+    result = finetune(options(tmp_path / "run", *words, "evaluation.every=2", *more))
+    best = result.folder / "work" / f"checkpoint-{result.results['best_step']}"
+    mine, theirs = (read_record(folder) or record_of(folder) for folder in (result.folder, best))
+    assert mine.tables == theirs.tables
+    stock = rope_patch.load(result.folder, dtype=torch.float32)
+    again = module.Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    if "gemma3" not in str(more):
+        assert again(stock).metrics() == pytest.approx(result.results["after"], abs=1e-5)
+
+
+def record_of(folder):
+    return find_rotary(AutoModelForCausalLM.from_pretrained(folder)).record
+
+
+def test_the_group_of_a_table(trained):
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    rope_patch.apply(model, "yarn", factor=2)
+    table = TableTraining(model, 0.03)
+    with table.in_place():
+        adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1.0, weight_decay=0.5)
+        table.groups(adam)
+        rest, own = adam.param_groups
+        assert own["lr"] == 0.03 and own["weight_decay"] == 0 and len(own["params"]) == 2
+        assert not {id(p) for p in own["params"]} & {id(p) for p in rest["params"]}
+        with pytest.raises(PatchError, match="trained no table"):
+            table.take_up(trained.folder)
+        with pytest.raises(ValueError, match="found no rotary table"):
+            rope_patch.verify(model)
+        with table.as_it_is() as record:
+            assert rope_patch.verify(model) == record
+    assert rope_patch.verify(model).tables  # of float32: the start's own, spelled as values
+    with safe_open(trained.folder / "work" / "checkpoint-2" / TABLE_FILE, framework="pt") as opened:
+        assert "yarn" in opened.metadata()["begun"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["patch.method=fit", "fit.init=nope2"], "fit: unknown method"),
+        (["patch.method=fit", "fit.init="], "fit.init: Incompatible value"),
+        (["patch.method=fit", "fit.band=1"], "fit: band must be a factor > 1"),
+        (["patch.method=fit", "fit.retrieval=1"], r"fit: retrieval must be in \[0, 1\)"),
+        (["patch.method=fit", "fit.batch_tokens=64"], "fit.batch_tokens must be >= 1024"),
+        (["patch.method=yarn:factor=2", "fit.steps=3"], "fit.* without patch.method=fit would change nothing"),
+        (["patch.trainable=true", "train.optimizer=adamw_8bit"], "adamw_8bit cannot train a table"),
+        (["patch.learning_rate=0"], "patch.learning_rate must be > 0"),
+    ],
+)
+def test_bad_options_say_what_to_change(words, message):
+    with pytest.raises(ValueError, match=message):
+        options("x", *words)
+
+
+def test_what_cannot_be_fitted_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="layer_types"):
+        finetune(options(tmp_path / "run", *FITTED, "patch.layer_types=[full_attention]"))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for words in (FITTED, TRAINED):
+        with pytest.raises(ValueError, match="need whole models in every process"):
+            finetune(options(tmp_path / "run", *words))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_smoke_run_fits_little():
+    made = read(base=smoke_options(options("x", "patch.method=fit", "fit.steps=500")))
+    assert made.patch.method == "fit" and made.fit.steps == 2
