@@ -73,8 +73,8 @@ def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
     arms = (FITTED, *METHODS)
     return [
         Cell(source, factor, arm, seed, lora, text)
-        for lora, factors in ((False, FACTORS), (True, TRAINED_FACTORS))
         for seed in SEEDS
+        for lora, factors in ((False, FACTORS), (True, TRAINED_FACTORS))
         for factor in factors
         for source, text in sources
         for arm in arms
@@ -291,10 +291,8 @@ def main() -> None:
     wanted = cells(given.also, given.text, given.quick)
     todo = [cell for cell in wanted if not place(root, cell).exists()]
     with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
-        for lora in (False, True):  # adapters wait for fitted tables
-            waiting = [
-                pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in todo if cell.lora == lora
-            ]
+        for _, part in itertools.groupby(todo, key=lambda cell: (cell.seed, cell.lora)):  # adapters wait for tables
+            waiting = [pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in part]
             for task in waiting:
                 task.get()
                 bar.update()
