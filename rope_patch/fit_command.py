@@ -134,11 +134,7 @@ def fit(
         raise
     found = {
         "command": shlex.join(["rope-patch", *sys.argv[1:]]),
-        "chosen": patch.chosen,
-        "method": str(patch.method),
-        "stopped": {label: why for label, why in patch.stopped.items() if why},
-        "candidates": {label: [_plain(c) for c in several] for label, several in patch.candidates.items()},
-        "losses": patch.losses,
+        **patch.to_dict(),
         "settings": {"target_length": target, "objective": asdict(objective), "constraint": asdict(constraint),
                      "steps": steps, "learning_rate": learning_rate, "seed": seed},
         "environment": environment(loaded),
@@ -155,17 +151,6 @@ def fit(
     print(
         f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it; fit.json says what was found"
     )
-
-
-def _plain(candidate: Any) -> dict[str, Any]:
-    return {
-        "name": candidate.name,
-        "method": str(candidate.method),
-        "retrieval": candidate.retrieval,
-        "prompts": {length: len(hits) for length, hits in candidate.hits.items()},
-        "answers_nll": candidate.answers,
-        "nll": dict(candidate.nll),
-    }
 
 
 def _print(patch: Any) -> None:

@@ -57,6 +57,16 @@ class FittedPatch(Patch):
     losses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     stopped: Mapping[str, str] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was found, for JSON."""
+        return {
+            "chosen": self.chosen,
+            "method": str(self.method),
+            "stopped": {label: why for label, why in self.stopped.items() if why},
+            "candidates": {label: [c.to_dict() for c in tried] for label, tried in self.candidates.items()},
+            "losses": {label: list(losses) for label, losses in self.losses.items()},
+        }
+
 
 def fit(
     model: nn.Module,

@@ -46,6 +46,17 @@ class Candidate:
         """Share of prompts answered, by length."""
         return {length: sum(found) / len(found) for length, found in self.hits.items()}
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the scores, for JSON."""
+        return {
+            "name": self.name,
+            "method": str(self.method),
+            "retrieval": {str(length): share for length, share in self.retrieval.items()},
+            "prompts": {str(length): len(hits) for length, hits in self.hits.items()},
+            "answers_nll": self.answers,
+            "nll": {str(high): nll for high, nll in self.nll.items()},
+        }
+
     def never_worse(self, other: Candidate) -> bool:
         """Whether no fewer prompts are answered in all, at no length surely fewer, and no bucket is predicted worse.
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rope_patch.checkpoints import RopePatchCallback, read_record, write_atomically, write_record
-from rope_patch.fitting import Constraint, FittedPatch, Objective, TrainableTable, fit, start_of
+from rope_patch.fitting import Constraint, Objective, TrainableTable, fit, start_of
 from rope_patch.methods import Method
 from rope_patch.record import PatchRecord, same_tables
 from rope_patch.sites import PatchError, find_rotary
@@ -106,7 +106,7 @@ def fit_table(model: Any, tokenizer: Any, options: Options, work: Path) -> Metho
     )
     found.restore()
     if PartialState().is_main_process:
-        write_atomically(work / FITTED, json.dumps(_summary(found), indent=1, allow_nan=False))
+        write_atomically(work / FITTED, json.dumps(found.to_dict(), indent=1, allow_nan=False))
     return found.method
 
 
@@ -116,22 +116,6 @@ def _first(characters: int, texts: Iterable[str]) -> Iterator[str]:
         characters -= len(text)
         if characters <= 0:
             return
-
-
-def _summary(found: FittedPatch) -> dict[str, Any]:
-    return {
-        "chosen": found.chosen,
-        "method": str(found.method),
-        "stopped": {label: why for label, why in found.stopped.items() if why},
-        "candidates": {
-            label: [
-                {"name": c.name, "retrieval": {str(n): v for n, v in c.retrieval.items()},
-                 "nll": {str(n): v for n, v in c.nll.items()}}
-                for c in tried
-            ]
-            for label, tried in found.candidates.items()
-        },
-    }  # fmt: skip
 
 
 def begun_with(checkpoint: Path) -> Method:
