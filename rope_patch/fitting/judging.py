@@ -27,8 +27,8 @@ class Candidate:
     """A table, and how it did on held-out text and prompts.
 
     Attributes:
-        name: ``"start"``, ``"step 30"``, ``"average"`` (of the second half), ``"halfway"`` from the start to that, a
-            ``"quarter"`` or an ``"eighth"`` of this way.
+        name: ``"start"``, ``"step 20"``, ``"average"`` (of the second half); where none of these will do, ``"halfway"``
+            from the start to the average, a ``"quarter"`` or an ``"eighth"`` of this way.
         method: that puts it in.
         hits: which prompts were answered, by length.
         answers: mean loss of an answer's token over all prompts [nats].

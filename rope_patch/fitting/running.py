@@ -24,7 +24,7 @@ from rope_patch.training.processes import from_first, processes
 WARM = 1 / 8
 """Share of the steps over which the learning rate rises: Adam's first ones go by the sign of a gradient of noise."""
 WAYS = ("halfway", "quarter", "eighth")
-"""From the start to the average; those after the first only while no candidate is good enough."""
+"""From the start to the average: tried in turn while no candidate is good enough."""
 WORSE, WATCHED = 1.0, 5
 """A fit diverges when the mean loss of so many steps lies so far above that of the first [nats]."""
 
@@ -96,7 +96,7 @@ class Run:
                     for total, p in zip(sums, parameters, strict=True):
                         p.copy_(total / counted * 0.5**share)
                 made.append(self._judge(name, table.method()))
-                if share and best(made) is not made[0]:
+                if best(made) is not made[0]:
                     break
         return tuple(made)
 
