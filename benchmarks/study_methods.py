@@ -66,14 +66,14 @@ class Cell(NamedTuple):
 
 
 def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
-    """Return every cell, what others wait for first."""
+    """Return every cell: one seed of all first, then the others from short to long, then what no adapter is for."""
     if quick:
         return [
             Cell("llama", 2, arm, 0, lora, None) for arm, lora in ((FITTED, False), ("YaRN", False), ("YaRN", True))
         ]
     sources = [("llama", None), ("gemma3", None), *([(also, file)] if also else [])]
     arms = (FITTED, *METHODS)
-    return [
+    made = [
         Cell(source, factor, arm, seed, lora, text)
         for seed in SEEDS
         for lora, factors in ((False, FACTORS), (True, TRAINED_FACTORS))
@@ -81,6 +81,8 @@ def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
         for source, text in sources
         for arm in arms
     ]
+    return sorted(made, key=lambda cell: (cell.seed > 0, cell.factor not in TRAINED_FACTORS and cell.seed > 0,
+                                          cell.factor * (cell.seed > 0)))  # fmt: skip
 
 
 def place(root: Path, cell: Cell) -> Path:
@@ -186,20 +188,21 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
 
 
 def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
-    """Return a row per checkpoint, factor, state and table, each against YaRN's on the same windows and prompts.
+    """Return a row per checkpoint, factor, state and table, each against YaRN's on the same seeds, windows and prompts.
 
     Over seeds a window's loss is its mean; intervals are Student's over windows, Newcombe's over the prompts of all
     seeds (as many as they are worth), and, of trained or fitted tables, Student's over seeds too.
     """
     judged = {cell: json.loads(place(root, cell).read_text()) for cell in done}
-    groups: dict[tuple[str, int, bool], dict[str, list[dict[str, Any]]]] = {}
+    groups: dict[tuple[str, int, bool], dict[str, dict[int, dict[str, Any]]]] = {}
     for cell in done:
-        arms = groups.setdefault((Path(cell.source).name, cell.factor, cell.lora), {})
-        arms.setdefault(cell.arm, []).append(judged[cell])
+        if cell._replace(arm="YaRN") in judged:
+            arms = groups.setdefault((Path(cell.source).name, cell.factor, cell.lora), {})
+            arms.setdefault(cell.arm, {})[cell.seed] = judged[cell]
     rows = []
-    for (source, factor, lora), arms in groups.items():
-        for arm, found in arms.items():
-            base = arms["YaRN"]
+    for (source, factor, lora), arms in sorted(groups.items(), key=lambda item: item[0][1:]):
+        for arm, by_seed in arms.items():
+            found, base = list(by_seed.values()), [arms["YaRN"][seed] for seed in by_seed]
             learned = lora or arm == FITTED
             rows.append(
                 {
@@ -208,7 +211,7 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "lora": lora,
                     "table": arm,
                     "methods": list(dict.fromkeys(part["method"] for part in found)),
-                    "seeds": len(found),
+                    "seeds": list(by_seed),
                     "perplexity": {n: math.exp(statistics.fmean(_windows(found, n))) for n in found[0]["nll"]},
                     "passkey": {n: statistics.fmean(_answers(found, n)) for n in found[0]["correct"]},
                     "prompts": {n: len(_answers(found, n)) for n in found[0]["correct"]},
@@ -283,6 +286,7 @@ def main() -> None:
     parser.add_argument("--also", default=None, help="folder of another checkpoint")
     parser.add_argument("--text", default=None, help="file of its text")
     parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
+    parser.add_argument("--report", action="store_true", help="measure nothing: report the cells that are there")
     parser.add_argument("--quick", action="store_true", help="three cells of a few steps")
     given = parser.parse_args()
     if bool(given.also) != bool(given.text):
@@ -292,14 +296,12 @@ def main() -> None:
     for folder in (root, tables):
         folder.mkdir(parents=True, exist_ok=True)
     wanted = cells(given.also, given.text, given.quick)
-    todo = [cell for cell in wanted if not place(root, cell).exists()]
+    todo = [] if given.report else [cell for cell in wanted if not place(root, cell).exists()]
     with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
-        for _, part in itertools.groupby(todo, key=lambda cell: (cell.seed, cell.lora)):  # adapters wait for tables
-            waiting = [pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in part]
-            for task in waiting:
-                task.get()
-                bar.update()
-    rows = summarise(root, wanted)
+        for task in [pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in todo]:
+            task.get()
+            bar.update()
+    rows = summarise(root, [cell for cell in wanted if place(root, cell).exists()])
     trained = [row for row in rows if row["table"] == FITTED]
     report = {
         "benchmark": "study_methods",

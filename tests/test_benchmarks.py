@@ -133,7 +133,7 @@ def test_study_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {(row["table"], row["lora"]): row for row in report["rows"]}
     assert rows.keys() == {("fitted", False), ("YaRN", False), ("YaRN", True)} and len(report["rows"]) == 3
     for (table, lora), row in rows.items():
-        assert row["prompts"] == {"256": 5, "512": 5} and row["seeds"] == 1
+        assert row["prompts"] == {"256": 5, "512": 5} and row["seeds"] == [0]
         for high, change in row["nll_minus_yarn"].items():
             other = rows["YaRN", lora]
             between = math.log(row["perplexity"][high] / other["perplexity"][high])
