@@ -6,16 +6,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
+ENGINES := $(VENV)/.engines
 # A process per core, up to four: each holds torch and small models, and computes on one thread.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo adapt test test-full check
+.PHONY: help demo adapt test test-full test-engines check
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(RUNTIME) ## what a patch does, on a bundled model, in a few minutes
 	$(BIN)/rope-patch demo
@@ -24,10 +25,13 @@ adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five metho
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png
 
 test: $(DEV) ## the tests of every day
-	$(BIN)/python -m pytest $(PARALLEL) -m "not full" --durations=20
+	$(BIN)/python -m pytest $(PARALLEL) -m "not full and not engines" --durations=20
 
 test-full: $(DEV) ## all tests, those that take minutes too
-	$(BIN)/python -m pytest $(PARALLEL) --durations=20
+	$(BIN)/python -m pytest $(PARALLEL) -m "not engines" --durations=20
+
+test-engines: $(ENGINES) ## what is exported, run in llama.cpp itself; builds it first, in 4 to 10 minutes
+	$(BIN)/python -m pytest -m engines --durations=20
 
 check: $(DEV) ## style, format and types
 	$(BIN)/ruff check
@@ -46,6 +50,10 @@ $(DEV): pyproject.toml constraints.txt
 	$(make_venv)
 	$(INSTALL) -e ".[dev]"
 	@touch $@ $(RUNTIME)
+
+$(ENGINES): $(DEV)
+	$(INSTALL) -e ".[dev,engines]"
+	@touch $@
 
 define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rope_patch needs Python 3.11 or newer, for example: make PYTHON=python3.11")'

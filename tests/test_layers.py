@@ -49,6 +49,7 @@ OPEN = {
     "fitting",
     "training",
     "planning",
+    "export",
     "recipes",
     "eval_tasks",
     "benchmarks",

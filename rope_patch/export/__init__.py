@@ -1,0 +1,1 @@
+"""What other engines read: folders and files that carry a patched table."""
