@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.analyze_command import analyze
+from rope_patch.export_command import export
 from rope_patch.fit_command import fit
 from rope_patch.kv_command import kv_check
 from rope_patch.loading import check_device, check_dtype, depth, items
@@ -80,13 +81,18 @@ def methods(as_json: Json = False) -> None:
 def inspect(model: Model, as_json: Json = False) -> None:
     """Show the rotary tables of a checkpoint: type, wavelengths, pairs that never turn, scaling, patch record.
 
-    Only the config is read, so this is instant at any size.
+    Only the config is read, or the header of a GGUF file, so this is instant at any size.
     """
     from rope_patch.folders import skeleton
     from rope_patch.frequencies import wavelength
     from rope_patch.verification import look
 
-    seen = look(skeleton(model))
+    if model.endswith(".gguf"):
+        from rope_patch.export.gguf import read_gguf
+
+        seen = read_gguf(model)
+    else:
+        seen = look(skeleton(model))
     if not as_json:
         print(seen)
         return
@@ -426,6 +432,7 @@ app.command()(theory)
 app.command()(analyze)
 app.command("kv-check")(kv_check)
 app.command()(fit)
+app.command()(export)
 
 
 def _command() -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,26 @@ def check_weights(folder: Path) -> None:
 def _write(
     model: PreTrainedModel, source: str | Path, out: str | Path, overwrite: bool, progress: Callable[[str], None]
 ) -> None:
+    with copied(source, out, overwrite=overwrite, progress=progress) as folder:
+        model.config.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def copied(
+    source: str | Path, out: str | Path, *, overwrite: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> Iterator[Path]:
+    """Give a folder with a copy of a checkpoint's files, its config and patch record left out, that becomes ``out``.
+
+    Args:
+        source: folder or hub id.
+        out: as for :func:`patch_folder`; nothing is left there if the block raises.
+        overwrite: write into a folder that holds files.
+        progress: told the name of each file before it is copied.
+
+    Raises:
+        ValueError: ``out`` is in the way.
+        OSError: unreadable source, damaged weights, unwritable ``out``.
+    """
     out = Path(out)
     if Path(source).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
@@ -162,4 +183,4 @@ def _write(
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
                 progress(path.name)
                 shutil.copyfile(path, folder / path.name)
-        model.config.save_pretrained(folder)
+        yield folder

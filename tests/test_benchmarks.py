@@ -113,6 +113,17 @@ def test_kv_check(tmp_path: Path) -> None:
     assert report["summary"]["least_speedup"] == row["decoded_over_one_pass"]["median"] > 0
 
 
+def test_engine_tables(tmp_path: Path) -> None:
+    report = run("engine_tables", tmp_path, against="transformers")
+    assert report["summary"].keys() == {"vllm", "sglang"}
+    for engine, seen in report["summary"].items():
+        rows = [row for row in report["rows"] if row["engine"] == engine]
+        if seen == "not installed":
+            assert not rows and engine not in report["environment"]
+        else:
+            assert len(rows) == seen["runs"] == 2 and seen["largest_difference"] <= 1e-6
+
+
 def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps its cells
     report = run("fit", tmp_path, against="transformers")

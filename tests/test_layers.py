@@ -37,7 +37,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ),
     ("__init__",),  # the public names: below the top, so that no module of the library imports them back
     (
-        *("cli", "theory_command", "analyze_command", "kv_command", "fit_command", "loading", "demo"),
+        *("cli", "theory_command", "analyze_command", "kv_command", "fit_command", "export_command", "loading", "demo"),
         *("recipes", "eval_tasks", "benchmarks"),
     ),
 )

@@ -1,0 +1,167 @@
+"""vLLM's and SGLang's own Python, where it is installed, builds our tables from our folders; no kernel runs here.
+
+`pip install --no-deps vllm sglang triton` in an environment beside this one, then what they say they lack. For
+transformers 4: `pip install --no-deps --target FOLDER transformers==4.57.1 huggingface_hub==0.36.0 tokenizers==0.22.1`,
+and TRANSFORMERS_4 set to that folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny import ARCHITECTURES, ids, logits, tiny_model
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+from rope_patch.export import export
+from rope_patch.export.engines import ENGINES
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.engines,
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution"),
+    pytest.mark.filterwarnings("ignore"),  # theirs
+]
+METHODS = ["pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "yarn:factor=4+p_rope:p=0.5", "learned"]
+VERSION_4 = [*(name for name in ARCHITECTURES if name not in ("phi3", "gemma4")), "phi", "stablelm", "gpt_neox"]
+SHOWN = FOLDER / "results" / "engine_tables.json"
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def tables(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark's module, and an engine that is installed."""
+    monkeypatch.syspath_prepend(FOLDER)
+    if importlib.import_module("engine_code").version(request.param) is None:
+        pytest.skip(f"{request.param} cannot be imported here")
+    return importlib.import_module("engine_tables"), request.param
+
+
+@pytest.mark.parametrize(
+    "method", ["pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "yarn:factor=4+p_rope:p=0.5", "learned"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text"])
+def test_the_engine_builds_our_table(tables, family, method, tmp_path):
+    module, engine = tables
+    base = module.checkpoint(family, tmp_path / "base")
+    wanted = module.method_of(method, base)
+    said = export(base, tmp_path / "out", to=engine, method=wanted, target_length=1024)
+    assert said["checked_against"] == ENGINES[engine].version
+    assert module.difference(engine, tmp_path / "out") <= 1e-6
+    if engine == "vllm":
+        assert module.engine_code.longest(tmp_path / "out") == 1024
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_tables_per_layer_type(tables, kind, tmp_path):
+    module, engine = tables
+    base = module.checkpoint("gemma3_text", tmp_path / "base")
+    rope_patch.folders.patch_folder(base, "abf:factor=8", tmp_path / "patched", layer_types=(kind,))
+    export(tmp_path / "patched", tmp_path / "out", to=engine)
+    assert module.difference(engine, tmp_path / "out") <= 1e-6
+
+
+def test_a_wrong_table_is_seen(tables, tmp_path):
+    module, engine = tables
+    base = module.checkpoint("llama", tmp_path / "base")
+    export(base, tmp_path / "out", to=engine, method="p_rope:p=0.5")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    for spelled in (config["rope_parameters"], config["rope_scaling"]):
+        for key in ("short_factor", "long_factor"):
+            spelled[key] = [1.01 * spelled[key][0], *spelled[key][1:]]
+    theirs = module.engine_code.tables(engine, tmp_path / "out", 256)[None]
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
+    assert float((module.engine_code.tables(engine, tmp_path / "wrong", 256)[None] - theirs).abs().max()) > 0.1
+
+
+def test_what_is_refused_is_wrong_there(tables, tmp_path):
+    module, engine = tables
+    if engine == "vllm":
+        pytest.skip("vLLM reads the tables of every family that is tried")
+    for family in ("gemma", "gemma2", "phi", "stablelm"):
+        base = module.checkpoint(family, tmp_path / family)
+        rope_patch.folders.patch_folder(base, "pi:factor=4", tmp_path / f"{family}-plain")
+        assert module.difference(engine, tmp_path / f"{family}-plain") > 0.1
+        with pytest.raises(ValueError, match="nothing but rope_theta"):
+            export(base, tmp_path / f"{family}-out", to=engine, method="pi:factor=4")
+
+
+def test_vllm_takes_the_adapter(tables, tmp_path):
+    if tables[1] != "vllm":
+        pytest.skip("vLLM's own check")
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.peft_helper import PEFTHelper
+
+    tiny_model().save_pretrained(tmp_path / "base")
+    tuned = get_peft_model(rope_patch.load(tmp_path / "base", "pi"), LoraConfig(r=8, target_modules=["q_proj"]))
+    rope_patch.save(tuned, tmp_path / "adapter")
+    export(tmp_path / "adapter", tmp_path / "out", to="vllm", lora=True)
+    allowed = LoRAConfig(max_lora_rank=8, max_loras=1)
+    PEFTHelper.from_local_dir(str(tmp_path / "out" / "adapter"), 64).validate_legal(allowed)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"modules_to_save": ["embed_tokens"]}))
+    with pytest.raises(ValueError, match="modules_to_save"):  # which we refuse, too
+        PEFTHelper.from_local_dir(str(tmp_path / "adapter"), 64).validate_legal(allowed)
+
+
+@pytest.mark.skipif("TRANSFORMERS_4" not in os.environ, reason="needs transformers 4 in a folder of its own")
+@pytest.mark.parametrize("family", VERSION_4)
+def test_transformers_4_gives_equal_logits(family, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = importlib.import_module("engine_tables")
+    base = tmp_path / "base"
+    if family in ARCHITECTURES:  # version 4 leaves out the soft caps of Gemma 2 unless its attention is eager
+        capless = {"attn_logit_softcapping": None} if family == "gemma2" else {}
+        tiny_model(family, **capless).save_pretrained(base)
+    else:
+        module.checkpoint(family, base)
+    tokens = ids() % 60 + 3
+    save_file({"ids": tokens}, tmp_path / "ids.safetensors")
+    wanted = {}
+    for number, name in enumerate(module.METHODS[:-1]):  # all but the partial form
+        method = module.method_of(name, base)
+        export(base, tmp_path / str(number), to="hf", method=method, target_length=256)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        rope_patch.apply(model, method, target_length=256)
+        wanted[str(number)] = logits(model, tokens)
+    script = Path(__file__).with_name("stock_reload.py")
+    environment = os.environ | {"PYTHONPATH": os.environ["TRANSFORMERS_4"]}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), *wanted],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = load_file(tmp_path / "stock.safetensors")
+    for number, expected in wanted.items():
+        assert torch.allclose(found[number], expected, atol=1e-6), module.METHODS[int(number)]
+
+
+@pytest.mark.skipif(not SHOWN.is_file(), reason="not in the source distribution")
+def test_claims_are_those_of_the_report():
+    """What ``engines.py`` says was checked is what the committed report shows, and every figure in it is small."""
+    report = json.loads(SHOWN.read_text())
+    for name in ("vllm", "sglang"):
+        engine = ENGINES[name]
+        assert report["environment"][name] == engine.version
+        rows = [row for row in report["rows"] if row["engine"] == name]
+        ran = {row["family"] for row in rows if row["verdict"] == "runs"}
+        assert ran == engine.reads
+        assert all(row["difference"] <= 1e-6 for row in rows if row["verdict"] == "runs")
+        for row in rows:
+            if row["verdict"] == "refused" and "nothing but rope_theta" in row["reason"]:
+                assert row["plain_folder"] > 0.1 or row["method"].startswith("longrope:factor=4")
+                assert (row["family"], None) in engine.base_only

@@ -1,0 +1,400 @@
+"""Export: one config that transformers 5 and 4 read alike, the same table back, partial rotary, adapters, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_cli import fail, run
+from tiny import ARCHITECTURES, SIZE, ids, logits, tiny_model
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, PhiConfig, StableLmConfig
+
+import rope_patch
+import rope_patch.export
+from rope_patch.export import export, folders
+from rope_patch.export.engines import ENGINES, UNVERIFIED, check
+from rope_patch.folders import skeleton, verify_folder
+from rope_patch.verification import look
+
+METHODS = ["pi:factor=4", "abf", "yarn:factor=3:attention_factor=1.5", "p_rope:p=0.5", "truncated"]
+NEOX = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
+PARTIAL = {
+    "phi": PhiConfig(**SIZE),
+    "phi-norms": PhiConfig(**SIZE, qk_layernorm=True),
+    "stablelm": StableLmConfig(**SIZE, qk_layernorm=True, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "gpt_neox": GPTNeoXConfig(**NEOX, rotary_pct=0.5),
+    "gpt_neox-whole": GPTNeoXConfig(**NEOX, rotary_pct=1.0),
+    "phi3": tiny.CONFIGS["phi3"],
+}
+
+
+def strong_model(family: str, **changes: Any) -> Any:
+    """A random model whose logits feel every weight, norms and biases included."""
+    model = tiny_model(family, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    return model
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path):
+    return saved(strong_model("llama"), tmp_path / "base")
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    model = get_peft_model(
+        rope_patch.load(base, "p_rope:p=0.5"),
+        LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False),
+    )
+    rope_patch.save(model, tmp_path / "adapter")
+    return tmp_path / "adapter", logits(model.eval())
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("to", ["hf", "vllm", "sglang"])
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_the_same_table_is_read_back(family, to, tmp_path):
+    first = saved(strong_model(family), tmp_path / "base")
+    for method in METHODS:
+        out = tmp_path / method.replace(":", "-")
+        model = AutoModelForCausalLM.from_pretrained(first)
+        try:
+            rope_patch.apply(model, method, target_length=256)
+            said = export(first, out, to=to, method=method, target_length=256)
+        except ValueError as refused:
+            assert not out.exists()
+            assert (
+                "nothing but rope_theta" in str(refused)
+                or "gemma4" in str(refused)
+                or "replace_scaling" in str(refused)
+            )
+            continue
+        assert said == json.loads((out / "export.json").read_text())
+        assert said["checked_against"] == ENGINES[to].version
+        plain = AutoModelForCausalLM.from_pretrained(out)
+        # transformers' own types are said as they are to it; the longrope form may miss the last bit of a frequency.
+        assert torch.allclose(logits(plain), logits(model), rtol=1e-4, atol=1e-4 if to != "hf" else 0.0)
+        for seen, wanted in zip(look(skeleton(out)).slots, look(model).slots, strict=True):
+            assert torch.allclose(seen.inv_freq, wanted.inv_freq, rtol=3e-7, atol=0)
+            assert seen.attention_scaling == pytest.approx(wanted.attention_scaling)
+        assert verify_folder(out).to_method() == rope_patch.inspect(model).record.to_method()
+        assert plain.config.max_position_embeddings == 256
+        assert (out / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+
+
+def test_both_spellings_and_the_keys_of_engines(base, tmp_path):
+    export(base, tmp_path / "out", to="sglang", method="yarn:factor=3:attention_factor=1.5", target_length=256)
+    config = config_of(tmp_path / "out")
+    new, old = config["rope_parameters"], config["rope_scaling"]
+    assert new == old and config["rope_theta"] == new["rope_theta"] == 10000.0
+    assert new["rope_type"] == "longrope" and new["short_factor"] == new["long_factor"]
+    assert new["short_mscale"] == new["long_mscale"] == new["attention_factor"] == 1.5
+    assert new["original_max_position_embeddings"] == config["max_position_embeddings"] == 256
+    assert config["rope_patch"]["method"]["method"] == "yarn"
+    # Loaded again, the older keys leave nothing behind.
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    assert not {"rope_scaling", "rope_theta"} & set(again.to_dict())
+
+
+def test_yarn_stays_native_where_the_tables_of_engines_are_long_enough(base, tmp_path):
+    for factor, kind in ((4, "yarn"), (2, "longrope")):  # 64 * factor positions, for a context of 256
+        said = export(base, tmp_path / str(factor), to="vllm", method=f"yarn:factor={factor}", target_length=256)
+        assert [table["rope_type"] for table in said["tables"]] == [kind]
+
+
+def test_phi3_states_one_context(tmp_path):
+    first = saved(tiny_model("phi3"), tmp_path / "base")
+    export(first, tmp_path / "out", to="vllm", method="pi", target_length=256)
+    config = config_of(tmp_path / "out")
+    assert config["original_max_position_embeddings"] == config["max_position_embeddings"] == 256
+    assert config["partial_rotary_factor"] == 1.0
+
+
+def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
+    # vLLM would rotate half of each head where transformers' Llama rotates all of it.
+    spelled = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    first = saved(tiny_model(rope_parameters=spelled), tmp_path / "base")
+    assert look(skeleton(first)).slots[0].rotary_dim == 16
+    export(first, tmp_path / "out", to="vllm")
+    config = config_of(tmp_path / "out")
+    assert "partial_rotary_factor" not in config and "partial_rotary_factor" not in config["rope_parameters"]
+    assert look(skeleton(tmp_path / "out")).slots[0].rotary_dim == 16
+
+
+def test_an_unpatched_and_an_already_patched_folder(base, tmp_path):
+    export(base, tmp_path / "plain", to="vllm")
+    assert config_of(tmp_path / "plain")["rope_parameters"]["rope_type"] == "default"
+    assert "rope_scaling" not in config_of(tmp_path / "plain")
+    run("apply", base, "p_rope", "p=0.5", "-o", tmp_path / "patched")
+    printed = run("export", tmp_path / "patched", "--to", "vllm", "-o", tmp_path / "out")
+    assert f"checked against vLLM {ENGINES['vllm'].version}" in printed and "written as longrope" in printed
+    assert "patched with p_rope:p=0.5" in run("verify", tmp_path / "out")
+    assert "4 still" in run("inspect", tmp_path / "out")
+    said = json.loads(run("export", tmp_path / "patched", "--to", "hf", "-o", tmp_path / "out2", "--json"))
+    assert said["engine"] == "transformers" and said["output"] == str(tmp_path / "out2")
+
+
+def test_an_unknown_family_is_unverified(tmp_path):
+    first = saved(tiny_neox(), tmp_path / "base")
+    printed = run("export", first, "--to", "vllm", "--method", "pi:factor=2", "-o", tmp_path / "out")
+    assert "unverified: no version of vLLM was seen to read such tables on gpt_neox" in printed
+    said = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert said["checked_against"] == UNVERIFIED and said["shown_by"] is None
+
+
+def tiny_neox() -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(PARTIAL["gpt_neox"]).eval()
+
+
+@pytest.mark.slow
+def test_plain_transformers_gives_equal_logits_in_a_fresh_process(base, tmp_path):
+    save_file({"ids": ids()}, tmp_path / "ids.safetensors")
+    wanted = {}
+    for to, method in (("hf", "p_rope:p=0.5"), ("vllm", "pi:factor=4"), ("sglang", "yarn:factor=4")):
+        export(base, tmp_path / to, to=to, method=method)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        rope_patch.apply(model, method)
+        wanted[to] = logits(model)
+    script = Path(__file__).with_name("stock_reload.py")
+    subprocess.run([sys.executable, str(script), str(tmp_path), *wanted], check=True, capture_output=True)
+    found = load_file(tmp_path / "stock.safetensors")
+    assert all(torch.equal(found[to], wanted[to]) for to in wanted)
+
+
+# --- the partial form
+
+
+@pytest.mark.parametrize("family", PARTIAL)
+def test_partial_form_is_p_rope(family, tmp_path, monkeypatch):
+    monkeypatch.setitem(tiny.CONFIGS, family, PARTIAL[family])
+    model = strong_model(family)
+    first = saved(model, tmp_path / "base")
+    before = logits(model)
+    patch = rope_patch.apply(model, "p_rope", p=0.5)
+    export(first, tmp_path / "out", to="hf", form="partial", method="p_rope:p=0.5")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(plain), logits(model), atol=2e-5)
+    assert not torch.allclose(before, logits(model), atol=1e-3)  # the patch is felt
+    slot, rests = look(plain).slots[0], patch.after[None].inv_freq == 0
+    assert slot.pairs == int((~rests).sum()) and slot.rope_type == "default"  # fewer features are rotated
+    assert torch.allclose(slot.inv_freq, patch.after[None].inv_freq[~rests], rtol=1e-5)
+    # and rows were moved: the new config over the old weights is another model
+    weights = load_file(first / "model.safetensors")
+    moved = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights.keys() == moved.keys()
+    save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    wrong = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.allclose(logits(wrong), logits(model), atol=1e-3)
+
+
+def test_partial_form_in_shards_and_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setitem(tiny.CONFIGS, "phi", PARTIAL["phi"])
+    model = strong_model("phi").bfloat16()
+    model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    rope_patch.apply(model, "p_rope", p=0.5)
+    export(tmp_path / "base", tmp_path / "out", to="vllm", form="partial", method="p_rope:p=0.5")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.allclose(logits(plain), logits(model), atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_partial_form_is_refused_where_the_family_ignores_it(family, tmp_path):
+    first = saved(tiny_model(family), tmp_path / "base")
+    with pytest.raises(ValueError, match="does not run p-RoPE as partial rotary: a small copy of it gave other logits"):
+        export(first, tmp_path / "out", to="hf", form="partial", method="p_rope:p=0.5")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["pi", "yarn", "p_rope_reversed:p=0.5", "nope", "default", "p_rope:p=0.5+pi"])
+def test_partial_form_is_refused_for_other_tables(method, tmp_path, monkeypatch):
+    monkeypatch.setitem(tiny.CONFIGS, "phi", PARTIAL["phi"])
+    first = saved(tiny_model("phi"), tmp_path / "base")
+    with pytest.raises(ValueError, match=r"--form partial (is for p-RoPE alone|needs pairs that turn)"):
+        export(first, tmp_path / "out", to="hf", form="partial", method=method)
+
+
+# --- adapters
+
+
+def test_an_adapter_is_merged(adapter, tmp_path):
+    folder, wanted = adapter
+    said = export(folder, tmp_path / "out", to="vllm")
+    assert said["tables"][0]["rope_type"] == "longrope"
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted, atol=1e-4)
+    assert "patched with p_rope" in run("verify", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
+
+
+def test_an_adapter_beside_its_patched_base(adapter, base, tmp_path):
+    from peft import PeftModel
+
+    folder, wanted = adapter
+    export(folder, tmp_path / "out", to="vllm", lora=True)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    served = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "out" / "adapter"
+    )
+    assert torch.equal(logits(served), wanted)
+    assert "p_rope" in run("verify", tmp_path / "out" / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modules_to_save": ["embed_tokens"]}, "it trains whole modules"),
+        ({"use_dora": True}, "it is DoRA"),
+        ({"bias": "all"}, "it trains biases"),
+        ({"lora_bias": True}, "it trains biases of its own"),
+    ],
+)
+def test_adapters_that_engines_do_not_take(adapter, tmp_path, change, message):
+    path = adapter[0] / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        export(adapter[0], tmp_path / "out", to="vllm", lora=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_gguf_is_handed_on(adapter, base, tmp_path, monkeypatch):
+    """What the GGUF writer is called with; the writer has tests of its own."""
+    called: list[Any] = []
+
+    def export_gguf(source: Any, out: Path, **options: Any) -> None:
+        model = skeleton(source) if isinstance(source, str | Path) else source
+        del options["progress"]
+        called.append((look(model).slots[0].rope_type, out.name, options))
+
+    fake = ModuleType("rope_patch.export.gguf")
+    fake.export_gguf = export_gguf
+    fake.export_gguf_lora = lambda source, out, **options: called.append((source.name, out.name, sorted(options)))
+    fake.read_gguf = lambda _: look(skeleton(base))
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr(rope_patch.export, "gguf", fake, raising=False)
+    out, first = tmp_path / "x.gguf", base / "config.json"
+    export(base, out, to="gguf")
+    export(base, out, to="gguf", method="pi", dtype="float16")
+    export(base, out, to="gguf", method="pi", base=first, overwrite=True)
+    export(adapter[0], out, to="gguf")
+    export(adapter[0], out, to="gguf", lora=True)
+    assert called == [
+        ("default", "x.gguf", {"base": None, "overwrite": False}),
+        ("linear", "x.gguf", {"base": None, "overwrite": False, "dtype": "float16"}),
+        ("linear", "x.gguf", {"base": first, "overwrite": True}),
+        ("proportional", "x.gguf", {"base": None, "overwrite": False}),
+        ("adapter", "x.gguf", ["overwrite", "progress"]),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+    assert "LlamaForCausalLM: not patched" in run("inspect", out)
+
+
+# --- refusals and bad input
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2"])
+def test_tables_that_sglang_would_lose_are_refused(family, tmp_path, monkeypatch, capsys):
+    first = saved(tiny_model(family), tmp_path / "base")
+    error = fail(monkeypatch, capsys, "export", first, "--to", "sglang", "--method", "yarn", "-o", tmp_path / "out")
+    assert f"SGLang 0.5.23 reads nothing but rope_theta on {family}: this table (yarn) would be lost" in error
+    assert export(first, tmp_path / "abf", to="sglang", method="abf")["checked_against"] == "0.5.23"
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_table_of_two_is_judged_by_its_layer_type(tmp_path):
+    first = saved(tiny_model("gemma3"), tmp_path / "base")
+    assert export(first, tmp_path / "full", to="sglang", method="pi")["checked_against"] == "0.5.23"
+    run("apply", first, "pi", "-o", tmp_path / "sliding", "--layer-type", "sliding_attention")
+    with pytest.raises(ValueError, match="the sliding_attention table of gemma3_text"):
+        export(tmp_path / "sliding", tmp_path / "out", to="sglang")
+    said = export(tmp_path / "sliding", tmp_path / "out", to="vllm")
+    assert said["notes"] == ["transformers 4 cannot say these tables: its spelling is left out"]
+    assert "rope_local_base_freq" not in config_of(tmp_path / "out")
+    full = config_of(tmp_path / "full")
+    assert (full["rope_local_base_freq"], full["rope_scaling"]["rope_type"]) == (10000.0, "longrope")
+
+
+def test_gemma4_on_sglang_is_refused():
+    with pytest.raises(ValueError, match="cannot run gemma4_text: its config loader fails"):
+        check("sglang", "gemma4_text", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{base}", "--to", "tgi", "-o", "{out}"), "unknown engine 'tgi'. Known: hf, vllm, sglang, gguf"),
+        (("{base}", "--to", "vllm", "-o", "{full}"), "is not empty: give a new folder"),
+        (("{base}", "--to", "vllm", "-o", "{base}"), "base"),
+        (("{base}", "--to", "hf", "--form", "half", "-o", "{out}"), "form must be one of table, partial"),
+        (("{base}", "--to", "gguf", "--form", "partial", "-o", "{out}"), "form 'partial' moves rows of the weights"),
+        (("{base}", "--to", "vllm", "--lora", "-o", "{out}"), "lora is for adapters: the source holds none"),
+        (("{base}", "--to", "vllm", "--gguf", "{base}/config.json", "-o", "{out}"), "a base GGUF file is for"),
+        (("{base}", "--to", "gguf", "--gguf", "{base}/none.gguf", "-o", "{out}"), "no file"),
+        (("{base}", "--to", "vllm", "--target-length", "1k", "-o", "{out}"), "target_length goes with a method"),
+        (("{base}", "--to", "vllm", "--dtype", "int8", "-o", "{out}"), "dtype must be one of"),
+        (("{base}", "--to", "vllm", "--method", "prope", "-o", "{out}"), "Did you mean 'p_rope'"),
+        (("./nothing", "--to", "vllm", "-o", "{out}"), "no folder ./nothing"),
+        (("{full}", "--to", "vllm", "-o", "{out}"), "has no config.json"),
+    ],
+)
+def test_errors_are_one_line_and_write_nothing(base, tmp_path, monkeypatch, capsys, arguments, message):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    places = {"base": base, "out": tmp_path / "out", "full": tmp_path / "full"}
+    before = sorted(tmp_path.rglob("*"))
+    assert message in fail(monkeypatch, capsys, "export", *(a.format(**places) for a in arguments))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dynamic_table_is_refused(tmp_path):
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    first = saved(tiny_model(rope_parameters=dynamic), tmp_path / "base")
+    with pytest.raises(ValueError, match="changes with the length during generation"):
+        export(first, tmp_path / "out", to="vllm")
+
+
+def test_an_altered_record_is_not_exported(base, tmp_path):
+    run("apply", base, "pi", "-o", tmp_path / "patched")
+    config = config_of(tmp_path / "patched")
+    config["rope_parameters"]["factor"] = 3.0
+    (tmp_path / "patched" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(rope_patch.PatchError, match="does not use the tables"):
+        export(tmp_path / "patched", tmp_path / "out", to="vllm")
+
+
+def test_force_replaces_and_an_error_leaves_the_old(base, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    export(base, out, to="vllm", method="pi")
+    old = (out / "config.json").read_text()
+
+    def break_off(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "_check", break_off)
+        with pytest.raises(OSError, match="no space left"):
+            export(base, out, to="vllm", method="abf", overwrite=True)
+    assert (out / "config.json").read_text() == old
+    assert not list(out.glob(".*")) and not list(tmp_path.glob(".*"))
+    export(base, out, to="vllm", method="abf", overwrite=True)
+    assert config_of(out)["rope_parameters"]["rope_type"] == "default"
