@@ -105,11 +105,12 @@ def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
         folder = root / "adapters" / place(root, cell).stem
         _finetune(cell, method, trained, folder, root, tokenizer, quick)
         model = rope_patch.load(folder, dtype=model.dtype).merge_and_unload().eval()
-        shutil.rmtree(folder / "work", ignore_errors=True)
     else:
         rope_patch.apply(model, method, target_length=cell.factor * trained)
     found = _judge(model, tokenizer, cell, trained, root, quick)
     write_atomically(place(root, cell), json.dumps({"method": method, **found}))
+    if cell.lora:  # not before: a run without its ``work`` would be nobody's after a kill
+        shutil.rmtree(folder / "work", ignore_errors=True)
     return cell
 
 
@@ -151,17 +152,14 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
     warnings.filterwarnings("ignore", category=FutureWarning)
     target = cell.factor * trained
     steps = 2 if quick else STEPS
-    texts: list[str | None] = [None, None]
+    source = "builtin"
     if cell.file:
-        texts = []
-        for name, text in zip(("fit", "judge"), halves(cell.file, tokenizer), strict=True):
-            path = root / f"{Path(cell.source).name}-{name}.txt"
-            write_atomically(path, str(text))
-            texts.append(str(path))
+        source = str(root / f"{Path(cell.source).name}-fit.txt")
+        write_atomically(source, str(halves(cell.file, tokenizer)[0]))
     base = {
         "model": {"name": cell.source, "dtype": "float32"},
         "patch": {"method": method, "target_length": target},
-        "data": {"lengths": target, **({"source": texts[0]} if cell.file else {})},
+        "data": {"lengths": target, "source": source},
         "train": {
             "steps": steps,
             "batch": max(1, TOKENS // target),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -85,6 +86,8 @@ def fit(
     check_source(model)
     if is_adapter(model):
         raise ValueError(f"{model} is an adapter: merge it into its base first, and fit that")
+    if Path(model).is_dir() and output.exists() and output.samefile(model):
+        raise ValueError(f"{output} is the checkpoint itself: give another output folder")
     if output.exists() and (not output.is_dir() or any(output.iterdir())) and not force:
         raise FileExistsError(f"{str(output)!r} is in the way: give a new folder, or --force")
     if data is not None and not data.exists():
@@ -98,7 +101,8 @@ def fit(
     hf_logging.disable_progress_bar()
     tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "replace": replace}
-    work = output.with_name(f"{output.name}.fit.jsonl")
+    place = Path(os.path.abspath(output))  # "." has no name
+    work = place.with_name(f"{place.name}.fit.jsonl")
     try:
         with tqdm(unit="tok", unit_scale=True, disable=as_json) as bar:
 
@@ -195,7 +199,7 @@ def _drawn(patch: Any, target: int) -> Any:
     from rope_patch import plots
     from rope_patch.methods import as_method
 
-    kind = next(kind for kind, slot in patch.after.items() if slot is not patch.before[kind])
+    kind = patch.record.layer_types[0]
     before, after = patch.before[kind], patch.after[kind]
     factor = max(1.0, target / before.context)
     shown = {f"in use: {patch.chosen}": after.inv_freq}

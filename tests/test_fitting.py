@@ -342,6 +342,74 @@ def test_a_rising_loss_is_a_divergence(losses, diverged):
     assert run._diverged() is diverged
 
 
+def test_a_table_that_no_config_can_state_is_a_divergence(tokenizer):
+    """One step is enough: the loss was finite, the table after it is not."""
+    patch = fitted(small(), tokenizer, init=["pi", "yarn"], learning_rate=1e7, steps=1, checks=1)
+    assert all(why.startswith("diverged at step 1") for why in patch.stopped.values()) and len(patch.stopped) == 2
+    assert patch.chosen.endswith(", start")
+
+
+def test_the_average_is_of_steps_that_were_judged(tokenizer, monkeypatch):
+    """Steps 6 and 7 of 12 count; step 8 was taken in the part that diverged at step 9."""
+    seen, step, judge = {}, running.Run._step, running.Run._judge
+
+    def diverging(self, number, *rest):
+        loss = step(self, number, *rest)
+        seen[number] = self.table.log_factors[0].detach().clone()
+        return math.inf if number == 9 else loss
+
+    def noted(self, name, method):
+        seen[name] = self.table.log_factors[0].detach().clone()
+        return judge(self, name, method)
+
+    monkeypatch.setattr(running.Run, "_step", diverging)
+    monkeypatch.setattr(running.Run, "_judge", noted)
+    fitted(small(), tokenizer, steps=12, checks=3, patience=9)
+    torch.testing.assert_close(seen["average"], (seen[6] + seen[7]) / 2)
+
+
+def test_a_fit_that_learns_nothing_is_stopped_early(tokenizer, monkeypatch):
+    monkeypatch.setattr(fitting.Judging, "loss", lambda self, candidate: 1.0)
+    patch = fitted(small(), tokenizer, steps=8, checks=4, patience=2)
+    assert patch.stopped == {"yarn:factor=1.5": "no better after step 4"} and len(patch.losses["yarn:factor=1.5"]) == 4
+
+
+def test_the_learning_rate_rises_and_falls_to_zero(tokenizer, monkeypatch):
+    rates, step = [], running.Run._step
+
+    def noted(self, number, label, adam, parameters):
+        rates.extend(group["lr"] for group in adam.param_groups)
+        return step(self, number, label, adam, parameters)
+
+    monkeypatch.setattr(running.Run, "_step", noted)
+    fitted(small(), tokenizer, steps=16, checks=1, learning_rate=0.01)
+    assert rates[:2] == pytest.approx([0.005, 0.01 * 15 / 16]) and rates[-1] == pytest.approx(0.01 / 16)
+
+
+def test_what_decides_was_not_fitted_to(tokenizer, monkeypatch):
+    """Held-out windows and haystacks are of the last tenth, and no prompt is of a training seed."""
+    made, asked = [], []
+    judging, maker = fitting.Judging, fitting.PromptMaker.prompts
+
+    def noted(*args):
+        made.append(judging(*args))
+        return made[-1]
+
+    def prompts(self, *args, **kwargs):
+        asked.append((self, kwargs["seed"]))
+        return maker(self, *args, **kwargs)
+
+    monkeypatch.setattr(fitting, "Judging", noted)
+    monkeypatch.setattr(fitting.PromptMaker, "prompts", prompts)
+    fitted(small(), tokenizer, steps=0)
+    (judged,), (_, held) = made, split_text(TEXT)
+    for window in judged.texts:
+        words = tokenizer.decode(window.ids[1:]).strip()[20:-20]
+        assert words in held and words not in split_text(TEXT)[0]
+    assert judged.maker.haystack.text == held
+    assert all(seed >= fitting.SEED for who, seed in asked if who is judged.maker)
+
+
 def test_an_infinite_loss_stops_a_fit(tokenizer, monkeypatch):
     stock = running.token_loss
 
@@ -382,13 +450,34 @@ def test_an_interrupted_fit_goes_on(tokenizer, tmp_path):
     assert other.losses != whole.losses
 
 
+def test_what_was_kept_is_of_the_same_call(tokenizer):
+    kept = {}
+    fitted(small(), tokenizer, resume=kept)
+    for changes in (
+        {"objective": Objective(retrieval=0.2)},
+        {"constraint": Constraint(band=1.01)},
+        {"learning_rate": 0.05},
+        {"batch_tokens": 288},
+    ):
+        again, fresh = (fitted(small(), tokenizer, resume=resume, **changes) for resume in (kept, None))
+        assert again.losses == fresh.losses and again.candidates == fresh.candidates
+
+
 def test_checkpointing_changes_nothing(tokenizer):
     plain, thrifty = (fitted(small(), tokenizer, checkpointing=value) for value in (False, True))
     for one, other in zip(*(patch.losses["yarn:factor=1.5"] for patch in (plain, thrifty)), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     model = small()
     fitted(model, tokenizer, checkpointing=True)
-    assert not model.is_gradient_checkpointing
+    assert not running._checkpointed(model)
+    model.gradient_checkpointing_enable()
+    fitted(model, tokenizer, checkpointing=True, replace=True)
+    assert running._checkpointed(model), "it was on before"
+
+
+def test_a_fit_is_without_dropout(tokenizer):
+    plain, thrifty = (fitted(small(attention_dropout=0.5).train(), tokenizer, checkpointing=c) for c in (False, True))
+    assert plain.losses["yarn:factor=1.5"] == pytest.approx(thrifty.losses["yarn:factor=1.5"], abs=1e-5)
 
 
 def test_bfloat16(tokenizer):
@@ -548,6 +637,31 @@ def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
         command(*words(folder, out))
     again = json.loads(command(*words(folder, out), "--force", "--json", "--no-figure"))
     assert {**again, "command": ""} == {**found, "command": ""}
+
+
+def test_a_fit_that_diverged_is_written_and_said(folder, tmp_path):
+    shown = command(*words(folder, tmp_path / "out"), "--learning-rate", 1e7)
+    assert "diverged at step 1" in shown and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert json.loads((tmp_path / "out" / "fit.json").read_text())["losses"] == {"yarn:factor=1.5": [None]}
+
+
+@pytest.mark.parametrize("start", ["default", "p_rope:p=1"])
+def test_a_table_that_is_the_base_is_drawn(folder, tmp_path, start):
+    command(*words(folder, tmp_path / "out"), "--steps", 0, "--init", start)
+    assert (tmp_path / "out" / "fit.svg").exists()
+
+
+def test_the_checkpoint_itself_is_refused_before_the_fit(folder, monkeypatch):
+    monkeypatch.setattr(fitting, "fit", lambda *args, **kwargs: pytest.fail("it was fitted"))
+    with pytest.raises(ValueError, match="is the checkpoint itself"):
+        command(*words(folder, folder), "--force")
+
+
+def test_here_is_an_output(folder, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    command(*words(folder, "."), "--steps", 0, "--no-figure")
+    assert Path("fit.json").exists() and not list(tmp_path.glob("*.jsonl"))
 
 
 def test_a_family_is_scanned(folder, tmp_path):

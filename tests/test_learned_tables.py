@@ -168,6 +168,37 @@ def record_of(folder):
     return find_rotary(AutoModelForCausalLM.from_pretrained(folder)).record
 
 
+def test_a_checkpoint_of_a_whole_model_says_its_own_table(tmp_path):
+    """In both places: the record beside it, and the config that a stock loader reads."""
+    result = finetune(options(tmp_path / "run", *TRAINED, "lora.rank=0", "train.learning_rate=0.001"))
+    for step in (2, 4):
+        folder = result.folder / "work" / f"checkpoint-{step}"
+        assert record_of(folder).tables == read_record(folder).tables
+        stock = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
+        torch.testing.assert_close(stock.double().log(), values(folder), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("when", ["train.save_every=1", "evaluation.every=1"])
+def test_a_trained_table_that_diverges_says_so(tmp_path, when):
+    words = [word for word in TRAINED if not word.startswith("train.save")]
+    with pytest.raises(FloatingPointError, match=r"no longer finite: take a lower patch\.learning_rate"):
+        finetune(options(tmp_path / "run", *words, when, "patch.learning_rate=1e6"))
+
+
+def test_text_enough_for_the_held_out_windows_is_read(monkeypatch, tmp_path):
+    from rope_patch.training import tables
+
+    taken = []
+    monkeypatch.setattr(tables, "plain_texts", lambda *_: (taken.append(n) or "x" * 1_000_000 for n in range(100)))
+    monkeypatch.setattr(tables, "open_source", lambda *_: None)
+    monkeypatch.setattr(tables, "fit", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    model = torch.nn.Linear(1, 1)
+    asked = options("x", *FITTED, "fit.windows=8", "patch.target_length=32k", "data.lengths=1k")
+    with pytest.raises(KeyboardInterrupt):
+        tables.fit_table(model, None, asked, tmp_path)
+    assert len(taken) * 1e6 >= 8 * 32768 * 4.5 * 10
+
+
 def test_the_group_of_a_table(trained):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     rope_patch.apply(model, "yarn", factor=2)

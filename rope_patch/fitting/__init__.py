@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.documents import Source, spread_windows
-from rope_patch.evaluation.journal import Journal
+from rope_patch.evaluation.journal import Journal, finite
 from rope_patch.evaluation.prompts import Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import check_asked
 from rope_patch.evaluation.scoring import fingerprint
@@ -58,14 +58,16 @@ class FittedPatch(Patch):
     stopped: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was found, for JSON."""
-        return {
+        """Return what was found, for JSON; None for a loss that is no number."""
+        found = {
             "chosen": self.chosen,
             "method": str(self.method),
             "stopped": {label: why for label, why in self.stopped.items() if why},
             "candidates": {label: [c.to_dict() for c in tried] for label, tried in self.candidates.items()},
             "losses": {label: list(losses) for label, losses in self.losses.items()},
         }
+        made: dict[str, Any] = finite(found)
+        return made
 
 
 def fit(

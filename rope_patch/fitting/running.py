@@ -66,6 +66,7 @@ class Run:
         stops = sorted({round(steps * (i + 1) / checks) for i in range(checks)} - {0})
         least, waited, low = self.judged.loss(made[0]), 0, 0
         for stop in stops:
+            before = [total.clone() for total in sums]
             if not self._restore(stop, adam, parameters, sums):
                 with self._fitting(checkpointing):
                     for step in range(low, stop):
@@ -80,6 +81,7 @@ class Run:
                 if not self._diverged():
                     self._keep(stop, adam, parameters, sums)
             if self._diverged():
+                sums = before  # of the steps before ``low`` alone, as they are counted below
                 self.stopped = f"diverged at step {len(self.losses)} (loss {self.losses[-1]:.3g})"
                 break
             low = stop
@@ -123,6 +125,8 @@ class Run:
         if not all(bool(grad.isfinite().all()) for grad in grads) or not bool(total.isfinite().all()):
             return math.inf
         adam.step()
+        if not self.table.stateable():
+            return math.inf
         return float(total[0] / total[1])
 
     def _diverged(self) -> bool:
@@ -142,10 +146,11 @@ class Run:
             stack.callback(lambda: [p.requires_grad_(wanted) for p, wanted in asked])
             if checkpointing:
                 name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+                if not _checkpointed(model):
+                    stack.callback(getattr(model, f"{name}_checkpointing_disable"))
                 getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
-                stack.callback(getattr(model, f"{name}_checkpointing_disable"))
-                for module in model.modules():  # transformers checkpoints in training mode alone
-                    module.training = not isinstance(module, nn.Dropout)
+                for module in _checkpointed(model):  # in training mode alone; attention's own dropout stays off
+                    module.training = True
             self.site.put(self.table)
             stack.callback(self.site.put, self.site.module)
             yield
@@ -186,6 +191,15 @@ class Run:
             }
         self.losses = list(found["losses"])
         return True
+
+
+def _checkpointed(model: nn.Module) -> list[nn.Module]:
+    """The modules that are computed again in the backward pass, while they are in training mode."""
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False) or getattr(module, "activation_checkpointing", False)
+    ]
 
 
 @contextlib.contextmanager

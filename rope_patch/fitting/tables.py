@@ -114,6 +114,11 @@ class TrainableTable(nn.Module):
             made.append(Table(values, float(scaling.detach()), kind if len(self.kinds) > 1 else None))
         return made[0] if len(made) == 1 else Chain(tuple(made))
 
+    def stateable(self) -> bool:
+        """Whether the tables as they are can be stated in a config: finite numbers, a factor > 0."""
+        found = [tensor.detach().float() for kind in self.kinds for tensor in self.table(kind)]
+        return all(bool(tensor.isfinite().all()) for tensor in found) and all(bool(s > 0) for s in found[1::2])
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainableTable:
         if fn(torch.empty(0, dtype=torch.float64)).dtype != torch.float64:
             raise TypeError("a cast would round the table that is being fitted: cast the model before, or after")

@@ -15,9 +15,11 @@ from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers.utils import CONFIG_NAME
 
 from rope_patch.checkpoints import RopePatchCallback, read_record, write_atomically, write_record
 from rope_patch.fitting import Constraint, Objective, TrainableTable, fit, start_of
+from rope_patch.fitting.rows import LIMIT, VALIDATION
 from rope_patch.methods import Method
 from rope_patch.record import PatchRecord, same_tables
 from rope_patch.sites import PatchError, find_rotary
@@ -30,8 +32,8 @@ TABLE_FILE = "rope_patch_table.safetensors"
 """Parameters of a table that is trained with the weights, in every checkpoint of such a run."""
 FITTED, JOURNAL = "fit.json", "fit.jsonl"
 """What came of a fit, and its finished parts, in the ``work`` of a run."""
-CHARACTERS = 8_000_000
-"""Read of a run's text to fit a table to."""
+CHARACTERS, PER_TOKEN = 8_000_000, 6
+"""Read of a run's text to fit a table to, at least; and what a token of the held-out windows is taken to need."""
 
 
 # --- before the weights ----------------------------------------------------------------------------------------------
@@ -80,7 +82,11 @@ def fit_table(model: Any, tokenizer: Any, options: Options, work: Path) -> Metho
         The table, as a method.
     """
     asked, patch = options.fit, options.patch
-    text = _first(CHARACTERS, plain_texts(tokenizer, open_source(options.data, options.train.seed), options.data))
+    needed = round(PER_TOKEN * asked.windows * options.target_length / VALIDATION)
+    text = _first(
+        min(LIMIT, max(CHARACTERS, needed)),
+        plain_texts(tokenizer, open_source(options.data, options.train.seed), options.data),
+    )
     device = PartialState().device
     if options.model.quantization == "none":
         model.to(device)
@@ -170,12 +176,21 @@ class TableTraining(RopePatchCallback):
         self.site.put(self.table)
         try:
             yield
-        finally:
-            self.settle()
+        except BaseException:
+            with contextlib.suppress(FloatingPointError):  # it has said why
+                self.settle()
+            raise
+        self.settle()
 
     def settle(self) -> PatchRecord:
-        """Make what the table has become the model's patch."""
+        """Make what the table has become the model's patch.
+
+        Raises:
+            FloatingPointError: it has become none; the patch is the one before.
+        """
         self.site.put(self.settled)
+        if not self.table.stateable():
+            raise FloatingPointError("the trained table is no longer finite: take a lower patch.learning_rate")
         kinds = self.begun.layer_types
         made = apply(
             self.model,
@@ -209,6 +224,8 @@ class TableTraining(RopePatchCallback):
         """Write the record of the table as it is, and its parameters."""
         with self.as_it_is() as record:
             write_record(record, folder)
+            if (folder / CONFIG_NAME).is_file():  # of a whole model: it was written under the table of the last look
+                self.site.model.config.save_pretrained(folder)
         state = {name: value.detach().cpu().contiguous() for name, value in self.table.state_dict().items()}
         save_file(state, folder / TABLE_FILE, metadata={"begun": json.dumps(self.begun.to_dict())})
 
