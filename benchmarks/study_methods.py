@@ -6,14 +6,16 @@
 
 Checkpoints are the bundled ones and, with `--also`, one that cannot copy, such as llama2xs281K: it is adapted to the
 first half of its own text, stories divided by <|endoftext|>, and judged by perplexity alone on the second. Zero-shot at
-2, 4, 8 and 16 times; after LoRA of equal tokens at 4 and 16 times, of text alone, no retrieval prompt. A seed is that
-of the fit, of the adapters, of the order of rows and of the prompts; windows of text are the same everywhere. Fitted
-tables are those of fit.py, in build/fit. Each cell is written to build/study when it is done, and not measured again.
+2, 4, 8 and 16 times; after LoRA of equal tokens at 4 and 16 times, of text alone, no retrieval prompt. What a table was
+fitted to before (text and passkey prompts, three to six times as many tokens) comes on top. A seed is that of the fit,
+of the adapters, of the order of rows and of the prompts; windows of text are the same everywhere. Fitted tables are
+those of fit.py, in build/fit. Each cell is written to build/study when it is done, and not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -91,6 +93,18 @@ def place(root: Path, cell: Cell) -> Path:
     return root / f"{state}-{Path(cell.source).name}-{cell.factor}-{cell.arm}-{cell.seed}.json"
 
 
+def asked(cell: Cell) -> list[Any]:
+    """Return what a cell's numbers depend on besides its name and the code."""
+    text = None if cell.file is None else hashlib.sha256(Path(cell.file).read_bytes()).hexdigest()
+    return [METHODS.get(cell.arm), STEPS * TOKENS if cell.lora else 0, WINDOWS, len(DEPTHS), SAMPLES, text]
+
+
+def known(root: Path, cell: Cell) -> bool:
+    """Whether a cell was measured, as it would be now."""
+    path = place(root, cell)
+    return path.exists() and json.loads(path.read_text()).get("asked") == asked(cell)
+
+
 def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
     """Train where that is asked, judge, and write a cell."""
     model, tokenizer = opened(cell.source)  # before what logs as it is imported
@@ -108,7 +122,7 @@ def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
     else:
         rope_patch.apply(model, method, target_length=cell.factor * trained)
     found = _judge(model, tokenizer, cell, trained, root, quick)
-    write_atomically(place(root, cell), json.dumps({"method": method, **found}))
+    write_atomically(place(root, cell), json.dumps({"asked": asked(cell), "method": method, **found}))
     if cell.lora:  # not before: a run without its ``work`` would be nobody's after a kill
         shutil.rmtree(folder / "work", ignore_errors=True)
     return cell
@@ -214,7 +228,7 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "passkey": {n: statistics.fmean(_answers(found, n)) for n in found[0]["correct"]},
                     "prompts": {n: len(_answers(found, n)) for n in found[0]["correct"]},
                     "nll_minus_yarn": {n: _nll_change(found, base, n, learned) for n in found[0]["nll"]},
-                    "passkey_minus_yarn": {n: _passkey_change(found, base, n) for n in found[0]["correct"]},
+                    "passkey_minus_yarn": {n: _passkey_change(found, base, n, learned) for n in found[0]["correct"]},
                 }
             )
     return rows
@@ -238,13 +252,17 @@ def _nll_change(ours: list[dict[str, Any]], base: list[dict[str, Any]], bucket: 
     seeds = [
         statistics.fmean(a["nll"][bucket]) - statistics.fmean(b["nll"][bucket]) for a, b in zip(ours, base, strict=True)
     ]
-    if learned and len(seeds) > 1:
-        half = float(stats.t.ppf(0.975, len(seeds) - 1)) * statistics.stdev(seeds) / math.sqrt(len(seeds))
-        made["over_seeds"] = [made["estimate"] - half, made["estimate"] + half]
-    return made
+    return made | ({"over_seeds": _student(seeds)} if learned and len(seeds) > 1 else {})
 
 
-def _passkey_change(ours: list[dict[str, Any]], base: list[dict[str, Any]], length: str) -> dict[str, Any]:
+def _student(values: list[float]) -> list[float]:
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return [statistics.fmean(values) - half, statistics.fmean(values) + half]
+
+
+def _passkey_change(
+    ours: list[dict[str, Any]], base: list[dict[str, Any]], length: str, learned: bool
+) -> dict[str, Any]:
     one, other = _answers(ours, length), _answers(base, length)
     haystacks = [
         [a - b for a, b in zip(mine, theirs, strict=True)]
@@ -252,9 +270,14 @@ def _passkey_change(ours: list[dict[str, Any]], base: list[dict[str, Any]], leng
         for mine, theirs in zip(zip(*x["correct"][length], strict=True), zip(*y["correct"][length], strict=True),
                                 strict=True)
     ]  # fmt: skip
+    seeds = [
+        statistics.fmean(_answers([a], length)) - statistics.fmean(_answers([b], length))
+        for a, b in zip(ours, base, strict=True)
+    ]
     return {
         "estimate": statistics.fmean(one) - statistics.fmean(other),
         "interval": list(paired_shares(one, other, count=independent_count(haystacks))),
+        **({"over_seeds": _student(seeds)} if learned and len(seeds) > 1 else {}),
     }
 
 
@@ -294,12 +317,12 @@ def main() -> None:
     for folder in (root, tables):
         folder.mkdir(parents=True, exist_ok=True)
     wanted = cells(given.also, given.text, given.quick)
-    todo = [] if given.report else [cell for cell in wanted if not place(root, cell).exists()]
+    todo = [] if given.report else [cell for cell in wanted if not known(root, cell)]
     with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
         for task in [pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in todo]:
             task.get()
             bar.update()
-    rows = summarise(root, [cell for cell in wanted if place(root, cell).exists()])
+    rows = summarise(root, [cell for cell in wanted if known(root, cell)])
     trained = [row for row in rows if row["table"] == FITTED]
     report = {
         "benchmark": "study_methods",

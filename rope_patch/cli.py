@@ -546,7 +546,7 @@ def run(app: typer.Typer) -> None:
         if os.environ.get("ROPE_PATCH_DEBUG"):
             raise
         hint = (
-            ': pip install "rope_patch[plots]", or give --no-report'
+            ': pip install "rope_patch[plots]", or give --no-report (--no-figure for fit)'
             if "No module named 'matplotlib" in str(error)
             else ""
         )

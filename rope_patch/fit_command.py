@@ -24,11 +24,13 @@ def fit(
     data: Annotated[
         Path | None, typer.Option(help="File or folder (*.txt) to fit to; its last tenth decides. Else Python's own.")
     ] = None,
-    init: Annotated[str, typer.Option(help='Tables to start from, "yarn abf:factor=50"; all are fitted.')] = "yarn",
+    init: Annotated[
+        str | None, typer.Option(help='Tables to start from, "yarn abf:factor=50"; all are fitted. yarn by default.')
+    ] = None,
     family: Annotated[
         str | None, typer.Option(help="Scan the parameters of a method instead, without gradients: p_rope.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Of Adam; 0 judges the starts alone.")] = 60,
+    steps: Annotated[int | None, typer.Option(help="Of Adam; 0 judges the starts alone. 60 by default.")] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(help="Of a step; two rows of the target, 4096 at least [tokens].")
     ] = None,
@@ -92,10 +94,13 @@ def fit(
         raise FileExistsError(f"{str(output)!r} is in the way: give a new folder, or --force")
     if data is not None and not data.exists():
         raise FileNotFoundError(f"no file or folder {str(data)!r}")
+    if family is not None and (init is not None or steps is not None):
+        raise ValueError("--family scans its own starts without a step: leave --init and --steps out")
+    steps = 0 if family else 60 if steps is None else steps
     target = parse_length(length)
     objective = fitting.Objective(retrieval, fitting.Objective.prompts if retrieval else 0.0, task)
     constraint = fitting.Constraint(band, monotone, curve, scaling)
-    starts = fitting.family(family) if family else items(init)
+    starts = fitting.family(family) if family else (init or "yarn").split()
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
@@ -118,7 +123,7 @@ def fit(
                 init=starts,
                 objective=objective,
                 constraint=constraint,
-                steps=0 if family else steps,
+                steps=steps,
                 batch_tokens=batch_tokens,
                 learning_rate=learning_rate,
                 checks=checks,

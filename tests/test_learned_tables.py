@@ -231,6 +231,9 @@ def test_the_group_of_a_table(trained):
         (["patch.method=yarn:factor=2", "fit.steps=3"], "fit.* without patch.method=fit would change nothing"),
         (["patch.trainable=true", "train.optimizer=adamw_8bit"], "adamw_8bit cannot train a table"),
         (["patch.learning_rate=0"], "patch.learning_rate must be > 0"),
+        (["patch.learning_rate=0.5"], "patch.learning_rate without patch.trainable=true would change nothing"),
+        (["patch.method=fit", "fit.init=yarn yarn"], "fit: init must name tables that differ, got 'yarn yarn'"),
+        (["patch.method=fit", "fit.band=.inf"], "fit.band must be finite"),
     ],
 )
 def test_bad_options_say_what_to_change(words, message):
@@ -245,6 +248,9 @@ def test_what_cannot_be_fitted_is_refused_before_anything_is_written(tmp_path, m
     for words in (FITTED, TRAINED):
         with pytest.raises(ValueError, match="need whole models in every process"):
             finetune(options(tmp_path / "run", *words))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with pytest.raises(ValueError, match="there is no frequency to fit"):
+        finetune(options(tmp_path / "run", *TRAINED, "patch.method=nope"))
     assert not (tmp_path / "run").exists()
 
 

@@ -35,7 +35,7 @@ class Constraint:
     scaling: bool = True
 
     def __post_init__(self) -> None:
-        if self.band is not None and not self.band > 1:
+        if self.band is not None and not 1 < self.band < math.inf:
             raise ValueError(f"band must be a factor > 1, got {self.band}")
         if self.curve is not None and self.curve < 1:
             raise ValueError(f"curve must be >= 1 cosines, got {self.curve}")

@@ -99,6 +99,8 @@ def finetune(options: Options, *, command: str = "", restart: bool = False) -> R
         check_table(model, options)
     if not fitting:
         model = prepare(model, options)
+        if options.patch.trainable:
+            TableTraining(model, options.patch.learning_rate)  # refuses what cannot be, while nothing is written
     check_base(run, model, identity)
     judge = Judge(options.evaluation, options.evaluation_lengths, tokenizer)
     with contextlib.ExitStack() as held:

@@ -53,7 +53,7 @@ class PatchOptions:
         freeze_at: length at which a dynamic table is frozen [tokens].
         replace: replace an earlier patch.
         trainable: train the table, too, with what ``lora`` says.
-        learning_rate: of the table's logarithms where it is trained.
+        learning_rate: of the table's logarithms where it is trained; ``train.max_grad_norm`` counts their gradient too.
     """
 
     method: str | None = None
@@ -346,14 +346,15 @@ class Options:
             try:
                 Objective(self.fit.retrieval, self.fit.prompts if self.fit.retrieval else 0.0, self.fit.task)
                 Constraint(self.fit.band, self.fit.monotone, self.fit.curve)
-                for start in self.fit.init.split():
-                    start_of(start, 1.0)
+                starts = [start_of(start, 1.0) for start in self.fit.init.split()]
+                if not starts or len({str(start) for start in starts}) < len(starts):
+                    raise ValueError(f"init must name tables that differ, got {self.fit.init!r}")
             except ValueError as error:
                 raise ValueError(f"fit: {error}") from None
-            if not self.fit.init.split():
-                raise ValueError("fit.init names no table to start from")
         elif self.fit != FitOptions():
             raise ValueError("fit.* without patch.method=fit would change nothing")
+        if not self.patch.trainable and self.patch.learning_rate != PatchOptions.learning_rate:
+            raise ValueError("patch.learning_rate without patch.trainable=true would change nothing")
         if self.patch.trainable and self.train.optimizer not in ("adamw", "sgd"):
             raise ValueError(f"patch.trainable: {self.train.optimizer} cannot train a table: take adamw or sgd")
 
