@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,15 +16,17 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_cli import fail, run
 from tiny import ARCHITECTURES, SIZE, ids, logits, tiny_model
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, PhiConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaForCausalLM, PhiConfig, StableLmConfig
 
 import rope_patch
 import rope_patch.export
 from rope_patch.export import export, folders
 from rope_patch.export.engines import ENGINES, UNVERIFIED, check
 from rope_patch.folders import skeleton, verify_folder
+from rope_patch.sites import find_rotary
 from rope_patch.verification import look
 
+BUNDLED = rope_patch.data_path("assets") / "llama"
 METHODS = ["pi:factor=4", "abf", "yarn:factor=3:attention_factor=1.5", "p_rope:p=0.5", "truncated"]
 NEOX = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
 PARTIAL = {
@@ -277,36 +279,46 @@ def test_adapters_that_engines_do_not_take(adapter, tmp_path, change, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_gguf_is_handed_on(adapter, base, tmp_path, monkeypatch):
-    """What the GGUF writer is called with; the writer has tests of its own."""
-    called: list[Any] = []
+def test_gguf_files_say_the_same_tables(tmp_path):
+    """Whole, patched on the way, onto the GGUF of a base, merged: the same table is read back, and logits are equal."""
+    pytest.importorskip("gguf")
+    first = saved(LlamaForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32), tmp_path / "base")
+    for path in BUNDLED.glob("tokenizer*"):
+        shutil.copyfile(path, first / path.name)
+    model = rope_patch.load(first, "yarn:factor=4")
+    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    rope_patch.save(peft, tmp_path / "adapter")
+    wanted = find_rotary(model).module.slots[None]
+    plain, out = tmp_path / "plain.gguf", tmp_path / "out.gguf"
+    said = export(first, plain, to="gguf", dtype="float32")
+    assert said["engine"] == "llama.cpp" and "llama-cpp-python" in said["checked_against"]
+    for source, options in (
+        (first, {"method": "yarn:factor=4", "dtype": "float32"}),
+        (first, {"method": "yarn:factor=4", "base": plain}),
+        (tmp_path / "adapter", {"dtype": "float32"}),
+    ):
+        export(source, out, to="gguf", overwrite=True, **options)
+        found = json.loads(run("inspect", out, "--json"))["tables"][0]
+        assert torch.allclose(torch.tensor(found["inv_freq"]), wanted.inv_freq, rtol=1e-6, atol=0)
+        assert found["attention_scaling"] == pytest.approx(wanted.attention_scaling, rel=1e-6)
+        assert "patched, yarn:factor=4" in run("inspect", out)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out.gguf", "plain.gguf"]
+    export(tmp_path / "adapter", tmp_path / "adapter.gguf", to="gguf", lora=True)
+    assert "checked against llama.cpp" in run("export", first, "--to", "gguf", "-o", tmp_path / "again.gguf")
 
-    def export_gguf(source: Any, out: Path, **options: Any) -> None:
-        model = skeleton(source) if isinstance(source, str | Path) else source
-        del options["progress"]
-        called.append((look(model).slots[0].rope_type, out.name, options))
 
-    fake = ModuleType("rope_patch.export.gguf")
-    fake.export_gguf = export_gguf
-    fake.export_gguf_lora = lambda source, out, **options: called.append((source.name, out.name, sorted(options)))
-    fake.read_gguf = lambda _: look(skeleton(base))
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    monkeypatch.setattr(rope_patch.export, "gguf", fake, raising=False)
-    out, first = tmp_path / "x.gguf", base / "config.json"
-    export(base, out, to="gguf")
-    export(base, out, to="gguf", method="pi", dtype="float16")
-    export(base, out, to="gguf", method="pi", base=first, overwrite=True)
-    export(adapter[0], out, to="gguf")
-    export(adapter[0], out, to="gguf", lora=True)
-    assert called == [
-        ("default", "x.gguf", {"base": None, "overwrite": False}),
-        ("linear", "x.gguf", {"base": None, "overwrite": False, "dtype": "float16"}),
-        ("linear", "x.gguf", {"base": first, "overwrite": True}),
-        ("proportional", "x.gguf", {"base": None, "overwrite": False}),
-        ("adapter", "x.gguf", ["overwrite", "progress"]),
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
-    assert "LlamaForCausalLM: not patched" in run("inspect", out)
+def test_a_gguf_in_the_way_or_of_another_model(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("gguf")
+    shutil.copytree(BUNDLED, tmp_path / "llama")
+    run("export", tmp_path / "llama", "--to", "gguf", "-o", tmp_path / "a.gguf")
+    before = (tmp_path / "a.gguf").read_bytes()
+    other = saved(tiny_model("llama"), tmp_path / "other")
+    assert "exists" in fail(
+        monkeypatch, capsys, "export", tmp_path / "llama", "--to", "gguf", "-o", tmp_path / "a.gguf"
+    )
+    words = ("export", other, "--to", "gguf", "--gguf", tmp_path / "a.gguf", "-o", tmp_path / "b.gguf")
+    assert "a.gguf" in fail(monkeypatch, capsys, *words)
+    assert (tmp_path / "a.gguf").read_bytes() == before and not (tmp_path / "b.gguf").exists()
 
 
 # --- refusals and bad input

@@ -70,7 +70,7 @@ def export(
         from rope_patch.export import gguf
 
         gguf.export_gguf_lora(source, out, overwrite=overwrite, progress=progress)
-        return {"engine": "llama.cpp", "output": str(out)}
+        return _said_of_gguf(["load it beside the GGUF of the patched base: it fits no other tables"])
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise ValueError(f"{out} is not empty: give a new folder, or allow overwriting")
     with _as_model(source, lora, dtype, _beside(out), progress) if adapter else _itself(source) as (model, weights):
@@ -204,7 +204,13 @@ def _gguf(
             export_folder(model, weights, folder, to="hf")
             weights = folder
         gguf.export_gguf(model if patched and base is not None else weights, out, base=base, **options)
-    return {"engine": "llama.cpp", "output": str(out)}
+    return _said_of_gguf([])
+
+
+def _said_of_gguf(notes: list[str]) -> dict[str, Any]:
+    from rope_patch.export.gguf_table import CHECKED
+
+    return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}
 
 
 def _beside(out: Path) -> Path | None:

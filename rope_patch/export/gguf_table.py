@@ -25,8 +25,8 @@ from rope_patch.record import PatchRecord, TableRecord
 from rope_patch.rotary import RotarySlot
 from rope_patch.verification import Inspection
 
-CHECKED = "llama.cpp 0c1e57098, of llama-cpp-python 0.3.36"
-"""The release whose source and behaviour the claims of this module were checked against."""
+CHECKED = "0c1e57098, of llama-cpp-python 0.3.36"
+"""The commit of llama.cpp whose source and behaviour the claims of this module were checked against."""
 
 STILL_DIVISOR = 1e30
 RECORD_KEY = "rope_patch.record"
@@ -68,8 +68,8 @@ def graph_of(model_type: str) -> Graph:
     """
     if model_type in _NO_FACTORS:
         raise ValueError(
-            f"llama.cpp's graph for {model_type} reads no rotary factors ({CHECKED}), so no GGUF can carry this table. "
-            "A plain table of another base needs none: give the engine --rope-freq-base"
+            f"llama.cpp's graph for {model_type} reads no rotary factors (seen at {CHECKED}), so no GGUF can carry this "
+            "table. A plain table of another base needs none: give the engine --rope-freq-base"
         )
     if model_type not in GRAPHS:
         raise ValueError(
