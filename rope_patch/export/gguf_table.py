@@ -68,8 +68,8 @@ def graph_of(model_type: str) -> Graph:
     """
     if model_type in _NO_FACTORS:
         raise ValueError(
-            f"llama.cpp's graph for {model_type} reads no rotary factors (seen at {CHECKED}), so no GGUF can carry this "
-            "table. A plain table of another base needs none: give the engine --rope-freq-base"
+            f"llama.cpp's graph for {model_type} reads no rotary factors (seen at {CHECKED}), so no GGUF can carry "
+            "this table. A plain table of another base needs none: give the engine --rope-freq-base"
         )
     if model_type not in GRAPHS:
         raise ValueError(
