@@ -64,7 +64,7 @@ def test_the_cells_are_those_promised(adapt):
         }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_quick_study_runs_is_resumed_and_says_what_it_measured(adapt, tmp_path):
     def run():
         command = [sys.executable, str(SCRIPT), "--quick", "-o", "out.json", "--workers", "1"]

@@ -138,6 +138,7 @@ def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["summary"]["bar_reached"]["in_time"] == (row["cpu_s"] <= 180)
 
 
+@pytest.mark.full
 def test_study_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps its cells
     report = run("study_methods", tmp_path, against="transformers")
@@ -166,6 +167,7 @@ def test_study_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cell.stat().st_mtime_ns == before
 
 
+@pytest.mark.full
 def test_kv_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps its cells
     report = run("kv_study", tmp_path, against="transformers")

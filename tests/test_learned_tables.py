@@ -146,8 +146,8 @@ def test_a_run_that_goes_on_trains_the_same_table(trained, tmp_path):
     "more",
     [
         ("lora.rank=0", "train.learning_rate=0.001"),
-        ("model.name=gemma3",),
-        ("train.checkpointing=false", "train.optimizer=sgd"),
+        pytest.param(("model.name=gemma3",), marks=pytest.mark.full),
+        pytest.param(("train.checkpointing=false", "train.optimizer=sgd"), marks=pytest.mark.full),
     ],
     ids=["every weight", "gemma3", "sgd"],
 )
