@@ -211,7 +211,8 @@ def scores_by_context(
     styles = dict(zip(methods, _styles(len(methods)), strict=True))
     for axes, (name, curves) in zip(drawn, panels.items(), strict=True):
         for (method, trained), (factors, scores) in curves.items():
-            style = styles[method] | ({"linestyle": ":", "marker": "s"} if trained else {"marker": "o"})
+            look: dict[str, Any] = {"linestyle": ":", "marker": "s"} if trained else {"marker": "o"}
+            style = styles[method] | look
             axes.plot(factors, scores, markersize=4, **style)
         ticks = sorted({factor for factors, _ in curves.values() for factor in factors})
         axes.set(xscale="log", **({"ylim": (-0.03, 1.03)} if name in shares else {"yscale": "log"}))
@@ -226,8 +227,8 @@ def scores_by_context(
         matplotlib.lines.Line2D([], [], color="0.4", marker="o", markersize=4, label="untrained"),
         matplotlib.lines.Line2D([], [], color="0.4", marker="s", markersize=4, linestyle=":", label="after LoRA"),
     ]
-    figure.legend(handles=made, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.supxlabel("context, times the trained one", fontsize=10)
+    figure.legend(handles=made, loc="outside lower center", ncols=5, frameon=False, fontsize=9,
+                  title="context, times the trained one")  # fmt: skip
     return figure
 
 
