@@ -87,7 +87,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
     from rope_patch.frequencies import wavelength
     from rope_patch.verification import look
 
-    if model.endswith(".gguf"):
+    if model.lower().endswith(".gguf"):
         from rope_patch.export.gguf import read_gguf
 
         seen = read_gguf(model)

@@ -54,6 +54,8 @@ def export(
 
     check_dtype(dtype)
     check_source(model)
+    if Path(model).is_file():
+        raise ValueError(f"{model} is a file: MODEL is a checkpoint's folder, and a GGUF of its base goes with --gguf")
     if gguf is not None and not gguf.is_file():
         raise FileNotFoundError(f"no file {str(gguf)!r}")
     said = write(

@@ -28,7 +28,7 @@ from rope_patch.sites import PatchError
 from rope_patch.surgery import Patch, apply, restore
 from rope_patch.verification import verify
 
-_NOT_COPIED = ("config.json", RECORD_FILE)
+_NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of its own folder fits no copy
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
@@ -169,7 +169,7 @@ def copied(
     if Path(source).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise ValueError(f"{out} is not empty: give a new folder, or allow overwriting")
+        raise ValueError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
     if not Path(source).is_dir():
         from huggingface_hub import snapshot_download
 

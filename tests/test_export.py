@@ -321,6 +321,55 @@ def test_a_gguf_in_the_way_or_of_another_model(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "a.gguf").read_bytes() == before and not (tmp_path / "b.gguf").exists()
 
 
+def test_a_gguf_patched_on_the_way_is_written_from_the_checkpoint_itself(tmp_path, monkeypatch, capsys):
+    """Its name and its errors are those of the source, no second copy of the weights is made, a base is compared."""
+    gguf = pytest.importorskip("gguf")
+    first = Path(shutil.copytree(BUNDLED, tmp_path / "llama"))
+    out = ("--to", "gguf", "-o", tmp_path / "a.gguf")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", None)
+        run("export", first, "--method", "pi", *out)
+    assert gguf.GGUFReader(tmp_path / "a.gguf").get_field("general.name").contents() == "llama"
+    run("export", first, "--to", "gguf", "-o", tmp_path / "base.gguf")
+    weights = load_file(first / "model.safetensors")
+    save_file({k: v * 1.1 for k, v in weights.items()}, first / "model.safetensors", metadata={"format": "pt"})
+    words = ("export", first, "--method", "pi", "--gguf", tmp_path / "base.gguf", *out, "--force")
+    assert "base.gguf is a GGUF of other weights" in fail(monkeypatch, capsys, *words)
+    for path in first.glob("tokenizer*"):
+        path.unlink()
+    assert f"{first} has no tokenizer" in fail(monkeypatch, capsys, "export", first, "--method", "pi", *out, "--force")
+
+
+def test_an_adapter_is_never_lost(adapter, base, tmp_path, monkeypatch, capsys):
+    """Neither onto a base GGUF, whose tensors do not hold it, nor by writing over it or over its base."""
+    (tmp_path / "base.gguf").write_bytes(b"GGUF")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    onto = ("export", adapter[0], "--to", "gguf", "--gguf", tmp_path / "base.gguf", "-o", tmp_path / "out.gguf")
+    assert "the adapter would be lost" in fail(monkeypatch, capsys, *onto)
+    assert "the adapter would be lost" in fail(monkeypatch, capsys, *onto, "--lora")
+    for out in (adapter[0], base):
+        for more in ((), ("--lora",)):
+            words = ("export", adapter[0], "--to", "vllm", "-o", out, "--force", *more)
+            assert "is the adapter itself or its base" in fail(monkeypatch, capsys, *words)
+    monkeypatch.setattr("rope_patch.checkpoints.load", None)  # what is in the way is seen before the merge
+    assert "exists" in fail(monkeypatch, capsys, "export", adapter[0], "--to", "gguf", "-o", tmp_path / "base.gguf")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_partial_form_leaves_no_second_copy_of_the_weights(tmp_path):
+    model = AutoModelForCausalLM.from_config(PARTIAL["phi"])
+    first = saved(model, tmp_path / "phi")
+    torch.save(model.state_dict(), first / "pytorch_model.bin")
+    export(first, tmp_path / "out", to="hf", method="p_rope:p=0.5", form="partial")
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_what_an_export_says_is_not_copied_along(base, tmp_path):
+    export(base, tmp_path / "one", to="vllm", method="pi")
+    run("apply", tmp_path / "one", "abf", "--replace", "-o", tmp_path / "two")
+    assert not (tmp_path / "two" / "export.json").exists()
+
+
 # --- refusals and bad input
 
 
@@ -364,6 +413,11 @@ def test_gemma4_on_sglang_is_refused():
         (("{base}", "--to", "gguf", "--gguf", "{base}/none.gguf", "-o", "{out}"), "no file"),
         (("{base}", "--to", "vllm", "--target-length", "1k", "-o", "{out}"), "target_length goes with a method"),
         (("{base}", "--to", "vllm", "--dtype", "int8", "-o", "{out}"), "dtype must be one of"),
+        (("{base}", "--to", "vllm", "--dtype", "float16", "-o", "{out}"), "dtype is for merged weights and new GGUF"),
+        (
+            ("{base}/config.json", "--to", "vllm", "-o", "{out}"),
+            "config.json is a file: MODEL is a checkpoint's folder",
+        ),
         (("{base}", "--to", "vllm", "--method", "prope", "-o", "{out}"), "Did you mean 'p_rope'"),
         (("./nothing", "--to", "vllm", "-o", "{out}"), "no folder ./nothing"),
         (("{full}", "--to", "vllm", "-o", "{out}"), "has no config.json"),

@@ -163,6 +163,23 @@ def test_what_cannot_be_read_as_one_table(base, tmp_path):
         read_gguf(rewritten(base, tmp_path / "lora.gguf", [Key.of("general.type", "adapter", "STRING")]))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "keys", "message"),
+    [
+        ("gpt2", {}, "of 'gpt2', which has no rotary embeddings"),
+        ("falcon-h1", {"attention.head_count": 0}, "does not say how many features rotate"),
+        ("qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "states no context"),
+    ],
+)
+def test_files_of_others_without_a_table(tmp_path, architecture, keys, message):
+    kinds = {int: "UINT32", float: "FLOAT32", str: "STRING"}
+    numbers = {"embedding_length": 64, "attention.head_count": 4, **keys}
+    said = [Key.of(f"{architecture}.{name}", value, kinds[type(value)]) for name, value in numbers.items()]
+    path = write_gguf(tmp_path / "m.gguf", [Key.of("general.architecture", architecture, "STRING"), *said], [])
+    with pytest.raises(ValueError, match=message):
+        read_gguf(path)
+
+
 def test_a_table_changed_after_us_is_remarked(base, tmp_path):
     out = export_gguf(saved(tmp_path / "m", "pi:factor=4"), tmp_path / "m.gguf", base=base)
     changed = rewritten(out, tmp_path / "c.gguf", [Key.of("llama.rope.freq_base", 20000.0, "FLOAT32")])
@@ -228,6 +245,17 @@ def other_weights(path, out):
     return rewritten(path, out, pieces=pieces)
 
 
+def tuned_and_quantized(path, out):
+    """Norms as they were, matrices 5 % away, in Q8_0."""
+    pieces = [
+        Piece(p.name, p.shape, Q8_0, lambda p=p: gguf.quants.quantize(p.read() * np.float32(1.05), Q8_0))
+        if len(p.shape) > 1
+        else p
+        for p in pieces_of(open_gguf(path))
+    ]
+    return rewritten(path, out, pieces=pieces)
+
+
 def more_rows(path, out):
     longer = Piece("token_embd.weight", (1056, 64), F32, lambda: np.zeros((1056, 64), np.float32))
     return rewritten(path, out, pieces=[longer, *(p for p in pieces_of(open_gguf(path)) if "embd" not in p.name)])
@@ -254,6 +282,7 @@ def more_rows(path, out):
         (more_rows, "its vocabulary is 1056, here it is 1024"),
         (lambda path, out: rewritten(path, out, pieces=[]), "holds no weights"),
         (other_weights, "of other weights"),
+        (tuned_and_quantized, "of other weights"),
     ],
 )
 def test_a_wrong_base_is_refused(base, tmp_path, spoil, message):
@@ -301,7 +330,7 @@ def test_phi3_has_two_tensors_that_agree(tmp_path):
     long, short = (tensors(out)[f"rope_factors_{name}.weight"] for name in ("long", "short"))
     assert long == short
     torch.testing.assert_close(table_of(out).inv_freq, model.model.rotary_emb.inv_freq, rtol=3e-7, atol=0)
-    with pytest.raises(ValueError, match="only Llama and Mistral checkpoints are written, not phi3"):
+    with pytest.raises(ValueError, match="only Llama and Mistral are written, not phi3"):
         export_gguf(model, tmp_path / "own.gguf")
 
 

@@ -15,6 +15,7 @@ from rope_patch.export.engines import ENGINES, UNVERIFIED
 from rope_patch.export.folders import export_folder, read_tables
 from rope_patch.export.lora import check_adapter, copy_adapter
 from rope_patch.folders import skeleton
+from rope_patch.loading import check_dtype, name_of
 from rope_patch.methods import MethodLike
 from rope_patch.sites import find_rotary
 from rope_patch.surgery import apply
@@ -65,20 +66,38 @@ def export(
     """
     source, out = Path(source) if Path(source).exists() else source, Path(out)
     adapter = checkpoints.is_adapter(source)
-    _check_options(to, form, method, target_length, base, lora, adapter)
+    _check_options(to, form, method, target_length, base, dtype, lora, adapter)
+    if to == "gguf":
+        from rope_patch.export.gguf_file import check_out
+
+        check_out(out, overwrite=overwrite)  # before an adapter is merged, which takes long
     if to == "gguf" and lora:
         from rope_patch.export import gguf
 
         gguf.export_gguf_lora(source, out, overwrite=overwrite, progress=progress)
         return _said_of_gguf(["load it beside the GGUF of the patched base: it fits no other tables"])
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise ValueError(f"{out} is not empty: give a new folder, or allow overwriting")
+    if to != "gguf" and out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise ValueError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
+    for place in (source, checkpoints.adapter_base(source)) if adapter else ():
+        if Path(place).resolve() == out.resolve():  # overwriting would delete what is being exported
+            raise ValueError(f"{out} is the adapter itself or its base: give another output folder")
     with _as_model(source, lora, dtype, _beside(out), progress) if adapter else _itself(source) as (model, weights):
         if method is not None:
             apply(model, method, target_length=target_length)
         if to == "gguf":
-            options = {"overwrite": overwrite, "progress": progress}
-            return _gguf(model, weights, out, base, dtype, method is not None, options)
+            from rope_patch.export import gguf
+
+            gguf.export_gguf(
+                model,
+                out,
+                base=base,
+                weights=weights,
+                name=name_of(str(source)),
+                dtype="float16" if dtype == "auto" else dtype,
+                overwrite=overwrite,
+                progress=progress,
+            )
+            return _said_of_gguf([])
         return _folder(model, weights, source, out, to, form, adapter and lora, overwrite, progress)
 
 
@@ -88,9 +107,11 @@ def _check_options(
     method: MethodLike | None,
     target_length: int | None,
     base: str | Path | None,
+    dtype: str,
     lora: bool,
     adapter: bool,
 ) -> None:
+    check_dtype(dtype)
     if to not in TARGETS:
         raise ValueError(f"unknown engine {to!r}. Known: {', '.join(TARGETS)}")
     if form not in FORMS:
@@ -99,6 +120,14 @@ def _check_options(
         raise ValueError("form 'partial' moves rows of the weights: it is for folders of whole or merged models")
     if base is not None and to != "gguf":
         raise ValueError("a base GGUF file is for to='gguf'")
+    if base is not None and adapter:
+        raise ValueError(
+            "tensors of a base GGUF file are copied as they are, and the adapter would be lost: leave the file out to "
+            "write the merged model, or patch the base's GGUF with the adapter's method and keep the adapter (lora) "
+            "beside it"
+        )
+    if dtype != "auto" and (lora or base is not None or (to != "gguf" and not adapter)):
+        raise ValueError("dtype is for merged weights and new GGUF files: here tensors are copied as they are")
     if lora and not adapter:
         raise ValueError("lora is for adapters: the source holds none")
     if lora and to == "hf":
@@ -183,28 +212,6 @@ def _folder(
             copy_adapter(source, folder / "adapter")
 
     return export_folder(model, weights, out, to=to, overwrite=overwrite, progress=progress, finish=finish, notes=notes)
-
-
-def _gguf(
-    model: PreTrainedModel,
-    weights: str | Path,
-    out: Path,
-    base: str | Path | None,
-    dtype: str,
-    patched: bool,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    from rope_patch.export import gguf
-
-    if dtype != "auto":
-        options["dtype"] = dtype
-    with contextlib.ExitStack() as stack:
-        if patched and base is None:  # the writer reads weights from a folder that says its table
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=_beside(out), prefix=".rope-patch-"))
-            export_folder(model, weights, folder, to="hf")
-            weights = folder
-        gguf.export_gguf(model if patched and base is not None else weights, out, base=base, **options)
-    return _said_of_gguf([])
 
 
 def _said_of_gguf(notes: list[str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from rope_patch.export.gguf_table import (
 from rope_patch.export.gguf_vocab import vocabulary_keys
 from rope_patch.export.gguf_weights import DTYPES, Weights, llama_keys, pieces_from, weights_in, weights_of
 from rope_patch.folders import skeleton
+from rope_patch.loading import name_of
 from rope_patch.record import PatchRecord, TableRecord
 from rope_patch.rotary import RotarySlot, RotaryTable
 from rope_patch.sites import find_rotary, is_dynamic
@@ -41,6 +42,8 @@ def export_gguf(
     out: str | Path,
     *,
     base: str | Path | None = None,
+    weights: str | Path | None = None,
+    name: str | None = None,
     dtype: str = "float16",
     tokenizer: Any = None,
     overwrite: bool = False,
@@ -59,6 +62,8 @@ def export_gguf(
         source: folder or hub id of a checkpoint, or a model in memory; patched or not.
         out: the file, ``*.gguf``.
         base: GGUF file of the model before the patch.
+        weights: folder or hub id of the weights, where ``source`` is a model without them (on the meta device).
+        name: ``general.name`` of a file written without ``base``; by default the folder's.
         dtype: of matrices written without ``base``: ``float32``, ``float16`` or ``bfloat16``.
         tokenizer: to write without ``base``; by default the one in the checkpoint's folder.
         overwrite: replace a file that exists.
@@ -86,6 +91,7 @@ def export_gguf(
             "adapter beside it with export_gguf_lora"
         )
     model = _bare(source) if isinstance(source, nn.Module) else skeleton(source)
+    place = weights if weights is not None else None if isinstance(source, nn.Module) else source
     config: Any = find_rotary(model).config
     graph = graph_of(config.model_type)
     slot, before, record = _table(model, graph)
@@ -93,7 +99,8 @@ def export_gguf(
     with ExitStack() as files:
         if base is not None:
             reader = open_gguf(base)
-            check_base(reader, Path(base), config, graph, slot, before, _weights_at_hand(source, files))
+            at_hand = _weights_at_hand(model if place is None else place, files)
+            check_base(reader, Path(base), config, graph, slot, before, at_hand)
             keys = [key for key in keys_of(reader) if not replaced_by(key.name, graph.architecture)]
             pieces = [piece for piece in pieces_of(reader) if piece.name not in FACTOR_TENSORS]
             return write_gguf(
@@ -105,16 +112,16 @@ def export_gguf(
                 progress=progress,
             )
         if graph.architecture != "llama":
-            raise ValueError(f"without base= only Llama and Mistral checkpoints are written, not {config.model_type}")
+            raise ValueError(f"without a GGUF of the base only Llama and Mistral are written, not {config.model_type}")
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("the checkpoint is quantized: dequantize it first, or give a GGUF of it as base=")
-        folder = None if isinstance(source, nn.Module) else _folder(source)
+            raise ValueError("the checkpoint is quantized: dequantize it first, or give a GGUF of the base model")
+        folder = None if place is None else _folder(place)
         tokenizer = _tokenizer(tokenizer, folder)
-        weights = weights_of(model) if folder is None else weights_in(folder, files)
-        name = folder.resolve().name if folder else type(model).__name__
+        own = weights_of(model) if folder is None else weights_in(folder, files)
+        name = name or (type(model).__name__ if place is None else name_of(str(place)))
         keys = [*llama_keys(config, name, dtype), *table_keys(slot, graph, record)]
         keys += vocabulary_keys(tokenizer, config.vocab_size)
-        pieces = [*table_pieces(slot, graph), *pieces_from(weights, config, graph.architecture, dtype)]
+        pieces = [*table_pieces(slot, graph), *pieces_from(own, config, graph.architecture, dtype)]
         return write_gguf(out, keys, pieces, overwrite=overwrite, progress=progress)
 
 
@@ -128,7 +135,7 @@ def _table(model: nn.Module, graph: Graph) -> tuple[RotarySlot, TableRecord, Pat
     slots = {slot.layer_type: slot for slot in look(model).slots}
     for slot in slots.values():
         if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters):
-            raise ValueError(f"{slot.path} has a dynamic table: freeze it first, with freeze_at of rope_patch.apply")
+            raise ValueError(f"{slot.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")
     if record is not None and record.precision != "float32":
         warnings.warn(f"llama.cpp computes angles in float32, this patch in {record.precision}", stacklevel=3)
     if set(slots) == {None}:

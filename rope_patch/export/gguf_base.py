@@ -96,7 +96,7 @@ def _check_weights(pieces: list[Piece], base: Path, weights: Weights, config: An
         except NotImplementedError:
             continue
         mine = own.read()
-        exact = other.kind.name in ("F32", "F16", "BF16")
+        limit = {"F32": 0.005, "F16": 0.005, "BF16": 0.005, "Q8_0": 0.03}.get(other.kind.name, 0.8)
         off = float(np.linalg.norm(numbers - mine) / max(float(np.linalg.norm(mine)), 1e-30))
-        if off > (0.005 if exact else 0.8):  # bfloat16 is 0.002 off, two bits a third, another model 1
+        if off > limit:  # bfloat16 is 0.002 off, Q8_0 0.005, two bits a third, another model 1
             raise ValueError(f"{base} is a GGUF of other weights: {own.name} is off by {off:.1%}. Was one fine-tuned?")

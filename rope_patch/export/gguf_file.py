@@ -194,5 +194,5 @@ def check_out(out: str | Path, *, overwrite: bool) -> Path:
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder: give the name of a file")
     if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists: give another name, or allow overwriting")
+        raise FileExistsError(f"{out} exists: give another name, or allow overwriting (--force)")
     return Path(os.path.realpath(out))

@@ -18,7 +18,7 @@ from rope_patch.export.gguf_weights import heads_of, to_interleaved
 from rope_patch.folders import skeleton
 from rope_patch.sites import find_rotary
 
-_MERGE = "merge it (rope_patch.load, then merge_and_unload) and export the whole model"
+_MERGE = "export it merged, without --lora"
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
 
 

@@ -60,6 +60,13 @@ GRAPHS = {
 _NO_FACTORS = ("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 
 
+_NO_ROTARY = (
+    *("gpt2", "starcoder", "bert", "bloom", "mpt", "refact", "jais", "jina-bert-v2", "t5", "t5encoder", "clip"),
+    *("mamba", "mamba2", "rwkv6", "rwkv7"),
+)
+"""Architectures that say heads and widths as others do, and place tokens otherwise."""
+
+
 def graph_of(model_type: str) -> Graph:
     """Return what is known of llama.cpp's graph for a family.
 
@@ -143,6 +150,8 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     architecture = str(value_of(reader, "general.architecture", ""))
     if value_of(reader, "general.type", "model") != "model" or not architecture:
         raise ValueError(f"{path} is a GGUF file, but no model: it holds no rotary table")
+    if architecture in _NO_ROTARY:
+        raise ValueError(f"{path} is a GGUF of {architecture!r}, which has no rotary embeddings")
 
     def said(name: str, default: Any = None) -> Any:
         return value_of(reader, f"{architecture}.{name}", default)
@@ -157,6 +166,8 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     if kind == "yarn" and stretch != 1.0:
         if factors is not None or any(name.startswith(f"{architecture}.rope.scaling.yarn_") for name in reader.fields):
             raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
+        if not (original or context):
+            raise ValueError(f"{path} leaves YaRN to the engine and states no context: its table cannot be read")
         table = frequencies.yarn(theta, 2 * pairs, factor=stretch, context=int(original or context))
         scaling *= frequencies.yarn_scaling(stretch)
     else:
@@ -180,7 +191,8 @@ def _rotary_dim(said: Any, path: str | Path) -> int:
     rotary_dim = said("rope.dimension_count")
     if rotary_dim is None:
         width, heads = said("embedding_length"), said("attention.head_count")
-        rotary_dim = said("attention.key_length") or (width // heads if width and isinstance(heads, int) else 0)
+        counted = isinstance(width, int) and isinstance(heads, int) and heads > 0
+        rotary_dim = said("attention.key_length") or (width // heads if counted else 0)
     if not isinstance(rotary_dim, int) or rotary_dim < 2:
         raise ValueError(f"{path} does not say how many features rotate: it holds no rotary table")
     return rotary_dim

@@ -19,7 +19,7 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_GIVE_BASE = "give base=, a GGUF of the base model that has its tokenizer"
+_GIVE_BASE = "give a GGUF of the base model (--gguf), which has its tokenizer"
 
 
 def vocabulary_keys(tokenizer: Any, vocab_size: int) -> list[Key]:

@@ -206,5 +206,7 @@ def permute_folder(folder: Path, layout: Layout, expected: int) -> None:
     if not files:
         raise ValueError("--form partial reads safetensors; this checkpoint has other files: save it again first")
     changed = sum(permute_file(path, layout) for path in files)
+    for other in folder.glob("pytorch_model*.bin*"):  # a second copy, whose rows stayed where they were
+        other.unlink()
     if changed != expected:
         raise ValueError(f"found {changed} tensors of queries and keys, expected {expected}: --form table works")
