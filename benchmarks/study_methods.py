@@ -200,7 +200,9 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
 
 
 def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
-    """Return a row per checkpoint, factor, state and table, each against YaRN's on the same seeds, windows and prompts.
+    """Return a row per checkpoint, factor, state and table, each against YaRN's on the same windows and prompts.
+
+    Of a seed that is not measured for all tables, nothing is used.
 
     Over seeds a window's loss is its mean; intervals are Student's over windows, Newcombe's over the prompts of all
     seeds (as many as they are worth), and, of trained or fitted tables, Student's over seeds too.
@@ -213,8 +215,9 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
             arms.setdefault(cell.arm, {})[cell.seed] = judged[cell]
     rows = []
     for (source, factor, lora), arms in sorted(groups.items(), key=lambda item: item[0][1:]):
+        whole = [seed for seed in arms["YaRN"] if all(seed in by_seed for by_seed in arms.values())]
         for arm, by_seed in arms.items():
-            found, base = list(by_seed.values()), [arms["YaRN"][seed] for seed in by_seed]
+            found, base = ([some[seed] for seed in whole] for some in (by_seed, arms["YaRN"]))
             learned = lora or arm == FITTED
             rows.append(
                 {
@@ -223,7 +226,7 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "lora": lora,
                     "table": arm,
                     "methods": list(dict.fromkeys(part["method"] for part in found)),
-                    "seeds": list(by_seed),
+                    "seeds": whole,
                     "perplexity": {n: math.exp(statistics.fmean(_windows(found, n))) for n in found[0]["nll"]},
                     "passkey": {n: statistics.fmean(_answers(found, n)) for n in found[0]["correct"]},
                     "prompts": {n: len(_answers(found, n)) for n in found[0]["correct"]},

@@ -1,4 +1,4 @@
-"""Where the files that ship with rope_patch lie, in a wheel and in a checkout."""
+"""Where the files that ship with rope_patch lie, in a wheel and in a checkout; what a checkpoint is called."""
 
 from pathlib import Path
 
@@ -47,3 +47,9 @@ def _find(name: str, package: Path) -> Path | None:
     if name != "assets" and (package.parent / "pyproject.toml").is_file():
         candidates.append(package.parent / name)
     return next((path for path in candidates if path.is_dir()), None)
+
+
+def name_of(source: str) -> str:
+    """Return the name of a checkpoint: that of its folder, or of its repository."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else path.name

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.loading import check_device, check_dtype, items, load_model, load_tokenizer, name_of
+from rope_patch._paths import name_of
+from rope_patch.loading import check_device, check_dtype, items, load_model, load_tokenizer
 
 SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
 LAYERS = 10_000  # more than any model has: a range is not made longer than this

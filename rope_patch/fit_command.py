@@ -94,13 +94,13 @@ def fit(
         raise FileExistsError(f"{str(output)!r} is in the way: give a new folder, or --force")
     if data is not None and not data.exists():
         raise FileNotFoundError(f"no file or folder {str(data)!r}")
-    if family is not None and (init is not None or steps is not None):
-        raise ValueError("--family scans its own starts without a step: leave --init and --steps out")
-    steps = 0 if family else 60 if steps is None else steps
     target = parse_length(length)
     objective = fitting.Objective(retrieval, fitting.Objective.prompts if retrieval else 0.0, task)
     constraint = fitting.Constraint(band, monotone, curve, scaling)
     starts = fitting.family(family) if family else (init or "yarn").split()
+    if family is not None and (init is not None or steps):
+        raise ValueError("--family scans its own starts without a step: leave --init and --steps out")
+    steps = 0 if family else 60 if steps is None else steps
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch._paths import name_of
 from rope_patch.loading import (
     check_device,
     check_dtype,
@@ -19,7 +20,6 @@ from rope_patch.loading import (
     items,
     load_model,
     load_tokenizer,
-    name_of,
 )
 
 KEPT = "kept.jsonl"

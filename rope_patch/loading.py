@@ -65,12 +65,6 @@ def check_source(source: str) -> None:
         raise FileNotFoundError(f"no folder {source}")
 
 
-def name_of(source: str) -> str:
-    """Return the name of a checkpoint: that of its folder, or of its repository."""
-    path = Path(source)
-    return path.resolve().name if path.exists() else path.name
-
-
 @contextlib.contextmanager
 def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
     """Make a folder before long work, and see that its files can be written; made anew and left empty, it goes again.

@@ -106,12 +106,12 @@ def train(folder, steps, resume=False):
         seed=3,
     )
     trainer, written = LongTrainer(tuned(), arguments, rows(), COLLATOR), []
-    stock = checkpoints.write_record
-    checkpoints.write_record = lambda record, folder: (written.append(Path(folder).name), stock(record, folder))
+    stock = checkpoints.write_atomically
+    checkpoints.write_atomically = lambda path, content: (written.append(str(path)), stock(path, content))
     try:
         trainer.train(resume_from_checkpoint=resume)
     finally:
-        checkpoints.write_record = stock
+        checkpoints.write_atomically = stock
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     adapter = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return {

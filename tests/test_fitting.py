@@ -665,7 +665,10 @@ def test_here_is_an_output(folder, tmp_path, monkeypatch):
 
 
 def test_a_family_is_scanned(folder, tmp_path):
-    found = json.loads(command(*words(folder, tmp_path / "out"), "--family", "p_rope", "--json", "--no-figure"))
+    asked = (*words(folder, tmp_path / "out"), "--family", "p_rope", "--json", "--no-figure")
+    with pytest.raises(ValueError, match="leave --init and --steps out"):
+        command(*asked)
+    found = json.loads(command(*asked, "--steps", 0))
     assert list(found["candidates"]) == fitting.family("p_rope") and len(found["candidates"]) == 21
     best = max(
         (sum(c["retrieval"][n] * c["prompts"][n] for n in c["retrieval"]), -sum(c["nll"].values()), label)

@@ -11,17 +11,18 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
+from rope_patch._paths import name_of
 from rope_patch.export.engines import ENGINES, UNVERIFIED
 from rope_patch.export.folders import export_folder, read_tables
 from rope_patch.export.lora import check_adapter, copy_adapter
 from rope_patch.folders import skeleton
-from rope_patch.loading import check_dtype, name_of
 from rope_patch.methods import MethodLike
 from rope_patch.sites import find_rotary
 from rope_patch.surgery import apply
 
 TARGETS = (*ENGINES, "gguf")
 FORMS = ("table", "partial")
+TYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def export(
@@ -111,7 +112,8 @@ def _check_options(
     lora: bool,
     adapter: bool,
 ) -> None:
-    check_dtype(dtype)
+    if dtype not in TYPES:
+        raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
     if to not in TARGETS:
         raise ValueError(f"unknown engine {to!r}. Known: {', '.join(TARGETS)}")
     if form not in FORMS:
