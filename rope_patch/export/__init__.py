@@ -82,7 +82,8 @@ def export(
     for place in (source, checkpoints.adapter_base(source)) if adapter else ():
         if Path(place).resolve() == out.resolve():  # overwriting would delete what is being exported
             raise ValueError(f"{out} is the adapter itself or its base: give another output folder")
-    with _as_model(source, lora, dtype, _beside(out), progress) if adapter else _itself(source) as (model, weights):
+    merging = _as_model(source, lora, dtype, _beside(out), progress)
+    with merging if adapter else contextlib.nullcontext((skeleton(source), source)) as (model, weights):
         if method is not None:
             apply(model, method, target_length=target_length)
         if to == "gguf":
@@ -138,11 +139,6 @@ def _check_options(
         raise ValueError("an adapter fits the tables it was trained under: leave method out")
     if target_length is not None and method is None:
         raise ValueError("target_length goes with a method; this checkpoint states its context itself")
-
-
-@contextlib.contextmanager
-def _itself(source: str | Path) -> Iterator[tuple[PreTrainedModel, str | Path]]:
-    yield skeleton(source), source
 
 
 @contextlib.contextmanager
