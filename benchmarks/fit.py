@@ -80,7 +80,7 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
         model, tokenizer = opened(source)
         small: dict[str, Any] = {"steps": 2, "checks": 1, "windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
         if file is not None:
-            small |= {"objective": Objective(retrieval=0, prompts=0)}
+            small |= {"objective": Objective(retrieval=0)}
         began, clock = time.process_time(), time.perf_counter()
         target = factor * int(model.config.max_position_embeddings)
         patch = fit(model, tokenizer, halves(file, tokenizer)[0], target_length=target, seed=seed, **small)

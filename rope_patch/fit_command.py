@@ -35,7 +35,7 @@ def fit(
         int | None, typer.Option(help="Of a step; two rows of the target, 4096 at least [tokens].")
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="On the logarithms of the frequencies; it falls to 0.")] = 0.02,
-    retrieval: Annotated[float, typer.Option(help="Weight of answers in the loss; 0 for text alone.")] = 0.6,
+    retrieval: Annotated[float, typer.Option(help="Weight of answers in the loss; 0 for text alone.")] = 0.4,
     task: Annotated[str, typer.Option(help="passkey, niah, multivalue, multiquery or vt.")] = "passkey",
     checks: Annotated[int, typer.Option(help="How often the table is judged on the way.")] = 3,
     patience: Annotated[int, typer.Option(help="Checks without a better held-out loss before a fit is stopped.")] = 2,
@@ -95,7 +95,7 @@ def fit(
     if data is not None and not data.exists():
         raise FileNotFoundError(f"no file or folder {str(data)!r}")
     target = parse_length(length)
-    objective = fitting.Objective(retrieval, fitting.Objective.prompts if retrieval else 0.0, task)
+    objective = fitting.Objective(retrieval, task)
     constraint = fitting.Constraint(band, monotone, curve, scaling)
     starts = fitting.family(family) if family else (init or "yarn").split()
     if family is not None and (init is not None or steps):

@@ -94,7 +94,9 @@ class PRope(Method, name="p_rope"):
         if torch.equal(table, slot.inv_freq):
             return slot
         native = {"rope_type": "proportional", "rope_theta": slot.rope_theta, "partial_rotary_factor": self.p}
-        return slot.becomes(table, spelling=native if slot.rope_type in ("default", "proportional") else None)
+        shaped = "partial_rotary_factor" in slot.other_keys  # by it attention splits its heads, Phi's even at 1
+        spelled = slot.rope_type in ("default", "proportional") and not shaped
+        return slot.becomes(table, spelling=native if spelled else None)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def patched(name: str, method: str):
         text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS / "domains").glob("*.txt")))
         patch = rope_patch.fit(
             model, tokenizer_of(name), text, target_length=512, init="pi:factor=2", steps=8, checks=2, windows=2,
-            samples=1, depths=(0.0, 1.0), batch_tokens=1024, objective=rope_patch.fitting.Objective(0.0, 0.0),
+            samples=1, depths=(0.0, 1.0), batch_tokens=1024, objective=rope_patch.fitting.Objective(0.0),
         )  # fmt: skip
         assert patch.method.name == "table"  # a learned one, not what it began with
     else:

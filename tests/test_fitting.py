@@ -167,7 +167,7 @@ def test_a_cast_is_refused():
         (lambda: Constraint(band=1.0), "band must be a factor > 1, got 1.0"),
         (lambda: Constraint(curve=0), "curve must be >= 1"),
         (lambda: Objective(retrieval=1.0), r"retrieval must be in \[0, 1\), got 1.0"),
-        (lambda: Objective(retrieval=0.0), "retrieval and prompts go together"),
+        (lambda: Objective(retrieval=-0.1), r"retrieval must be in \[0, 1\), got -0.1"),
         (lambda: Objective(full=1.5), r"full must be in \[0, 1\]"),
         (lambda: Objective(task="keys"), "unknown task 'keys'"),
     ],
@@ -195,22 +195,31 @@ def test_a_table_for_layers_of_one_type_leaves_others_alone():
 
 
 def test_rows_follow_the_objective(tokenizer):
-    objective = Objective(retrieval=0.4, prompts=0.5, full=0.5)
+    objective = Objective(retrieval=0.4, full=0.5)
     rows = Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
-    lengths, answers, text = [], 0.0, 0.0
-    for step in range(200):
+    lengths = []
+    for step in range(50):
+        answers = text = 0.0
         for tokens, labels, weights in rows(step):
             lengths += [tokens.shape[1]] * len(tokens)
             assert torch.equal(labels == -100, weights == 0)
-            prompts = weights[:, 1] == 0  # nothing but an answer counts
-            answers += float(weights[prompts].sum())
-            text += float(weights[~prompts].sum())
-    assert answers / 200 == pytest.approx(0.4, rel=0.05) and text / 200 == pytest.approx(0.6, rel=0.05)
+            for row, weight in zip(tokens, weights, strict=True):
+                (digits,) = re.findall(r"pass key is (\d{5})\. Remember", tokenizer.decode(row))
+                size = len(tokenizer(f" {digits}", add_special_tokens=False)["input_ids"])
+                assert tokenizer.decode(row[-size:]) == f" {digits}"
+                answers += float(weight[-size:].sum())
+                text += float(weight[:-size].sum())
+                assert weight[0] == 0 and len(set(weight[1:-size].tolist())) == 1
+        assert answers == pytest.approx(0.4) and text == pytest.approx(0.6)
     assert min(lengths) < 70 and max(lengths) == 128
     again = Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
     whole = [row for part in rows(7) for row in part[0].tolist()]
     halves = [[row for part in again(7, share, 2) for row in part[0].tolist()] for share in (0, 1)]
     assert sorted(map(tuple, whole)) == sorted(map(tuple, halves[0] + halves[1])) and all(halves)
+    alone = Rows(tokenizer, TEXT, Objective(retrieval=0.0), 64, 128, 512, seed=1)
+    for tokens, labels, weights in alone(7):
+        assert not any("pass key" in tokenizer.decode(row) for row in tokens)
+        assert torch.equal(labels[:, 1:], tokens[:, 1:]) and len(set(weights[:, 1:].flatten().tolist())) == 1
 
 
 def test_held_out_text_is_not_fitted_to():

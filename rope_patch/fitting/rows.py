@@ -1,4 +1,4 @@
-"""What a table is fitted to: rows of text and of retrieval prompts, drawn by seed and step."""
+"""What a table is fitted to: rows of text, each with something to find in it, drawn by seed and step."""
 
 from __future__ import annotations
 
@@ -30,30 +30,29 @@ LIMIT = 64_000_000
 class Objective:
     """What is minimised: ``(1 - retrieval) * text + retrieval * answers``, each a mean loss per token.
 
+    Every row is a retrieval prompt hidden in the text and teaches both; with ``retrieval=0`` every row is plain text.
+    Half of the needles lie anywhere, a quarter at the very start and a quarter right before the question: there most
+    are lost, and prompts that are answered anyway have a gradient of noise.
+
     Attributes:
-        retrieval: weight of the answers of retrieval prompts, in [0, 1).
-        prompts: share of the rows that are prompts, in [0, 1).
+        retrieval: weight of the answers, in [0, 1).
         task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
         full: share of the steps whose rows have the target length; those of the others are drawn between the trained
             length and the target, evenly on a logarithmic scale.
 
     Raises:
-        ValueError: a share out of its range, or one of ``retrieval`` and ``prompts`` without the other.
+        ValueError: a weight or share out of its range, an unknown task.
     """
 
-    retrieval: float = 0.6
-    prompts: float = 0.75
+    retrieval: float = 0.4
     task: str = "passkey"
     full: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("retrieval", "prompts"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not 0 <= self.retrieval < 1:
+            raise ValueError(f"retrieval must be in [0, 1), got {self.retrieval}")
         if not 0 <= self.full <= 1:
             raise ValueError(f"full must be in [0, 1], got {self.full}")
-        if bool(self.retrieval) != bool(self.prompts):
-            raise ValueError("retrieval and prompts go together: both 0 for text alone")
         find_task(self.task)
 
 
@@ -74,10 +73,9 @@ class Rows:
         self.needles = NEEDLES if find_task(objective.task).joined else 1
 
     def check(self) -> None:
-        """Raise ValueError where the text has no room for a row of the target, or of prompts."""
+        """Raise ValueError where the text has no room for a row of the target."""
         self._crop(random.Random(0), self.target)
-        if self.objective.prompts:
-            self._prompt(random.Random(0), self.target, 0)
+        self._row(random.Random(0), self.target, 0)
 
     def __call__(self, step: int, share: int = 0, shares: int = 1) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the rows of a step of one length each: ids, labels and weights, (rows, tokens) each.
@@ -92,34 +90,29 @@ class Rows:
         if rng.random() >= self.objective.full:
             length = round(math.exp(rng.uniform(math.log(self.trained), math.log(self.target))))
         count = self.tokens // length
-        prompts = math.floor(count * self.objective.prompts + rng.random())  # on average the share asked for
-        made = [self._row(random.Random(f"fit/{self.seed}/{step}/{i}"), length, step * count + i, count, i < prompts)
-                for i in range(count) if i % shares == share]  # fmt: skip
+        made = [
+            self._row(random.Random(f"fit/{self.seed}/{step}/{i}"), length, step * count + i)
+            for i in range(count)
+            if i % shares == share
+        ]
         if made:
             ids, weights = (torch.tensor([row[i] for row in made]) for i in (0, 1))
-            labels = ids.masked_fill(weights == 0, IGNORED)
+            labels, weights = ids.masked_fill(weights == 0, IGNORED), weights / count
             size = max(1, self.target // length)
             for low in range(0, len(made), size):
                 part = slice(low, low + size)
                 yield ids[part], labels[part], weights[part]
 
-    def _row(
-        self, rng: random.Random, length: int, number: int, count: int, prompt: bool
-    ) -> tuple[list[int], list[float]]:
-        """Return ids and weights; over all rows of all steps the weights add up to the objective."""
-        weight, share = self.objective.retrieval, self.objective.prompts
-        if prompt:
-            ids, answer = self._prompt(rng, length, number)
-            each = weight / share / count / answer
-            return ids, [0.0] * (len(ids) - answer) + [each] * answer
-        ids = self._crop(rng, length)
-        each = (1 - weight) / (1 - share) / count / (len(ids) - 1)
-        return ids, [0.0] + [each] * (len(ids) - 1)
-
-    def _prompt(self, rng: random.Random, length: int, number: int) -> tuple[list[int], int]:
-        depths = [rng.random() for _ in range(self.needles)]
+    def _row(self, rng: random.Random, length: int, number: int) -> tuple[list[int], list[float]]:
+        """Return ids and weights, which add up to 1."""
+        weight = self.objective.retrieval
+        if weight == 0:
+            ids = self._crop(rng, length)
+            return ids, [0.0] + [1 / (length - 1)] * (length - 1)
+        depths = [min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0) for _ in range(self.needles)]
         (prompt,) = self.maker.prompts(self.objective.task, length, depths, seed=rng.getrandbits(32), sample=number)
-        return list(prompt.ids), prompt.answer
+        rest = length - 1 - prompt.answer
+        return list(prompt.ids), [0.0, *[(1 - weight) / rest] * rest, *[weight / prompt.answer] * prompt.answer]
 
     def _crop(self, rng: random.Random, length: int) -> list[int]:
         """Return a row that begins anywhere in the text."""

@@ -78,9 +78,8 @@ class FitOptions:
         steps: of gradient descent.
         learning_rate: on the logarithms of the frequencies.
         batch_tokens: of a step; two rows of the target by default, 4096 at least [tokens].
-        retrieval: weight of the prompts' answers; 0 fits to text alone, and loses retrieval.
-        prompts: share of the rows that are prompts.
-        task: of the prompts.
+        retrieval: weight of what is to be found in the rows; 0 fits to text alone, and loses retrieval.
+        task: what is to be found.
         band: no frequency leaves its start by more than this factor.
         monotone: no pair overtakes a faster one.
         curve: the factors follow so many cosines over the pairs.
@@ -92,8 +91,7 @@ class FitOptions:
     steps: int = 60
     learning_rate: float = 0.02
     batch_tokens: int | None = None
-    retrieval: float = 0.6
-    prompts: float = 0.75
+    retrieval: float = 0.4
     task: str = "passkey"
     band: float | None = None
     monotone: bool = False
@@ -344,7 +342,7 @@ class Options:
             from rope_patch.fitting import Constraint, Objective, start_of
 
             try:
-                Objective(self.fit.retrieval, self.fit.prompts if self.fit.retrieval else 0.0, self.fit.task)
+                Objective(self.fit.retrieval, self.fit.task)
                 Constraint(self.fit.band, self.fit.monotone, self.fit.curve)
                 starts = [start_of(start, 1.0) for start in self.fit.init.split()]
                 if not starts or len({str(start) for start in starts}) < len(starts):

@@ -96,7 +96,7 @@ def fit_table(model: Any, tokenizer: Any, options: Options, work: Path) -> Metho
         list(text),
         target_length=options.target_length,
         init=asked.init.split(),
-        objective=Objective(asked.retrieval, asked.prompts if asked.retrieval else 0.0, asked.task),
+        objective=Objective(asked.retrieval, asked.task),
         constraint=Constraint(asked.band, asked.monotone, asked.curve),
         steps=asked.steps,
         batch_tokens=asked.batch_tokens,
