@@ -30,7 +30,7 @@ def fit(
     family: Annotated[
         str | None, typer.Option(help="Scan the parameters of a method instead, without gradients: p_rope.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Of Adam; 0 judges the starts alone. 60 by default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of Adam; 0 judges the starts alone. 50 by default.")] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(help="Of a step; two rows of the target, 4096 at least [tokens].")
     ] = None,
@@ -45,7 +45,7 @@ def fit(
     band: Annotated[float | None, typer.Option(help="Factor by which no frequency leaves its start.")] = None,
     monotone: Annotated[bool, typer.Option("--monotone", help="No pair overtakes a faster one.")] = False,
     curve: Annotated[int | None, typer.Option(help="Cosines that the factors follow; a factor per pair else.")] = None,
-    scaling: Annotated[bool, typer.Option(help="Fit the factor on cos and sin, too.")] = True,
+    scaling: Annotated[bool, typer.Option(help="Fit the factor on cos and sin, too.")] = False,
     layer_types: Annotated[
         list[str] | None, typer.Option("--layer-type", help="Which tables, on mixed models; may be repeated.")
     ] = None,
@@ -64,10 +64,10 @@ def fit(
 ) -> None:
     """Fit the rotary table of a checkpoint to a longer context, its weights frozen, and write a patched copy.
 
-    Text and retrieval prompts of many lengths are learned; the table that is kept is chosen on held-out ones, and is
-    never worse there than its start. The copy loads in plain transformers. Beside it: **fit.json**, what was measured,
-    and **fit.svg**, the table among others. Finished work is kept in **OUTPUT.fit.jsonl** until the end: after Ctrl-C
-    or a crash the same command goes on where it was.
+    Rows of text of many lengths are learned, each with something to find in it; the table that is kept is chosen on
+    held-out text and prompts, and is never worse there than its start. The copy loads in plain transformers. Beside it:
+    **fit.json**, what was measured, and **fit.svg**, the table among others. Finished work is kept in
+    **OUTPUT.fit.jsonl** until the end: after Ctrl-C or a crash the same command goes on where it was.
 
     Example: **rope-patch fit ./llama --length 8k --data ./books -o ./llama-8k**
     """
@@ -100,7 +100,7 @@ def fit(
     starts = fitting.family(family) if family else (init or "yarn").split()
     if family is not None and (init is not None or steps):
         raise ValueError("--family scans its own starts without a step: leave --init and --steps out")
-    steps = 0 if family else 60 if steps is None else steps
+    steps = 0 if family else 50 if steps is None else steps
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()

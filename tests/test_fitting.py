@@ -45,7 +45,7 @@ def fitted(model, tokenizer, **changes):
     return fit(model, tokenizer, TEXT, **{**ASKED, "init": "yarn", **changes})
 
 
-FREE = Constraint()
+FREE = Constraint(scaling=True)
 
 
 def trainable(model, method="yarn:factor=2", constraint=FREE, kinds=None):
@@ -88,7 +88,9 @@ def test_untrained_it_computes_what_the_patch_computes(name, method):
     assert torch.equal(table_of(table.method().values), site.module.slots[first].inv_freq)
 
 
-@pytest.mark.parametrize("constraint", [FREE, Constraint(band=1.5, monotone=True), Constraint(curve=3)])
+@pytest.mark.parametrize(
+    "constraint", [FREE, Constraint(band=1.5, monotone=True, scaling=True), Constraint(curve=3, scaling=True)]
+)
 @pytest.mark.parametrize(
     ("name", "method"),
     [("llama", "yarn:factor=2"), ("gemma3", "p_rope:p=0.75"), ("phi", "pi:factor=2"), ("glm", "default")],
@@ -231,20 +233,23 @@ def test_held_out_text_is_not_fitted_to():
 # --- what is chosen
 
 
-def candidate(name, answered, nll):
+def candidate(name, answered, nll, answers=0.1):
     """Of ten prompts at each of two lengths so many were answered."""
     hits = {n: tuple(i < count for i in range(10)) for n, count in zip((64, 128), answered, strict=True)}
-    return Candidate(name, Default(), hits, 0.1, dict(zip((64, 128), nll, strict=True)))
+    return Candidate(name, Default(), hits, answers, dict(zip((64, 128), nll, strict=True)))
 
 
 @pytest.mark.parametrize(
     ("others", "best"),
     [
-        ([("a", (10, 4), (1.0, 1.0))], "start"),  # better everywhere, but for a prompt
+        ([("a", (10, 4), (1.0, 1.0), 0.2)], "start"),  # better everywhere, but for a prompt
         ([("a", (10, 5), (2.1, 1.0))], "start"),  # or for one bucket
         ([("a", (4, 10), (1.0, 1.0))], "start"),  # or for one length, surely
         ([("a", (9, 6), (1.9, 2.9))], "a"),  # a prompt here for one there
-        ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 6), (2.0, 3.0))], "b"),  # retrieval first
+        ([("a", (10, 4), (1.9, 2.9), 0.11)], "start"),  # one prompt less, answers less probable
+        ([("a", (10, 4), (1.9, 2.9), 0.1)], "a"),  # one less, answers as probable: chance
+        ([("a", (4, 10), (1.9, 2.9), 0.05)], "start"),  # a length surely worse
+        ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 6), (2.0, 3.0), 0.09)], "b"),  # retrieval first
         ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 5), (1.9, 2.8))], "b"),  # then perplexity
         ([("a", (10, 5), (2.0, 3.0))], "start"),  # the first of equals
     ],

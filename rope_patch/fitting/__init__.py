@@ -1,8 +1,9 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
-The table is trained by gradient descent on the logarithm of its frequencies, over text and retrieval prompts of many
-lengths; what is kept is chosen on held-out retrieval first and perplexity second, and is never worse there than the
-table it started from. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors by evolution.
+The table is trained by gradient descent on the logarithm of its frequencies, over rows of text of many lengths, each
+with something to find in it; what is kept is chosen on held-out retrieval first and perplexity second, and is never
+worse there than the table it started from. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors
+by evolution.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def fit(
     init: MethodLike | Sequence[MethodLike] = "yarn",
     objective: Objective | None = None,
     constraint: Constraint | None = None,
-    steps: int = 60,
+    steps: int = 50,
     batch_tokens: int | None = None,
     learning_rate: float = 0.02,
     checks: int = 3,

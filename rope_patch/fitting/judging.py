@@ -58,13 +58,15 @@ class Candidate:
         }
 
     def never_worse(self, other: Candidate) -> bool:
-        """Whether no fewer prompts are answered in all, at no length surely fewer, and no bucket is predicted worse.
+        """Whether retrieval is no worse, surely worse at no length, and no bucket of text is predicted worse.
 
-        Surely: the paired 95 % interval of a length's difference lies below 0. A prompt more here and one less there is
-        what chance does to equals.
+        Surely: the paired 95 % interval of the difference in prompts answered lies below 0. Over all lengths, either no
+        fewer are answered, or the answers are no less probable: which of the marginal ones are answered is chance, and
+        no table but itself would come up to a start that was lucky with them.
         """
+        fewer = sum(map(sum, self.hits.values())) < sum(map(sum, other.hits.values()))
         return (
-            sum(map(sum, self.hits.values())) >= sum(map(sum, other.hits.values()))
+            (not fewer or self.answers <= other.answers)
             and all(paired_shares(self.hits[n], other.hits[n])[1] >= 0 for n in other.hits)
             and all(self.nll[n] <= other.nll[n] for n in other.nll)
         )
@@ -130,5 +132,7 @@ class Judging:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the best of those that are never worse than the first, their start."""
-    return max((c for c in candidates if c.never_worse(candidates[0])), key=lambda c: c.rank)
+    """Return the best of those that are worse in nothing than the first, their start; of equals, the start."""
+    start, *others = candidates
+    better = [c for c in others if c.never_worse(start) and c.rank != start.rank]
+    return max(better, key=lambda c: c.rank, default=start)

@@ -23,7 +23,8 @@ class Constraint:
         monotone: no pair overtakes a faster one.
         curve: the factors on the frequencies follow so many cosines over the pairs, a smooth curve; None for a factor
             of its own per pair.
-        scaling: fit the factor on cos and sin, too.
+        scaling: fit the factor on cos and sin, too. Text alone asks for a lower one than YaRN's, and far passkeys are
+            lost by it.
 
     Raises:
         ValueError: a band of 1 or less, or a curve of no cosine.
@@ -32,7 +33,7 @@ class Constraint:
     band: float | None = None
     monotone: bool = False
     curve: int | None = None
-    scaling: bool = True
+    scaling: bool = False
 
     def __post_init__(self) -> None:
         if self.band is not None and not 1 < self.band < math.inf:

@@ -88,7 +88,7 @@ class FitOptions:
     """
 
     init: str = "yarn"
-    steps: int = 60
+    steps: int = 50
     learning_rate: float = 0.02
     batch_tokens: int | None = None
     retrieval: float = 0.4
