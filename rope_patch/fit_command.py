@@ -65,7 +65,7 @@ def fit(
     """Fit the rotary table of a checkpoint to a longer context, its weights frozen, and write a patched copy.
 
     Rows of text of many lengths are learned, each with something to find in it; the table that is kept is chosen on
-    held-out text and prompts, and is never worse there than its start. The copy loads in plain transformers. Beside it:
+    held-out text and prompts, and is no worse there than its start. The copy loads in plain transformers. Beside it:
     **fit.json**, what was measured, and **fit.svg**, the table among others. Finished work is kept in
     **OUTPUT.fit.jsonl** until the end: after Ctrl-C or a crash the same command goes on where it was.
 
@@ -180,6 +180,7 @@ def _print(patch: Any) -> None:
         table.add_column(f"ppl to {high}", justify="right")
     for high in first.hits:
         table.add_column(f"answered at {high}", justify="right")
+    table.add_column("nats an answer", justify="right")
     table.add_column("")
     for label, several in patch.candidates.items():
         for candidate in several:
@@ -190,6 +191,7 @@ def _print(patch: Any) -> None:
                 candidate.name,
                 *[f"{math.exp(value):.3f}" for value in candidate.nll.values()],
                 *[f"{value:.2f}" for value in candidate.retrieval.values()],
+                f"{candidate.answers:.3f}",
                 "chosen" if chosen else worse,
                 style="bold" if chosen else "",
             )

@@ -75,6 +75,7 @@ def patched(name: str, method: str):
         patch = rope_patch.fit(
             model, tokenizer_of(name), text, target_length=512, init="pi:factor=2", steps=8, checks=2, windows=2,
             samples=1, depths=(0.0, 1.0), batch_tokens=1024, objective=rope_patch.fitting.Objective(0.0),
+            constraint=rope_patch.fitting.Constraint(scaling=True),
         )  # fmt: skip
         assert patch.method.name == "table"  # a learned one, not what it began with
     else:

@@ -224,6 +224,48 @@ def test_rows_follow_the_objective(tokenizer):
         assert torch.equal(labels[:, 1:], tokens[:, 1:]) and len(set(weights[:, 1:].flatten().tolist())) == 1
 
 
+def test_needles_lie_anywhere_and_often_at_the_ends(tokenizer):
+    rows = Rows(tokenizer, TEXT, Objective(), 128, 128, 512, seed=1)
+    said = [
+        tokenizer.decode(row, skip_special_tokens=True) for step in range(50) for part in rows(step) for row in part[0]
+    ]
+    first = [row.lstrip().startswith("The pass key is") for row in said]
+    last = [bool(re.search(r"Remember it\. What is the pass key", row)) for row in said]
+    assert len(said) == 200 and all(0.15 < sum(found) / 200 < 0.35 for found in (first, last))
+    assert any(not a and not b for a, b in zip(first, last, strict=True))
+
+
+def test_rows_hold_all_needles_of_a_joined_task(tokenizer):
+    rows = Rows(tokenizer, TEXT, Objective(task="multivalue"), 192, 256, 512, seed=1)
+    for tokens, labels, weights in (part for step in range(4) for part in rows(step)):
+        for row, label, weight in zip(tokens, labels, weights, strict=True):
+            said = tokenizer.decode(row)
+            hidden = re.findall(r"One magic number of \w+ is (\d{7})\.", said)
+            assert len(hidden) == 4 and said.endswith(f" {', '.join(hidden)}")
+            answer = weight == weight[-1]
+            assert tokenizer.decode(row[answer]) == f" {', '.join(hidden)}" and torch.equal(label[1:], row[1:])
+    with pytest.raises(ValueError, match="needs at least"):
+        Rows(tokenizer, TEXT, Objective(task="multivalue"), 32, 256, 512, seed=1).check()
+
+
+def test_a_row_that_fits_nowhere_is_drawn_again(tokenizer, monkeypatch):
+    rows = Rows(tokenizer, TEXT, Objective(), 128, 128, 512, seed=1)
+    made, asked = rows.maker.prompts, []
+
+    def prompts(*args, **options):
+        asked.append(options["seed"])
+        if len(asked) < 3:
+            raise ValueError("found no haystack of exactly 100 tokens")
+        return made(*args, **options)
+
+    monkeypatch.setattr(rows.maker, "prompts", prompts)
+    next(iter(rows(0)))
+    assert len(set(asked[:3])) == 3
+    monkeypatch.setattr(rows.maker, "prompts", lambda *args, **options: made("passkey", 4, [0.5]))
+    with pytest.raises(ValueError, match="needs at least"):
+        next(iter(rows(0)))
+
+
 def test_held_out_text_is_not_fitted_to():
     train, held = split_text(TEXT)
     assert train + held == TEXT and len(held) == pytest.approx(len(TEXT) / 10, rel=0.01)
@@ -249,6 +291,7 @@ def candidate(name, answered, nll, answers=0.1):
         ([("a", (10, 4), (1.9, 2.9), 0.11)], "start"),  # one prompt less, answers less probable
         ([("a", (10, 4), (1.9, 2.9), 0.1)], "a"),  # one less, answers as probable: chance
         ([("a", (4, 10), (1.9, 2.9), 0.05)], "start"),  # a length surely worse
+        ([("a", (7, 2), (1.9, 2.9), 0.05)], "start"),  # no length surely, both together are
         ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 6), (2.0, 3.0), 0.09)], "b"),  # retrieval first
         ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 5), (1.9, 2.8))], "b"),  # then perplexity
         ([("a", (10, 5), (2.0, 3.0))], "start"),  # the first of equals
@@ -334,7 +377,20 @@ def test_several_starts_are_compared(tokenizer):
     assert [c.name for c in patch.candidates["pi:factor=1.5"]][:4] == ["start", "step 2", "step 4", "average"]
     best = {label: best_of(found) for label, found in patch.candidates.items()}
     label, _, name = patch.chosen.rpartition(", ")
-    assert best[label].name == name and all(best[label].rank >= other.rank for other in best.values())
+    reached = {label: max(best[label].rank, found[0].rank) for label, found in patch.candidates.items()}
+    assert best[label].name == name and reached[label] == max(reached.values())
+
+
+def test_a_table_that_beats_its_start_beats_what_that_start_beats(tokenizer, monkeypatch):
+    """The first start answers most; what is fitted from it answers one prompt less, by chance."""
+    made = {
+        "pi:factor=1.5": candidate("start", (9, 6), (3.0, 3.0)),
+        "yarn:factor=1.5": candidate("start", (10, 6), (2.0, 3.0)),
+    }
+    after = candidate("average", (9, 6), (1.9, 2.9), 0.09)
+    found = {label: (start, after) if "yarn" in label else (start,) for label, start in made.items()}
+    monkeypatch.setattr(running.Run, "__call__", lambda self, *_: found[str(self.method)])
+    assert fitted(small(), tokenizer, init=["yarn", "pi"]).chosen == "yarn:factor=1.5, average"
 
 
 def test_a_fit_that_diverges_is_stopped(tokenizer):

@@ -102,7 +102,8 @@ def fit(
     Args:
         model: a causal language model, bare, quantized or under an adapter.
         tokenizer: its own.
-        data: text to fit to; its last tenth is held out, and decides. By default the training part of the built-in one.
+        data: text to fit to; its last tenth is held out, and decides. Passkeys are hidden in a stretch of the rest, a
+            million characters and more, drawn by the seed. By default the training part of the built-in text.
         target_length: to fit to; rows have lengths from the trained one up to it [tokens].
         init: the table to start from, or several of them, each fitted and all compared. A bare ``pi``, ``ntk``,
             ``yarn`` or ``llama3`` takes its factor from the lengths.
@@ -197,7 +198,7 @@ def fit(
                 candidates[label] = run(steps, learning_rate, checks, patience, checkpointing)
                 losses[label], stopped[label] = tuple(run.losses), run.stopped
             found = {label: best(several) for label, several in candidates.items()}
-            label = max(found, key=lambda name: found[name].rank)
+            label = max(found, key=lambda name: max(found[name].rank, candidates[name][0].rank))
         last = apply(model, found[label].method, replace=True, **options)
     except BaseException:
         first._state.reinstate()

@@ -31,7 +31,7 @@ class Candidate:
             from the start to the average, a ``"quarter"`` or an ``"eighth"`` of this way.
         method: that puts it in.
         hits: which prompts were answered, by length.
-        answers: mean loss of an answer's token over all prompts [nats].
+        answers: mean loss of an answer over all prompts, its tokens added up [nats].
         nll: mean loss of text between the lengths, by the end of the bucket [nats/token].
     """
 
@@ -61,12 +61,12 @@ class Candidate:
         """Whether retrieval is no worse, surely worse at no length, and no bucket of text is predicted worse.
 
         Surely: the paired 95 % interval of the difference in prompts answered lies below 0. Over all lengths, either no
-        fewer are answered, or the answers are no less probable: which of the marginal ones are answered is chance, and
-        no table but itself would come up to a start that was lucky with them.
+        fewer are answered, or not surely fewer and the answers are no less probable: which of the marginal ones are
+        answered is chance, and no table but itself would come up to a start that was lucky with them.
         """
-        fewer = sum(map(sum, self.hits.values())) < sum(map(sum, other.hits.values()))
+        whole, others = (tuple(itertools.chain(*c.hits.values())) for c in (self, other))
         return (
-            (not fewer or self.answers <= other.answers)
+            (sum(whole) >= sum(others) or (self.answers <= other.answers and paired_shares(whole, others)[1] >= 0))
             and all(paired_shares(self.hits[n], other.hits[n])[1] >= 0 for n in other.hits)
             and all(self.nll[n] <= other.nll[n] for n in other.nll)
         )
@@ -126,7 +126,7 @@ class Judging:
         )
 
     def loss(self, candidate: Candidate) -> float:
-        """Return the objective of held-out text and prompts."""
+        """Return the objective of held-out text and prompts, with whole answers: they weigh by their tokens."""
         text = math.fsum(candidate.nll.values()) / len(candidate.nll)
         return (1 - self.objective.retrieval) * text + self.objective.retrieval * candidate.answers
 

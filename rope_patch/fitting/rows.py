@@ -21,7 +21,9 @@ from rope_patch.training.loss import IGNORED
 VALIDATION = 0.1
 """Share of the text, at its end, that is never fitted to: what is kept is chosen on it."""
 HAY = 1_000_000
-"""Characters of the text that needles of training are hidden in."""
+"""Characters of the text that needles of training are hidden in; more where a row is so long."""
+TRIES = 20
+"""Draws of a row before one of an exact length is given up."""
 LIMIT = 64_000_000
 """Characters read of a text."""
 
@@ -68,14 +70,16 @@ class Rows:
         self.trained, self.target, self.tokens = trained, target, tokens
         self.prefix = prefix_ids(tokenizer)
         self.digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        start = random.Random(f"hay/{seed}").randrange(max(1, len(text) - HAY))
-        self.maker = PromptMaker(tokenizer, Haystack(text[start : start + HAY], "text to fit to"))
+        size = max(HAY, 16 * target)
+        start = random.Random(f"hay/{seed}").randrange(max(1, len(text) - size))
+        self.maker = PromptMaker(tokenizer, Haystack(text[start : start + size], "text to fit to"))
         self.needles = NEEDLES if find_task(objective.task).joined else 1
 
     def check(self) -> None:
-        """Raise ValueError where the text has no room for a row of the target."""
+        """Raise ValueError where the text has no room for a row of the target, or the shortest none for a prompt."""
         self._crop(random.Random(0), self.target)
-        self._row(random.Random(0), self.target, 0)
+        for length in (self.target, self.trained):
+            self._row(random.Random(0), length, 0)
 
     def __call__(self, step: int, share: int = 0, shares: int = 1) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the rows of a step of one length each: ids, labels and weights, (rows, tokens) each.
@@ -109,8 +113,15 @@ class Rows:
         if weight == 0:
             ids = self._crop(rng, length)
             return ids, [0.0] + [1 / (length - 1)] * (length - 1)
-        depths = [min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0) for _ in range(self.needles)]
-        (prompt,) = self.maker.prompts(self.objective.task, length, depths, seed=rng.getrandbits(32), sample=number)
+        for left in reversed(range(TRIES)):
+            depths = [min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0) for _ in range(self.needles)]
+            seed = rng.getrandbits(32)
+            try:
+                (prompt,) = self.maker.prompts(self.objective.task, length, depths, seed=seed, sample=number)
+                break
+            except ValueError:  # now and then no stretch of the text has the exact number of tokens
+                if not left:
+                    raise
         rest = length - 1 - prompt.answer
         return list(prompt.ids), [0.0, *[(1 - weight) / rest] * rest, *[weight / prompt.answer] * prompt.answer]
 

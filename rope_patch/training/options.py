@@ -52,7 +52,7 @@ class PatchOptions:
         layer_types: which tables, on mixed models.
         freeze_at: length at which a dynamic table is frozen [tokens].
         replace: replace an earlier patch.
-        trainable: train the table, too, with what ``lora`` says.
+        trainable: train the frequencies of the table, too, with what ``lora`` says.
         learning_rate: of the table's logarithms where it is trained; ``train.max_grad_norm`` counts their gradient too.
     """
 
@@ -83,6 +83,7 @@ class FitOptions:
         band: no frequency leaves its start by more than this factor.
         monotone: no pair overtakes a faster one.
         curve: the factors follow so many cosines over the pairs.
+        scaling: fit the factor on cos and sin, too.
         windows: of held-out text, which decides what is kept.
         samples: held-out haystacks per length.
     """
@@ -96,6 +97,7 @@ class FitOptions:
     band: float | None = None
     monotone: bool = False
     curve: int | None = None
+    scaling: bool = False
     windows: int = 8
     samples: int = 4
 
@@ -343,7 +345,7 @@ class Options:
 
             try:
                 Objective(self.fit.retrieval, self.fit.task)
-                Constraint(self.fit.band, self.fit.monotone, self.fit.curve)
+                Constraint(self.fit.band, self.fit.monotone, self.fit.curve, self.fit.scaling)
                 starts = [start_of(start, 1.0) for start in self.fit.init.split()]
                 if not starts or len({str(start) for start in starts}) < len(starts):
                     raise ValueError(f"init must name tables that differ, got {self.fit.init!r}")

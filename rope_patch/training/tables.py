@@ -97,7 +97,7 @@ def fit_table(model: Any, tokenizer: Any, options: Options, work: Path) -> Metho
         target_length=options.target_length,
         init=asked.init.split(),
         objective=Objective(asked.retrieval, asked.task),
-        constraint=Constraint(asked.band, asked.monotone, asked.curve),
+        constraint=Constraint(asked.band, asked.monotone, asked.curve, asked.scaling),
         steps=asked.steps,
         batch_tokens=asked.batch_tokens,
         learning_rate=asked.learning_rate,
