@@ -202,7 +202,7 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
 def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
     """Return a row per checkpoint, factor, state and table, each against YaRN's on the same windows and prompts.
 
-    Of a seed that is not measured for all tables, nothing is used.
+    A table's row is of the seeds that were measured for it and for YaRN's, and says which.
 
     Over seeds a window's loss is its mean; intervals are Student's over windows, Newcombe's over the prompts of all
     seeds (as many as they are worth), and, of trained or fitted tables, Student's over seeds too.
@@ -215,9 +215,11 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
             arms.setdefault(cell.arm, {})[cell.seed] = judged[cell]
     rows = []
     for (source, factor, lora), arms in sorted(groups.items(), key=lambda item: item[0][1:]):
-        whole = [seed for seed in arms["YaRN"] if all(seed in by_seed for by_seed in arms.values())]
         for arm, by_seed in arms.items():
-            found, base = ([some[seed] for seed in whole] for some in (by_seed, arms["YaRN"]))
+            seeds = sorted(by_seed.keys() & arms["YaRN"].keys())
+            if not seeds:
+                continue
+            found, base = ([some[seed] for seed in seeds] for some in (by_seed, arms["YaRN"]))
             learned = lora or arm == FITTED
             rows.append(
                 {
@@ -226,7 +228,7 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "lora": lora,
                     "table": arm,
                     "methods": list(dict.fromkeys(part["method"] for part in found)),
-                    "seeds": whole,
+                    "seeds": seeds,
                     "perplexity": {n: math.exp(statistics.fmean(_windows(found, n))) for n in found[0]["nll"]},
                     "passkey": {n: statistics.fmean(_answers(found, n)) for n in found[0]["correct"]},
                     "prompts": {n: len(_answers(found, n)) for n in found[0]["correct"]},
