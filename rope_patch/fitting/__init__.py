@@ -1,7 +1,7 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
 The table is trained by gradient descent on the logarithm of its frequencies, over rows of text of many lengths, each
-with something to find in it; what is kept is chosen on held-out retrieval first and perplexity second, and is never
+with something to find in it; what is kept is chosen on held-out retrieval first and perplexity second, and is no
 worse there than the table it started from. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors
 by evolution.
 """
