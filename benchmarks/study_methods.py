@@ -7,7 +7,7 @@
 Checkpoints are the bundled ones and, with `--also`, one that cannot copy, such as llama2xs281K: it is adapted to the
 first half of its own text, stories divided by <|endoftext|>, and judged by perplexity alone on the second. Zero-shot at
 2, 4, 8 and 16 times; after LoRA of equal tokens at 4 and 16 times, of text alone, no retrieval prompt. What a table was
-fitted to before (text with passkeys in it, two and a half to five times as many tokens) comes on top. A seed is that
+fitted to before (text, and passkeys hidden in text, two to four times as many tokens) comes on top. A seed is that
 of the fit, of the adapters, of the order of rows and of the prompts; windows of text are the same everywhere. Fitted
 tables are those of fit.py, in build/fit. Each cell is written to build/study when it is done, and not measured again.
 """

@@ -30,14 +30,14 @@ def fit(
     family: Annotated[
         str | None, typer.Option(help="Scan the parameters of a method instead, without gradients: p_rope.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Of Adam; 0 judges the starts alone. 50 by default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of Adam; 0 judges the starts alone. 40 by default.")] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(help="Of a step; two rows of the target, 4096 at least [tokens].")
     ] = None,
-    learning_rate: Annotated[float, typer.Option(help="On the logarithms of the frequencies; it falls to 0.")] = 0.02,
-    retrieval: Annotated[float, typer.Option(help="Weight of answers in the loss; 0 for text alone.")] = 0.4,
+    learning_rate: Annotated[float, typer.Option(help="On the logarithms of the frequencies; it falls to 0.")] = 0.04,
+    retrieval: Annotated[float, typer.Option(help="Weight of the step that answers ask for; 0 for text alone.")] = 0.8,
     task: Annotated[str, typer.Option(help="passkey, niah, multivalue, multiquery or vt.")] = "passkey",
-    checks: Annotated[int, typer.Option(help="How often the table is judged on the way.")] = 3,
+    checks: Annotated[int, typer.Option(help="How often the table is judged on the way.")] = 2,
     patience: Annotated[int, typer.Option(help="Checks without a better held-out loss before a fit is stopped.")] = 2,
     windows: Annotated[int, typer.Option(help="Of held-out text, as long as the target.")] = 8,
     depths: Annotated[str, typer.Option(help="Of the needles of held-out prompts.")] = "0 0.25 0.5 0.75 1",
@@ -64,7 +64,7 @@ def fit(
 ) -> None:
     """Fit the rotary table of a checkpoint to a longer context, its weights frozen, and write a patched copy.
 
-    Rows of text of many lengths are learned, each with something to find in it; the table that is kept is chosen on
+    Rows of text of many lengths are learned, and passkeys hidden in such rows; the table that is kept is chosen on
     held-out text and prompts, and is no worse there than its start. The copy loads in plain transformers. Beside it:
     **fit.json**, what was measured, and **fit.svg**, the table among others. Finished work is kept in
     **OUTPUT.fit.jsonl** until the end: after Ctrl-C or a crash the same command goes on where it was.
@@ -100,7 +100,7 @@ def fit(
     starts = fitting.family(family) if family else (init or "yarn").split()
     if family is not None and (init is not None or steps):
         raise ValueError("--family scans its own starts without a step: leave --init and --steps out")
-    steps = 0 if family else 50 if steps is None else steps
+    steps = 0 if family else 40 if steps is None else steps
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()

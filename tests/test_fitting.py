@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -196,38 +197,49 @@ def test_a_table_for_layers_of_one_type_leaves_others_alone():
 # --- rows
 
 
-def test_rows_follow_the_objective(tokenizer):
-    objective = Objective(retrieval=0.4, full=0.5)
-    rows = Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
+def test_rows_are_of_text_and_of_prompts(tokenizer):
+    rows = Rows(tokenizer, TEXT, Objective(full=0.5), 64, 128, 640, seed=1)
     lengths = []
     for step in range(50):
-        answers = text = 0.0
-        for tokens, labels, weights in rows(step):
-            lengths += [tokens.shape[1]] * len(tokens)
-            assert torch.equal(labels == -100, weights == 0)
-            for row, weight in zip(tokens, weights, strict=True):
-                (digits,) = re.findall(r"pass key is (\d{5})\. Remember", tokenizer.decode(row))
-                size = len(tokenizer(f" {digits}", add_special_tokens=False)["input_ids"])
-                assert tokenizer.decode(row[-size:]) == f" {digits}"
-                answers += float(weight[-size:].sum())
-                text += float(weight[:-size].sum())
-                assert weight[0] == 0 and len(set(weight[1:-size].tolist())) == 1
-        assert answers == pytest.approx(0.4) and text == pytest.approx(0.6)
+        for goal in (0, 1):
+            whole, count = 0.0, 0
+            for tokens, labels, weights in rows(step, goal):
+                lengths += [tokens.shape[1]] * len(tokens)
+                whole, count = whole + float(weights.sum()), count + len(tokens)
+                assert torch.equal(labels == -100, weights == 0)
+                assert torch.equal(labels[weights > 0], tokens[weights > 0])
+                for row, weight in zip(tokens, weights, strict=True):
+                    said = tokenizer.decode(row)
+                    assert len(set(weight[weight > 0].tolist())) == 1
+                    if goal == 0:
+                        assert "pass key" not in said and int((weight == 0).sum()) == 1 and weight[0] == 0
+                    else:
+                        (digits,) = re.findall(r"pass key is (\d{5})\. Remember", said)
+                        assert tokenizer.decode(row[weight > 0]) == f" {digits}" and said.endswith(f" {digits}")
+            every = 640 // lengths[-1]
+            assert whole == pytest.approx(1) and count == (every // 2 if goal else every - every // 2)
     assert min(lengths) < 70 and max(lengths) == 128
-    again = Rows(tokenizer, TEXT, objective, 64, 128, 512, seed=1)
-    whole = [row for part in rows(7) for row in part[0].tolist()]
-    halves = [[row for part in again(7, share, 2) for row in part[0].tolist()] for share in (0, 1)]
-    assert sorted(map(tuple, whole)) == sorted(map(tuple, halves[0] + halves[1])) and all(halves)
-    alone = Rows(tokenizer, TEXT, Objective(retrieval=0.0), 64, 128, 512, seed=1)
-    for tokens, labels, weights in alone(7):
-        assert not any("pass key" in tokenizer.decode(row) for row in tokens)
-        assert torch.equal(labels[:, 1:], tokens[:, 1:]) and len(set(weights[:, 1:].flatten().tolist())) == 1
+    again = Rows(tokenizer, TEXT, Objective(full=0.5), 64, 128, 640, seed=1)
+    for goal in (0, 1):
+        whole = [row for part in rows(7, goal) for row in part[0].tolist()]
+        halves = [[row for part in again(7, goal, share, 2) for row in part[0].tolist()] for share in (0, 1)]
+        assert sorted(map(tuple, whole)) == sorted(map(tuple, halves[0] + halves[1])) and all(halves)
+        assert sum(float(part[2].sum()) for share in (0, 1) for part in again(7, goal, share, 2)) == pytest.approx(1)
+    alone = Rows(tokenizer, TEXT, Objective(retrieval=0.0), 128, 128, 256, seed=1)
+    ((tokens, _, _),) = ([torch.cat(parts) for parts in zip(*alone(7, 0), strict=True)],)
+    assert len(tokens) == 2 and alone.goals == 1
+    Rows(tokenizer, TEXT, Objective(retrieval=0.0), 128, 128, 128, seed=1)
+    with pytest.raises(ValueError, match="batch_tokens must hold a row of text and one of retrieval"):
+        Rows(tokenizer, TEXT, Objective(), 128, 128, 255, seed=1)
 
 
 def test_needles_lie_anywhere_and_often_at_the_ends(tokenizer):
     rows = Rows(tokenizer, TEXT, Objective(), 128, 128, 512, seed=1)
     said = [
-        tokenizer.decode(row, skip_special_tokens=True) for step in range(50) for part in rows(step) for row in part[0]
+        tokenizer.decode(row, skip_special_tokens=True)
+        for step in range(100)
+        for part in rows(step, 1)
+        for row in part[0]
     ]
     first = [row.lstrip().startswith("The pass key is") for row in said]
     last = [bool(re.search(r"Remember it\. What is the pass key", row)) for row in said]
@@ -235,15 +247,14 @@ def test_needles_lie_anywhere_and_often_at_the_ends(tokenizer):
     assert any(not a and not b for a, b in zip(first, last, strict=True))
 
 
-def test_rows_hold_all_needles_of_a_joined_task(tokenizer):
+def test_prompts_hold_all_needles_of_a_joined_task(tokenizer):
     rows = Rows(tokenizer, TEXT, Objective(task="multivalue"), 192, 256, 512, seed=1)
-    for tokens, labels, weights in (part for step in range(4) for part in rows(step)):
-        for row, label, weight in zip(tokens, labels, weights, strict=True):
+    for tokens, _, weights in (part for step in range(4) for part in rows(step, 1)):
+        for row, weight in zip(tokens, weights, strict=True):
             said = tokenizer.decode(row)
             hidden = re.findall(r"One magic number of \w+ is (\d{7})\.", said)
             assert len(hidden) == 4 and said.endswith(f" {', '.join(hidden)}")
-            answer = weight == weight[-1]
-            assert tokenizer.decode(row[answer]) == f" {', '.join(hidden)}" and torch.equal(label[1:], row[1:])
+            assert tokenizer.decode(row[weight > 0]) == f" {', '.join(hidden)}"
     with pytest.raises(ValueError, match="needs at least"):
         Rows(tokenizer, TEXT, Objective(task="multivalue"), 32, 256, 512, seed=1).check()
 
@@ -259,11 +270,11 @@ def test_a_row_that_fits_nowhere_is_drawn_again(tokenizer, monkeypatch):
         return made(*args, **options)
 
     monkeypatch.setattr(rows.maker, "prompts", prompts)
-    next(iter(rows(0)))
+    next(iter(rows(0, 1)))
     assert len(set(asked[:3])) == 3
     monkeypatch.setattr(rows.maker, "prompts", lambda *args, **options: made("passkey", 4, [0.5]))
     with pytest.raises(ValueError, match="needs at least"):
-        next(iter(rows(0)))
+        next(iter(rows(0, 1)))
 
 
 def test_held_out_text_is_not_fitted_to():
@@ -423,8 +434,8 @@ def test_the_average_is_of_steps_that_were_judged(tokenizer, monkeypatch):
     """Steps 6 and 7 of 12 count; step 8 was taken in the part that diverged at step 9."""
     seen, step, judge = {}, running.Run._step, running.Run._judge
 
-    def diverging(self, number, *rest):
-        loss = step(self, number, *rest)
+    def diverging(self, number):
+        loss = step(self, number)
         seen[number] = self.table.log_factors[0].detach().clone()
         return math.inf if number == 9 else loss
 
@@ -447,13 +458,72 @@ def test_a_fit_that_learns_nothing_is_stopped_early(tokenizer, monkeypatch):
 def test_the_learning_rate_rises_and_falls_to_zero(tokenizer, monkeypatch):
     rates, step = [], running.Run._step
 
-    def noted(self, number, label, adam, parameters):
-        rates.extend(group["lr"] for group in adam.param_groups)
-        return step(self, number, label, adam, parameters)
+    def noted(self, number):
+        rates.append([group["lr"] for group in self.adam.param_groups])
+        return step(self, number)
 
     monkeypatch.setattr(running.Run, "_step", noted)
-    fitted(small(), tokenizer, steps=16, checks=1, learning_rate=0.01)
-    assert rates[:2] == pytest.approx([0.005, 0.01 * 15 / 16]) and rates[-1] == pytest.approx(0.01 / 16)
+    fitted(small(), tokenizer, steps=16, checks=1, learning_rate=0.01, objective=Objective(retrieval=0.25))
+    assert all(rate == pytest.approx([3 * rate[1], rate[1]]) for rate in rates) and len(rates) == 16
+    whole = [sum(rate) for rate in rates]
+    assert whole[:2] == pytest.approx([0.005, 0.01 * 15 / 16]) and whole[-1] == pytest.approx(0.01 / 16)
+
+
+@pytest.mark.parametrize(
+    ("answers", "text", "share", "kept"), [(-1, -1, 0.5, 1.0), (1, -1, 0.5, 1.0), (1, 1, 0.8, 0.5), (-1, 1, 0.2, 0.5)]
+)
+def test_a_check_changes_the_weight_of_answers(tokenizer, monkeypatch, answers, text, share, kept):
+    """.5 has odds of 1, four times that are .8; and what the next step starts from is so much of what was judged."""
+    rates, seen, step, judge = [], {}, running.Run._step, running.Run._judge
+
+    def noted(self, number):
+        rates.append([group["lr"] for group in self.adam.param_groups])
+        seen[f"before {number}"] = self.table.log_factors[0].detach().clone()
+        return step(self, number)
+
+    def told(self, name, method):
+        seen[name] = self.table.log_factors[0].detach().clone()
+        found, start = judge(self, name, method), self.judged("start", self.method, None)
+        nll = {high: value - 0.1 for high, value in start.nll.items()} | {96: start.nll[96] + 0.1 * text}
+        return dataclasses.replace(found, hits=start.hits, answers=start.answers + 0.1 * answers, nll=nll)
+
+    monkeypatch.setattr(running.Run, "_step", noted)
+    monkeypatch.setattr(running.Run, "_judge", told)
+    fitted(small(), tokenizer, steps=8, checks=2, objective=Objective(retrieval=0.5))
+    shares = [answer / (plain + answer) for plain, answer in rates]
+    assert shares == pytest.approx([0.5] * 4 + [share] * 4)
+    assert float(seen["step 4"].abs().max()) > 0
+    torch.testing.assert_close(seen["before 4"], seen["step 4"] * kept)
+
+
+def test_text_alone_is_fitted_to_where_it_alone_is_asked_for(tokenizer, monkeypatch):
+    """Answers that get worse turn no step of it back."""
+    judge, alone = running.Run._judge, Objective(retrieval=0)
+
+    def worse(self, name, method):
+        found = judge(self, name, method)
+        return dataclasses.replace(found, answers=found.answers + 9)
+
+    plain = fitted(small(), tokenizer, objective=alone).losses
+    monkeypatch.setattr(running.Run, "_judge", worse)
+    assert fitted(small(), tokenizer, objective=alone).losses == plain
+
+
+def test_each_goal_has_its_own_moments(tokenizer, monkeypatch):
+    """A thousand times the gradient of answers changes no step, neither theirs nor that of text; its sign does."""
+    stock, tables = running.token_loss, []
+
+    def scaled(factor):
+        def loss(reader, hidden, labels, weights):
+            value, weight = stock(reader, hidden, labels, weights)
+            return value * (factor if int((labels[0] != -100).sum()) < 20 else 1), weight
+
+        return loss
+
+    for factor in (1, 1000, -1):
+        monkeypatch.setattr(running, "token_loss", scaled(factor))
+        tables.append(fitted(small(), tokenizer, steps=4, checks=1).candidates["yarn:factor=1.5"][1].method.values)
+    assert tables[0] == pytest.approx(tables[1], rel=1e-5) and tables[0] != pytest.approx(tables[2], rel=1e-3)
 
 
 def test_what_decides_was_not_fitted_to(tokenizer, monkeypatch):
@@ -618,7 +688,10 @@ def test_two_processes_do_what_one_does(tokenizer, tmp_path):
         ({"steps": -1}, "steps must be >= 0, got -1"),
         ({"checks": 0}, "checks must be >= 1"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0"),
-        ({"batch_tokens": 64}, "batch_tokens must hold a row of the target's 96 tokens, got 64"),
+        (
+            {"batch_tokens": 64},
+            "batch_tokens must hold a row of text and one of retrieval of the target's 96 tokens, got 64",
+        ),
         ({"layer_types": ["full_attention"]}, "this model has one table for all layers"),
     ],
 )

@@ -1,8 +1,8 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
-The table is trained by gradient descent on the logarithm of its frequencies, over rows of text of many lengths, each
-with something to find in it; what is kept is chosen on held-out retrieval first and perplexity second, and is no
-worse there than the table it started from. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors
+The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
+many lengths; what is kept is chosen on held-out retrieval first and perplexity second, and is no worse there than the
+table it started from. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors
 by evolution.
 """
 
@@ -49,7 +49,7 @@ class FittedPatch(Patch):
     Attributes:
         candidates: by the start they came from: that start, and what was found from it.
         chosen: name of the one in use.
-        losses: of every step, by start [nats].
+        losses: of every step's text, by start [nats/token].
         stopped: why a fit ended early, by start; empty where it did not.
     """
 
@@ -80,10 +80,10 @@ def fit(
     init: MethodLike | Sequence[MethodLike] = "yarn",
     objective: Objective | None = None,
     constraint: Constraint | None = None,
-    steps: int = 50,
+    steps: int = 40,
     batch_tokens: int | None = None,
-    learning_rate: float = 0.02,
-    checks: int = 3,
+    learning_rate: float = 0.04,
+    checks: int = 2,
     patience: int = 2,
     windows: int = 8,
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -111,8 +111,10 @@ def fit(
         constraint: what the table may be; by default anything.
         steps: of Adam, with a learning rate that rises over an eighth of them and falls to 0.
         batch_tokens: of a step, over all processes; two rows of the target by default, 4096 at least [tokens].
-        learning_rate: on the logarithms of the frequencies.
-        checks: how often the table is judged on the way, the end included.
+        learning_rate: on the logarithms of the frequencies, shared by text and answers as ``objective`` says.
+        checks: how often the table is judged on the way, the end included. From one that is worse than its start the
+            fit goes on from half of the way, with four times the odds of answers where they got less probable, of text
+            where they did not.
         patience: checks without a better held-out objective before a fit is stopped.
         windows: of held-out text, as long as the target.
         depths: of the needles of held-out prompts.

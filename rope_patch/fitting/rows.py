@@ -1,4 +1,4 @@
-"""What a table is fitted to: rows of text, each with something to find in it, drawn by seed and step."""
+"""What a table is fitted to: rows of text, and rows with something to find in them, drawn by seed and step."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ LIMIT = 64_000_000
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: ``(1 - retrieval) * text + retrieval * answers``, each a mean loss per token.
+    """What is minimised: the loss of plain text and the loss of answers to retrieval prompts, hidden in such text.
 
-    Every row is a retrieval prompt hidden in the text and teaches both; with ``retrieval=0`` every row is plain text.
-    Half of the needles lie anywhere, a quarter at the very start and a quarter right before the question: there most
-    are lost, and prompts that are answered anyway have a gradient of noise.
+    Half of the rows of a step are of each kind; with ``retrieval=0`` all are text. Each loss has its own moments of
+    Adam, so that the weight is one of steps, whatever the sizes of the gradients: those of answers have a heavy tail,
+    a thousand times those of text at times. Half of the needles lie anywhere, a quarter at the very start and a quarter
+    right before the question: there most are lost, and prompts that are answered anyway have a gradient of noise.
 
     Attributes:
-        retrieval: weight of the answers, in [0, 1).
+        retrieval: weight of the step that answers ask for, in [0, 1); that of text has the rest.
         task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
         full: share of the steps whose rows have the target length; those of the others are drawn between the trained
             length and the target, evenly on a logarithmic scale.
@@ -46,7 +47,7 @@ class Objective:
         ValueError: a weight or share out of its range, an unknown task.
     """
 
-    retrieval: float = 0.4
+    retrieval: float = 0.8
     task: str = "passkey"
     full: float = 0.5
 
@@ -64,8 +65,10 @@ class Rows:
     def __init__(
         self, tokenizer: Any, text: str, objective: Objective, trained: int, target: int, tokens: int, seed: int
     ) -> None:
-        if tokens < target:
-            raise ValueError(f"batch_tokens must hold a row of the target's {target} tokens, got {tokens}")
+        self.goals = 2 if objective.retrieval else 1
+        if tokens < self.goals * target:
+            rows = "a row of text and one of retrieval" if self.goals == 2 else "a row"
+            raise ValueError(f"batch_tokens must hold {rows} of the target's {target} tokens, got {tokens}")
         self.tokenizer, self.text, self.objective, self.seed = tokenizer, text, objective, seed
         self.trained, self.target, self.tokens = trained, target, tokens
         self.prefix = prefix_ids(tokenizer)
@@ -78,14 +81,19 @@ class Rows:
     def check(self) -> None:
         """Raise ValueError where the text has no room for a row of the target, or the shortest none for a prompt."""
         self._crop(random.Random(0), self.target)
-        for length in (self.target, self.trained):
-            self._row(random.Random(0), length, 0)
+        for length in (self.target, self.trained) if self.goals == 2 else ():
+            self._prompt(random.Random(0), length, 0)
 
-    def __call__(self, step: int, share: int = 0, shares: int = 1) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the rows of a step of one length each: ids, labels and weights, (rows, tokens) each.
+    def __call__(
+        self, step: int, goal: int, share: int = 0, shares: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the rows of a step, all of one length: ids, labels and weights, (rows, tokens) each.
+
+        The weights add up to 1 over all of them.
 
         Args:
             step: number of it.
+            goal: 0 for text, 1 for answers.
             share: number of this process.
             shares: processes that divide the rows.
         """
@@ -94,25 +102,25 @@ class Rows:
         if rng.random() >= self.objective.full:
             length = round(math.exp(rng.uniform(math.log(self.trained), math.log(self.target))))
         count = self.tokens // length
-        made = [
-            self._row(random.Random(f"fit/{self.seed}/{step}/{i}"), length, step * count + i)
-            for i in range(count)
-            if i % shares == share
-        ]
+        texts = count - count // 2 if self.goals == 2 else count
+        first, stop = (texts, count) if goal else (0, texts)
+        made: list[tuple[list[int], list[float]]] = []
+        for i in range(first, stop):
+            if i % shares == share:
+                own = random.Random(f"fit/{self.seed}/{step}/{i}")
+                row, answer = self._prompt(own, length, step * count + i) if goal else (self._crop(own, length), 0)
+                learned = answer or length - 1
+                made.append((row, [0.0] * (length - learned) + [1 / learned / (stop - first)] * learned))
         if made:
-            ids, weights = (torch.tensor([row[i] for row in made]) for i in (0, 1))
-            labels, weights = ids.masked_fill(weights == 0, IGNORED), weights / count
+            ids, weights = (torch.tensor(several) for several in zip(*made, strict=True))
+            labels = ids.masked_fill(weights == 0, IGNORED)
             size = max(1, self.target // length)
             for low in range(0, len(made), size):
                 part = slice(low, low + size)
                 yield ids[part], labels[part], weights[part]
 
-    def _row(self, rng: random.Random, length: int, number: int) -> tuple[list[int], list[float]]:
-        """Return ids and weights, which add up to 1."""
-        weight = self.objective.retrieval
-        if weight == 0:
-            ids = self._crop(rng, length)
-            return ids, [0.0] + [1 / (length - 1)] * (length - 1)
+    def _prompt(self, rng: random.Random, length: int, number: int) -> tuple[list[int], int]:
+        """Return the ids of a prompt, and how many at its end are the answer."""
         for left in reversed(range(TRIES)):
             depths = [min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0) for _ in range(self.needles)]
             seed = rng.getrandbits(32)
@@ -122,8 +130,7 @@ class Rows:
             except ValueError:  # now and then no stretch of the text has the exact number of tokens
                 if not left:
                     raise
-        rest = length - 1 - prompt.answer
-        return list(prompt.ids), [0.0, *[(1 - weight) / rest] * rest, *[weight / prompt.answer] * prompt.answer]
+        return list(prompt.ids), prompt.answer
 
     def _crop(self, rng: random.Random, length: int) -> list[int]:
         """Return a row that begins anywhere in the text."""

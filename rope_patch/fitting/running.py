@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -21,6 +22,12 @@ from rope_patch.surgery import apply
 from rope_patch.training.loss import token_loss
 from rope_patch.training.processes import from_first, processes
 
+BETAS = (0.9, 0.95)
+"""Of Adam: with its usual .999 the heavy tail of the first answers' gradients would make all later steps small."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BACK, ODDS = 0.5, 4.0
+"""Where a check finds a table worse than its start: the share of the way that is kept, times the odds of what is to
+weigh more, answers where they got less probable and text where they did not."""
 WARM = 1 / 8
 """Share of the steps over which the learning rate rises: Adam's first ones go by the sign of a gradient of noise."""
 WAYS = ("halfway", "quarter", "eighth")
@@ -46,11 +53,15 @@ class Run:
         progress: Callable[[str, int], None],
     ) -> None:
         self.model, self.method, self.rows, self.judged = model, method, rows, judged
-        self.objective, self.options, self.kept, self.about, self.progress = objective, options, kept, about, progress
+        self.options, self.kept, self.about, self.progress = options, kept, about, progress
         self.site = find_rotary(model)
         module: Any = self.site.module
         kinds = [kind for kind in module.slots if kind in self.site.record.layer_types]  # type: ignore[union-attr]
         self.table = TrainableTable(module, kinds, constraint).to(device_of(model))
+        self.parameters = [p for p in self.table.parameters() if p.requires_grad]
+        self.parts = [[torch.zeros_like(p, requires_grad=True) for p in self.parameters] for _ in range(rows.goals)]
+        self.adam = torch.optim.Adam([{"params": part} for part in self.parts], betas=BETAS)
+        self.weight = objective.retrieval
         self.losses: list[float] = []
         self.stopped = ""
 
@@ -58,34 +69,34 @@ class Run:
         self, steps: int, learning_rate: float, checks: int, patience: int, checkpointing: bool
     ) -> tuple[Candidate, ...]:
         """Return the start and what was found from it."""
-        table, label = self.table, str(self.method)
-        parameters = [p for p in table.parameters() if p.requires_grad]
-        adam = torch.optim.Adam(parameters, lr=learning_rate)
+        table, parameters = self.table, self.parameters
         made = [self.judged("start", self.method, self.kept)]
         sums = [torch.zeros_like(p) for p in parameters]  # over the second half, for the average
         stops = sorted({round(steps * (i + 1) / checks) for i in range(checks)} - {0})
         least, waited, low = self.judged.loss(made[0]), 0, 0
         for stop in stops:
             before = [total.clone() for total in sums]
-            if not self._restore(stop, adam, parameters, sums):
+            if not self._restore(stop, sums):
                 with self._fitting(checkpointing):
                     for step in range(low, stop):
-                        for group in adam.param_groups:
-                            group["lr"] = learning_rate * min((step + 1) / math.ceil(WARM * steps), 1 - step / steps)
-                        self.losses.append(self._step(step, label, adam, parameters))
+                        rate = learning_rate * min((step + 1) / math.ceil(WARM * steps), 1 - step / steps)
+                        for group, share in zip(self.adam.param_groups, (1 - self.weight, self.weight), strict=False):
+                            group["lr"] = rate * share
+                        self.losses.append(self._step(step))
                         if self._diverged():
                             break
                         if 2 * step >= steps:
                             for total, p in zip(sums, parameters, strict=True):
                                 total += p.detach()
                 if not self._diverged():
-                    self._keep(stop, adam, parameters, sums)
+                    self._keep(stop, sums)
             if self._diverged():
                 sums = before  # of the steps before ``low`` alone, as they are counted below
                 self.stopped = f"diverged at step {len(self.losses)} (loss {self.losses[-1]:.3g})"
                 break
             low = stop
             made.append(self._judge(f"step {stop}", table.method()))
+            self._steer(made[0], made[-1])
             loss = self.judged.loss(made[-1])
             least, waited = (loss, 0) if loss < least else (least, waited + 1)
             if waited >= patience and stop < steps:
@@ -102,32 +113,51 @@ class Run:
                     break
         return tuple(made)
 
-    def _step(self, step: int, label: str, adam: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> float:
-        """Take a step; return its weighted mean loss [nats]."""
+    def _steer(self, start: Candidate, now: Candidate) -> None:
+        """From a table that is worse than its start go back some of the way, and weigh what got worse more."""
+        if not self.weight or now.never_worse(start):  # with no weight it is text alone that was asked for
+            return
+        odds = 1 / ODDS if now.answers <= start.answers else ODDS
+        self.weight *= odds / (1 + (odds - 1) * self.weight)
+        with torch.no_grad():
+            for p in itertools.chain(*self.parts):
+                p.mul_(BACK)
+        self._put()
+
+    def _step(self, step: int) -> float:
+        """Take a step; return its mean loss of text [nats/token]."""
         rank, size = processes()
         reader = Reader(self.model)
-        adam.zero_grad()
-        total = torch.zeros(2, dtype=torch.float64)  # loss, weight
-        for ids, labels, weights in self.rows(step, rank, size):
-            ids = ids.to(reader.device)
-            hidden = reader.decoder(input_ids=ids, use_cache=False).last_hidden_state
-            loss, weight = token_loss(reader, hidden, labels.to(ids.device), weights.to(ids.device))
-            torch.autograd.backward(loss)
-            total += torch.stack((loss.detach(), weight)).double().cpu()
-            self.progress(f"{label}: fitting", ids.numel())
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        totals = torch.zeros(len(self.parts), dtype=torch.float64, device=reader.device)
+        for goal, part in enumerate(self.parts):
+            for p in self.parameters:
+                p.grad = torch.zeros_like(p)
+            for ids, labels, weights in self.rows(step, goal, rank, size):
+                ids = ids.to(reader.device)
+                hidden = reader.decoder(input_ids=ids, use_cache=False).last_hidden_state
+                loss, _ = token_loss(reader, hidden, labels.to(ids.device), weights.to(ids.device))
+                torch.autograd.backward(loss)
+                totals[goal] += loss.detach().double()
+                self.progress(f"{self.method}: fitting", ids.numel())
+            for mine, p in zip(part, self.parameters, strict=True):
+                mine.grad, p.grad = p.grad, None
+        grads = [p.grad for p in itertools.chain(*self.parts) if p.grad is not None]
         if size > 1:
-            total = total.to(reader.device)
-            for tensor in (*grads, total):
+            for tensor in (*grads, totals):
                 torch.distributed.all_reduce(tensor)
-        for p, grad in zip(parameters, grads, strict=True):
-            p.grad = grad
-        if not all(bool(grad.isfinite().all()) for grad in grads) or not bool(total.isfinite().all()):
+        if not all(bool(tensor.isfinite().all()) for tensor in (*grads, totals)):
             return math.inf
-        adam.step()
+        self.adam.step()
+        self._put()
         if not self.table.stateable():
             return math.inf
-        return float(total[0] / total[1])
+        return float(totals[0])
+
+    def _put(self) -> None:
+        """Set the table to the sum of what each goal added."""
+        with torch.no_grad():
+            for p, *parts in zip(self.parameters, *self.parts, strict=True):
+                p.copy_(torch.stack(parts).sum(0))
 
     def _diverged(self) -> bool:
         if self.losses and not math.isfinite(self.losses[-1]):
@@ -162,33 +192,32 @@ class Run:
         finally:
             apply(self.model, self.method, replace=True, **self.options)
 
-    def _keep(self, step: int, adam: torch.optim.Optimizer, parameters: Sequence[Tensor], sums: list[Tensor]) -> None:
+    def _keep(self, step: int, sums: Sequence[Tensor]) -> None:
         if self.kept is not None:
-            state = adam.state_dict()["state"]
             self.kept[key(step=step, **self.about)] = {
-                "parameters": [p.tolist() for p in parameters],
+                "parts": [
+                    [p.tolist(), *(self.adam.state[p][name].tolist() for name in MOMENTS)]
+                    for p in itertools.chain(*self.parts)
+                ],
                 "sums": [total.tolist() for total in sums],
-                "adam": [[state[i][name].tolist() for name in ("exp_avg", "exp_avg_sq")] for i in state],
                 "losses": self.losses,
             }
 
-    def _restore(
-        self, step: int, adam: torch.optim.Optimizer, parameters: Sequence[Tensor], sums: list[Tensor]
-    ) -> bool:
+    def _restore(self, step: int, sums: Sequence[Tensor]) -> bool:
         """Go on from what was kept at a step, if anything was."""
         found = from_first(lambda: None if self.kept is None else self.kept.get(key(step=step, **self.about)))
         if found is None:
             return False
         with torch.no_grad():
-            for p, total, value, summed in zip(parameters, sums, found["parameters"], found["sums"], strict=True):
+            for p, (value, *moments) in zip(itertools.chain(*self.parts), found["parts"], strict=True):
                 p.copy_(torch.tensor(value, dtype=p.dtype))
-                total.copy_(torch.tensor(summed, dtype=p.dtype))
-        for p, (mean, square) in zip(parameters, found["adam"], strict=True):
-            adam.state[p] = {
-                "step": torch.tensor(float(step)),
-                "exp_avg": torch.tensor(mean, dtype=p.dtype, device=p.device),
-                "exp_avg_sq": torch.tensor(square, dtype=p.dtype, device=p.device),
-            }
+                self.adam.state[p] = {"step": torch.tensor(float(step))} | {
+                    name: torch.tensor(moment, dtype=p.dtype, device=p.device)
+                    for name, moment in zip(MOMENTS, moments, strict=True)
+                }
+            for total, summed in zip(sums, found["sums"], strict=True):
+                total.copy_(torch.tensor(summed, dtype=total.dtype))
+        self._put()
         self.losses = list(found["losses"])
         return True
 

@@ -78,7 +78,7 @@ class FitOptions:
         steps: of gradient descent.
         learning_rate: on the logarithms of the frequencies.
         batch_tokens: of a step; two rows of the target by default, 4096 at least [tokens].
-        retrieval: weight of what is to be found in the rows; 0 fits to text alone, and loses retrieval.
+        retrieval: weight of the step that answers to prompts ask for; 0 fits to text alone, and loses retrieval.
         task: what is to be found.
         band: no frequency leaves its start by more than this factor.
         monotone: no pair overtakes a faster one.
@@ -89,10 +89,10 @@ class FitOptions:
     """
 
     init: str = "yarn"
-    steps: int = 50
-    learning_rate: float = 0.02
+    steps: int = 40
+    learning_rate: float = 0.04
     batch_tokens: int | None = None
-    retrieval: float = 0.4
+    retrieval: float = 0.8
     task: str = "passkey"
     band: float | None = None
     monotone: bool = False
