@@ -35,10 +35,10 @@ def fit(
         int | None, typer.Option(help="Of a step; two rows of the target, 4096 at least [tokens].")
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="On the logarithms of the frequencies; it falls to 0.")] = 0.04,
-    retrieval: Annotated[float, typer.Option(help="Weight of the step that answers ask for; 0 for text alone.")] = 0.8,
+    retrieval: Annotated[float, typer.Option(help="Share of the learning rate for answers; 0 for text alone.")] = 0.8,
     task: Annotated[str, typer.Option(help="passkey, niah, multivalue, multiquery or vt.")] = "passkey",
-    checks: Annotated[int, typer.Option(help="How often the table is judged on the way.")] = 2,
-    patience: Annotated[int, typer.Option(help="Checks without a better held-out loss before a fit is stopped.")] = 2,
+    checks: Annotated[int, typer.Option(help="How often the table is judged, and turned back if worse.")] = 2,
+    patience: Annotated[int, typer.Option(help="Checks without a better held-out loss before a stop.")] = 2,
     windows: Annotated[int, typer.Option(help="Of held-out text, as long as the target.")] = 8,
     depths: Annotated[str, typer.Option(help="Of the needles of held-out prompts.")] = "0 0.25 0.5 0.75 1",
     samples: Annotated[int, typer.Option(help="Haystacks per length; each is asked at every depth.")] = 4,

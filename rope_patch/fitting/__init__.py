@@ -2,8 +2,7 @@
 
 The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
 many lengths; what is kept is chosen on held-out retrieval first and perplexity second, and is no worse there than the
-table it started from. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors
-by evolution.
+table it started from. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors by evolution.
 """
 
 from __future__ import annotations
@@ -113,9 +112,9 @@ def fit(
         batch_tokens: of a step, over all processes; two rows of the target by default, 4096 at least [tokens].
         learning_rate: on the logarithms of the frequencies, shared by text and answers as ``objective`` says.
         checks: how often the table is judged on the way, the end included. From one that is worse than its start the
-            fit goes on from half of the way, with four times the odds of answers where they got less probable, of text
-            where they did not.
-        patience: checks without a better held-out objective before a fit is stopped.
+            fit goes on from half of the way, with four times the odds of answers' weight where less was found, else of
+            text's; where text alone is fitted to it goes on as it was.
+        patience: checks without a better held-out loss before a fit is stopped; so it takes more checks than that.
         windows: of held-out text, as long as the target.
         depths: of the needles of held-out prompts.
         samples: haystacks at each length; the lengths double from the trained one to the target.
@@ -181,7 +180,7 @@ def fit(
                 about = {
                     "fit": label,
                     "model": fingerprint(model),
-                    "text": [digest, rows.digest],
+                    "text": [digest, rows.digest, judged.maker.haystack.sha256],
                     "objective": asdict(objective),
                     "constraint": asdict(constraint),
                     "asked": [
@@ -196,7 +195,7 @@ def fit(
                         seed,
                     ],
                 }
-                run = Run(model, method, rows, judged, objective, constraint, options, kept, about, progress)
+                run = Run(model, method, rows, judged, constraint, options, kept, about, progress)
                 candidates[label] = run(steps, learning_rate, checks, patience, checkpointing)
                 losses[label], stopped[label] = tuple(run.losses), run.stopped
             found = {label: best(several) for label, several in candidates.items()}

@@ -58,7 +58,15 @@ class Candidate:
         }
 
     def never_worse(self, other: Candidate) -> bool:
-        """Whether retrieval is no worse, surely worse at no length, and no bucket of text is predicted worse.
+        """Whether it finds no less and reads no worse than another."""
+        return self.finds_no_less(other) and self.reads_no_worse(other)
+
+    def reads_no_worse(self, other: Candidate) -> bool:
+        """Whether no bucket of text is predicted worse."""
+        return all(self.nll[n] <= other.nll[n] for n in other.nll)
+
+    def finds_no_less(self, other: Candidate) -> bool:
+        """Whether retrieval is no worse, and surely worse at no length.
 
         Surely: the paired 95 % interval of the difference in prompts answered lies below 0. Over all lengths, either no
         fewer are answered, or not surely fewer and the answers are no less probable: which of the marginal ones are
@@ -66,10 +74,8 @@ class Candidate:
         """
         whole, others = (tuple(itertools.chain(*c.hits.values())) for c in (self, other))
         return (
-            (sum(whole) >= sum(others) or (self.answers <= other.answers and paired_shares(whole, others)[1] >= 0))
-            and all(paired_shares(self.hits[n], other.hits[n])[1] >= 0 for n in other.hits)
-            and all(self.nll[n] <= other.nll[n] for n in other.nll)
-        )
+            sum(whole) >= sum(others) or (self.answers <= other.answers and paired_shares(whole, others)[1] >= 0)
+        ) and all(paired_shares(self.hits[n], other.hits[n])[1] >= 0 for n in other.hits)
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -126,7 +132,10 @@ class Judging:
         )
 
     def loss(self, candidate: Candidate) -> float:
-        """Return the objective of held-out text and prompts, with whole answers: they weigh by their tokens."""
+        """Return ``(1 - retrieval) * text + retrieval * answers``, what patience goes by.
+
+        A mean over buckets [nats/token], and one over whole answers [nats].
+        """
         text = math.fsum(candidate.nll.values()) / len(candidate.nll)
         return (1 - self.objective.retrieval) * text + self.objective.retrieval * candidate.answers
 

@@ -30,15 +30,15 @@ LIMIT = 64_000_000
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: the loss of plain text and the loss of answers to retrieval prompts, hidden in such text.
+    """What is minimised: the loss of plain text, and the loss of answers to prompts that hide them in such text.
 
     Half of the rows of a step are of each kind; with ``retrieval=0`` all are text. Each loss has its own moments of
-    Adam, so that the weight is one of steps, whatever the sizes of the gradients: those of answers have a heavy tail,
-    a thousand times those of text at times. Half of the needles lie anywhere, a quarter at the very start and a quarter
-    right before the question: there most are lost, and prompts that are answered anyway have a gradient of noise.
+    Adam and a share of its learning rate, whatever the sizes of the gradients: those of answers have a heavy tail. Half
+    of the needles lie anywhere, a quarter at the very start and a quarter right before the question: there most are
+    lost, and prompts that are answered anyway have a gradient of noise.
 
     Attributes:
-        retrieval: weight of the step that answers ask for, in [0, 1); that of text has the rest.
+        retrieval: share of the learning rate for answers, in [0, 1); text has the rest.
         task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
         full: share of the steps whose rows have the target length; those of the others are drawn between the trained
             length and the target, evenly on a logarithmic scale.
@@ -68,7 +68,7 @@ class Rows:
         self.goals = 2 if objective.retrieval else 1
         if tokens < self.goals * target:
             rows = "a row of text and one of retrieval" if self.goals == 2 else "a row"
-            raise ValueError(f"batch_tokens must hold {rows} of the target's {target} tokens, got {tokens}")
+            raise ValueError(f"batch_tokens must be >= {self.goals * target}, {rows} of the target, got {tokens}")
         self.tokenizer, self.text, self.objective, self.seed = tokenizer, text, objective, seed
         self.trained, self.target, self.tokens = trained, target, tokens
         self.prefix = prefix_ids(tokenizer)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rope_patch.evaluation.journal import key
 from rope_patch.evaluation.scoring import Reader
 from rope_patch.fitting.judging import Candidate, Judging, best
-from rope_patch.fitting.rows import Objective, Rows
+from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method
 from rope_patch.sites import device_of, find_rotary, in_eval_mode
@@ -26,14 +26,14 @@ BETAS = (0.9, 0.95)
 """Of Adam: with its usual .999 the heavy tail of the first answers' gradients would make all later steps small."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BACK, ODDS = 0.5, 4.0
-"""Where a check finds a table worse than its start: the share of the way that is kept, times the odds of what is to
-weigh more, answers where they got less probable and text where they did not."""
+"""Where a check finds a table worse than its start: the share of the way that is kept, and times the odds of the weight
+of answers where less is found, of text where only that is read worse."""
 WARM = 1 / 8
 """Share of the steps over which the learning rate rises: Adam's first ones go by the sign of a gradient of noise."""
 WAYS = ("halfway", "quarter", "eighth")
 """From the start to the average: tried in turn while no candidate is good enough."""
 WORSE, WATCHED = 1.0, 5
-"""A fit diverges when the mean loss of so many steps lies so far above that of the first [nats]."""
+"""A fit diverges when the mean loss of text of so many steps lies so far above that of the first [nats]."""
 
 
 class Run:
@@ -45,7 +45,6 @@ class Run:
         method: Method,
         rows: Rows,
         judged: Judging,
-        objective: Objective,
         constraint: Constraint,
         options: Mapping[str, Any],
         kept: MutableMapping[str, Any] | None,
@@ -61,7 +60,7 @@ class Run:
         self.parameters = [p for p in self.table.parameters() if p.requires_grad]
         self.parts = [[torch.zeros_like(p, requires_grad=True) for p in self.parameters] for _ in range(rows.goals)]
         self.adam = torch.optim.Adam([{"params": part} for part in self.parts], betas=BETAS)
-        self.weight = objective.retrieval
+        self.label, self.weight = str(method), rows.objective.retrieval
         self.losses: list[float] = []
         self.stopped = ""
 
@@ -73,7 +72,7 @@ class Run:
         made = [self.judged("start", self.method, self.kept)]
         sums = [torch.zeros_like(p) for p in parameters]  # over the second half, for the average
         stops = sorted({round(steps * (i + 1) / checks) for i in range(checks)} - {0})
-        least, waited, low = self.judged.loss(made[0]), 0, 0
+        least, waited, low, since = self.judged.loss(made[0]), 0, 0, (steps + 1) // 2
         for stop in stops:
             before = [total.clone() for total in sums]
             if not self._restore(stop, sums):
@@ -85,7 +84,7 @@ class Run:
                         self.losses.append(self._step(step))
                         if self._diverged():
                             break
-                        if 2 * step >= steps:
+                        if step >= since:
                             for total, p in zip(sums, parameters, strict=True):
                                 total += p.detach()
                 if not self._diverged():
@@ -96,13 +95,14 @@ class Run:
                 break
             low = stop
             made.append(self._judge(f"step {stop}", table.method()))
-            self._steer(made[0], made[-1])
+            if stop < steps and self._steer(made[0], made[-1]):
+                sums, since = [torch.zeros_like(p) for p in parameters], max(since, stop)
             loss = self.judged.loss(made[-1])
             least, waited = (loss, 0) if loss < least else (least, waited + 1)
             if waited >= patience and stop < steps:
                 self.stopped = f"no better after step {stop}"
                 break
-        counted = sum(2 * step >= steps for step in range(low))
+        counted = low - since
         if counted > 1:
             for share, name in enumerate(("average", *WAYS)):
                 with torch.no_grad():
@@ -113,16 +113,17 @@ class Run:
                     break
         return tuple(made)
 
-    def _steer(self, start: Candidate, now: Candidate) -> None:
+    def _steer(self, start: Candidate, now: Candidate) -> bool:
         """From a table that is worse than its start go back some of the way, and weigh what got worse more."""
         if not self.weight or now.never_worse(start):  # with no weight it is text alone that was asked for
-            return
-        odds = 1 / ODDS if now.answers <= start.answers else ODDS
+            return False
+        odds = 1 / ODDS if now.finds_no_less(start) else ODDS
         self.weight *= odds / (1 + (odds - 1) * self.weight)
         with torch.no_grad():
             for p in itertools.chain(*self.parts):
                 p.mul_(BACK)
         self._put()
+        return True
 
     def _step(self, step: int) -> float:
         """Take a step; return its mean loss of text [nats/token]."""
@@ -137,8 +138,8 @@ class Run:
                 hidden = reader.decoder(input_ids=ids, use_cache=False).last_hidden_state
                 loss, _ = token_loss(reader, hidden, labels.to(ids.device), weights.to(ids.device))
                 torch.autograd.backward(loss)
-                totals[goal] += loss.detach().double()
-                self.progress(f"{self.method}: fitting", ids.numel())
+                totals[goal] += loss.detach().to(totals)
+                self.progress(f"{self.label}: fitting", ids.numel())
             for mine, p in zip(part, self.parameters, strict=True):
                 mine.grad, p.grad = p.grad, None
         grads = [p.grad for p in itertools.chain(*self.parts) if p.grad is not None]
@@ -200,7 +201,7 @@ class Run:
                     for p in itertools.chain(*self.parts)
                 ],
                 "sums": [total.tolist() for total in sums],
-                "losses": self.losses,
+                "losses": list(self.losses),
             }
 
     def _restore(self, step: int, sums: Sequence[Tensor]) -> bool:

@@ -78,7 +78,7 @@ class FitOptions:
         steps: of gradient descent.
         learning_rate: on the logarithms of the frequencies.
         batch_tokens: of a step; two rows of the target by default, 4096 at least [tokens].
-        retrieval: weight of the step that answers to prompts ask for; 0 fits to text alone, and loses retrieval.
+        retrieval: share of the learning rate for answers to prompts; 0 fits to text alone, and loses retrieval.
         task: what is to be found.
         band: no frequency leaves its start by more than this factor.
         monotone: no pair overtakes a faster one.
@@ -276,7 +276,7 @@ class Options:
         low: tuple[tuple[str, float | None, float], ...] = (
             ("patch.freeze_at", self.patch.freeze_at, 1),
             ("fit.steps", self.fit.steps, 0),
-            ("fit.batch_tokens", self.fit.batch_tokens, target),
+            ("fit.batch_tokens", self.fit.batch_tokens, target * (2 if self.fit.retrieval else 1)),
             ("fit.windows", self.fit.windows, 1),
             ("fit.samples", self.fit.samples, 1),
             ("lora.rank", self.lora.rank, 0),
