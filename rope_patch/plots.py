@@ -209,11 +209,12 @@ def scores_by_context(
     figure, drawn = _panels(list(panels), title, width=4.4, height=3.2, alike=False)
     methods = list(dict.fromkeys(method for curves in panels.values() for method, _ in curves))
     styles = dict(zip(methods, _styles(len(methods)), strict=True))
+    for style in styles.values():  # after LoRA all lines are dotted: markers tell those of one colour apart
+        style |= {"markersize": 4, "markerfacecolor": style["color"] if style["linestyle"] == "-" else "white"}
     for axes, (name, curves) in zip(drawn, panels.items(), strict=True):
         for (method, trained), (factors, scores) in curves.items():
             look: dict[str, Any] = {"linestyle": ":", "marker": "s"} if trained else {"marker": "o"}
-            style = styles[method] | look
-            axes.plot(factors, scores, markersize=4, **style)
+            axes.plot(factors, scores, **(styles[method] | look))
         ticks = sorted({factor for factors, _ in curves.values() for factor in factors})
         axes.set(xscale="log", **({"ylim": (-0.03, 1.03)} if name in shares else {"yscale": "log"}))
         axes.set_xticks(ticks, [f"{factor:g}×" for factor in ticks])
@@ -222,7 +223,7 @@ def scores_by_context(
             axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
             axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
         axes.spines[["top", "right"]].set_visible(False)
-    made = [matplotlib.lines.Line2D([], [], label=method, **styles[method]) for method in methods]
+    made = [matplotlib.lines.Line2D([], [], label=method, marker="o", **styles[method]) for method in methods]
     made += [
         matplotlib.lines.Line2D([], [], color="0.4", marker="o", markersize=4, label="untrained"),
         matplotlib.lines.Line2D([], [], color="0.4", marker="s", markersize=4, linestyle=":", label="after LoRA"),
