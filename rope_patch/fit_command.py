@@ -65,7 +65,8 @@ def fit(
     """Fit the rotary table of a checkpoint to a longer context, its weights frozen, and write a patched copy.
 
     Rows of text of many lengths are learned, and passkeys hidden in such rows; the table that is kept is chosen on
-    held-out text and prompts, and is no worse there than its start. The copy loads in plain transformers. Beside it:
+    held-out text and prompts, reads no worse there than its start and finds not surely less. The copy loads in plain
+    transformers. Beside it:
     **fit.json**, what was measured, and **fit.svg**, the table among others. Finished work is kept in
     **OUTPUT.fit.jsonl** until the end: after Ctrl-C or a crash the same command goes on where it was.
 

@@ -1,8 +1,9 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
-The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
-many lengths; what is kept is chosen on held-out retrieval first and perplexity second, and is no worse there than the
-table it started from. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors by evolution.
+The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts
+of many lengths; what is kept is chosen on held-out retrieval first and perplexity second, and there reads no worse
+than its start and finds not surely less. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors
+by evolution.
 """
 
 from __future__ import annotations
