@@ -66,9 +66,8 @@ def fit(
 
     Rows of text of many lengths are learned, and passkeys hidden in such rows; the table that is kept is chosen on
     held-out text and prompts, reads no worse there than its start and finds not surely less. The copy loads in plain
-    transformers. Beside it:
-    **fit.json**, what was measured, and **fit.svg**, the table among others. Finished work is kept in
-    **OUTPUT.fit.jsonl** until the end: after Ctrl-C or a crash the same command goes on where it was.
+    transformers. Beside it: **fit.json**, what was measured, and **fit.svg**, the table among others. Finished work is
+    kept in **OUTPUT.fit.jsonl** until the end: after Ctrl-C or a crash the same command goes on where it was.
 
     Example: **rope-patch fit ./llama --length 8k --data ./books -o ./llama-8k**
     """
