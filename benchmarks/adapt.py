@@ -30,8 +30,8 @@ from typing import Any
 from scipy import stats
 from tqdm import tqdm
 
-from rope_patch.checkpoints import write_atomically
 from rope_patch.evaluation.intervals import independent_count, paired_shares, wilson
+from rope_patch.files import write_atomically
 
 SHAPES = ("llama", "gemma3")
 METHODS = {

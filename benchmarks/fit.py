@@ -30,7 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from tqdm import tqdm
 
 from measuring import command, environment, write
-from rope_patch.checkpoints import write_atomically
+from rope_patch.files import write_atomically
 
 FACTORS = {4: 180, 8: 180, 16: 300}
 """And the CPU seconds that a fit may take."""

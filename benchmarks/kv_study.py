@@ -30,8 +30,8 @@ from scipy import stats
 from tqdm import tqdm
 
 from measuring import command, environment, write
-from rope_patch.checkpoints import write_atomically
 from rope_patch.evaluation.intervals import paired_means, paired_shares
+from rope_patch.files import write_atomically
 
 SHAPES = ("llama", "gemma3")
 METHODS = {"default": "default", "abf": "abf:factor=50", "yarn": "yarn:factor=4", "p_rope": "p_rope:p=0.5"}

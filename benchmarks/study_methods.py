@@ -36,8 +36,8 @@ from tqdm import tqdm
 
 from fit import fitted, halves, opened
 from measuring import command, environment, write
-from rope_patch.checkpoints import write_atomically
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
+from rope_patch.files import write_atomically
 
 METHODS = {
     "default": "default",

@@ -15,7 +15,7 @@ from rope_patch.analysis_tables import Table
 from rope_patch.analysis_words import facts, word
 from rope_patch.analyze import Analysis, findings
 from rope_patch.before_after import Difference, changes, differences
-from rope_patch.checkpoints import write_atomically
+from rope_patch.files import write_atomically
 from rope_patch.plots_outliers import NEAR
 from rope_patch.report import Picture, render
 

@@ -68,9 +68,9 @@ def analyze(
 
     from rope_patch import analyze as engine
     from rope_patch import before_after
-    from rope_patch.checkpoints import write_atomically
     from rope_patch.evaluation.documents import documents
     from rope_patch.evaluation.domains import read_rows
+    from rope_patch.files import write_atomically
     from rope_patch.registry import parse_length
     from rope_patch.sites import find_rotary
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-import os
-import shutil
 import tempfile
-import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,124 +17,169 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
 
+from rope_patch.files import folder_in_one_move, write_atomically
 from rope_patch.methods import MethodLike
+from rope_patch.processes import first_alone
 from rope_patch.record import PatchRecord, same_tables
 from rope_patch.sites import PatchError, find_rotary
-from rope_patch.surgery import apply
+from rope_patch.spelling import add_older_keys, older_differences, text_part
+from rope_patch.surgery import apply, hashes, reapply
 from rope_patch.verification import verify
 
 RECORD_FILE = "rope_patch.json"
+CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS_KEY = "adapter_weights"
+"""In ``rope_patch.json``: the hash of the adapter that the record is of."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file under a temporary name and rename it: readers see the old content or the new, never a part.
-
-    Raises:
-        OSError: the folder cannot be written; nothing is left behind.
-    """
-    path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-# What an older checkpoint leaves in a folder that a loader would prefer to a model's new weights, or mix with them.
-_STALE = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model*.bin*", "adapter_model.*", ADAPTER_FILE)
-
-
-@contextlib.contextmanager
-def folder_in_one_move(out: str | Path) -> Iterator[Path]:
-    """Give a temporary folder to fill; at the end it becomes ``out``, or vanishes after an error.
-
-    A new ``out`` appears in one rename. Into a folder that exists, also a link or a mount point, the files are moved
-    one by one after all are written, configs last. Before them, where a whole model is written, the weights and adapter
-    of an older checkpoint are deleted: a loader would take them for the new ones. Other files stay.
-
-    Raises:
-        OSError: the place cannot be written.
-    """
-    out = Path(os.path.realpath(out))
-    if out.exists() and not out.is_dir():
-        raise NotADirectoryError(f"{out} is a file: give a folder to save into")
-    exists = out.is_dir()
-    if exists and not os.access(out, os.W_OK):
-        raise PermissionError(f"cannot write into {out}: choose another output folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = (out if exists else out.parent) / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
-    temporary.mkdir()
-    try:
-        yield temporary
-        if not exists:
-            os.replace(temporary, out)
-            return
-        new = {path.name for path in temporary.iterdir()}
-        if "config.json" in new:  # a whole model; an adapter leaves the base model beside it alone
-            for stale in {path for pattern in _STALE for path in out.glob(pattern) if path.name not in new}:
-                stale.unlink()
-        for path in sorted(temporary.iterdir(), key=lambda p: (p.suffix == ".json", p.name)):
-            if path.is_dir():
-                shutil.copytree(path, out / path.name, dirs_exist_ok=True)
-            else:
-                os.replace(path, out / path.name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def save(model: nn.Module, out: str | Path, *, tokenizer: Any = None, **save_options: Any) -> Path:
+def save(
+    model: nn.Module,
+    out: str | Path,
+    *,
+    tokenizer: Any = None,
+    trust_adapters: Sequence[str] = (),
+    **save_options: Any,
+) -> Path:
     """Save a patched model or an adapter trained under a patch, with its record, atomically.
 
     A model's folder loads in plain transformers with equal logits. An adapter's folder says nothing about rotary
     embeddings by itself; ``rope_patch.json`` beside it does, and :func:`load` and :func:`load_adapter` read it.
 
+    Several processes may call it, as they do ``save_pretrained``: the first one writes, the others take part in
+    gathering the weights and wait until it has. The first one may also call it alone.
+
     Args:
         model: a patched model of transformers, or a PEFT model over one.
         out: the folder. In one that exists, the weights of an older checkpoint are replaced and other files kept.
         tokenizer: saved beside it when given.
+        trust_adapters: names of adapters that belong to the model's tables although nothing shows it: PEFT itself
+            loaded them, or combined them from such.
         **save_options: for ``save_pretrained``.
 
     Returns:
         The folder.
 
     Raises:
-        PatchError: the model is not patched, or does not use what its record says.
-        ValueError: ``push_to_hub``, which would upload before the folder is whole.
+        PatchError: the model is not patched, or does not use what its record says; or an adapter that may have been
+            trained under other tables.
+        ValueError: ``push_to_hub``, which would upload before the folder is whole, or ``distributed_checkpoint``.
         OSError: the folder cannot be written, or the disk is full; ``out`` is then as it was.
     """
-    if save_options.get("push_to_hub"):
-        raise ValueError("save does not push: save first, then upload the folder (hf upload REPO FOLDER)")
+    for name, instead in (
+        ("push_to_hub", "save first, then upload the folder (hf upload REPO FOLDER)"),
+        ("distributed_checkpoint", "it writes whole checkpoints; leave it out"),
+    ):
+        if save_options.get(name):
+            raise ValueError(f"save takes no {name}: {instead}")
     record = verify(model)
+    _check_adapters(model, record, trust_adapters, save_options.get("selected_adapters"))
     if record.precision != "float32":
         warnings.warn(
             f"the angles of this model are computed in {record.precision}; no stock config can say so, and plain "
             "transformers will compute them in float32. rope_patch.load keeps it",
             stacklevel=2,
         )
-    with folder_in_one_move(out) as folder:
-        inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
-        inner.save_pretrained(folder, **save_options)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
-            write_record(record, path)
+    inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
+    with first_alone(f"save to {Path(out).absolute()}") as here:
+        if not (here and save_options.get("is_main_process", True)):
+            with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
+                inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
+            return Path(out)
+        with folder_in_one_move(out) as folder:
+            inner.save_pretrained(folder, **save_options)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            put_record(record, folder)
     return Path(out)
 
 
+def put_record(record: PatchRecord, folder: Path) -> None:
+    """Write a record beside a checkpoint and every adapter in it; have its config say what transformers 4 reads."""
+    for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
+        write_record(record, path)
+    if (folder / CONFIG_FILE).is_file():
+        add_older_keys(folder)
+
+
 def write_record(record: PatchRecord, folder: str | Path) -> None:
-    """Write ``rope_patch.json`` into a folder, atomically; one that says the same already is left alone."""
-    path, text = Path(folder) / RECORD_FILE, json.dumps(record.to_dict(), indent=1) + "\n"
+    """Write ``rope_patch.json`` into a folder, atomically; one that says the same already is left alone.
+
+    Where an adapter lies there, the record is tied to its weights: beside others it does not count.
+    """
+    folder = Path(folder)
+    data = record.to_dict()
+    if (weights := _adapter_weights(folder)) is not None:
+        data[WEIGHTS_KEY] = _hash(weights)
+    path, text = folder / RECORD_FILE, json.dumps(data, indent=1) + "\n"
     if not path.is_file() or path.read_bytes() != text.encode():
         write_atomically(path, text)
+
+
+def _adapter_weights(source: str | Path) -> Path | None:
+    found = (_find_file(source, name) for name in ADAPTER_WEIGHTS)
+    return next((path for path in found if path is not None), None)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- adapters in memory ----------------------------------------------------------------------------------------------
+
+_TABLES = "_rope_patch_record"
+"""Attribute of an adapter's config in memory, which saving ignores: the record it was loaded with."""
+
+
+def _peft_model(model: Any) -> Any:
+    """Return the PeftModel in a model, through ``torch.compile`` and DDP; None where there is none."""
+    while model is not None and not hasattr(model, "peft_config"):
+        model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    return model if hasattr(model, "get_base_model") else None
+
+
+def _check_adapters(
+    model: Any, record: PatchRecord, trusted: Sequence[str] = (), selected: Sequence[str] | None = None
+) -> None:
+    """Raise unless every adapter of a model is known to belong to its tables.
+
+    One that :func:`load_adapter` loaded has its record with it; one that is trained here belongs to the tables it is
+    trained under. One that PEFT loaded for inference may have been trained under any, and so may what is combined.
+    """
+    known: dict[str, Any] = getattr(_peft_model(model) or model, "peft_config", {})
+    if not isinstance(known, dict):
+        return
+    for name in trusted:
+        if name not in known:
+            raise ValueError(f"trust_adapters: no adapter {name!r}. Known: {', '.join(known)}")
+    for name, config in ((name, config) for name, config in known.items() if not selected or name in selected):
+        own = getattr(config, _TABLES, None)
+        if own is not None and name not in trusted and not same_tables(own.tables, record.tables):
+            raise PatchError(
+                f"the adapter {name!r} was trained under {own.to_method()}, and the model is patched with "
+                f"{record.to_method()} since: patch it as before; or, if the adapter was trained on under the new "
+                f"tables, save(…, trust_adapters=[{name!r}])"
+            )
+    chosen = selected or list(known)
+    strange = [
+        name
+        for name, config in known.items()
+        if getattr(config, _TABLES, None) is None and config.inference_mode and name not in trusted
+    ]
+    unsure = [name for name in chosen if getattr(known.get(name), _TABLES, None) is None and name not in trusted]
+    if strange and unsure:
+        name = next((name for name in strange if name in chosen), unsure[0])
+        why = "rope_patch did not load it" if name in strange else f"it may hold a part of {strange[0]!r}"
+        raise PatchError(
+            f"nothing shows under which tables the adapter {name!r} was trained: {why}. Load such adapters with "
+            f"rope_patch.load_adapter(model, FOLDER, adapter_name={strange[0]!r}), or delete them from the model. If "
+            f"{name!r} does belong to {record.to_method()}: save(…, trust_adapters=[{name!r}])"
+        )
 
 
 class RopePatchCallback(TrainerCallback, ExportableState):
@@ -160,6 +203,7 @@ class RopePatchCallback(TrainerCallback, ExportableState):
             PatchError: such a model.
         """
         record = verify(model)
+        _check_adapters(model, record)  # now, and not when the work of hours is to be saved
         if state.global_step:  # resumed
             entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # Trainer looks for it
             entry = entry[-1] if isinstance(entry, list) else entry
@@ -187,7 +231,9 @@ class RopePatchCallback(TrainerCallback, ExportableState):
 
     def put_beside(self, model: Any, folder: Path) -> None:
         """Write the record of a model into a checkpoint's folder, after checking it."""
-        write_record(verify(model), folder)
+        record = verify(model)
+        _check_adapters(model, record)
+        put_record(record, folder)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -197,24 +243,38 @@ def read_record(folder: str | Path) -> PatchRecord | None:
     """Return the record beside an adapter, or None where there is none.
 
     Raises:
-        PatchError: a record that is broken, altered or from a newer version.
+        PatchError: a record that is broken, altered, from a newer version, or of other weights than the adapter's.
     """
     path = _find_file(folder, RECORD_FILE)
     if path is None:
         return None
     try:
-        return PatchRecord.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        data = json.loads(path.read_text(encoding="utf-8"))
+        tied = data.pop(WEIGHTS_KEY, None) if isinstance(data, dict) else None
+        record = PatchRecord.from_dict(data)
+        weights = _adapter_weights(folder)
+        if weights is not None and tied != _hash(weights):
+            raise ValueError(
+                f"this record of {record.to_method()} is not of the adapter beside it, whose weights were saved here "
+                "later and without rope_patch. If they were trained without a patch, delete the record; if under this "
+                "one, write it again with rope_patch.checkpoints.write_record"
+            )
+        return record
     except (ValueError, OSError) as error:
         raise PatchError(f"{path}: {error}") from error
 
 
-def _find_file(source: str | Path, name: str) -> Path | None:
-    """A file of a folder or of a hub repository; None where it has none."""
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download", "proxies")
+
+
+def _find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
+    """A file of a folder or of a hub repository, found with the options of a loader; None where it has none."""
     if Path(source).is_dir():
-        path = Path(source) / name
+        path = Path(source, hub.get("subfolder") or "", name)
         return path if path.is_file() else None
+    options = {key: value for key, value in hub.items() if key in _HUB_OPTIONS}
     with contextlib.suppress(OSError):
-        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
+        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
         return None if found is None else Path(found)
     return None
 
@@ -284,8 +344,16 @@ def load(
                 stacklevel=2,
             )
         return load_adapter(model, source)
+    config = config_json(source, **from_pretrained)
     model = _reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
     own = find_rotary(model).record
+    if (said := text_part(config).get("rope_patch")) is not None:
+        if own is None or own.to_dict() != PatchRecord.from_dict(said).to_dict():
+            raise PatchError(
+                f"{source} is patched with {PatchRecord.from_dict(said).to_method()}, and the config given in place of "
+                "its own does not say so: leave config= out, or edit what rope_patch.checkpoints.load_config returns"
+            )
+        check_older_keys(config, source)
     if method is not None:
         apply(model, method, **(apply_options or {}))
     elif own is not None:
@@ -294,52 +362,60 @@ def load(
     return model
 
 
-def reapply(model: nn.Module, record: PatchRecord) -> None:
-    """Apply what a record says to a model and check that the tables come out the same.
+def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
+    """Return what a checkpoint's config.json says; nothing where there is none."""
+    path = _find_file(source, CONFIG_FILE, **hub)
+    try:
+        found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OSError(f"{path} is damaged ({error}): copy or download it again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
+    """Raise where transformers 4 and transformers 5 would read different tables from a patched config.json.
 
     Raises:
-        PatchError: the model's base tables are not those the record was made on.
+        PatchError: with the difference.
     """
-    layer_types = None if record.layer_types == (None,) else tuple(str(kind) for kind in record.layer_types)
-    patch = apply(
-        model,
-        record.to_method(),
-        layer_types=layer_types,
-        target_length=record.target_length,
-        precision=record.precision,
-        freeze_at=record.freeze_at,
-        replace=True,
-    )
-    for name in ("base_tables", "tables"):
-        wanted, got = getattr(record, name), getattr(patch.record, name)
-        if not same_tables(wanted, got):
-            patch.restore()
-            raise PatchError(
-                f"the record of {record.to_method()} was made on another model: its {name.replace('_', ' ')} "
-                f"({_hashes(wanted)}) are not this model's ({_hashes(got)})"
-            )
-
-
-def _hashes(tables: Any) -> str:
-    return ", ".join(f"{key} {table.hash}" for key, table in tables.items())
+    if text_part(config).get("rope_patch") is None:
+        return
+    if wrong := older_differences(config):
+        raise PatchError(
+            f"{source}: transformers 4 and 5 would read different tables from its config.json:\n  " + "\n  ".join(wrong)
+        )
 
 
 def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> Any:
     """Load an adapter onto a model in memory, after checking that both use the same rotary tables.
 
     Args:
-        model: the base model, patched as the adapter's record says.
+        model: the base model, patched as the adapter's record says; or one that holds adapters already, under which
+            the new one is loaded beside them. ``model.set_adapter(name)`` then puts it to use, as in PEFT.
         adapter: folder or hub id of the adapter.
-        **peft_options: for ``PeftModel.from_pretrained``.
+        **peft_options: for ``PeftModel.from_pretrained``, or for ``PeftModel.load_adapter`` of a model that holds
+            adapters: ``adapter_name``, ``is_trainable`` …
 
     Returns:
-        The ``PeftModel``.
+        The ``PeftModel``: ``model`` itself where it holds adapters already.
 
     Raises:
         PatchError: the model is patched otherwise, or not at all, or is patched and the adapter was trained without.
+        ValueError: the model holds an adapter of this name.
     """
     from peft import PeftModel
 
+    name, holder = str(peft_options.pop("adapter_name", "default")), _peft_model(model)
+    if holder is not None and name in holder.peft_config:
+        raise ValueError(
+            f"the model holds an adapter {name!r} already: give another adapter_name, and put it to use with "
+            "model.set_adapter(adapter_name)"
+        )
+    if holder is None and getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "this model holds adapters of transformers' own (model.load_adapter): load its base with rope_patch.load, "
+            "and the adapters onto that"
+        )
     record, own = read_record(adapter), find_rotary(model).record
     if record is None:
         if own is not None:
@@ -355,13 +431,21 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
                 f"apply that first, or let rope_patch.load({str(adapter)!r}) do both"
             )
         if own.precision != record.precision or not same_tables(own.tables, record.tables):
-            theirs, ours = (f"{r.to_method()} ({_hashes(r.tables)}, {r.precision})" for r in (record, own))
+            theirs, ours = (f"{r.to_method()} ({hashes(r.tables)}, {r.precision})" for r in (record, own))
             raise PatchError(
                 f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
                 "and apply the adapter's"
             )
         verify(model)
-    return PeftModel.from_pretrained(model, str(adapter), **peft_options)
+    made: Any = model
+    if holder is None:
+        wrapped: Any = model
+        made = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
+    else:
+        holder.load_adapter(str(adapter), name, **peft_options)
+    if record is not None:
+        setattr(holder.peft_config[name], _TABLES, record)
+    return made
 
 
 def load_config(source: str | Path, **options: Any) -> Any:

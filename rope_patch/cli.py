@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch._paths import name_of
 from rope_patch.analyze_command import analyze
 from rope_patch.export_command import export
 from rope_patch.fit_command import fit
 from rope_patch.kv_command import kv_check
-from rope_patch.loading import check_device, check_dtype, depth, items
+from rope_patch.loading import check_device, check_dtype, depth, items, load_model, load_tokenizer
 from rope_patch.theory_command import theory
 from rope_patch.training.command import finetune
 
@@ -33,6 +34,9 @@ app.add_typer(recipes, name="recipes")
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id.", show_default=False)]
 Out = Annotated[Path, typer.Option("--output", "-o", help="Folder to write; new or empty.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+KEPT = "kept.jsonl"
+"""Finished work, in the folder that is written."""
+
 Force = Annotated[bool, typer.Option("--force", help="Write into a folder that holds files.")]
 
 
@@ -122,12 +126,18 @@ def apply(
     parameters: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="The method's parameters.")
     ] = None,
-    target_length: Annotated[int | None, typer.Option(help="Context to state in the config [tokens].")] = None,
+    target_length: Annotated[
+        str | None,
+        typer.Option(help="Context to state in the config, such as 32k; a factor left out follows from it [tokens]."),
+    ] = None,
     layer_types: Annotated[
         list[str] | None, typer.Option("--layer-type", help="Which tables, on mixed models; may be repeated.")
     ] = None,
     freeze_at: Annotated[int | None, typer.Option(help="Length at which to freeze a dynamic table [tokens].")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an earlier patch.")] = False,
+    keep_edits: Annotated[
+        bool, typer.Option("--keep-edits", help="With --replace: start from the config as it was edited since.")
+    ] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -139,6 +149,7 @@ def apply(
     """
     from rope_patch.folders import patch_folder
     from rope_patch.methods import as_method
+    from rope_patch.registry import parse_length
 
     params: dict[str, Any] = {}
     for item in parameters or ():
@@ -152,10 +163,11 @@ def apply(
         out,
         overwrite=force,
         progress=_say,
-        target_length=target_length,
+        target_length=None if target_length is None else parse_length(target_length),
         layer_types=layer_types,
         freeze_at=freeze_at,
         replace=replace,
+        keep_edits=keep_edits,
     )
     if as_json:
         _print_json({"output": str(out), "record": patch.record.to_dict()})
@@ -201,10 +213,10 @@ def copy(
 ) -> None:
     """Copy the recipes into a folder of yours, to run and change."""
     from rope_patch import data_path
+    from rope_patch.files import folder_in_one_move
 
-    if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise ValueError(f"{folder} is not empty: give a new folder, or --force")
-    shutil.copytree(data_path("recipes"), folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    with folder_in_one_move(folder, overwrite=force) as made:
+        shutil.copytree(data_path("recipes"), made, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     print(f"copied to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
@@ -253,13 +265,14 @@ def compare(
 
     import torch
     from tqdm import tqdm
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as hf_logging
 
     from rope_patch import checkpoints
+    from rope_patch.checkpoints import is_adapter
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.prompts import find_task
     from rope_patch.evaluation.retrieval import check_asked
+    from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.methods import as_method
     from rope_patch.registry import parse_length
 
@@ -278,63 +291,60 @@ def compare(
             raise FileNotFoundError(f"no file or folder {str(path)!r}")
     if adapter is not None and not Path(adapter).exists() and adapter.count("/") != 1:
         raise FileNotFoundError(f"no adapter folder {adapter!r}")
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
-    output.mkdir(parents=True, exist_ok=True)
+    if adapter is not None and is_adapter(model):
+        raise ValueError(f"{model} is an adapter itself: give its base as MODEL to measure another one on it")
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    placed: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **placed
-    )
-    loaded = loaded if placed else loaded.to(device)
-    notes: dict[str, str] = {}
-    if adapter is not None:
-        from peft import PeftModel
+    with folder_to_write(output, ["comparison.json", KEPT, *["report.html"] * report]):
+        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
+        notes: dict[str, str] = {}
+        if is_adapter(model):
+            notes["adapter"] = name_of(model)
+        if adapter is not None:
+            from peft import PeftModel
 
-        record = checkpoints.read_record(adapter)
-        trained = f"trained under {record.to_method()}" if record else "no patch recorded beside it"
-        notes["adapter"] = f"{Path(adapter).name} ({trained})"
-        print(f"adapter {notes['adapter']}: measured under every method", file=sys.stderr)
-        loaded = PeftModel.from_pretrained(loaded, adapter)
-    prompts = 1 if find_task(task, mode).joined else len(places)
-    total = engine.tokens_to_read(len(wanted), sizes, windows or 16, prompts, samples)
-    try:
-        with tqdm(total=total, unit="tok", unit_scale=True, desc=task, disable=as_json) as bar:
+            record = checkpoints.read_record(adapter)
+            trained = f"trained under {record.to_method()}" if record else "no patch recorded beside it"
+            notes["adapter"] = f"{Path(adapter).name} ({trained})"
+            print(f"adapter {notes['adapter']}: measured under every method", file=sys.stderr)
+            loaded = PeftModel.from_pretrained(loaded, adapter)
+        prompts = 1 if find_task(task, mode).joined else len(places)
+        total = engine.tokens_to_read(len(wanted), sizes, windows or 16, prompts, samples)
+        try:
+            with tqdm(total=total, unit="tok", unit_scale=True, desc=task, disable=as_json) as bar:
 
-            def told(method: str, tokens: int) -> None:
-                bar.set_postfix_str(method, refresh=False)
-                bar.update(tokens)
+                def told(method: str, tokens: int) -> None:
+                    bar.set_postfix_str(method, refresh=False)
+                    bar.update(tokens)
 
-            comparison = engine.compare(
-                loaded.eval(),
-                tokenizer,
-                wanted,
-                lengths=sizes,
-                windows=windows,
-                bucket=bucket,
-                depths=places,
-                samples=samples,
-                seed=seed,
-                task=task,
-                mode=mode,
-                text=text,
-                haystack=hay,
-                chunk=chunk,
-                batch_tokens=batch_tokens,
-                layer_types=layer_types,
-                freeze_at=freeze_at,
-                resume=output / "kept.jsonl",
-                progress=told,
-            )
-    except KeyboardInterrupt:
-        if (output / "kept.jsonl").exists():
-            print(f"what was finished is kept in {output}: the same command goes on from there", file=sys.stderr)
-        raise
+                comparison = engine.compare(
+                    loaded.eval(),
+                    tokenizer,
+                    wanted,
+                    lengths=sizes,
+                    windows=windows,
+                    bucket=bucket,
+                    depths=places,
+                    samples=samples,
+                    seed=seed,
+                    task=task,
+                    mode=mode,
+                    text=text,
+                    haystack=hay,
+                    chunk=chunk,
+                    batch_tokens=batch_tokens,
+                    layer_types=layer_types,
+                    freeze_at=freeze_at,
+                    resume=output / KEPT,
+                    progress=told,
+                )
+        except KeyboardInterrupt:
+            if (output / KEPT).exists():
+                print(f"what was finished is kept in {output}: the same command goes on from there", file=sys.stderr)
+            raise
     comparison = replace(comparison, environment=comparison.environment | notes)
-    checkpoints.write_atomically(output / "comparison.json", comparison.to_json())
+    write_atomically(output / "comparison.json", comparison.to_json())
     if report:
         page.write(output / "report.html", [comparison], command=_command())
     if as_json:

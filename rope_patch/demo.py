@@ -17,6 +17,7 @@ from rope_patch import checkpoints
 from rope_patch._paths import data_path
 from rope_patch.evaluation.compare import Comparison, compare
 from rope_patch.evaluation.compare import tokens_to_read as read_by_comparison
+from rope_patch.files import write_atomically
 from rope_patch.surgery import patched
 
 FACTOR = 4
@@ -96,7 +97,7 @@ def run(
     model = model.to(device).eval()
     comparison = compare(model, tokenizer, methods(quick), seed=seed, progress=progress, **sizes(quick))
     out.mkdir(parents=True, exist_ok=True)
-    checkpoints.write_atomically(out / f"{shape}.json", comparison.to_json())
+    write_atomically(out / f"{shape}.json", comparison.to_json())
     best = comparison.best()
     saved = out / f"{shape}-{best.method.replace(':', '-').replace('=', '')}"
     with patched(model, best.method, target_length=max(comparison.lengths)):

@@ -14,6 +14,8 @@ import typer
 
 from rope_patch.loading import check_device, check_dtype, check_source, depth, items, load_model, load_tokenizer
 
+NOTE = "fit.json"
+
 
 def fit(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint: folder or hub id.", show_default=False)],
@@ -76,9 +78,10 @@ def fit(
     from transformers.utils import logging as hf_logging
 
     from rope_patch import fitting
-    from rope_patch.checkpoints import is_adapter, write_atomically
+    from rope_patch.checkpoints import is_adapter
     from rope_patch.evaluation.compare import environment
-    from rope_patch.folders import patch_folder
+    from rope_patch.files import write_atomically
+    from rope_patch.folders import check_free, patch_folder
     from rope_patch.registry import parse_length
 
     if figure:
@@ -90,8 +93,12 @@ def fit(
         raise ValueError(f"{model} is an adapter: merge it into its base first, and fit that")
     if Path(model).is_dir() and output.exists() and output.samefile(model):
         raise ValueError(f"{output} is the checkpoint itself: give another output folder")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not force:
-        raise FileExistsError(f"{str(output)!r} is in the way: give a new folder, or --force")
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
+    place = Path(os.path.abspath(output))  # "." has no name
+    work, command = place.with_name(f"{place.name}.fit.jsonl"), shlex.join(["rope-patch", *sys.argv[1:]])
+    overwrite = force or (work.exists() and _command_of(output / NOTE) == command)  # killed after the folder appeared
+    check_free(output, overwrite)
     if data is not None and not data.exists():
         raise FileNotFoundError(f"no file or folder {str(data)!r}")
     target = parse_length(length)
@@ -106,8 +113,6 @@ def fit(
     hf_logging.disable_progress_bar()
     tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "replace": replace}
-    place = Path(os.path.abspath(output))  # "." has no name
-    work = place.with_name(f"{place.name}.fit.jsonl")
     try:
         with tqdm(unit="tok", unit_scale=True, disable=as_json) as bar:
 
@@ -142,16 +147,19 @@ def fit(
             print(f"what was finished is kept in {work}: the same command goes on from there", file=sys.stderr)
         raise
     found = {
-        "command": shlex.join(["rope-patch", *sys.argv[1:]]),
+        "command": command,
         **patch.to_dict(),
         "settings": {"target_length": target, "objective": asdict(objective), "constraint": asdict(constraint),
                      "steps": steps, "learning_rate": learning_rate, "seed": seed},
         "environment": environment(loaded),
     }  # fmt: skip
-    patch_folder(model, patch.method, output, overwrite=force, target_length=target, **options)
-    write_atomically(output / "fit.json", json.dumps(found, indent=1, allow_nan=False))
-    if figure:
-        write_atomically(output / "fit.svg", plots.svg(_drawn(patch, target)))
+
+    def finish(folder: Path) -> None:
+        write_atomically(folder / NOTE, json.dumps(found, indent=1, allow_nan=False))
+        if figure:
+            write_atomically(folder / "fit.svg", plots.svg(_drawn(patch, target)))
+
+    patch_folder(model, patch.method, output, overwrite=overwrite, finish=finish, target_length=target, **options)
     work.unlink(missing_ok=True)
     if as_json:
         print(json.dumps(found, indent=1, allow_nan=False))
@@ -160,6 +168,14 @@ def fit(
     print(
         f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it; fit.json says what was found"
     )
+
+
+def _command_of(note: Path) -> str | None:
+    """Return the command that a folder's notes are of."""
+    try:
+        return str(json.loads(note.read_text(encoding="utf-8"))["command"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _print(patch: Any) -> None:

@@ -17,15 +17,17 @@ from rope_patch.checkpoints import (
     ADAPTER_FILE,
     RECORD_FILE,
     adapter_base,
-    folder_in_one_move,
+    check_older_keys,
+    config_json,
     load_config,
     read_record,
-    reapply,
 )
+from rope_patch.files import folder_in_one_move, holds_files
 from rope_patch.methods import MethodLike
 from rope_patch.record import PatchRecord
 from rope_patch.sites import PatchError
-from rope_patch.surgery import Patch, apply, restore
+from rope_patch.spelling import add_older_keys
+from rope_patch.surgery import Patch, apply, reapply, restore
 from rope_patch.verification import verify
 
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of its own folder fits no copy
@@ -41,10 +43,12 @@ def skeleton(source: str | Path) -> PreTrainedModel:
     Raises:
         OSError: nothing to load there; the message says what to do.
         ValueError: not a causal language model.
+        PatchError: a patched checkpoint whose config tells transformers 4 and 5 different tables.
     """
     if (Path(source) / ADAPTER_FILE).is_file():
         raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
     config = load_config(source)
+    check_older_keys(config_json(source), source)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
@@ -57,6 +61,7 @@ def patch_folder(
     *,
     overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
+    finish: Callable[[Path], None] = lambda _: None,
     **options: Any,
 ) -> Patch:
     """Write a copy of a checkpoint with a patched config; its weights are the same bytes.
@@ -67,6 +72,7 @@ def patch_folder(
         out: folder to write; it must be new or empty unless ``overwrite``.
         overwrite: write into a folder that holds files.
         progress: told the name of each file before it is copied.
+        finish: what else to write into the folder before it becomes ``out``.
         **options: for :func:`rope_patch.apply`.
 
     Returns:
@@ -78,8 +84,11 @@ def patch_folder(
     """
     model = skeleton(source)
     patch = apply(model, method, **options)
-    _write(model, source, out, overwrite, progress)
-    verify(skeleton(out))
+    with copied(source, out, overwrite=overwrite, progress=progress) as folder:
+        model.config.save_pretrained(folder)
+        add_older_keys(folder)
+        verify_folder(folder)
+        finish(folder)
     return patch
 
 
@@ -98,7 +107,8 @@ def restore_folder(
     """
     model = skeleton(source)
     restore(model)
-    _write(model, source, out, overwrite, progress)
+    with copied(source, out, overwrite=overwrite, progress=progress) as folder:
+        model.config.save_pretrained(folder)
 
 
 def verify_folder(source: str | Path) -> PatchRecord:
@@ -142,11 +152,14 @@ def check_weights(folder: Path) -> None:
             raise OSError(f"{path} is truncated or damaged ({error}): copy or download it again") from error
 
 
-def _write(
-    model: PreTrainedModel, source: str | Path, out: str | Path, overwrite: bool, progress: Callable[[str], None]
-) -> None:
-    with copied(source, out, overwrite=overwrite, progress=progress) as folder:
-        model.config.save_pretrained(folder)
+def check_free(out: Path, overwrite: bool) -> None:
+    """Raise where a folder to write holds files already.
+
+    Raises:
+        FileExistsError: it does, and ``overwrite`` is not said.
+    """
+    if holds_files(out) and not overwrite:
+        raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
 
 
 @contextlib.contextmanager
@@ -168,15 +181,14 @@ def copied(
     out = Path(out)
     if Path(source).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise ValueError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
+    check_free(out, overwrite)
     if not Path(source).is_dir():
         from huggingface_hub import snapshot_download
 
         source = snapshot_download(str(source), allow_patterns=_FROM_HUB)
     source = Path(source)
     check_weights(source)
-    with folder_in_one_move(out) as folder:
+    with folder_in_one_move(out, overwrite=overwrite) as folder:
         for path in sorted(source.iterdir()):
             if path.is_dir() and not path.name.startswith("."):
                 progress(f"nothing of the subfolder {path.name}")

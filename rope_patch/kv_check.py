@@ -30,8 +30,9 @@ from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_judging import CheckRow, judge, long_keys
 from rope_patch.kv_measuring import COMPARED, Patched, Setting, causes, means_of, measure, possible
 from rope_patch.kv_results import KVCheck
-from rope_patch.methods import MethodLike, as_method
+from rope_patch.methods import MethodLike
 from rope_patch.sites import find_rotary
+from rope_patch.surgery import for_target
 
 TOLERANCE = 0.02
 """Rise of perplexity that a safe scheme may cost, relative."""
@@ -169,9 +170,10 @@ def kv_check(
             a model that transformers packs no cache of: before anything is measured.
         ImportError: a packed cache whose backend is not installed.
     """
-    given, wanted = find_schemes(schemes), [as_method(method) for method in methods]
-    if not wanted or not lengths:
+    given = find_schemes(schemes)
+    if not methods or not lengths:
         raise ValueError("give at least one method and one length")
+    wanted = [for_target(model, method, max(lengths), layer_types=layer_types) for method in methods]
     labels = [str(method) for method in wanted]
     if len(set(labels)) < len(labels):
         raise ValueError(f"methods must differ from each other, got {', '.join(labels)}")

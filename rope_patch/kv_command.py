@@ -16,7 +16,6 @@ from rope_patch.loading import (
     check_device,
     check_dtype,
     depth,
-    folder_to_write,
     items,
     load_model,
     load_tokenizer,
@@ -97,10 +96,10 @@ def kv_check(
     from transformers.utils import logging as hf_logging
 
     from rope_patch import kv_check as engine
-    from rope_patch.checkpoints import write_atomically
     from rope_patch.evaluation.compare import tokens_to_read
     from rope_patch.evaluation.prompts import find_task
     from rope_patch.evaluation.retrieval import check_asked
+    from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.methods import as_method
     from rope_patch.registry import parse_length
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rope_patch import kv_pictures as pictures
-from rope_patch.checkpoints import write_atomically
+from rope_patch.files import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_judging import LOST, CheckRow, counted, relative, spans, windows_of
 from rope_patch.kv_results import KVCheck

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,37 +60,6 @@ def check_source(source: str) -> None:
     parts = source.split("/")
     if source.startswith((".", "~")) or not all(parts) or len(parts) > 2 or "\\" in source:
         raise FileNotFoundError(f"no folder {source}")
-
-
-@contextlib.contextmanager
-def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """Make a folder before long work, and see that its files can be written; made anew and left empty, it goes again.
-
-    Args:
-        folder: to be written.
-        names: of the files.
-
-    Raises:
-        OSError: something else is in the place of the folder or a file, or nothing can be written there.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{str(folder)!r} is a file: give a folder to write")
-    for name in names:
-        if (folder / name).is_dir():
-            raise IsADirectoryError(f"{str(folder / name)!r} is a folder: remove it, or give another folder to write")
-    try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise OSError(f"cannot write into {str(folder)!r}: {error.strerror}") from None
-        yield
-    finally:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
 
 
 def load_tokenizer(source: str) -> Any:

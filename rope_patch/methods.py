@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,7 @@ from rope_patch.registry import (
     Chain,
     Method,
     MethodLike,
+    Scaling,
     as_method,
     create,
     did_you_mean,
@@ -33,6 +34,7 @@ __all__ = [
     "Chain",
     "Method",
     "MethodLike",
+    "Scaling",
     "as_method",
     "create",
     "did_you_mean",
@@ -157,6 +159,7 @@ class ABF(Method, name="abf"):
     rope_theta: float | None = None
     factor: float | None = None
     replace_scaling: bool = False
+    extends: ClassVar[bool] = True
 
     def check(self) -> None:
         """Exactly one of the two, positive; 500000 when neither is given."""
@@ -183,18 +186,18 @@ def _geometric(slot: RotarySlot, rope_theta: float) -> RotarySlot:
 
 
 @dataclass(frozen=True)
-class PI(Method, name="pi"):
+class PI(Scaling, name="pi"):
     """Position interpolation: every frequency divided by ``factor``.
 
-    *Source*: Chen et al., arXiv:2306.15595; it is alpha = 1/factor of arXiv:2309.16039.
+    The factor multiplies the context that the table found states, scaled or not. *Source*: Chen et al.,
+    arXiv:2306.15595; it is alpha = 1/factor of arXiv:2309.16039.
     """
 
-    factor: float = 4.0
     replace_scaling: bool = False
 
-    def check(self) -> None:
-        """``factor`` is positive."""
-        _positive("factor", self.factor)
+    def context_of(self, slot: RotarySlot) -> int:
+        """Return the context of the table that is divided: the stated one, or the first if its scaling is dropped."""
+        return slot.context if self.replace_scaling else slot.max_position_embeddings
 
     def __call__(self, slot: RotarySlot) -> RotarySlot:
         """Divide the table found; refused where it already was interpolated."""
@@ -206,32 +209,27 @@ class PI(Method, name="pi"):
                 f"{slot.path} is already interpolated (rope_type 'linear', factor {scaled}): a second pi would "
                 "multiply the factors. Pass replace_scaling=True with the whole factor."
             )
-        native = {"rope_type": "linear", "rope_theta": slot.rope_theta, "factor": self.factor}
-        return slot.becomes(slot.inv_freq / self.factor, spelling=native if slot.is_geometric else None)
+        native = {"rope_type": "linear", "rope_theta": slot.rope_theta, "factor": self.stretch}
+        return slot.becomes(slot.inv_freq / self.stretch, spelling=native if slot.is_geometric else None)
 
 
 @dataclass(frozen=True)
-class NTK(Method, name="ntk"):
+class NTK(Scaling, name="ntk"):
     """Static NTK-aware scaling: base ``rope_theta * factor ** (d / (d - 2))``.
 
     *Source*: "NTK-aware scaled RoPE" (bloc97, 2023), described in YaRN, arXiv:2309.00071, sec. 3.1.
     """
 
-    factor: float = 4.0
     replace_scaling: bool = False
-
-    def check(self) -> None:
-        """``factor`` is positive."""
-        _positive("factor", self.factor)
 
     def __call__(self, slot: RotarySlot) -> RotarySlot:
         """Return the geometric table of the new base."""
         _needs_plain(slot, self, self.replace_scaling)
-        return _geometric(slot, frequencies.ntk_theta(slot.rope_theta, self.factor, slot.rotary_dim))
+        return _geometric(slot, frequencies.ntk_theta(slot.rope_theta, self.stretch, slot.rotary_dim))
 
 
 @dataclass(frozen=True)
-class Yarn(Method, name="yarn"):
+class Yarn(Scaling, name="yarn"):
     """YaRN: fast pairs kept, slow pairs interpolated, a ramp between; cos and sin scaled by ``0.1 ln(factor) + 1``.
 
     *Source*: Peng et al., arXiv:2309.00071. The ramp is transformers', linear in the pair index (the paper's is linear
@@ -240,7 +238,6 @@ class Yarn(Method, name="yarn"):
     in a chain with p-RoPE the logits of the still pairs grow by its square.
     """
 
-    factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -251,28 +248,27 @@ class Yarn(Method, name="yarn"):
     replace_scaling: bool = False
 
     def check(self) -> None:
-        """Positive factors, ``beta_fast`` above ``beta_slow``."""
-        for name in (
-            "factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "original_max_position_embeddings",
-        ):
+        """Positive numbers, ``beta_fast`` above ``beta_slow``."""
+        super().check()
+        for name in ("beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"):
             _positive(name, getattr(self, name))
         if self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast must exceed beta_slow, got {self.beta_fast} and {self.beta_slow}")
+
+    def context_of(self, slot: RotarySlot) -> int:
+        """Return ``original_max_position_embeddings``, by default the context before any scaling."""
+        return self.original_max_position_embeddings or slot.context
 
     def __call__(self, slot: RotarySlot) -> RotarySlot:
         """Return the NTK-by-parts table over the base found."""
         _needs_plain(slot, self, self.replace_scaling)
         if slot.rope_theta <= 1:
             raise ValueError(f"yarn needs rope_theta > 1, got {slot.rope_theta}")
-        context = self.original_max_position_embeddings or slot.context
+        context = self.context_of(slot)
         scaling = self.attention_factor
         if scaling is None:
-            scaling = frequencies.yarn_scaling(self.factor, self.mscale, self.mscale_all_dim)
-        ramp = {"factor": self.factor, "beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
+            scaling = frequencies.yarn_scaling(self.stretch, self.mscale, self.mscale_all_dim)
+        ramp = {"factor": self.stretch, "beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
         table = frequencies.yarn(slot.rope_theta, slot.rotary_dim, context=context, truncate=self.truncate, **ramp)
         extras = {
             key: value
@@ -292,33 +288,37 @@ class Yarn(Method, name="yarn"):
 
 
 @dataclass(frozen=True)
-class Llama3(Method, name="llama3"):
+class Llama3(Scaling, name="llama3"):
     """Llama 3.1's smoothed interpolation.
 
     *Source*: transformers' ``llama3`` type. ``original_max_position_embeddings`` defaults to the trained context.
     """
 
-    factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int | None = None
     replace_scaling: bool = False
 
     def check(self) -> None:
-        """Positive factors, the high one above the low one."""
-        for f in fields(self)[:4]:
-            _positive(f.name, getattr(self, f.name))
+        """Positive numbers, the high factor above the low one."""
+        super().check()
+        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            _positive(name, getattr(self, name))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor must exceed low_freq_factor, got {self.high_freq_factor} and {self.low_freq_factor}"
             )
 
+    def context_of(self, slot: RotarySlot) -> int:
+        """Return ``original_max_position_embeddings``, by default the context before any scaling."""
+        return self.original_max_position_embeddings or slot.context
+
     def __call__(self, slot: RotarySlot) -> RotarySlot:
         """Smooth the plain table."""
         _needs_plain(slot, self, self.replace_scaling)
-        context = self.original_max_position_embeddings or slot.context
+        context = self.context_of(slot)
         smoothing = {
-            "factor": self.factor,
+            "factor": self.stretch,
             "low_freq_factor": self.low_freq_factor,
             "high_freq_factor": self.high_freq_factor,
         }
@@ -345,6 +345,19 @@ class LongRope(Method, name="longrope"):
     factors: tuple[float, ...] | None = None
     factor: float = 1.0
     attention_factor: float | None = None
+    extends: ClassVar[bool] = True
+
+    def for_target(self, slot: RotarySlot, target_length: int | None) -> LongRope:
+        """Return the method: its list decides how far the table reaches.
+
+        Raises:
+            ValueError: a target, and no list.
+        """
+        if target_length is not None and self.factors is None:
+            raise ValueError(
+                f"longrope without factors leaves the table as it is: it is not made for target_length {target_length}"
+            )
+        return self
 
     def check(self) -> None:
         """Every factor is positive."""
@@ -447,6 +460,19 @@ class Table(Method, name="table"):
     values: tuple[float, ...] | None = None
     attention_scaling: float | None = None
     layer_type: str | None = None
+    extends: ClassVar[bool] = True
+
+    def for_target(self, slot: RotarySlot, target_length: int | None) -> Table:
+        """Return the method: its values decide how far the table reaches.
+
+        Raises:
+            ValueError: a target, and no values.
+        """
+        if target_length is not None and self.values is None:
+            raise ValueError(
+                f"table without values leaves the table as it is: it is not made for target_length {target_length}"
+            )
+        return self
 
     def check(self) -> None:
         """No negative frequency."""

@@ -71,13 +71,18 @@ class PatchRecord:
     package_version: str = __version__
     schema: int = SCHEMA
 
+    @property
+    def changed(self) -> bool:
+        """Whether any table differs from the one before the patch."""
+        return any(table.hash != self.base_tables[key].hash for key, table in self.tables.items())
+
     def to_method(self) -> Method:
         """Return the method object."""
         return from_dict(self.method)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        data = asdict(self)
+        data = asdict(self) | {"changed": self.changed}
         data["layer_types"], data["edited"] = list(self.layer_types), list(self.edited)
         for group in ("tables", "base_tables"):
             for table in data[group].values():
@@ -99,11 +104,13 @@ class PatchRecord:
                 f"newer than this one ({__version__}, schema {SCHEMA}): upgrade with "
                 "pip install -U rope_patch"
             )
+        data = dict(data)
+        changed = data.pop("changed", None)
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"the rope_patch record has unknown keys {sorted(unknown)}")
         try:
-            values = dict(data)
+            values = data
             values["layer_types"] = tuple(values["layer_types"])
             values["edited"] = tuple(values.get("edited", ()))
             for group in ("tables", "base_tables"):
@@ -113,9 +120,11 @@ class PatchRecord:
                 raise TypeError("base_config must hold rope_parameters and max_position_embeddings")
             record = cls(**values)
             from_dict(record.method)
-            return record
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the rope_patch record is incomplete or malformed: {error}") from error
+        if changed not in (None, record.changed):
+            raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
+        return record
 
 
 def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]) -> bool:

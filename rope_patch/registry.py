@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from rope_patch.rotary import RotarySlot
@@ -32,6 +32,9 @@ class Method:
     """
 
     name: ClassVar[str] = ""
+    extends: ClassVar[bool] = False
+    """Whether the table reaches further by numbers that say nothing of how far (a base, a list): no factor is checked
+    beside such a method."""
 
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         """Register the class under ``name``."""
@@ -56,6 +59,27 @@ class Method:
         """Return the slot with the new table; the argument is not changed."""
         raise NotImplementedError
 
+    @property
+    def needs_target(self) -> bool:
+        """Whether a factor was left out, to be taken from a target."""
+        return False
+
+    def for_target(self, slot: RotarySlot, target_length: int | None) -> Method:
+        """Return the method for a target: a factor that was left out is filled in, a given one is checked.
+
+        Args:
+            slot: the table found.
+            target_length: the context asked for [tokens]; None where none was named.
+
+        Raises:
+            ValueError: neither a factor nor a target, or two that contradict each other.
+        """
+        return self
+
+    def reach(self, slot: RotarySlot) -> int | None:
+        """Return the context that the method's factor stretches a table to [tokens]; None where it states none."""
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """Return ``{"method": name, parameter: value, …}``, JSON-ready."""
         return {"method": self.name, **asdict(self)}
@@ -68,6 +92,60 @@ class Method:
             if value is not None and (i == 0 or value != f.default):
                 shown.append(f"{f.name}={_spell(value)}")
         return ":".join([self.name, *shown])
+
+
+@dataclass(frozen=True)
+class Scaling(Method):
+    """Base of the methods whose ``factor`` stretches the context; left out, it is taken from ``target_length``."""
+
+    factor: float | None = None
+
+    def check(self) -> None:
+        """``factor`` does not shorten the context."""
+        if self.factor is not None and self.factor < 1:
+            raise ValueError(f"factor must be >= 1, got {self.factor}")
+
+    def context_of(self, slot: RotarySlot) -> int:
+        """Return the context that the factor multiplies [tokens]: the one before any scaling of the checkpoint's."""
+        return slot.context
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the factor was left out."""
+        return self.factor is None
+
+    @property
+    def stretch(self) -> float:
+        """The factor.
+
+        Raises:
+            ValueError: it was left out.
+        """
+        if self.factor is None:
+            raise ValueError(f"{self.name} needs a factor, or a target_length to take it from: {self.name}:factor=4")
+        return self.factor
+
+    def for_target(self, slot: RotarySlot, target_length: int | None) -> Scaling:
+        """Return the method with its factor."""
+        return self.stretched(self.context_of(slot), target_length)
+
+    def stretched(self, context: float, target_length: int | None) -> Scaling:
+        """Return the method with the factor that takes a context [tokens] to a target."""
+        if target_length is None:
+            return replace(self, factor=self.stretch)
+        needed = max(1.0, target_length / context)
+        if self.factor is None:
+            return replace(self, factor=needed)
+        if self.factor * context < target_length - 1:
+            raise ValueError(
+                f"{self.name}:factor={self.factor:g} reaches {round(self.factor * context)} tokens of the "
+                f"target_length {target_length}: give factor={needed:g}, or leave the factor out"
+            )
+        return self
+
+    def reach(self, slot: RotarySlot) -> int | None:
+        """Return the context times the factor [tokens]."""
+        return None if self.factor is None else round(self.context_of(slot) * self.factor)
 
 
 @dataclass(frozen=True)
@@ -88,6 +166,34 @@ class Chain(Method):
         for step in self.steps:
             slot = step(slot)
         return slot
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether any step needs one."""
+        return any(step.needs_target for step in self.steps)
+
+    def for_target(self, slot: RotarySlot, target_length: int | None) -> Chain:
+        """Return the chain with the one factor that may be left out filled in; all factors count towards the target."""
+        scaling = [step for step in self.steps if isinstance(step, Scaling)]
+        bare = [step for step in scaling if step.factor is None]
+        if len(bare) > 1:
+            raise ValueError(f"at most one method of a chain may leave its factor out: {self}")
+        if not bare and any(step.extends for step in self.steps):
+            return self
+        steps = [step if isinstance(step, Scaling) else step.for_target(slot, None) for step in self.steps]
+        if scaling:
+            chosen = bare[0] if bare else scaling[-1]
+            others = math.prod(step.stretch for step in scaling if step is not chosen)
+            filled = chosen.stretched(scaling[0].context_of(slot) * others, target_length)
+            steps = [filled if step is chosen else step for step in steps]
+        return Chain(tuple(steps))
+
+    def reach(self, slot: RotarySlot) -> int | None:
+        """Return what all factors together stretch the context to [tokens]; None without any."""
+        scaling = [step for step in self.steps if isinstance(step, Scaling)]
+        if not scaling or self.needs_target or any(step.extends for step in self.steps):
+            return None
+        return round(scaling[0].context_of(slot) * math.prod(step.stretch for step in scaling))
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{"method": "chain", "steps": [...]}``."""

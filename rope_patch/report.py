@@ -18,10 +18,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch import plots
 from rope_patch._paths import data_path
-from rope_patch.checkpoints import write_atomically
 from rope_patch.evaluation.compare import Column, Comparison, Row
 from rope_patch.evaluation.prompts import TASKS
 from rope_patch.evaluation.retrieval import RetrievalCell
+from rope_patch.files import write_atomically
 from rope_patch.frequencies import still, wavelength
 
 TITLE = "Methods compared"

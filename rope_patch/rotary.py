@@ -150,12 +150,20 @@ class RotaryTable(nn.Module):
         slots: one slot per layer type of the module; a single one with ``layer_type`` None on unmixed models.
         stock: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
         precision: ``"float64"`` multiplies positions and frequencies in double, for positions beyond about 1e5.
+        keep_float32: return float32 whatever the model computes in, as the stock module does (OLMo, ERNIE 4.5).
     """
 
-    def __init__(self, slots: Mapping[str | None, RotarySlot], stock: nn.Module, precision: str = "float32") -> None:
+    def __init__(
+        self,
+        slots: Mapping[str | None, RotarySlot],
+        stock: nn.Module,
+        precision: str = "float32",
+        *,
+        keep_float32: bool = False,
+    ) -> None:
         super().__init__()
         self.slots = dict(slots)
-        self.precision = precision
+        self.precision, self.keep_float32 = precision, keep_float32
         self.config = stock.config
         self.max_seq_len_cached = self.original_max_seq_len = next(iter(slots.values())).max_position_embeddings
         self._angle_dtype = torch.float64 if precision == "float64" else torch.float32
@@ -189,17 +197,19 @@ class RotaryTable(nn.Module):
         return cached
 
     def __getattr__(self, name: str) -> Any:
-        """Answer for the stock buffers: ``inv_freq``, ``original_inv_freq``, ``full_attention_inv_freq``."""
+        """Answer for the stock module: its buffers (``inv_freq``, ``full_attention_inv_freq`` …) and attributes."""
         if name.endswith("inv_freq") and "_numbers" in self.__dict__:
             kind = name.removesuffix("inv_freq").removesuffix("original_").removesuffix("_") or None
             if kind in self._numbers:
                 device = next((device for _, device in self._cached), torch.device("cpu"))
                 return self.table(kind, device).float()
+        if not name.startswith("_") and "_stock" in self.__dict__ and name in self.stock.__dict__:
+            return self.stock.__dict__[name]  # what a model looks up on its own module, LFM3 its layer_types
         return super().__getattr__(name)
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin: (batch, tokens, rotary_dim) each, in the dtype of ``x``.
+        """Return cos and sin: (batch, tokens, rotary_dim) each, in the dtype of ``x``, or as ``keep_float32`` says.
 
         Args:
             x: any tensor of the wanted dtype and device.
@@ -211,7 +221,8 @@ class RotaryTable(nn.Module):
         cos, sin, scaling = angles.cos(), angles.sin(), self._scaling[layer_type]
         if scaling != 1.0:
             cos, sin = cos * scaling, sin * scaling
-        return cos.to(x.dtype), sin.to(x.dtype)
+        dtype = torch.float32 if self.keep_float32 else x.dtype
+        return cos.to(dtype), sin.to(dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

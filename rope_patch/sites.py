@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import inspect
 import json
+import logging
+import re
 import sys
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import logging as hf_logging
 
 from rope_patch import frequencies
 from rope_patch.methods import longrope_spelling
@@ -29,8 +33,9 @@ READ_GLOBAL = "allow_global_per_layer_attribute_access"
 """On configs whose head_dim varies by layer (Gemma 4), transformers' own check of the longrope form reads the global
 head_dim, which such a config refuses unless it says this. The rotary class itself reads the right one."""
 
-CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", READ_GLOBAL)
-"""The keys of a config that a patch may set."""
+CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", READ_GLOBAL)
+"""The keys of a config that a patch may set. The original context Phi-3 owns, and Phi-MoE copies it out of
+``rope_parameters`` whenever those are checked."""
 
 
 class PatchError(ValueError):
@@ -55,6 +60,11 @@ class RotarySite:
         return self.configs[0]
 
     @property
+    def decoder(self) -> PreTrainedModel:
+        """The text decoder: what runs the rotary embedding."""
+        return _decoder_of(self.model)
+
+    @property
     def record(self) -> PatchRecord | None:
         """The patch record of the config, checked; None on an unpatched model."""
         data = getattr(self.config, "rope_patch", None)
@@ -63,10 +73,20 @@ class RotarySite:
         except ValueError as error:
             raise PatchError(str(error)) from error
 
+    @property
+    def lock(self) -> threading.RLock:
+        """What a thread holds while it patches this model, or has it patched for a while."""
+        with _all_locks:
+            return _locks.setdefault(self.model, threading.RLock())
+
     def put(self, module: nn.Module) -> None:
         """Make ``module`` the model's rotary embedding."""
         parent, _, name = self.path.rpartition(".")
         setattr(self.model.get_submodule(parent), name, module)
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_all_locks = threading.Lock()
 
 
 def find_rotary(model: nn.Module) -> RotarySite:
@@ -79,7 +99,7 @@ def find_rotary(model: nn.Module) -> RotarySite:
     base = _unwrap(model)
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"expected a transformers model, got {type(base).__name__}")
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    decoder = _decoder_of(base)
     found = [module for module in decoder.modules() if isinstance(module, RotaryTable) or stock_tables(module)]
     if not found:
         raise ValueError(
@@ -97,8 +117,19 @@ def find_rotary(model: nn.Module) -> RotarySite:
     return RotarySite(base, path, module, tuple(distinct.values()))
 
 
+def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return decoder if isinstance(decoder, PreTrainedModel) else model  # ModernBERT calls its output layer a decoder
+
+
 def _unwrap(model: Any) -> Any:
+    return [*_layers_of(model)][-1]
+
+
+def _layers_of(model: Any) -> Iterator[Any]:
+    """Yield a model and what is in it, down to the model of transformers."""
     while True:
+        yield model
         if hasattr(model, "_orig_mod"):  # torch.compile
             model = model._orig_mod
         elif hasattr(model, "get_base_model"):  # PEFT
@@ -106,7 +137,12 @@ def _unwrap(model: Any) -> Any:
         elif not isinstance(model, PreTrainedModel) and isinstance(getattr(model, "module", None), nn.Module):  # DDP
             model = model.module
         else:
-            return model
+            return
+
+
+def holds_adapters_twice(model: nn.Module) -> bool:
+    """Tell whether a PEFT model lies inside another one, where no adapter's weights are found by their names."""
+    return sum(hasattr(layer, "get_base_model") and not hasattr(layer, "_orig_mod") for layer in _layers_of(model)) > 1
 
 
 def stock_tables(module: nn.Module) -> dict[str | None, Tensor]:
@@ -133,14 +169,31 @@ def base_of(site: RotarySite) -> tuple[nn.Module, PreTrainedConfig]:
 
 def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
     """Return what a stock loader makes of the config with other rotary settings: through its JSON form, no record."""
-    data = {k: v for k, v in json.loads(config.to_json_string()).items() if k not in (*CONFIG_KEYS, "rope_patch")}
+    own = {name_in(config, key): key for key in (*CONFIG_KEYS, "rope_patch")}
+    data = {k: v for k, v in _decoded(json.loads(config.to_json_string())).items() if k not in own}
     with _quiet():
-        return type(config).from_dict(data | copy.deepcopy(dict(settings)))
+        given = {name_in(config, key): copy.deepcopy(value) for key, value in settings.items()}
+        return type(config).from_dict(data | given)
+
+
+def _decoded(value: Any) -> Any:
+    """Read the infinities of a config as transformers writes them."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if set(value) == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
+
+
+def name_in(config: PreTrainedConfig, key: str) -> str:
+    """Return what a family calls a key of its config."""
+    return str(config.attribute_map.get(key, key))
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return a copy of the config's rotary settings."""
-    return {key: copy.deepcopy(config.__dict__[key]) for key in CONFIG_KEYS if key in config.__dict__}
+    """Return a copy of the config's rotary settings, an open ``head_dim`` among them."""
+    own = {key: name_in(config, key) for key in CONFIG_KEYS}
+    if config.__dict__.get("head_dim", 0) is None:
+        own["head_dim"] = "head_dim"
+    return {key: copy.deepcopy(config.__dict__[name]) for key, name in own.items() if name in config.__dict__}
 
 
 def stock_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
@@ -149,15 +202,25 @@ def stock_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.
         return rotary_class(config)
 
 
+_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
+
+
+def _unless_silent(record: logging.LogRecord) -> bool:
+    return not _silent.get()
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' logging of trial configs."""
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
+    """Silence transformers' logging of trial configs, in this thread alone."""
+    speakers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_rope_utils", "configuration_utils")]
+    for place in (*speakers, *logging.getLogger("transformers").handlers):
+        if _unless_silent not in place.filters:
+            place.addFilter(_unless_silent)
+    token = _silent.set(True)
     try:
         yield
     finally:
-        hf_logging.set_verbosity(level)
+        _silent.reset(token)
 
 
 def spelled_for(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
@@ -190,6 +253,9 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
             f"{type(site.model).__name__} has a rotary embedding of another kind ({type(module).__name__}): rope_patch "
             f"needs cos and sin of position x inv_freq, one angle per half-split pair ({error})"
         ) from error
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise ValueError(f"the config of {type(site.model).__name__} states no max_position_embeddings: not supported")
     slots: Slots = {}
     remarks: list[str] = []
     frozen_any = False
@@ -199,15 +265,15 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
             inv_freq=frequencies.settle(table),
             attention_scaling=scaling_of(stock, kind),
             rope_theta=float(spelled["rope_theta"]),
-            rope_type=str(spelled.get("rope_type", "default")),
-            max_position_embeddings=int(config.max_position_embeddings),
+            rope_type=rope_type_of(stock, kind, spelled),
+            max_position_embeddings=int(context),
             original_max_position_embeddings=spelled.get("original_max_position_embeddings"),
             layer_type=kind,
             path=site.path,
             rope_parameters=spelled,
             other_keys=other_keys(spelled),
         )
-        if is_dynamic(spelled):
+        if is_dynamic(spelled, slot.rope_type):
             if freeze_at is not None:
                 slot, frozen_any = _freeze(slot, config, freeze_at), True
             elif strict:
@@ -242,15 +308,22 @@ def check_base(site: RotarySite) -> None:
 
 
 def outside_readers(site: RotarySite) -> list[str]:
-    """Name the decoder's classes that read ``config.rope_parameters`` besides the rotary embedding.
+    """Name the classes that read the config's ``rope_parameters`` besides the rotary embedding.
 
-    DeepSeek's attention takes a scale from it, Ministral 3's a temperature: there, a table cannot be respelled without
-    changing more than the table. The partial factor is a shape, which no spelling changes.
+    DeepSeek's attention takes a scale from it, Ministral 3's a temperature, Moonshine's encoder a table of its own:
+    there, a table cannot be respelled without changing more than the table. The partial factor is a shape, which no
+    spelling changes.
     """
     rotary = type(site.module.stock if isinstance(site.module, RotaryTable) else site.module)
-    decoder = site.model.get_decoder() if hasattr(site.model, "get_decoder") else site.model
-    classes = {type(module) for module in decoder.modules()} - {rotary, RotaryTable}
-    return sorted(cls.__name__ for cls in classes if _reads_rope_parameters(cls))  # type: ignore[arg-type]
+    inside = set(site.decoder.modules())
+    classes = {type(module) for module in inside} - {rotary, RotaryTable}
+    names = {cls.__name__ for cls in classes if _reads_rope_parameters(cls)}  # type: ignore[arg-type]
+    for module in set(site.model.modules()) - inside:
+        if any(getattr(module, "config", None) is config for config in site.configs) and (
+            stock_tables(module) or _reads_rope_parameters(type(module))  # type: ignore[arg-type]
+        ):
+            names.add(type(module).__name__)
+    return sorted(names)
 
 
 @functools.cache
@@ -258,18 +331,31 @@ def _reads_rope_parameters(cls: type) -> bool:
     if cls.__module__.startswith("torch."):
         return False
     try:
-        lines = [line for line in inspect.getsource(cls).splitlines() if "config.rope_parameters" in line]
+        with _all_locks:  # it parses, which Python 3.11 cannot do in two threads
+            source = inspect.getsource(cls)
     except (OSError, TypeError):  # made at run time
         return False
-    return any("partial_rotary_factor" not in line for line in lines)
+    if source.count("self.rope_parameters") == 1:  # kept, and never read
+        source = source.replace("self.rope_parameters = config.rope_parameters", "")
+    return any("config.rope_parameters" in line and not _ASKS_ONLY.search(line) for line in source.splitlines())
+
+
+_ASKS_ONLY = re.compile(
+    r"partial_rotary_factor|and \S*rope_parameters$"
+    r"|rope_parameters(\[layer_type\]|\.get\(.rope_theta.\))? is (not )?None"
+)
+"""Lines that take the shape of the heads from ``rope_parameters``, or ask no more than whether they are there."""
 
 
 def _check_kind(stock: nn.Module, kind: str | None, table: Tensor, spelled: Mapping[str, Any]) -> None:
     """Raise unless calling the module gives cos and sin of position x table in the half-split layout."""
     if "mrope_section" in spelled:
         raise ValueError("its pairs turn with several position axes, mrope_section")
-    positions = _PROBES[:, :4] if is_dynamic(spelled) else _PROBES  # far positions would change a dynamic table
+    dynamic = is_dynamic(spelled, rope_type_of(stock, kind, spelled))
+    positions = _PROBES[:, :4] if dynamic else _PROBES  # far positions would change a dynamic table
     cos, sin = call_rotary(stock, kind, positions)
+    if cos.shape[-1] != 2 * len(table):
+        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(table)} pairs, not two for each")
     wanted = positions[..., None].float() * table
     for name, got, half in (("cos", cos, wanted.cos()), ("sin", sin, wanted.sin())):
         if not torch.allclose(got, torch.cat((half, half), -1) * scaling_of(stock, kind), atol=1e-5):
@@ -282,7 +368,10 @@ _PROBES = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
 def call_rotary(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin: (1, positions, rotary_dim) float32 each, from a stock module or ours."""
     x = torch.zeros(1, dtype=torch.float32, device=positions.device)
-    cos, sin = module(x, positions) if kind is None else module(x, positions, layer_type=kind)
+    returned = module(x, positions) if kind is None else module(x, positions, layer_type=kind)
+    if isinstance(returned, Tensor):
+        raise ValueError("it returns one tensor, of complex numbers or of angles")
+    cos, sin = returned
     return cos, sin
 
 
@@ -291,9 +380,25 @@ def scaling_of(module: nn.Module, kind: str | None) -> float:
     return float(getattr(module, "attention_scaling" if kind is None else f"{kind}_attention_scaling"))
 
 
-def is_dynamic(spelled: Mapping[str, Any]) -> bool:
-    """Tell whether a table spelled so changes during the forward pass."""
-    rope_type = spelled.get("rope_type", "default")
+def rope_type_of(module: nn.Module, kind: str | None, spelled: Mapping[str, Any]) -> str:
+    """Return the type of a table: what its module calls it (HunYuan knows a static kind of dynamic), or its config."""
+    named = getattr(module, "rope_type", None)
+    named = named.get(kind) if isinstance(named, Mapping) else named
+    return named if isinstance(named, str) else str(spelled.get("rope_type", "default"))
+
+
+def keeps_float32(module: nn.Module, kinds: Sequence[str | None]) -> bool:
+    """Tell whether a rotary module returns float32 whatever the model computes in (OLMo's), or casts (Llama's)."""
+    positions = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+    half = torch.zeros(1, dtype=torch.bfloat16, device="cpu")
+    kind = next(iter(kinds))
+    cos, _ = module(half, positions) if kind is None else module(half, positions, layer_type=kind)
+    return bool(cos.dtype == torch.float32)
+
+
+def is_dynamic(spelled: Mapping[str, Any], rope_type: str | None = None) -> bool:
+    """Tell whether a table spelled so, and called so by its module, changes during the forward pass."""
+    rope_type = rope_type or str(spelled.get("rope_type", "default"))
     return "dynamic" in rope_type or (rope_type == "longrope" and spelled["short_factor"] != spelled["long_factor"])
 
 
@@ -302,7 +407,11 @@ def _freeze(slot: RotarySlot, config: PreTrainedConfig, length: int) -> RotarySl
     if length < 1:
         raise ValueError(f"freeze_at must be >= 1 token, got {length}")
     with torch.device("cpu"), _quiet():
-        table, scaling = ROPE_INIT_FUNCTIONS[slot.rope_type](config, seq_len=length, layer_type=slot.layer_type)
+        build = ROPE_INIT_FUNCTIONS[slot.rope_type]
+        now, _ = build(config, seq_len=1, layer_type=slot.layer_type)
+        table, scaling = build(config, seq_len=length, layer_type=slot.layer_type)
+    if not torch.equal(frequencies.settle(now), slot.inv_freq):
+        raise ValueError(f"{where(slot)} builds its {slot.rope_type} table in a way of its own: it cannot be frozen")
     spelled = slot.rope_parameters or {}
     if slot.rope_type == "longrope":
         factors = spelled["long_factor" if length > slot.context else "short_factor"]

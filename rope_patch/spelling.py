@@ -1,16 +1,19 @@
-"""Spell tables in a config so that a stock loader rebuilds them, to the last bit."""
+"""Spell tables in a config so that a stock loader rebuilds them, to the last bit, and in the words of older loaders."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from rope_patch import frequencies
+from rope_patch.files import write_atomically
 from rope_patch.methods import longrope_spelling
 from rope_patch.rotary import RotarySlot
 from rope_patch.sites import (
@@ -20,6 +23,7 @@ from rope_patch.sites import (
     base_of,
     config_with,
     is_dynamic,
+    rope_type_of,
     scaling_of,
     settings_of,
     spelled_for,
@@ -51,10 +55,14 @@ def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[S
     ways: list[dict[str, Any]] = [{}]
     if getattr(config, "is_heterogeneous", False):
         ways.append({READ_GLOBAL: True})
+    if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
+        ways.append({"head_dim": config.hidden_size // config.num_attention_heads})
     final: Slots = {}
     reason = "the table it rebuilds is another"
     for kind, slot in after.items():
-        if slot is before[kind] and slot.rope_parameters is not None and not is_dynamic(spelled_for(config, kind)):
+        found = spelled_for(config, kind)
+        changes = is_dynamic(found, rope_type_of(module, kind, found))
+        if slot is before[kind] and slot.rope_parameters is not None and not changes:
             final[kind] = slot
             continue
         for way, candidate in itertools.product(ways, _spellings(replace(slot, max_position_embeddings=length))):
@@ -89,7 +97,8 @@ def _spellings(slot: RotarySlot) -> Iterator[RotarySlot]:
     factors = frequencies.longrope_factors(slot.inv_freq, slot.rope_theta)
     form = longrope_spelling(factors, slot, attention_scaling=slot.attention_scaling)
     table = frequencies.settle(frequencies.longrope(slot.rope_theta, factors))
-    for own in (slot.other_keys, {}):
+    scaling = {"short_mscale": slot.attention_scaling, "long_mscale": slot.attention_scaling}
+    for own in (slot.other_keys, {}, scaling):  # which Phi-MoE asks for, also where it is 1
         yield replace(slot, inv_freq=table, rope_type="longrope", rope_parameters={**own, **form})
 
 
@@ -100,3 +109,72 @@ def _same_table(stock: nn.Module, slot: RotarySlot) -> bool:
         and torch.equal(frequencies.settle(built), slot.inv_freq)
         and scaling_of(stock, slot.layer_type) == slot.attention_scaling
     )
+
+
+# --- config.json as transformers 4 reads it --------------------------------------------------------------------------
+
+_SHARE = "partial_rotary_factor"
+OLDER_FAIL = "this table needs transformers 5"
+"""A base on which transformers 4 fails, for tables that it would lose."""
+
+
+def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys at the top of config.json by which transformers 4, and engines that follow it, say the same.
+
+    They repeat ``rope_parameters``, since transformers 5 takes ``rope_scaling`` in its place where both are there.
+    Where version 4 has one scaling for all layer types it is that of full attention; a table of the sliding layers that
+    is not a plain one cannot be said, and version 4 is given a base that it fails on, instead of none. What it makes of
+    every family that it knows is in ``benchmarks/results/older_loaders.json``.
+    """
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        if model_type != "gemma3_text":
+            return {}
+        full, sliding = parameters["full_attention"], parameters["sliding_attention"]
+        plain = sliding.get("rope_type", "default") == "default"
+        return older_keys("", full) | {"rope_local_base_freq": sliding["rope_theta"] if plain else OLDER_FAIL}
+    neox = model_type in ("gpt_neox", "gpt_neox_japanese")
+    base, share = ("rotary_emb_base", "rotary_pct") if neox else ("rope_theta", _SHARE)
+    keys: dict[str, Any] = {base: parameters["rope_theta"]}
+    if _SHARE in parameters:
+        keys[share] = parameters[_SHARE]
+    if parameters.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = dict(parameters)
+        if model_type == "nemotron":  # version 4 reads nothing but its base
+            keys[base] = OLDER_FAIL
+    return keys
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes the text decoder."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def add_older_keys(folder: str | Path) -> None:
+    """Have a checkpoint's config.json say its tables as transformers 4 reads them, too, in the same words.
+
+    A plain ``save_pretrained`` writes what transformers 5 reads alone, and version 4 takes such a folder for unpatched.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = text_part(config)
+    text |= older_keys(str(text.get("model_type")), text["rope_parameters"])
+    write_atomically(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def older_differences(config: Mapping[str, Any]) -> list[str]:
+    """Return how what a config.json tells transformers 4 differs from what it tells transformers 5."""
+    text = text_part(dict(config))
+    parameters = text.get("rope_parameters")
+    if not isinstance(parameters, Mapping):
+        return []
+    wanted = older_keys(str(text.get("model_type")), parameters)
+    said = {key: text[key] for key in {*wanted, "rope_scaling"} if text.get(key) is not None}
+    return [
+        f"{key} is {said[key]!r}, rope_parameters says {wanted.get(key)!r}"
+        for key in sorted(said)
+        if said[key] != wanted.get(key)
+    ]

@@ -40,7 +40,7 @@ def theory(
         raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
     if report:
         from rope_patch import theory_report as page
-    from rope_patch.checkpoints import write_atomically
+    from rope_patch.files import write_atomically
 
     output.mkdir(parents=True, exist_ok=True)
     write_atomically(output / "theory.json", made.to_json())

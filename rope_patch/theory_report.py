@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rope_patch import plots, plots_theory, theory
-from rope_patch.checkpoints import write_atomically
+from rope_patch.files import write_atomically
 from rope_patch.frequencies import geometric
 from rope_patch.methods import as_method
 from rope_patch.report import Picture, picture, render

@@ -139,7 +139,7 @@ def study(
             raise ValueError(f"{name} must be at least 2 tokens, got {value}")
     before = geometric(rope_theta, head_dim)
     slot = RotarySlot(before, 1.0, rope_theta, "default", trained_length)
-    patch = as_method(method)
+    patch = as_method(method).for_target(slot, max(length, trained_length) if as_method(method).needs_target else None)
     made = patch(slot)
     return Study(
         str(patch),

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +17,12 @@ from rope_patch.rotary import RotarySlot, RotaryTable
 from rope_patch.sites import (
     PatchError,
     RotarySite,
+    Slots,
     call_rotary,
     config_with,
     device_of,
     find_rotary,
+    holds_adapters_twice,
     read_slots,
     settings_of,
     stock_rotary,
@@ -129,15 +132,15 @@ def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
             f"{type(site.model).__name__} carries no patch record: it is not patched, or the patch was lost"
         )
     problems = []
+    if holds_adapters_twice(model):
+        problems.append("a PeftModel lies inside another, and the names in an adapter's file match nothing there")
     if own is None:
         problems.append("the model carries no patch record")
     else:
-        base, _ = read_slots(site, freeze_at=own.freeze_at)
-        again = {kind: own.to_method()(slot) if kind in own.layer_types else slot for kind, slot in base.items()}
+        base, redone, _ = _redone(site, own)
         problems += _differences(own.base_tables, {key_of(k): TableRecord.of(s) for k, s in base.items()}, "base table")
-        length = own.target_length or int(own.base_config["max_position_embeddings"])
-        redone, _ = spell(site, base, again, length)
         problems += _differences(own.tables, {key_of(k): TableRecord.of(s) for k, s in redone.items()}, "method")
+        length = own.target_length or int(own.base_config["max_position_embeddings"])
         module_class = type(site.module.stock if isinstance(site.module, RotaryTable) else site.module)
         said = stock_rotary(module_class, config_with(site.config, settings_of(site.config)))
         problems += [f"config: {p}" for p in measure(said, own.tables, torch.device("cpu"))]
@@ -153,6 +156,39 @@ def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
             + "\n  ".join(problems)
         )
     return expected
+
+
+def _redone(site: RotarySite, record: PatchRecord) -> tuple[Slots, Slots, dict[str, Any]]:
+    """Apply a record's method again: the base tables, the tables, and the config that says them."""
+    base, _ = read_slots(site, freeze_at=record.freeze_at)
+    again = {kind: record.to_method()(slot) if kind in record.layer_types else slot for kind, slot in base.items()}
+    length = record.target_length or int(record.base_config["max_position_embeddings"])
+    redone, settings = spell(site, base, again, length)
+    return base, redone, settings
+
+
+def edits_since(site: RotarySite) -> list[str]:
+    """Return what somebody has changed in a patched model's config since the patch, a line for each key."""
+    record = site.record
+    if record is None:
+        return []
+    wanted, said = (
+        dict(_flat(settings_of(config_with(site.config, settings))))
+        for settings in (_redone(site, record)[2], settings_of(site.config))
+    )
+    return [
+        f"{key} {wanted.get(key, 'absent')} -> {said.get(key, 'absent')}"
+        for key in sorted({*wanted, *said})
+        if wanted.get(key) != said.get(key)
+    ]
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, list(value) if isinstance(value, tuple) else value
 
 
 def _differences(wanted: Mapping[str, TableRecord], got: Mapping[str, TableRecord], what: str) -> list[str]:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import METHODS, PatchError, checkpoints
+from rope_patch.files import write_atomically
 
 CHAINS = ("abf:rope_theta=500000+p_rope:p=0.5", "p_rope:p=0.25+pi:factor=8", "yarn:factor=4+p_rope:p=0.5")
 
@@ -82,13 +83,15 @@ def test_saved_json_is_standard(reloaded):
 def test_load_with_a_method(tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path / "base")
-    loaded = rope_patch.load(tmp_path / "base", "pi", dtype=torch.float32, apply_options={"target_length": 128})
+    loaded = rope_patch.load(
+        tmp_path / "base", "pi:factor=4", dtype=torch.float32, apply_options={"target_length": 128}
+    )
     assert loaded.config.max_position_embeddings == 128
-    with rope_patch.patched(model, "pi"):
+    with rope_patch.patched(model, "pi:factor=4"):
         assert torch.equal(logits(loaded.eval()), logits(model))
     rope_patch.save(loaded, tmp_path / "patched")
     with pytest.raises(PatchError, match="already patched with pi:factor=4"):
-        rope_patch.load(tmp_path / "patched", "yarn")
+        rope_patch.load(tmp_path / "patched", "yarn:factor=4")
 
 
 def edit_json(path, change):
@@ -100,7 +103,9 @@ def edit_json(path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c["rope_parameters"].update(factor=2.0), r"in use: \[all\] cos is off"),
+        (lambda c: c["rope_parameters"].update(factor=2.0), "transformers 4 and 5 would read different tables"),
+        (lambda c: [c[k].update(factor=2.0) for k in ("rope_parameters", "rope_scaling")], r"in use: \[all\] cos is"),
+        (lambda c: c.update(rope_theta=5e5), "rope_theta is 500000.0, rope_parameters says 10000.0"),
         (lambda c: c["rope_patch"]["tables"]["all"]["inv_freq"].__setitem__(3, 0.5), "record was altered: its table"),
         (lambda c: c["rope_patch"]["method"].update(factor=5.0), r"method \[all\]: table"),
         (lambda c: c["rope_patch"]["base_config"]["rope_parameters"].update(rope_theta=5e4), r"base table \[all\]"),
@@ -136,7 +141,7 @@ def test_another_machines_last_bit_is_no_alarm():
 
 def test_double_precision_is_kept_by_us_and_warned_about(tmp_path):
     model = tiny_model()
-    rope_patch.apply(model, "pi", precision="float64")
+    rope_patch.apply(model, "pi:factor=4", precision="float64")
     with pytest.warns(UserWarning, match="no stock config can say so"):
         rope_patch.save(model, tmp_path / "saved")
     assert module_of(rope_patch.load(tmp_path / "saved")).precision == "float64"
@@ -160,7 +165,7 @@ def base_folder(tmp_path):
 @pytest.fixture
 def adapter(tmp_path, base_folder):
     """An adapter trained under YaRN, its folder and its logits."""
-    model = rope_patch.load(base_folder, "yarn")
+    model = rope_patch.load(base_folder, "yarn:factor=4")
     tuned = lora(model)
     rope_patch.save(tuned, tmp_path / "adapter")
     return tmp_path / "adapter", logits(tuned)
@@ -189,13 +194,13 @@ def test_adapter_onto_models_that_do_not_fit(adapter, base_folder):
     plain = AutoModelForCausalLM.from_pretrained(base_folder)
     with pytest.raises(PatchError, match=r"trained under yarn:factor=4, and the model is not patched: apply that"):
         rope_patch.load_adapter(plain, folder)
-    rope_patch.apply(plain, "pi")
+    rope_patch.apply(plain, "pi:factor=4")
     with pytest.raises(PatchError, match=r"trained under yarn:factor=4 .*is patched with pi:factor=4"):
         rope_patch.load_adapter(plain, folder)
-    rope_patch.apply(plain, "yarn", replace=True)
+    rope_patch.apply(plain, "yarn:factor=4", replace=True)
     assert torch.equal(logits(rope_patch.load_adapter(plain, folder).eval()), wanted)
     with pytest.raises(PatchError, match="was trained under yarn:factor=4: load it without method="):
-        rope_patch.load(folder, "pi")
+        rope_patch.load(folder, "pi:factor=4")
 
 
 def test_adapter_of_another_base_raises(adapter, tmp_path):
@@ -212,14 +217,14 @@ def test_adapter_without_a_record(tmp_path, base_folder):
     with pytest.warns(UserWarning, match="carries no patch record: loaded onto the tables of its base model"):
         loaded = rope_patch.load(tmp_path / "adapter").eval()
     assert torch.equal(logits(loaded), logits(tuned))
-    patched = rope_patch.load(base_folder, "yarn")
+    patched = rope_patch.load(base_folder, "yarn:factor=4")
     with pytest.raises(PatchError, match="carries no patch record, but the model is patched with yarn"):
         rope_patch.load_adapter(patched, tmp_path / "adapter")
 
 
 def test_adapter_on_a_patched_base_folder(tmp_path):
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     rope_patch.save(model, tmp_path / "patched_base")
     tuned = lora(rope_patch.load(tmp_path / "patched_base"))
     rope_patch.save(tuned, tmp_path / "adapter")
@@ -228,7 +233,7 @@ def test_adapter_on_a_patched_base_folder(tmp_path):
 
 def test_adapter_on_a_patched_base_keeps_our_module_and_precision(tmp_path):
     model = tiny_model()
-    rope_patch.apply(model, "yarn", precision="float64")
+    rope_patch.apply(model, "yarn:factor=4", precision="float64")
     with pytest.warns(UserWarning, match="no stock config can say so"):
         rope_patch.save(model, tmp_path / "patched_base")
     tuned = lora(rope_patch.load(tmp_path / "patched_base"))
@@ -237,14 +242,14 @@ def test_adapter_on_a_patched_base_keeps_our_module_and_precision(tmp_path):
     loaded = rope_patch.load(tmp_path / "adapter")
     assert module_of(loaded).precision == "float64"
     single = tiny_model()
-    rope_patch.apply(single, "yarn")
+    rope_patch.apply(single, "yarn:factor=4")
     single.save_pretrained(tmp_path / "single")
     with pytest.raises(PatchError, match=r"float64\), and the model is patched with yarn:factor=4 .*float32\)"):
         rope_patch.load_adapter(single, tmp_path / "adapter")
 
 
 def test_every_adapter_of_a_model_carries_the_record(tmp_path, base_folder):
-    tuned = lora(rope_patch.load(base_folder, "yarn"))
+    tuned = lora(rope_patch.load(base_folder, "yarn:factor=4"))
     tuned.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     rope_patch.save(tuned, tmp_path / "both")
     plain = AutoModelForCausalLM.from_pretrained(base_folder)
@@ -255,7 +260,7 @@ def test_every_adapter_of_a_model_carries_the_record(tmp_path, base_folder):
 
 @pytest.mark.parametrize("name", ["p_rope", "yarn", "truncated"])
 def test_merged_model_keeps_the_portable_config(adapter, base_folder, tmp_path, name):
-    tuned = lora(rope_patch.load(base_folder, name))
+    tuned = lora(rope_patch.load(base_folder, method_for("llama", name)))
     wanted = logits(tuned)
     merged = tuned.merge_and_unload()
     assert torch.allclose(logits(merged), wanted, atol=1e-4)
@@ -269,7 +274,7 @@ def test_trainer_callback_writes_the_record(tmp_path, base_folder):
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
 
-    model = rope_patch.load(base_folder, "yarn")
+    model = rope_patch.load(base_folder, "yarn:factor=4")
     tuned = lora(model).train()
     rows = Dataset.from_dict({"input_ids": ids(16, 4).tolist(), "labels": ids(16, 4).tolist()})
     options = TrainingArguments(
@@ -304,13 +309,13 @@ def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folde
         trainer.train(resume_from_checkpoint=resume)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
-    whole = run("yarn", 4)
+    whole = run("yarn:factor=4", 4)
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
     with pytest.raises(PatchError, match=r"^this run was begun under yarn:factor=4, the model is .* pi:factor=4"):
-        run("pi", 4, resume=True)
+        run("pi:factor=4", 4, resume=True)
     with pytest.raises(PatchError, match="begun under yarn:factor=4, the model is patched with yarn:factor=8"):
         run("yarn:factor=8", 4, resume=str(tmp_path / "run" / "checkpoint-2"))
-    resumed = run("yarn", 4, resume=True)
+    resumed = run("yarn:factor=4", 4, resume=True)
     assert resumed == pytest.approx(whole, abs=1e-4) and len(resumed) == 4
     state = tmp_path / "run" / "checkpoint-2" / "trainer_state.json"
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
@@ -318,8 +323,8 @@ def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folde
     del told["stateful_callbacks"]["RopePatchCallback"]  # as of a run that was begun without it
     state.write_text(json.dumps(told))
     with pytest.warns(UserWarning, match="the checkpoint says nothing of a patch"):
-        assert run("yarn", 4, resume=True) == resumed
-    begun = run("pi", 2)  # a new run in the same folder is not a resumed one
+        assert run("yarn:factor=4", 4, resume=True) == resumed
+    begun = run("pi:factor=4", 2)  # a new run in the same folder is not a resumed one
     assert len(begun) == 2
 
 
@@ -334,10 +339,10 @@ def test_saving_an_unpatched_model_raises(tmp_path):
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     rope_patch.save(model, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    rope_patch.apply(model, "pi", replace=True)
+    rope_patch.apply(model, "pi:factor=4", replace=True)
 
     def full(self, folder, **_):
         (Path(folder) / "model.safetensors").write_bytes(b"part")
@@ -357,21 +362,21 @@ def test_record_is_written_in_one_move(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("rope_patch.checkpoints.os.replace", full)
+    monkeypatch.setattr("rope_patch.files.os.replace", full)
     with pytest.raises(OSError, match="No space left"):
-        checkpoints.write_atomically(path, "new")
+        write_atomically(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["rope_patch.json"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="is a file: give a folder"):
         rope_patch.save(model, tmp_path / "file")
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr("rope_patch.checkpoints.os.access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr("rope_patch.files.os.access", lambda *_: False)  # root may write anywhere
     with pytest.raises(PermissionError, match=r"cannot write into .*out: choose another"):
         rope_patch.save(model, tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
@@ -379,7 +384,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_truncated_weights(tmp_path):
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     rope_patch.save(model, tmp_path / "out")
     weights = tmp_path / "out" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -404,7 +409,7 @@ def test_nothing_there(tmp_path, monkeypatch):
 
 def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):
     out, model = tmp_path / "out", tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     rope_patch.save(model, out)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(3)
@@ -421,7 +426,7 @@ def test_nothing_stale_stays_in_a_folder_that_is_written_again(tmp_path):
 
 def test_what_is_not_the_old_checkpoint_stays(tmp_path, base_folder):
     (base_folder / "ema.safetensors").write_bytes(b"mine")
-    tuned = lora(rope_patch.load(base_folder, "yarn"))
+    tuned = lora(rope_patch.load(base_folder, "yarn:factor=4"))
     rope_patch.save(tuned, base_folder)
     assert (base_folder / "model.safetensors").is_file()  # an adapter beside its base model
     assert (base_folder / "adapter_config.json").is_file()
@@ -432,16 +437,16 @@ def test_what_is_not_the_old_checkpoint_stays(tmp_path, base_folder):
 
 def test_a_method_meets_an_adapter_over_a_patched_base(tmp_path):
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     rope_patch.save(model, tmp_path / "base")
     lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
     with pytest.raises(PatchError, match="already patched with yarn:factor=4"):
-        rope_patch.load(tmp_path / "adapter", "pi")
+        rope_patch.load(tmp_path / "adapter", "pi:factor=4")
 
 
 def test_links_to_folders_are_followed(tmp_path):
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "dangling").symlink_to(tmp_path / "later")
@@ -453,15 +458,15 @@ def test_links_to_folders_are_followed(tmp_path):
 
 def test_saving_does_not_push(tmp_path):
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
-    with pytest.raises(ValueError, match="save does not push"):
+    rope_patch.apply(model, "yarn:factor=4")
+    with pytest.raises(ValueError, match="save takes no push_to_hub: save first"):
         rope_patch.save(model, tmp_path / "out", push_to_hub=True)
 
 
 @pytest.mark.parametrize("tamper", ["theta", "length"])
 def test_a_base_that_was_altered_is_not_restored(tmp_path, tamper):
     model = tiny_model()
-    rope_patch.apply(model, "pi")
+    rope_patch.apply(model, "pi:factor=4")
     model.save_pretrained(tmp_path / "out")
     change = {
         "theta": lambda base: base["rope_parameters"].update(rope_theta=777.0),
@@ -469,7 +474,7 @@ def test_a_base_that_was_altered_is_not_restored(tmp_path, tamper):
     }[tamper]
     edit_json(tmp_path / "out" / "config.json", lambda c: change(c["rope_patch"]["base_config"]))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for attempt in (lambda: rope_patch.restore(loaded), lambda: rope_patch.apply(loaded, "ntk", replace=True)):
+    for attempt in (lambda: rope_patch.restore(loaded), lambda: rope_patch.apply(loaded, "ntk:factor=4", replace=True)):
         with pytest.raises(PatchError, match="base_config does not give its base tables"):
             attempt()
 
@@ -493,7 +498,7 @@ def test_a_patch_over_an_edited_table_comes_back(tmp_path):
 
 def test_verify_under_another_default_dtype_or_device(tmp_path):
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     torch.set_default_dtype(torch.bfloat16)
     try:
         rope_patch.verify(model)
@@ -507,12 +512,12 @@ def test_missing_weights(tmp_path):
     from rope_patch.folders import patch_folder, verify_folder
 
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     rope_patch.save(model, tmp_path / "out", max_shard_size="50KB")
     verify_folder(tmp_path / "out")
     shard = sorted((tmp_path / "out").glob("*.safetensors"))[0]
     shard.unlink()
-    for attempt in (verify_folder, lambda folder: patch_folder(folder, "pi", tmp_path / "new", replace=True)):
+    for attempt in (verify_folder, lambda folder: patch_folder(folder, "pi:factor=4", tmp_path / "new", replace=True)):
         with pytest.raises(OSError, match=f"lacks {shard.name}, which model.safetensors.index.json names"):
             attempt(tmp_path / "out")
     for path in (tmp_path / "out").glob("*.safetensors*"):

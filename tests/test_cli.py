@@ -49,7 +49,7 @@ def test_methods():
     assert all(name in printed for name in METHODS)
     listed = json.loads(run("methods", "--json"))
     assert [entry["method"] for entry in listed] == list(METHODS)
-    assert {"method": "pi", "factor": 4.0, "replace_scaling": False} in [entry["defaults"] for entry in listed]
+    assert {"method": "pi", "factor": None, "replace_scaling": False} in [entry["defaults"] for entry in listed]
 
 
 def test_inspect(checkpoint, tmp_path):
@@ -89,12 +89,12 @@ def test_apply_verify_restore(checkpoint, tmp_path):
 
 def test_apply_on_mixed_models(tmp_path):
     tiny_model("gemma3").save_pretrained(tmp_path / "base")
-    run("apply", tmp_path / "base", "pi", "-o", tmp_path / "out", "--layer-type", "sliding_attention")
+    run("apply", tmp_path / "base", "pi:factor=4", "-o", tmp_path / "out", "--layer-type", "sliding_attention")
     assert rope_patch.load(tmp_path / "out").config.rope_parameters["sliding_attention"]["rope_type"] == "linear"
 
 
 def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
-    model = rope_patch.load(checkpoint, "yarn")
+    model = rope_patch.load(checkpoint, "yarn:factor=4")
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     rope_patch.save(tuned, tmp_path / "adapter")
     assert "patched with yarn:factor=4" in run("verify", tmp_path / "adapter")
@@ -138,7 +138,7 @@ def test_errors_are_one_line_and_write_nothing(checkpoint, tmp_path, monkeypatch
 def test_truncated_weights(checkpoint, tmp_path, monkeypatch, capsys):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    error = fail(monkeypatch, capsys, "apply", checkpoint, "pi", "-o", tmp_path / "out")
+    error = fail(monkeypatch, capsys, "apply", checkpoint, "pi:factor=4", "-o", tmp_path / "out")
     assert "model.safetensors is truncated or damaged" in error
     assert not (tmp_path / "out").exists()
 
@@ -190,7 +190,7 @@ def test_interrupted_copy_leaves_nothing(checkpoint, tmp_path, monkeypatch):
 
     monkeypatch.setattr(folders.shutil, "copyfile", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        folders.patch_folder(checkpoint, "pi", tmp_path / "out")
+        folders.patch_folder(checkpoint, "pi:factor=4", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 

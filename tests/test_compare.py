@@ -51,7 +51,7 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled, tmp_p
     for methods, changes, message in [
         (["default", "table:values=1/2"], {}, "one number per pair"),
         ([], {}, "at least one method"),
-        (["pi", "pi:factor=4.0"], {}, "methods must differ from each other"),
+        (["pi:factor=4", "pi:factor=4.0"], {}, "methods must differ from each other"),
         (["default"], {"windows": 10**6}, "ask for fewer windows"),
         (["default"], {"windows": 0}, "windows, bucket and batch_tokens must be >= 1, got 0"),
         (["default"], {"samples": 0}, "samples must be >= 1, got 0"),
@@ -70,7 +70,7 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled, tmp_p
         with spy_ids(model) as seen, pytest.raises((ValueError, TypeError), match=re.escape(message)):
             compare(model, tokenizer, methods, **{**options, **changes})
         assert not seen and read == []
-    result = compare(model, tokenizer, ["default", "pi"], **options)
+    result = compare(model, tokenizer, ["default", "pi:factor=4"], **options)
     assert module_of(model) is stock
     assert json.loads(result.to_json())["trained_length"] == 256
     assert sum(read) == tokens_to_read(2, [64], 1, 5, 1) == 2 * (64 + 5 * 64)
@@ -268,7 +268,7 @@ def test_a_failure_names_its_method(bundled):
     handle = model.lm_head.register_forward_hook(spoil)
     try:
         with pytest.raises(ValueError, match=r"^pi:factor=4: the loss at position 1 .* is not finite"):
-            compare(model, tokenizer, ["default", "pi"], **SMALL)
+            compare(model, tokenizer, ["default", "pi:factor=4"], **SMALL)
     finally:
         handle.remove()
 
@@ -304,7 +304,7 @@ def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
         assert compare(model, tokenizer, methods, **SMALL, resume=journal).to_json() == whole.to_json()
     assert not seen
     with spy_ids(model) as seen:  # another method joins: it alone is measured
-        more = compare(model, tokenizer, [*methods, "pi"], **SMALL, resume=journal)
+        more = compare(model, tokenizer, [*methods, "pi:factor=4"], **SMALL, resume=journal)
     assert [row.method for row in more.rows] == [*methods, "pi:factor=4"]
     for row, before in zip(more.rows, again.rows, strict=False):
         assert (row.perplexity, row.retrieval) == (before.perplexity, before.retrieval)

@@ -51,7 +51,7 @@ def test_quick_demo(tmp_path):
 
 def test_an_unequal_reload_is_noticed(tmp_path, bundled):
     model, _ = bundled
-    with rope_patch.patched(model, "yarn"):
+    with rope_patch.patched(model, "yarn:factor=4"):
         rope_patch.save(model, tmp_path / "saved")
     assert not demo.reloads_equal(model, tmp_path / "saved")  # the model is no longer patched
 

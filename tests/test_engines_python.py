@@ -104,7 +104,9 @@ def test_vllm_takes_the_adapter(tables, tmp_path):
     from vllm.lora.peft_helper import PEFTHelper
 
     tiny_model().save_pretrained(tmp_path / "base")
-    tuned = get_peft_model(rope_patch.load(tmp_path / "base", "pi"), LoraConfig(r=8, target_modules=["q_proj"]))
+    tuned = get_peft_model(
+        rope_patch.load(tmp_path / "base", "pi:factor=4"), LoraConfig(r=8, target_modules=["q_proj"])
+    )
     rope_patch.save(tuned, tmp_path / "adapter")
     export(tmp_path / "adapter", tmp_path / "out", to="vllm", lora=True)
     allowed = LoRAConfig(max_lora_rank=8, max_loras=1)

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_cli import fail, run
-from tiny import ARCHITECTURES, SIZE, ids, logits, tiny_model
+from tiny import ARCHITECTURES, SIZE, YARN, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaForCausalLM, PhiConfig, StableLmConfig
 
 import rope_patch
@@ -27,7 +27,7 @@ from rope_patch.sites import find_rotary
 from rope_patch.verification import look
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
-METHODS = ["pi:factor=4", "abf", "yarn:factor=3:attention_factor=1.5", "p_rope:p=0.5", "truncated"]
+METHODS = ["pi:factor=4", "abf", "yarn:factor=5:attention_factor=1.5", "p_rope:p=0.5", "truncated"]
 NEOX = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
 PARTIAL = {
     "phi": PhiConfig(**SIZE),
@@ -104,7 +104,7 @@ def test_the_same_table_is_read_back(family, to, tmp_path):
 
 
 def test_both_spellings_and_the_keys_of_engines(base, tmp_path):
-    export(base, tmp_path / "out", to="sglang", method="yarn:factor=3:attention_factor=1.5", target_length=256)
+    export(base, tmp_path / "out", to="sglang", method="yarn:factor=5:attention_factor=1.5", target_length=256)
     config = config_of(tmp_path / "out")
     new, old = config["rope_parameters"], config["rope_scaling"]
     assert new == old and config["rope_theta"] == new["rope_theta"] == 10000.0
@@ -117,15 +117,16 @@ def test_both_spellings_and_the_keys_of_engines(base, tmp_path):
     assert not {"rope_scaling", "rope_theta"} & set(again.to_dict())
 
 
-def test_yarn_stays_native_where_the_tables_of_engines_are_long_enough(base, tmp_path):
-    for factor, kind in ((4, "yarn"), (2, "longrope")):  # 64 * factor positions, for a context of 256
-        said = export(base, tmp_path / str(factor), to="vllm", method=f"yarn:factor={factor}", target_length=256)
+def test_yarn_stays_native_where_the_tables_of_engines_are_long_enough(tmp_path):
+    for factor, kind in ((4.0, "yarn"), (2.0, "longrope")):  # 64 * factor positions, for a context of 256
+        stated = tiny_model(rope_parameters=YARN | {"factor": factor}, max_position_embeddings=256)
+        said = export(saved(stated, tmp_path / f"base-{factor}"), tmp_path / str(factor), to="vllm")
         assert [table["rope_type"] for table in said["tables"]] == [kind]
 
 
 def test_phi3_states_one_context(tmp_path):
     first = saved(tiny_model("phi3"), tmp_path / "base")
-    export(first, tmp_path / "out", to="vllm", method="pi", target_length=256)
+    export(first, tmp_path / "out", to="vllm", method="pi:factor=4", target_length=256)
     config = config_of(tmp_path / "out")
     assert config["original_max_position_embeddings"] == config["max_position_embeddings"] == 256
     assert config["partial_rotary_factor"] == 1.0
@@ -229,7 +230,9 @@ def test_partial_form_is_refused_where_the_family_ignores_it(family, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("method", ["pi", "yarn", "p_rope_reversed:p=0.5", "nope", "default", "p_rope:p=0.5+pi"])
+@pytest.mark.parametrize(
+    "method", ["pi:factor=4", "yarn:factor=4", "p_rope_reversed:p=0.5", "nope", "default", "p_rope:p=0.5+pi:factor=4"]
+)
 def test_partial_form_is_refused_for_other_tables(method, tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.CONFIGS, "phi", PARTIAL["phi"])
     first = saved(tiny_model("phi"), tmp_path / "base")
@@ -328,16 +331,18 @@ def test_a_gguf_patched_on_the_way_is_written_from_the_checkpoint_itself(tmp_pat
     out = ("--to", "gguf", "-o", tmp_path / "a.gguf")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", None)
-        run("export", first, "--method", "pi", *out)
+        run("export", first, "--method", "pi:factor=4", *out)
     assert gguf.GGUFReader(tmp_path / "a.gguf").get_field("general.name").contents() == "llama"
     run("export", first, "--to", "gguf", "-o", tmp_path / "base.gguf")
     weights = load_file(first / "model.safetensors")
     save_file({k: v * 1.1 for k, v in weights.items()}, first / "model.safetensors", metadata={"format": "pt"})
-    words = ("export", first, "--method", "pi", "--gguf", tmp_path / "base.gguf", *out, "--force")
+    words = ("export", first, "--method", "pi:factor=4", "--gguf", tmp_path / "base.gguf", *out, "--force")
     assert "base.gguf is a GGUF of other weights" in fail(monkeypatch, capsys, *words)
     for path in first.glob("tokenizer*"):
         path.unlink()
-    assert f"{first} has no tokenizer" in fail(monkeypatch, capsys, "export", first, "--method", "pi", *out, "--force")
+    assert f"{first} has no tokenizer" in fail(
+        monkeypatch, capsys, "export", first, "--method", "pi:factor=4", *out, "--force"
+    )
 
 
 def test_an_adapter_is_never_lost(adapter, base, tmp_path, monkeypatch, capsys):
@@ -365,7 +370,7 @@ def test_partial_form_leaves_no_second_copy_of_the_weights(tmp_path):
 
 
 def test_what_an_export_says_is_not_copied_along(base, tmp_path):
-    export(base, tmp_path / "one", to="vllm", method="pi")
+    export(base, tmp_path / "one", to="vllm", method="pi:factor=4")
     run("apply", tmp_path / "one", "abf", "--replace", "-o", tmp_path / "two")
     assert not (tmp_path / "two" / "export.json").exists()
 
@@ -376,7 +381,9 @@ def test_what_an_export_says_is_not_copied_along(base, tmp_path):
 @pytest.mark.parametrize("family", ["gemma", "gemma2"])
 def test_tables_that_sglang_would_lose_are_refused(family, tmp_path, monkeypatch, capsys):
     first = saved(tiny_model(family), tmp_path / "base")
-    error = fail(monkeypatch, capsys, "export", first, "--to", "sglang", "--method", "yarn", "-o", tmp_path / "out")
+    error = fail(
+        monkeypatch, capsys, "export", first, "--to", "sglang", "--method", "yarn:factor=4", "-o", tmp_path / "out"
+    )
     assert f"SGLang 0.5.23 reads nothing but rope_theta on {family}: this table (yarn) would be lost" in error
     assert export(first, tmp_path / "abf", to="sglang", method="abf")["checked_against"] == "0.5.23"
     assert not (tmp_path / "out").exists()
@@ -384,12 +391,12 @@ def test_tables_that_sglang_would_lose_are_refused(family, tmp_path, monkeypatch
 
 def test_one_table_of_two_is_judged_by_its_layer_type(tmp_path):
     first = saved(tiny_model("gemma3"), tmp_path / "base")
-    assert export(first, tmp_path / "full", to="sglang", method="pi")["checked_against"] == "0.5.23"
-    run("apply", first, "pi", "-o", tmp_path / "sliding", "--layer-type", "sliding_attention")
+    assert export(first, tmp_path / "full", to="sglang", method="pi:factor=4")["checked_against"] == "0.5.23"
+    run("apply", first, "pi:factor=4", "-o", tmp_path / "sliding", "--layer-type", "sliding_attention")
     with pytest.raises(ValueError, match="the sliding_attention table of gemma3_text"):
         export(tmp_path / "sliding", tmp_path / "out", to="sglang")
     said = export(tmp_path / "sliding", tmp_path / "out", to="vllm")
-    assert said["notes"] == ["transformers 4 cannot say these tables: its spelling is left out"]
+    assert said["notes"] == ["transformers 4 cannot say these tables"]
     assert "rope_local_base_freq" not in config_of(tmp_path / "out")
     full = config_of(tmp_path / "full")
     assert (full["rope_local_base_freq"], full["rope_scaling"]["rope_type"]) == (10000.0, "longrope")
@@ -440,9 +447,9 @@ def test_a_dynamic_table_is_refused(tmp_path):
 
 
 def test_an_altered_record_is_not_exported(base, tmp_path):
-    run("apply", base, "pi", "-o", tmp_path / "patched")
+    run("apply", base, "pi:factor=4", "-o", tmp_path / "patched")
     config = config_of(tmp_path / "patched")
-    config["rope_parameters"]["factor"] = 3.0
+    config["rope_parameters"]["factor"] = config["rope_scaling"]["factor"] = 3.0
     (tmp_path / "patched" / "config.json").write_text(json.dumps(config))
     with pytest.raises(rope_patch.PatchError, match="does not use the tables"):
         export(tmp_path / "patched", tmp_path / "out", to="vllm")
@@ -450,7 +457,7 @@ def test_an_altered_record_is_not_exported(base, tmp_path):
 
 def test_force_replaces_and_an_error_leaves_the_old(base, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    export(base, out, to="vllm", method="pi")
+    export(base, out, to="vllm", method="pi:factor=4")
     old = (out / "config.json").read_text()
 
     def break_off(*_: Any) -> None:

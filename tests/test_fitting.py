@@ -806,7 +806,7 @@ def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
     with torch.no_grad():
         assert torch.equal(stock(rows).logits, model(rows).logits)
     assert (out / "fit.svg").read_text().startswith("<?xml") and stock.config.max_position_embeddings == 96
-    with pytest.raises(FileExistsError, match="is in the way"):
+    with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
         command(*words(folder, out))
     again = json.loads(command(*words(folder, out), "--force", "--json", "--no-figure"))
     assert {**again, "command": ""} == {**found, "command": ""}

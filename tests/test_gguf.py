@@ -91,7 +91,8 @@ def test_the_tensor_holds_divisors(base, tmp_path, method, want):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_table_is_read_back(base, tmp_path, method):
-    folder = saved(tmp_path / "m", method)
+    lists = {"longrope": ":factors=1/1/2/2/3/3/4/4", "table": ":values=1/0.5/0.2/0.1/0.05/0.02/0.01/0"}
+    folder = saved(tmp_path / "m", f"{method}{lists.get(method, '')}")
     seen = read_gguf(export_gguf(folder, tmp_path / "m.gguf", base=base))
     (slot,), (want,) = seen.slots, rope_patch.verification.look(AutoModelForCausalLM.from_pretrained(folder)).slots
     torch.testing.assert_close(slot.inv_freq, want.inv_freq, rtol=3e-7, atol=0)

@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch import cli, kv_pictures, kv_report, plots, plots_kv
+from rope_patch.files import folder_to_write
 from rope_patch.frequencies import geometric, wavelength
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.kv_check import kv_check
-from rope_patch.loading import folder_to_write
 from rope_patch.plots_kv import Spot, Waves, errors_by_layer, errors_by_wavelength, front, outlier_shares, tradeoff
 
 SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
@@ -513,10 +513,10 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
         out.rmdir()
     assert (tmp_path / "deep").exists()  # it was there before
 
-    def denied(**_):
+    def denied(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    monkeypatch.setattr("rope_patch.files.os.open", denied)
     denial = pytest.raises(OSError, match=r"^cannot write into '.*new': Permission denied$")
     with denial, folder_to_write(tmp_path / "new", []):
         pytest.fail("it went on")

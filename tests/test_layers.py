@@ -17,11 +17,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rope_patch"
 # Lowest first. Names on one line are neighbours and may import each other; otherwise a module imports
 # only from the lines above its own.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("frequencies",),
+    ("frequencies", "files", "processes"),
     ("rotary", "registry", "methods"),
     ("theory",),
     ("record",),
-    ("sites", "spelling", "surgery", "verification"),
+    ("sites", "spelling", "probing", "surgery", "verification"),
     ("checkpoints", "folders"),
     ("kv_cache", "analysis"),
     ("evaluation",),

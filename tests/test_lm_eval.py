@@ -343,7 +343,9 @@ def test_a_wrong_argument_is_an_error(options, message, in_memory, checkpoint):
 
 
 def test_what_hf_and_from_pretrained_take_is_taken(checkpoint):
-    model = lm(model=checkpoint, method="pi", attn_implementation="eager", dtype="float32", attention_dropout=0.25)
+    model = lm(
+        model=checkpoint, method="pi:factor=4", attn_implementation="eager", dtype="float32", attention_dropout=0.25
+    )
     assert model.model.config._attn_implementation == "eager"
     assert model.model.config.attention_dropout == 0.25
 
@@ -364,7 +366,9 @@ def test_an_encoder_decoder_is_refused(tmp_path):
 def test_only_the_named_layer_types_are_patched():
     both = "full_attention/sliding_attention"
     for said, kinds in (("full_attention", 1), (both, 2), (both.split("/"), 2)):
-        patched = lm(model=bold("gemma3"), method="pi", layer_types=said).get_model_info()["rope_patch"]["tables"]
+        patched = lm(model=bold("gemma3"), method="pi:factor=4", layer_types=said).get_model_info()["rope_patch"][
+            "tables"
+        ]
         stock = lm(model=bold("gemma3")).get_model_info()["rope_patch"]["tables"]
         assert sum(patched[kind] != stock[kind] for kind in stock) == kinds
 
@@ -381,7 +385,7 @@ def test_an_adapter_brings_its_patch(tmp_path, checkpoint):
     for got, wanted in zip(model.loglikelihood(asked), expected, strict=True):
         assert got[0] == pytest.approx(wanted[0], abs=1e-4)
     with pytest.raises(ValueError, match="was trained under abf:rope_theta=500000: leave method= out"):
-        lm(model=checkpoint, peft=str(tmp_path / "adapter"), method="pi")
+        lm(model=checkpoint, peft=str(tmp_path / "adapter"), method="pi:factor=4")
 
 
 # --- nothing is cut
@@ -426,8 +430,8 @@ def test_nan_is_named():
 
 def test_answers_of_another_model_are_not_reused(tmp_path):
     asked, file = requests("loglikelihood", *PAIRS), str(tmp_path / "answers.db")
-    first = CachingLM(lm(method="pi"), file).loglikelihood(asked)
-    assert CachingLM(lm(method="pi"), file).loglikelihood(asked) == first
+    first = CachingLM(lm(method="pi:factor=4"), file).loglikelihood(asked)
+    assert CachingLM(lm(method="pi:factor=4"), file).loglikelihood(asked) == first
     with pytest.raises(ValueError, match="answers of another model or patch: give another path"):
         CachingLM(lm(method="p_rope:p=0.5"), file)
 
@@ -454,8 +458,8 @@ def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
         assert ours.generate_until(prompts) == stock.generate_until(prompts)
         assert ours.get_model_info()["rope_patch"]["method"] == "yarn:factor=4"
     with pytest.raises(ValueError, match="already patched"):
-        RopePatchLM(str(folder), method="pi", **options)
-    replaced = RopePatchLM(str(folder), method="pi", replace=True, **options)
+        RopePatchLM(str(folder), method="pi:factor=4", **options)
+    replaced = RopePatchLM(str(folder), method="pi:factor=4", replace=True, **options)
     assert replaced.get_model_info()["rope_patch"]["method"] == "pi:factor=4"
 
 
@@ -684,7 +688,7 @@ def test_rulers_own_tasks_run(tmp_path):
     names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=raw, **names).save_pretrained(tmp_path)
     tiny_model(vocab_size=3072).save_pretrained(tmp_path)
-    model = RopePatchLM(str(tmp_path), method="yarn:factor=16", target_length=2048, device="cpu", batch_size=2)
+    model = RopePatchLM(str(tmp_path), method="yarn", target_length=2048, device="cpu", batch_size=2)
     for length, names in {
         512: ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_fwe"],
         1024: ["ruler_vt", "ruler_cwe"],

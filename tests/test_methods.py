@@ -35,6 +35,7 @@ from rope_patch.methods import (
     Partial,
     PRope,
     PRopeReversed,
+    Scaling,
     Table,
     Truncated,
     Yarn,
@@ -64,6 +65,7 @@ FORMS = {
     "truncated": ("truncated:context=100", "truncated:cutoff_low=0.005:cutoff_high=0.05:floor=0.02"),
     "table": ("table:values=1/0.5/0.25/0", "table:values=0.3/0.2/0.1/1e-07:attention_scaling=1.25"),
 }
+SCALING = [name for name, cls in METHODS.items() if issubclass(cls, Scaling)]  # a factor, or a target to take it from
 EVERY_FORM = [form for forms in FORMS.values() for form in forms]
 
 
@@ -163,7 +165,7 @@ def test_methods_with_other_parameters_are_not_equal() -> None:
     assert len({parse(form) for form in EVERY_FORM}) == len(EVERY_FORM)
 
 
-@pytest.mark.parametrize("form", EVERY_FORM + list(METHODS))
+@pytest.mark.parametrize("form", EVERY_FORM + [name for name in METHODS if name not in SCALING])
 def test_a_method_leaves_a_float32_table_of_the_same_length_and_the_argument_alone(form: str) -> None:
     found = slot()
     before = found.inv_freq.clone()
@@ -212,7 +214,7 @@ def test_the_native_spelling_is_what_transformers_builds_the_same_table_from(for
     assert (after.rope_type, after.rope_theta) == (spelled["rope_type"], spelled["rope_theta"])
 
 
-@pytest.mark.parametrize("form", ["yarn", "llama3", "abf", "pi", "ntk", "longrope", "p_rope"])
+@pytest.mark.parametrize("form", [*(FORMS[name][0] for name in SCALING), "abf", "longrope", "p_rope"])
 @pytest.mark.parametrize(("head_dim", "rope_theta", "context"), [(64, 1e4, 2048), (128, 5e5, 8192), (96, 1e6, 32768)])
 def test_native_spellings_of_larger_tables(form: str, head_dim: int, rope_theta: float, context: int) -> None:
     after = parse(form)(slot(head_dim=head_dim, rope_theta=rope_theta, context=context))
@@ -339,8 +341,8 @@ def test_abf_by_hand() -> None:
 
 
 def test_pi_by_hand() -> None:
-    check_table(PI()(slot()), [0.25, 0.025, 0.0025, 0.00025])
-    check_table(PI(factor=0.5)(slot()), [2, 0.2, 0.02, 0.002])
+    check_table(PI(factor=4)(slot()), [0.25, 0.025, 0.0025, 0.00025])
+    check_table(PI(factor=1)(slot()), [1, 0.1, 0.01, 0.001])
 
 
 def test_pi_divides_a_scaled_table_as_found() -> None:
@@ -380,10 +382,9 @@ def test_ntk_by_hand() -> None:
 
 def test_yarn_by_hand() -> None:
     # tests/test_frequencies.py works the table out; 0.1 ln 4 + 1 = 1.138629
-    check_table(Yarn()(slot()), [1, 0.1, 0.00625, 0.00025], 1.138629)
-    check_table(Yarn(factor=0.5)(slot()), [1, 0.1, 0.01 * (0.5 + 0.5 * 2), 0.002], 1)  # no scaling for factors up to 1
-    check_table(Yarn(factor=1)(slot()), [1, 0.1, 0.01, 0.001], 1)
-    assert Yarn(attention_factor=1.5, mscale=1, mscale_all_dim=0.5)(slot()).attention_scaling == 1.5
+    check_table(Yarn(factor=4)(slot()), [1, 0.1, 0.00625, 0.00025], 1.138629)
+    check_table(Yarn(factor=1)(slot()), [1, 0.1, 0.01, 0.001], 1)  # no scaling at factor 1
+    assert Yarn(factor=4, attention_factor=1.5, mscale=1, mscale_all_dim=0.5)(slot()).attention_scaling == 1.5
     # mscale: (0.1 ln 40 + 1) / (0.05 ln 40 + 1) = 1.368888 / 1.184444
     assert Yarn(factor=40, mscale=1, mscale_all_dim=0.5)(slot()).attention_scaling == pytest.approx(1.155722, rel=1e-6)
 
@@ -391,11 +392,11 @@ def test_yarn_by_hand() -> None:
 def test_yarn_ramps_over_the_context_before_scaling() -> None:
     # In 41 tokens pair i turns 6.525 / 10**i times. The ramp's ends, log10(6.525 / 32) = -0.69 and log10(6.525) = 0.81,
     # become 0 and 1, rounded outwards and clamped: all but pair 0 are divided by 4.
-    after = Yarn(original_max_position_embeddings=41)(slot())
+    after = Yarn(factor=4, original_max_position_embeddings=41)(slot())
     check_table(after, [1, 0.025, 0.0025, 0.00025], 1.138629)
     assert dict(after.rope_parameters or {})["original_max_position_embeddings"] == 41
     short = dataclasses.replace(slot(), original_max_position_embeddings=41)
-    assert same(Yarn()(short), after)
+    assert same(Yarn(factor=4)(short), after)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +405,7 @@ def test_yarn_ramps_over_the_context_before_scaling() -> None:
         {"factor": 4.0},
         {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0},
         {"factor": 40.0, "mscale": 0.707},
-        {"factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0},
+        {"factor": 1.0, "mscale": 2.0, "mscale_all_dim": 1.0},
         {"factor": 8.0, "attention_factor": 1.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
     ],
     ids=str,
@@ -416,14 +417,14 @@ def test_yarn_is_transformers_own(options: dict[str, Any]) -> None:
 
 def test_yarn_needs_a_base_above_one() -> None:
     with pytest.raises(ValueError, match=re.escape("yarn needs rope_theta > 1, got 1.0")):
-        Yarn()(slot(rope_theta=1.0))
+        Yarn(factor=4)(slot(rope_theta=1.0))
 
 
 def test_llama3_by_hand() -> None:
     # L = 4096: wavelengths 6.28, 62.8, 628 < 1024 are kept, 6283 > 4096 is stretched by 8
-    check_table(Llama3()(slot()), [1, 0.1, 0.01, 0.000125])
+    check_table(Llama3(factor=8)(slot()), [1, 0.1, 0.01, 0.000125])
     # L = 1024: see tests/test_frequencies.py
-    check_table(Llama3(original_max_position_embeddings=1024)(slot()), [1, 0.1, 0.003086761, 0.000125])
+    check_table(Llama3(factor=8, original_max_position_embeddings=1024)(slot()), [1, 0.1, 0.003086761, 0.000125])
 
 
 def test_longrope_by_hand() -> None:
@@ -513,8 +514,9 @@ def test_a_scaled_table_is_not_recomputed_unasked(name: str, found: Callable[...
 @pytest.mark.parametrize("name", REPLACING)
 def test_replace_scaling_starts_from_the_plain_table(name: str, found: Callable[..., RotarySlot]) -> None:
     scaled = found()
-    after = create(name, replace_scaling=True)(scaled)
-    assert same(after, create(name)(slot(head_dim=32, context=scaled.context)))
+    factor = {"factor": 4} if name in SCALING else {}
+    after = create(name, replace_scaling=True, **factor)(scaled)
+    assert same(after, create(name, **factor)(slot(head_dim=32, context=scaled.context)))
 
 
 def test_a_plain_table_with_an_attention_factor_counts_as_scaled() -> None:
@@ -551,7 +553,7 @@ def test_p_rope_twice_keeps_the_smaller_fraction() -> None:
 
 
 def test_yarn_then_p_rope_keeps_the_attention_scaling() -> None:
-    check_table(parse("yarn+p_rope:p=0.5")(slot()), [1, 0.1, 0, 0], 1.138629)
+    check_table(parse("yarn:factor=4+p_rope:p=0.5")(slot()), [1, 0.1, 0, 0], 1.138629)
 
 
 def test_p_rope_then_abf_is_refused() -> None:
@@ -637,7 +639,8 @@ def test_every_form_passes_through_lm_eval(text: str) -> None:
 
 
 def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default() -> None:
-    assert str(PI()) == "pi:factor=4"
+    assert str(PI()) == "pi"
+    assert str(PI(factor=4)) == "pi:factor=4"
     assert str(PI(factor=1e20, replace_scaling=True)) == "pi:factor=1e20:replace_scaling=true"
     assert str(ABF(factor=0.1)) == "abf:factor=0.1"
     assert str(Truncated(context=4096)) == "truncated:context=4096"
@@ -669,7 +672,7 @@ def test_values_become_the_declared_types() -> None:
 
 
 def test_field_help_shows_the_default_as_the_grammar_writes_it() -> None:
-    assert [field_help(f) for f in dataclasses.fields(PI)] == ["factor=4", "replace_scaling=false"]
+    assert [field_help(f) for f in dataclasses.fields(PI)] == ["factor=…", "replace_scaling=false"]
     assert [field_help(f) for f in dataclasses.fields(ABF)] == ["rope_theta=…", "factor=…", "replace_scaling=false"]
 
 
@@ -678,10 +681,8 @@ def test_field_help_shows_the_default_as_the_grammar_writes_it() -> None:
 KNOWN = ", ".join(FORMS)
 POSITIVE = {
     "abf": ("rope_theta", "factor"),
-    "pi": ("factor",),
-    "ntk": ("factor",),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("factor", "attention_factor"),
     "truncated": ("context",),
     "table": ("attention_scaling",),
@@ -693,6 +694,13 @@ POSITIVE = {
 def test_these_parameters_are_positive(name: str, parameter: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"^{parameter} must be > 0, got {value}(\.0)?$"):
         create(name, **{parameter: value})
+
+
+@pytest.mark.parametrize("name", ["pi", "ntk", "yarn", "llama3"])
+@pytest.mark.parametrize("factor", [0, -2, 0.999])
+def test_a_factor_does_not_shorten_the_context(name: str, factor: float) -> None:
+    with pytest.raises(ValueError, match=rf"^factor must be >= 1, got {factor}(\.0)?$"):
+        create(name, factor=factor)
 
 
 FLOATS = [
@@ -743,7 +751,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "not a number": (lambda: parse("pi:factor=four"), "factor must be a number, got 'four'"),
     "two equals signs": (lambda: parse("pi:factor=2=4"), "factor must be a number, got '2=4'"),
     "truth is not a number": (lambda: PI(factor=True), "factor must be a number, got True"),
-    "None where a number is needed": (lambda: PI(factor=None), "factor must be a number, got None"),
+    "None where a number is needed": (lambda: LongRope(factor=None), "factor must be a number, got None"),
     "not a whole number": (lambda: Truncated(context=0.5), "context must be a whole number, got 0.5"),
     "not a whole number, infinite": (lambda: Truncated(context=math.inf), "context must be finite, got inf"),
     "truth is not a whole number": (lambda: Truncated(context=True), "context must be a whole number, got True"),
@@ -824,7 +832,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "floor must be >= 0 rad/token, got -0.1",
     ),
     "floor alone": (lambda: Truncated(floor=0.1), "floor needs cutoff_low and cutoff_high"),
-    "ntk of one pair": (lambda: NTK()(slot(head_dim=2)), "NTK scaling needs rotary_dim >= 4, got 2"),
+    "ntk of one pair": (lambda: NTK(factor=4)(slot(head_dim=2)), "NTK scaling needs rotary_dim >= 4, got 2"),
 }
 
 
@@ -924,7 +932,7 @@ def test_an_empty_list_is_refused_at_once(call: Callable[[], Method]) -> None:
         call()
 
 
-@pytest.mark.parametrize("form", ["partial:p=0.5", "table:values=1/0.5/0.25/0", "pi+longrope:factors=1/2/3/4"])
+@pytest.mark.parametrize("form", ["partial:p=0.5", "table:values=1/0.5/0.25/0", "pi:factor=4+longrope:factors=1/2/3/4"])
 def test_the_ambient_device_plays_no_part(form: str) -> None:
     found = slot()
     with torch.device("meta"):
@@ -964,3 +972,91 @@ def test_nested_chains_are_flat_and_python_numbers_parse() -> None:
     assert hash(Chain([PI(), NTK()])) == hash(Chain((PI(), NTK())))  # type: ignore[arg-type]
     assert parse("abf:rope_theta=1e+20+p_rope:p=0.5") == Chain((ABF(rope_theta=1e20), PRope(p=0.5)))
     assert from_dict({"method": "chain", "steps": ["pi", "ntk"]}) == Chain((PI(), NTK()))
+
+
+# --- the target ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "resolved"),
+    [
+        ("yarn", 16384, "yarn:factor=4"),
+        ("ntk", 16384, "ntk:factor=4"),
+        ("llama3", 32768, "llama3:factor=8"),
+        ("pi", 10240, "pi:factor=2.5"),
+        ("pi", 4096, "pi:factor=1"),
+        ("yarn:original_max_position_embeddings=2048", 16384, "yarn:factor=8:original_max_position_embeddings=2048"),
+        ("yarn:factor=8", 16384, "yarn:factor=8"),  # further than asked is fine
+        ("p_rope:p=0.25+pi", 32768, "p_rope:p=0.25+pi:factor=8"),
+        ("pi:factor=2+yarn:replace_scaling=true", 32768, "pi:factor=2+yarn:factor=4:replace_scaling=true"),
+        ("abf+pi:factor=2", 32768, "abf:rope_theta=500000+pi:factor=2"),  # how far a base reaches, nobody says
+        ("table:values=1/0.5/0.25/0", 32768, "table:values=1/0.5/0.25/0"),
+        ("longrope:factors=1/2/3/4", 32768, "longrope:factors=1/2/3/4"),
+        ("p_rope:p=0.5", 32768, "p_rope:p=0.5"),
+        ("pi:factor=3", None, "pi:factor=3"),
+    ],
+)
+def test_a_factor_left_out_is_taken_from_the_target(text: str, target: int | None, resolved: str) -> None:
+    assert str(parse(text).for_target(slot(), target)) == resolved  # of a table of 4096 tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "message"),
+    [
+        ("yarn", None, "yarn needs a factor, or a target_length to take it from: yarn:factor=4"),
+        ("p_rope+pi", None, "pi needs a factor, or a target_length to take it from: pi:factor=4"),
+        (
+            "yarn:factor=4",
+            32768,
+            "yarn:factor=4 reaches 16384 tokens of the target_length 32768: give factor=8, or leave the factor out",
+        ),
+        (
+            "p_rope:p=0.5+pi:factor=2",
+            32768,
+            "pi:factor=2 reaches 8192 tokens of the target_length 32768: give factor=8, or leave the factor out",
+        ),
+        ("yarn+pi", 32768, "at most one method of a chain may leave its factor out: yarn+pi"),
+        (
+            "longrope",
+            8192,
+            "longrope without factors leaves the table as it is: it is not made for target_length 8192",
+        ),
+        ("table", 8192, "table without values leaves the table as it is: it is not made for target_length 8192"),
+    ],
+)
+def test_a_target_out_of_reach_is_refused(text: str, target: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse(text).for_target(slot(), target)
+
+
+def test_the_advised_factor_is_taken() -> None:
+    with pytest.raises(ValueError, match="give factor=") as caught:
+        parse("yarn:factor=2").for_target(slot(context=6144), 131071)
+    advised = re.search(r"give (factor=[\d.]+),", str(caught.value))
+    assert advised is not None
+    parse(f"yarn:{advised[1]}").for_target(slot(context=6144), 131071)
+
+
+def test_pi_divides_what_the_table_found_states_and_the_others_start_from_the_first_context() -> None:
+    # Llama 3.1 states 131072 tokens over 8192: interpolated to 262144 it is stretched by 2, recomputed by 32.
+    found = dataclasses.replace(llama3_slot(), max_position_embeddings=131072, original_max_position_embeddings=8192)
+    assert parse("pi").for_target(found, 262144) == PI(factor=2)
+    assert parse("pi:replace_scaling=true").for_target(found, 262144) == PI(factor=32, replace_scaling=True)
+    for name in ("yarn", "ntk", "llama3"):
+        made = parse(f"{name}:replace_scaling=true").for_target(found, 262144)
+        assert str(made) == f"{name}:factor=32:replace_scaling=true"
+
+
+@pytest.mark.parametrize(
+    ("text", "reach"),
+    [
+        ("yarn:factor=4", 16384),
+        ("p_rope:p=0.5+pi:factor=2", 8192),
+        ("yarn", None),
+        ("abf", None),
+        ("abf+pi:factor=2", None),
+        ("nope", None),
+    ],
+)
+def test_how_far_a_method_says_it_reaches(text: str, reach: int | None) -> None:
+    assert parse(text).reach(slot()) == reach

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import METHODS, PatchError
-from rope_patch.methods import create
+from rope_patch.methods import Scaling, create
 from rope_patch.sites import find_rotary
 
 PLAIN_ONLY = ("partial", "abf", "ntk", "yarn", "llama3")
@@ -22,8 +22,11 @@ every_case = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHIT
 
 
 def method_for(family: str, name: str):
-    """The method at its defaults; on Gemma 4, whose stock table is p-RoPE already, over the plain base."""
-    return create(name, replace_scaling=True) if family == "gemma4" and name in PLAIN_ONLY else create(name)
+    """The method at its defaults, its factor at 4; on Gemma 4, whose stock table is p-RoPE already, over the base."""
+    params = {"factor": 4} if issubclass(METHODS[name], Scaling) else {}
+    if family == "gemma4" and name in PLAIN_ONLY:
+        params["replace_scaling"] = True
+    return create(name, **params)
 
 
 def module_of(model):
@@ -241,10 +244,10 @@ def test_canonical_tables_are_idempotent():
 
 def test_target_length_is_only_set_when_asked():
     model = tiny_model()
-    rope_patch.apply(model, "yarn").restore()
-    with rope_patch.patched(model, "yarn"):
+    rope_patch.apply(model, "yarn:factor=4").restore()
+    with rope_patch.patched(model, "yarn:factor=4"):
         assert model.config.max_position_embeddings == 64
-    with rope_patch.patched(model, "yarn", target_length=256):
+    with rope_patch.patched(model, "yarn:factor=4", target_length=256):
         assert model.config.max_position_embeddings == 256
         assert model.config.rope_parameters["original_max_position_embeddings"] == 64
         rope_patch.verify(model)
@@ -264,7 +267,7 @@ def test_patching_twice():
     model = tiny_model()
     base = logits(model)
     first = rope_patch.apply(model, "pi", factor=2)
-    with pytest.raises(PatchError, match=r"already patched with pi:factor=2: restore it, or pass replace=True"):
+    with pytest.raises(PatchError, match=r"already patched with pi:factor=2: restore it first, or pass replace=True"):
         rope_patch.apply(model, "pi", factor=2)
     interpolated = logits(model)
     second = rope_patch.apply(model, "pi", factor=4, replace=True)
@@ -294,10 +297,10 @@ def test_models_that_share_a_config_object():
 
 def test_a_lost_record_is_noticed():
     model = tiny_model()
-    rope_patch.apply(model, "pi")
+    rope_patch.apply(model, "pi:factor=4")
     del model.config.rope_patch
     with pytest.raises(PatchError, match="its config has lost the record"):
-        rope_patch.apply(model, "pi")
+        rope_patch.apply(model, "pi:factor=4")
     with pytest.raises(PatchError, match="carries no patch record"):
         rope_patch.verify(model)
 
@@ -341,7 +344,7 @@ def test_ambient_dtype_and_device_play_no_part(name):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("pi:factor=1e-39", "would hold infinite, NaN or negative frequencies"),
+        ("abf:rope_theta=1e-300", "would hold infinite, NaN or negative frequencies"),
         ("table:values=1e39/1/1/1/1/1/1/1", "would hold infinite, NaN or negative frequencies"),
         ("yarn:factor=1000000000:mscale=-3:mscale_all_dim=1", "attention_scaling must be a finite number > 0, got -"),
     ],
@@ -360,7 +363,7 @@ def test_tables_that_cannot_be_used(method, message):
 def test_stock_attributes_are_there():
     model = tiny_model()
     stock = module_of(model)
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     ours = module_of(model)
     assert ours.config is stock.config
     assert ours.rope_type == "yarn"
@@ -369,7 +372,7 @@ def test_stock_attributes_are_there():
     assert ours.attention_scaling == pytest.approx(1.13863, abs=1e-5)  # 0.1 ln 4 + 1
     assert ours.max_seq_len_cached == stock.max_seq_len_cached
     mixed = tiny_model("gemma3")
-    rope_patch.apply(mixed, "pi")
+    rope_patch.apply(mixed, "pi:factor=4")
     ours = module_of(mixed)
     assert ours.rope_type == {"full_attention": "linear", "sliding_attention": "default"}
     assert ours.full_attention_inv_freq[0] == 0.25
@@ -443,7 +446,7 @@ def test_restoring_a_shared_config_that_says_another_patch():
     first = tiny_model()
     second = type(first)(first.config)
     patch = rope_patch.apply(first, "pi", factor=2)
-    rope_patch.apply(second, "ntk", replace=True)
+    rope_patch.apply(second, "ntk:factor=4", replace=True)
     with pytest.raises(PatchError, match="is it shared with another model"):
         patch.restore()
 
@@ -533,8 +536,8 @@ def test_text_decoder_of_a_multimodal_model():
     [
         (("p_rope",), {"p": 1.5}, r"p must be in \[0, 1\], got 1.5"),
         (("p_rope",), {"p": float("nan")}, "p must be finite, got nan"),
-        (("pi",), {"factor": 0}, "factor must be > 0, got 0.0"),
-        (("pi",), {"factor": -2}, "factor must be > 0, got -2.0"),
+        (("pi",), {"factor": 0}, "factor must be >= 1, got 0.0"),
+        (("pi",), {"factor": -2}, "factor must be >= 1, got -2.0"),
         (("table",), {"values": [1.0, 0.5]}, "values needs one number per pair: model.rotary_emb has 8, got 2"),
         (("table",), {"values": [-1.0] * 8}, "frequencies must be >= 0 rad/token, got -1.0"),
         (("prope",), {}, "unknown method 'prope'. Did you mean 'p_rope'?"),

@@ -49,7 +49,7 @@ def test_a_stock_table_does_not_survive():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_casts(family, name, dtype):
     model = tiny_model(family)
-    patch = rope_patch.apply(model, name)
+    patch = rope_patch.apply(model, method_for(family, name))
     assert_table(model.to(dtype), patch)
     assert_table(model.half().float(), patch)
 
@@ -57,7 +57,7 @@ def test_casts(family, name, dtype):
 @SOME
 def test_meta_to_empty_and_load(family, name):
     model = tiny_model(family)
-    patch = rope_patch.apply(model, name)
+    patch = rope_patch.apply(model, method_for(family, name))
     wanted, weights = logits(model), copy.deepcopy(model.state_dict())
     model.to("meta")
     model.to_empty(device="cpu")
@@ -74,8 +74,8 @@ def test_meta_to_empty_and_load(family, name):
 def test_built_on_meta(family, name):
     with torch.device("meta"):
         model = tiny_model(family)
-    patch = rope_patch.apply(model, name)
-    direct = rope_patch.apply(tiny_model(family), name)
+    patch = rope_patch.apply(model, method_for(family, name))
+    direct = rope_patch.apply(tiny_model(family), method_for(family, name))
     assert patch.record == direct.record
     model.to_empty(device="cpu")
     assert_table(model, patch)
@@ -84,7 +84,7 @@ def test_built_on_meta(family, name):
 @SOME
 def test_copies_and_pickles(family, name):
     model = tiny_model(family)
-    patch = rope_patch.apply(model, name)
+    patch = rope_patch.apply(model, method_for(family, name))
     wanted = logits(model)
     twin = copy.deepcopy(model)
     assert_table(twin, patch)
@@ -94,7 +94,7 @@ def test_copies_and_pickles(family, name):
     other = tiny_model(family, seed=5)
     assert list(torch.load(buffer)) == list(other.state_dict())  # a patch adds no key
     buffer.seek(0)
-    other_patch = rope_patch.apply(other, name)
+    other_patch = rope_patch.apply(other, method_for("llama", name))
     other.load_state_dict(torch.load(buffer))
     assert_table(other, other_patch)
     assert torch.equal(logits(other), wanted)
@@ -109,7 +109,7 @@ def test_copies_and_pickles(family, name):
 @SOME
 def test_reinitialised_weights(family, name):
     model = tiny_model(family)
-    patch = rope_patch.apply(model, name)
+    patch = rope_patch.apply(model, method_for(family, name))
     for module in model.modules():
         module._is_hf_initialized = False
     model.init_weights()
@@ -130,7 +130,7 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = tiny_model(family)
-    patch = rope_patch.apply(model, name)
+    patch = rope_patch.apply(model, method_for(family, name))
     wanted = logits(model)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
@@ -139,7 +139,7 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
     assert torch.allclose(logits(model), wanted, atol=1e-6)
     assert_table(model, patch)
     other = tiny_model(family)
-    rope_patch.apply(other, name)
+    rope_patch.apply(other, method_for("llama", name))
     fully_shard(other, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     other(ids(), use_cache=False).logits.sum().backward()
     assert_table(other, patch)
@@ -159,7 +159,7 @@ def lora(model):
 def test_under_peft(family, first):
     model = tiny_model(family)
     if first == "patch":
-        patch = rope_patch.apply(model, method_for(family, "yarn") if family != "phi3" else "yarn")
+        patch = rope_patch.apply(model, method_for(family, "yarn") if family != "phi3" else "yarn:factor=4")
         tuned = lora(model)
     else:
         tuned = lora(model)
@@ -212,10 +212,10 @@ def test_dispatched_over_devices(tmp_path, family):
     stock = module_of(model)
     assert hasattr(stock, "_hf_hook")
     before = logits(model)
-    with rope_patch.patched(model, "yarn") as patch:
+    with rope_patch.patched(model, "yarn:factor=4") as patch:
         assert module_of(model)._hf_hook is stock._hf_hook
         plain = tiny_model(family)
-        rope_patch.apply(plain, "yarn")
+        rope_patch.apply(plain, "yarn:factor=4")
         assert torch.allclose(logits(model), logits(plain), atol=1e-6)
         assert_table(model, patch)
     assert torch.equal(logits(model), before)
@@ -292,7 +292,7 @@ def frames_of_stock(family):
 def test_compiled_for_real_with_a_static_cache():
     """Inductor, decoding step by step: the table is read inside the compiled graph."""
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     wanted = model.generate(ids(10, 1), **options)
     torch._dynamo.reset()
@@ -321,7 +321,7 @@ def test_everything_survives_everything(family, name):
 
 def test_losing_the_module_is_noticed():
     model = tiny_model()
-    rope_patch.apply(model, "yarn")
+    rope_patch.apply(model, "yarn:factor=4")
     model.model.rotary_emb = type(tiny_model().model.rotary_emb)(tiny_model().config)  # somebody rebuilds it
     with pytest.raises(PatchError, match="in use"):
         rope_patch.verify(model)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.sources import ROLES, split_pairs
-from rope_patch.checkpoints import write_atomically
+from rope_patch.files import write_atomically
 
 SCHEMA = 1
 

@@ -167,7 +167,7 @@ def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None
     """Return the slots of a model with the tables its rotary module holds, rounded by a cast or not."""
     seen = look(model)  # refuses what the patch layer refuses
     for slot in seen.slots:
-        if not isinstance(module, RotaryTable) and is_dynamic(slot.rope_parameters or {}):
+        if not isinstance(module, RotaryTable) and is_dynamic(slot.rope_parameters or {}, slot.rope_type):
             raise ValueError(
                 f"{where(slot)} has a dynamic table (rope_type {slot.rope_type!r}): it changes with the length that is "
                 "read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"

@@ -25,10 +25,10 @@ from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
 from rope_patch.evaluation.prompts import TASKS, Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, check_asked, retrieval
 from rope_patch.evaluation.text import Corpus, builtin_text
-from rope_patch.methods import Default, Method, MethodLike, as_method
+from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.rotary import RotarySlot
 from rope_patch.sites import find_rotary
-from rope_patch.surgery import patched
+from rope_patch.surgery import for_target, patched
 from rope_patch.verification import look
 
 SCHEMA = 2
@@ -269,7 +269,8 @@ def compare(
         model: a causal language model; an adapter on it is measured under every method. One that is patched already
             is measured as it is under ``"default"``, and every other method replaces its patch.
         tokenizer: its tokenizer.
-        methods: what to compare; ``"default"`` is the model as it is.
+        methods: what to compare; ``"default"`` is the model as it is. A factor that is left out is taken from the
+            longest length.
         lengths: prompt lengths of the retrieval task; perplexity is measured over windows of the longest [tokens].
         windows: windows of text, spread evenly over it; by default 16, or as many as it has room for.
         bucket: width of the position buckets [tokens]; by default a sixteenth of the longest length.
@@ -292,9 +293,10 @@ def compare(
     Raises:
         ValueError: a bad method, task or length, too little text: before anything is measured.
     """
-    wanted: list[Method] = [as_method(method) for method in methods]
-    if not wanted or not lengths:
+    if not methods or not lengths:
         raise ValueError("give at least one method and one length")
+    shared: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
+    wanted = [for_target(model, method, max(lengths), **shared) for method in methods]
     names = [str(method) for method in wanted]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
@@ -311,16 +313,15 @@ def compare(
     for length in lengths:
         maker.prompts(task, length, depths, mode=mode, seed=seed)
     edges = sorted({*range(0, lengths[-1], bucket), *lengths, 0} - {1})
-    options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     found_patch = find_rotary(model).record
     for method in wanted:  # a method that does not fit this model fails before the first is measured
-        with under(model, method, found_patch is not None, options):
+        with under(model, method, found_patch is not None, shared):
             pass
     kept = Journal(resume) if isinstance(resume, str | Path) else resume
     rows = []
     for method in wanted:
         told = functools.partial(progress, str(method))
-        with under(model, method, found_patch is not None, options) as slots, named(str(method)):
+        with under(model, method, found_patch is not None, shared) as slots, named(str(method)):
             score = perplexity(
                 model,
                 texts,

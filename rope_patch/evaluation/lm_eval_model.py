@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints import read_record, reapply
+from rope_patch.checkpoints import read_record
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.scoring import Reader, fingerprint
 from rope_patch.kv_cache.cache import quantized
@@ -27,7 +27,7 @@ from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.record import key_of
 from rope_patch.registry import did_you_mean
 from rope_patch.sites import find_rotary
-from rope_patch.surgery import apply
+from rope_patch.surgery import apply, reapply
 from rope_patch.verification import look, verify
 
 NAME = "rope_patch"

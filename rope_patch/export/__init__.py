@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from rope_patch._paths import name_of
 from rope_patch.export.engines import ENGINES, UNVERIFIED
 from rope_patch.export.folders import export_folder, read_tables
 from rope_patch.export.lora import check_adapter, copy_adapter
-from rope_patch.folders import skeleton
+from rope_patch.files import scratch_folder
+from rope_patch.folders import check_free, skeleton
 from rope_patch.methods import MethodLike
 from rope_patch.sites import find_rotary
-from rope_patch.surgery import apply
+from rope_patch.surgery import apply, reapply
 
 TARGETS = (*ENGINES, "gguf")
 FORMS = ("table", "partial")
@@ -77,12 +77,12 @@ def export(
 
         gguf.export_gguf_lora(source, out, overwrite=overwrite, progress=progress)
         return _said_of_gguf(["load it beside the GGUF of the patched base: it fits no other tables"])
-    if to != "gguf" and out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise ValueError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
+    if to != "gguf":
+        check_free(out, overwrite)
     for place in (source, checkpoints.adapter_base(source)) if adapter else ():
         if Path(place).resolve() == out.resolve():  # overwriting would delete what is being exported
             raise ValueError(f"{out} is the adapter itself or its base: give another output folder")
-    merging = _as_model(source, lora, dtype, _beside(out), progress)
+    merging = _as_model(source, out, lora, dtype, progress)
     with merging if adapter else contextlib.nullcontext((skeleton(source), source)) as (model, weights):
         if method is not None:
             apply(model, method, target_length=target_length)
@@ -143,14 +143,14 @@ def _check_options(
 
 @contextlib.contextmanager
 def _as_model(
-    source: str | Path, lora: bool, dtype: str, beside: Path | None, progress: Callable[[str], None]
+    source: str | Path, out: Path, lora: bool, dtype: str, progress: Callable[[str], None]
 ) -> Iterator[tuple[PreTrainedModel, str | Path]]:
     """Give the skeleton and the weights of the model an adapter needs: its base patched, or the two merged."""
     base, record = checkpoints.adapter_base(source), checkpoints.read_record(source)
     if lora:
         model = skeleton(base)
         if record is not None:
-            checkpoints.reapply(model, record)
+            reapply(model, record)
         yield model, base
         return
     import torch
@@ -158,7 +158,7 @@ def _as_model(
     loaded: Any = checkpoints.load(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     progress("base and adapter, merged")
     merged = loaded.merge_and_unload()
-    with tempfile.TemporaryDirectory(dir=beside, prefix=".rope-patch-") as folder:
+    with scratch_folder(out) as folder:
         if find_rotary(merged).record is not None:
             checkpoints.save(merged, folder)
         else:
@@ -216,8 +216,3 @@ def _said_of_gguf(notes: list[str]) -> dict[str, Any]:
     from rope_patch.export.gguf_table import CHECKED
 
     return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}
-
-
-def _beside(out: Path) -> Path | None:
-    """Where temporary copies go: on the disk of the output, whose room is known to be needed."""
-    return out.parent if out.parent.is_dir() else None

@@ -10,12 +10,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
-from rope_patch.checkpoints import write_atomically
 from rope_patch.export.engines import ENGINES, UNVERIFIED, check
-from rope_patch.export.spellings import config_keys, older_keys, with_context
+from rope_patch.export.spellings import config_keys, with_context
+from rope_patch.files import write_atomically
 from rope_patch.folders import copied, skeleton
 from rope_patch.rotary import RotarySlot
 from rope_patch.sites import PatchError, find_rotary, is_dynamic, where
+from rope_patch.spelling import OLDER_FAIL, older_keys, text_part
 from rope_patch.verification import look, verify
 
 NOTE_FILE = "export.json"
@@ -35,7 +36,7 @@ def read_tables(model: PreTrainedModel) -> tuple[RotarySlot, ...]:
             raise ValueError(f"angles in {site.record.precision} cannot be exported: every engine computes in float32")
     slots = with_context(look(model).slots, int(site.config.max_position_embeddings))
     for slot in slots:
-        if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters):
+        if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters, slot.rope_type):
             raise ValueError(
                 f"{where(slot)} changes with the length during generation ({slot.rope_type}): fix it first, "
                 "rope-patch apply MODEL default --freeze-at LENGTH -o FOLDER"
@@ -92,8 +93,8 @@ def export_folder(
     }
     with copied(source, out, overwrite=overwrite, progress=progress) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-        if "rope_patch" in _text(config, model) and not _verifies(folder):
-            del _text(config, model)["rope_patch"]
+        if "rope_patch" in text_part(config) and not _verifies(folder):
+            del text_part(config)["rope_patch"]
             said["notes"] = [*said["notes"], "the patch record does not fit this spelling and was left out"]
             write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         _check(folder, slots)
@@ -109,11 +110,12 @@ def _config(
     settings = config_keys(site, slots, everywhere=to != "hf")
     parameters: dict[str, Any] = settings["rope_parameters"]
     config: dict[str, Any] = json.loads(model.config.to_json_string())
-    text = _text(config, model)
+    text = text_part(config)
     text |= settings
     older = older_keys(site.config.model_type, parameters)
-    text |= older
-    notes = [] if older else ["transformers 4 cannot say these tables: its spelling is left out"]
+    text |= {key: value for key, value in older.items() if value != OLDER_FAIL or to == "hf"}
+    said = bool(older) and OLDER_FAIL not in older.values()
+    notes = [] if said else ["transformers 4 cannot say these tables"]
     longrope = any(p.get("rope_type") == "longrope" for p in _each(parameters))
     if to != "hf" and "original_max_position_embeddings" in text and longrope:
         # Phi-3 keeps it here, where it wins over the one in rope_parameters, and vLLM takes it for the context.
@@ -124,12 +126,6 @@ def _config(
 def _each(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     return nested or [parameters]
-
-
-def _text(config: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """The part of a config's JSON form that describes the text decoder."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) and model.config.get_text_config() is not model.config else config
 
 
 def _verifies(folder: Path) -> bool:

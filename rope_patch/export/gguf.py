@@ -134,7 +134,7 @@ def _table(model: nn.Module, graph: Graph) -> tuple[RotarySlot, TableRecord, Pat
     record = verify(model) if site.record is not None or isinstance(site.module, RotaryTable) else None
     slots = {slot.layer_type: slot for slot in look(model).slots}
     for slot in slots.values():
-        if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters):
+        if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters, slot.rope_type):
             raise ValueError(f"{slot.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")
     if record is not None and record.precision != "float32":
         warnings.warn(f"llama.cpp computes angles in float32, this patch in {record.precision}", stacklevel=3)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from rope_patch.files import file_in_one_move, file_stands
 
 Progress = Callable[[str], None]
 
@@ -149,17 +150,17 @@ def write_gguf(
     needed, free = sum(piece.size for piece in pieces), shutil.disk_usage(out.parent).free
     if needed > free:
         raise OSError(f"{out} needs {needed / 2**20:.0f} MiB, and {out.parent} has {free / 2**20:.0f} left")
-    handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.", suffix=".tmp")
-    os.close(handle)
-    writer = package.GGUFWriter(name, architecture)
-    try:
+    with (
+        file_in_one_move(out, overwrite=overwrite) as name,
+        contextlib.closing(package.GGUFWriter(name, architecture)) as writer,
+    ):
         writer.data_alignment = alignment
         for key in keys:
             if key.name != package.Keys.General.ARCHITECTURE:  # the writer's own, and the first
                 writer.add_key_value(key.name, key.value, key.kind, sub_type=key.item)
         for piece in pieces:
             writer.add_tensor_info(piece.name, piece.shape, np.dtype(np.float32), piece.size, raw_dtype=piece.kind)
-        writer.write_header_to_file(Path(name))
+        writer.write_header_to_file(name)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for piece in pieces:
@@ -168,14 +169,6 @@ def write_gguf(
         writer.close()
         with open(name, "rb+") as file:
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, out)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            writer.close()
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
     return out
 
 
@@ -193,6 +186,6 @@ def check_out(out: str | Path, *, overwrite: bool) -> Path:
         raise FileNotFoundError(f"no folder {out.parent} to write {out.name} into")
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder: give the name of a file")
-    if out.exists() and not overwrite:
+    if file_stands(out) and not overwrite:
         raise FileExistsError(f"{out} exists: give another name, or allow overwriting (--force)")
     return Path(os.path.realpath(out))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,27 +100,6 @@ def builds(rotary: nn.Module, slot: RotarySlot) -> bool:
         and torch.allclose(built, slot.inv_freq, rtol=3e-7, atol=0.0)
         and abs(scaling_of(rotary, slot.layer_type) - slot.attention_scaling) < 1e-6
     )
-
-
-def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys at the top of config.json by which transformers 4, and engines that follow it, say the same.
-
-    They must repeat ``rope_parameters``: transformers 5 takes ``rope_scaling`` in its place where both are there. Where
-    version 4 has one scaling for all layer types it is that of full attention, and a table of the sliding layers that
-    is not a plain one cannot be said.
-    """
-    if "full_attention" in parameters:
-        full, sliding = parameters["full_attention"], parameters["sliding_attention"]
-        if model_type != "gemma3_text" or sliding.get("rope_type", "default") != "default":
-            return {}
-        return older_keys("", full) | {"rope_local_base_freq": sliding["rope_theta"]}
-    base, share = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else ("rope_theta", _SHARE)
-    keys: dict[str, Any] = {base: parameters["rope_theta"]}
-    if _SHARE in parameters:
-        keys[share] = parameters[_SHARE]
-    if parameters.get("rope_type", "default") != "default":
-        keys["rope_scaling"] = dict(parameters)
-    return keys
 
 
 def with_context(slots: Sequence[RotarySlot], length: int) -> tuple[RotarySlot, ...]:

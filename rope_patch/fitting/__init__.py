@@ -25,11 +25,11 @@ from rope_patch.fitting.judging import SEED, Candidate, Judging, best
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import Run, plain_weights
 from rope_patch.fitting.tables import Constraint, TrainableTable
-from rope_patch.methods import METHODS, Method, MethodLike, as_method
-from rope_patch.registry import create, did_you_mean
+from rope_patch.methods import Method, MethodLike
+from rope_patch.processes import processes
+from rope_patch.registry import did_you_mean
 from rope_patch.sites import find_rotary, read_slots
-from rope_patch.surgery import Patch, apply
-from rope_patch.training.processes import processes
+from rope_patch.surgery import Patch, apply, for_target
 
 __all__ = ["Candidate", "Constraint", "FittedPatch", "Objective", "TrainableTable", "family", "fit"]
 
@@ -38,7 +38,6 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     "p_rope": [*_PARTS, *(f"abf:factor={base}+{part}" for base in (10, 50) for part in _PARTS)]
 }
 """What ``family`` knows: p of p-RoPE, with the base found, 10 and 50 times it."""
-SCALED = ("pi", "ntk", "yarn", "llama3")
 """Methods whose ``factor`` is the one that the context grows by, and is filled in."""
 
 
@@ -105,8 +104,8 @@ def fit(
         data: text to fit to; its last tenth is held out, and decides. Passkeys are hidden in a stretch of the rest, a
             million characters and more, drawn by the seed. By default the training part of the built-in text.
         target_length: to fit to; rows have lengths from the trained one up to it [tokens].
-        init: the table to start from, or several of them, each fitted and all compared. A bare ``pi``, ``ntk``,
-            ``yarn`` or ``llama3`` takes its factor from the lengths.
+        init: the table to start from, or several of them, each fitted and all compared. A factor that is left out is
+            taken from the target.
         objective: what is minimised; by default :class:`Objective` as it is.
         constraint: what the table may be; by default anything.
         steps: of Adam, with a learning rate that rises over an eighth of them and falls to 0.
@@ -150,7 +149,7 @@ def fit(
     trained = min(slot.context for slot in slots.values())
     if target_length < trained:
         raise ValueError(f"the target of {target_length} tokens lies below the trained length of {trained}")
-    wanted = [start_of(start, target_length / trained) for start in starts]
+    wanted = [for_target(model, s, target_length, layer_types=layer_types, freeze_at=freeze_at) for s in starts]
     labels = [str(method) for method in wanted]
     if len(set(labels)) < len(labels):
         raise ValueError(f"starts must differ from each other, got {', '.join(labels)}")
@@ -223,13 +222,6 @@ def family(name: str) -> list[str]:
     if name not in FAMILIES:
         raise ValueError(f"unknown family {name!r}.{did_you_mean(name, FAMILIES)} Known: {', '.join(FAMILIES)}")
     return list(FAMILIES[name])
-
-
-def start_of(method: MethodLike, factor: float) -> Method:
-    """Return a start as a method: a bare name whose factor is that of the context with this factor."""
-    if isinstance(method, str) and method in SCALED and method in METHODS:
-        return create(method, factor=max(1.0, factor))
-    return as_method(method)
 
 
 def _doubling(low: int, high: int) -> list[int]:

@@ -16,7 +16,7 @@ from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.fitting.rows import Objective
 from rope_patch.methods import Method
-from rope_patch.training.processes import from_first
+from rope_patch.processes import from_first
 
 SEED = 2_000_003
 """Added to the seed of held-out prompts, so that no comparison with a small seed asks the same."""

@@ -17,10 +17,10 @@ from rope_patch.fitting.judging import Candidate, Judging, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method
+from rope_patch.processes import from_first, processes
 from rope_patch.sites import device_of, find_rotary, in_eval_mode
 from rope_patch.surgery import apply
 from rope_patch.training.loss import token_loss
-from rope_patch.training.processes import from_first, processes
 
 BETAS = (0.9, 0.95)
 """Of Adam: with its usual .999 the heavy tail of the first answers' gradients would make all later steps small."""

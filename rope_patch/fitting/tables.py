@@ -104,7 +104,8 @@ class TrainableTable(nn.Module):
         angles = position_ids[..., None].to(kind) * table.to(x.device, kind)
         angles = torch.cat((angles, angles), dim=-1)
         scaling = scaling.to(x.device, kind)
-        return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
+        dtype = torch.float32 if self.module[0].keep_float32 else x.dtype
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
     def method(self) -> Method:
         """Return the tables as they are now, as a method."""

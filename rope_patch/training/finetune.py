@@ -21,16 +21,16 @@ from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rope_patch import __version__, checkpoints
-from rope_patch.checkpoints import write_atomically
 from rope_patch.evaluation.journal import Journal
 from rope_patch.evaluation.scoring import fingerprint
+from rope_patch.files import write_atomically
+from rope_patch.processes import from_first
 from rope_patch.sites import find_rotary
 from rope_patch.training.card import card
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
 from rope_patch.training.judging import Judge, Judgement
 from rope_patch.training.models import load_model, prepare, resolve
 from rope_patch.training.options import FIT, Options
-from rope_patch.training.processes import from_first
 from rope_patch.training.runs import RESULTS, Run, begun, check_base, look, note
 from rope_patch.training.sources import Rows, make_rows, reading_processes
 from rope_patch.training.tables import FITTED, TableTraining, begun_with, check_table, fit_table
@@ -143,7 +143,8 @@ def _train(
     trained: Any = trainer.model
     state = _whole_state(trainer)
     if first:  # before it is judged: a judgement that fails costs no adapter
-        checkpoints.save(trained, out, tokenizer=tokenizer, **({} if state is None else {"state_dict": state}))
+        given: dict[str, Any] = {} if state is None else {"state_dict": state}
+        checkpoints.save(trained, out, tokenizer=tokenizer, **given)
     final = judged.final(trained, trainer.state)
     trainer.accelerator.wait_for_everyone()
     if not first:

@@ -107,7 +107,7 @@ def prepare(model: Any, options: Options, fitted: Method | None = None) -> Any:
         apply(
             model,
             fitted or as_method(patch.method or "default"),
-            target_length=options.target_length,
+            target_length=_stated(model, options),
             layer_types=patch.layer_types,
             freeze_at=patch.freeze_at,
             replace=patch.replace,
@@ -115,6 +115,13 @@ def prepare(model: Any, options: Options, fitted: Method | None = None) -> Any:
     if not options.lora.rank:
         return model.float() if options.model.dtype == "float32" else model
     return _adapt(model, options.lora, names, options.train.seed, options.model.revision)
+
+
+def _stated(model: Any, options: Options) -> int | None:
+    """The context to state: what was asked for, or the longest row where the checkpoint states no more."""
+    stated = int(find_rotary(model).config.max_position_embeddings)
+    asked = options.patch.target_length is not None
+    return options.target_length if asked or options.target_length >= stated else None
 
 
 def _check_own_patch(own: PatchRecord, options: Options) -> None:

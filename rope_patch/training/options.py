@@ -74,7 +74,7 @@ class FitOptions:
     """How the table of ``patch.method=fit`` is fitted, the weights frozen; arguments of :func:`rope_patch.fit`.
 
     Attributes:
-        init: tables to start from, with spaces between; a bare ``yarn`` takes its factor from the lengths.
+        init: tables to start from, with spaces between; a factor that is left out is taken from the target length.
         steps: of gradient descent.
         learning_rate: on the logarithms of the frequencies.
         batch_tokens: of a step; two rows of the target by default, 4096 at least [tokens].
@@ -341,12 +341,12 @@ class Options:
     def _check_table(self) -> None:
         """Raise ValueError for a table that can be neither fitted nor trained so."""
         if self.patch.method == FIT:
-            from rope_patch.fitting import Constraint, Objective, start_of
+            from rope_patch.fitting import Constraint, Objective
 
             try:
                 Objective(self.fit.retrieval, self.fit.task)
                 Constraint(self.fit.band, self.fit.monotone, self.fit.curve, self.fit.scaling)
-                starts = [start_of(start, 1.0) for start in self.fit.init.split()]
+                starts = [as_method(start) for start in self.fit.init.split()]
                 if not starts or len({str(start) for start in starts}) < len(starts):
                     raise ValueError(f"init must name tables that differ, got {self.fit.init!r}")
             except ValueError as error:

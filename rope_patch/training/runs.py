@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import checkpoints
-from rope_patch.checkpoints import write_atomically
+from rope_patch.files import holds_files, remove, write_atomically
 from rope_patch.training.options import Options
 from rope_patch.training.resuming import REPLACED, STAGING, latest_checkpoint
 
@@ -72,7 +71,7 @@ def look(options: Options, processes: int, *, source: str, restart: bool = False
         raise ValueError(f"output: {out} is the folder of the model itself: give another")
     claim = out / "work" / CLAIM
     if not claim.is_file():
-        if out.is_dir() and any(out.iterdir()) and not _only_begun(out):
+        if holds_files(out) and not _only_begun(out):
             raise ValueError(f"output: {out} holds files, and no run of ours: give a new or empty folder")
         return Run(out, asked)
     try:
@@ -177,9 +176,9 @@ def begun(run: Run, fingerprint: str, again: Callable[[], Run]) -> Iterator[None
                 raise BlockingIOError(f"{run.out} changed while the model was loaded: give the command again")
             if run.restart:  # the claim stays until the new one replaces it: a folder without one is nobody's
                 for path in (*(p for name in OURS for p in run.work.glob(name)), run.out / RESULTS):
-                    _remove(path)
-            for rest in (*run.work.glob(".rows-*"), *run.out.glob(f".{glob.escape(run.out.name)}.*.tmp")):
-                _remove(rest)  # of a killed run
+                    remove(path)
+            for rest in run.work.glob(".rows-*"):  # of a killed run
+                remove(rest)
             if run.checkpoint is None:
                 note(run, fingerprint, rows=None)
             yield
@@ -189,13 +188,6 @@ def begun(run: Run, fingerprint: str, again: Callable[[], Run]) -> Iterator[None
                 with contextlib.suppress(OSError):
                     run.out.rmdir()
             raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def note(run: Run, fingerprint: str, rows: str | None) -> None:

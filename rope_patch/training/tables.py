@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import CONFIG_NAME
 
-from rope_patch.checkpoints import RopePatchCallback, read_record, write_atomically, write_record
-from rope_patch.fitting import Constraint, Objective, TrainableTable, fit, start_of
+from rope_patch.checkpoints import RopePatchCallback, read_record, write_record
+from rope_patch.files import write_atomically
+from rope_patch.fitting import Constraint, Objective, TrainableTable, fit
 from rope_patch.fitting.rows import LIMIT, VALIDATION
 from rope_patch.methods import Method
 from rope_patch.record import PatchRecord, same_tables
@@ -61,7 +62,7 @@ def check_table(model: Any, options: Options) -> None:
         return
     shared: dict[str, Any] = {"layer_types": patch.layer_types, "freeze_at": patch.freeze_at, "replace": patch.replace}
     for start in options.fit.init.split():
-        apply(model, start_of(start, 1.0), **shared).restore()
+        apply(model, start, target_length=options.target_length, **shared).restore()
 
 
 def sharded() -> bool:

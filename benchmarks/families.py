@@ -1,0 +1,309 @@
+"""Say for every causal language model type of the installed transformers what patching does there.
+
+    python benchmarks/families.py                 # all types, in a few minutes of one core
+    python benchmarks/families.py llama qwen3     # some types, to the terminal
+
+Each type is built as a tiny random model (``family_models.py``) and goes through ten checks under four methods
+(``family_checks.py``). One process runs the checks; another one, where rope_patch cannot be imported, reloads what was
+saved. When one dies or takes too long, the report says so, and a new process goes on with the next type. The full run
+writes ``benchmarks/results/families.json`` and the page ``docs/families.md``; after an interruption the same command
+continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+# None of this imports rope_patch: the process that reloads is forked from this one.
+from family_models import IDS, TYPES, in_own_memory
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "families.json"
+PAGE = ROOT / "docs" / "families.md"
+TIME_LIMIT = 120
+MEANINGS = {
+    "works": "every check passes, with every method that is not refused",
+    "in part": "`apply` succeeds and a later check fails",
+    "refused": "`apply` raises an error that gives the reason, and changes nothing",
+    "no rotary table": "the model has no rotary embedding, or one without a table of frequencies",
+    "crashes": "an error that gives no reason, or a wrong one, or a patched model that does not run",
+    "not built": "no tiny model could be built, or it does not run by itself",
+}
+CHECKS = {
+    "built": "the tiny model is built, and its own forward pass runs",
+    "located": "`rope_patch.inspect` finds the rotary tables",
+    "applied": "`rope_patch.apply` succeeds with at least one of the methods",
+    "effect": "the logits change",
+    "verified": "`rope_patch.verify` passes",
+    "cached": "generation with a cache gives the logits of a full forward pass, to 1e-4",
+    "saved": "what `rope_patch.save` writes gives equal logits without rope_patch, loaded in float32 and in bfloat16",
+    "cast": "casting the model to bfloat16 and back leaves cos and sin as they were",
+    "adapter": "a random LoRA adapter, saved by `rope_patch.save` and loaded by `rope_patch.load`, gives equal logits",
+    "restored": "`Patch.restore` gives back equal logits and the config",
+}
+WEIGHT = ["not built", "no rotary table", "refused", "works", "in part", "crashes"]
+PAGE_HEAD = """# Model families
+
+What patching does on each of the {total} causal language model types of transformers, written by
+
+```bash
+python benchmarks/families.py
+```
+
+with {versions}.
+Every type was built as a tiny random model from its config class and patched with four methods: `yarn` with a longer
+context, `abf`, `p_rope` and a halved `table`. Ten checks were made with each method; equal means to the last bit:
+
+{checks}
+
+Where a check fails without a patch too, it does not count, and the last column says so. A published checkpoint may set
+options that the default config of its type does not: `rope-patch inspect` looks at the checkpoint itself.
+
+| result | types | meaning |
+|---|---|---|"""
+PAGE_TABLE = ["", "| type | result | what fails, or the reason |", "|---|---|---|"]
+Report = dict[str, Any]
+
+# --- processes
+
+
+class Worker:
+    """A process that does one job after another, and is replaced when it dies or takes too long."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work = work
+        self.process: Any = None
+
+    def __call__(self, job: Any) -> Any:
+        """Return what the work returns.
+
+        Raises:
+            RuntimeError: the process died, exceeded the time limit, or met an error of its own.
+        """
+        if self.process is None:
+            context = multiprocessing.get_context("fork")
+            self.pipe, theirs = context.Pipe()
+            self.process = context.Process(target=_serve, args=(self.work, theirs), daemon=True)
+            self.process.start()
+            theirs.close()
+        self.pipe.send(job)
+        try:
+            if self.pipe.poll(TIME_LIMIT):
+                if not isinstance(answer := self.pipe.recv(), str):
+                    return answer
+                raise RuntimeError(f"the checks themselves failed: {answer}")
+            problem = f"it took more than {TIME_LIMIT} s"
+        except EOFError:
+            problem = "its process died"
+        self.process.kill()
+        self.process = None
+        raise RuntimeError(problem)
+
+
+def _serve(work: Callable[[Any], Any], pipe: Any) -> None:
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    while True:
+        job = pipe.recv()
+        try:
+            answer = work(job)
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        pipe.send(answer)
+
+
+def run_checks(job: tuple[str, str]) -> Report:
+    """Run the checks of one type; rope_patch is imported in this process only."""
+    import family_checks
+
+    return family_checks.run_checks(job)
+
+
+@torch.no_grad()
+def reload_folders(folder: str) -> dict[str, str]:
+    """Load every saved model with transformers alone and compare its logits; returns what is wrong, by folder."""
+    sys.modules["rope_patch"] = None  # type: ignore[assignment]  # importing it would fail
+    problems = {}
+    for logits in Path(folder).glob("*.pt"):
+        problems[logits.stem] = ""
+        for dtype, wanted in torch.load(logits).items():
+            try:
+                model = AutoModelForCausalLM.from_pretrained(logits.with_suffix(""), dtype=dtype)
+            except Exception as error:
+                problems[logits.stem] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                continue
+            error = float((in_own_memory(model)(IDS, use_cache=False).logits - wanted).abs().max())
+            if error:
+                problems[logits.stem] = f"in {dtype} it reloads with logits {error:.1g} off"
+    return problems
+
+
+# --- results
+
+
+def examine(model_type: str, checks: Worker, reloads: Worker) -> Report:
+    """Return the report on one type."""
+    problems: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = checks((model_type, folder))
+            problems = reloads(folder) if found["methods"] else {}
+        except RuntimeError as error:
+            found = {"model_class": "", "result": "crashes", "reason": str(error), "methods": {}, "left_out": {}}
+    return conclude(model_type, found, problems)
+
+
+def conclude(model_type: str, found: Report, problems: dict[str, str]) -> Report:
+    """Put the outcomes of the methods and of reloading together: one result, the state of every check, the reasons."""
+    if problems.get("unpatched"):
+        found["left_out"]["saved"] = f"without a patch: {problems['unpatched']}"
+        problems = {}
+    for name, outcome in found["methods"].items():
+        if problems.get(name):
+            outcome["result"] = "in part"
+            outcome["fails"].setdefault("saved", problems[name])
+    outcomes: dict[str, Report] = found["methods"]
+    worst = max(outcomes.values(), key=lambda outcome: WEIGHT.index(outcome["result"]), default=found)
+    fails: dict[str, str] = {}
+    for name, outcome in outcomes.items():
+        for check, problem in outcome.get("fails", {}).items():
+            fails.setdefault(check, f"with {name}: {problem}")
+    applied = any("fails" in outcome for outcome in outcomes.values())
+    reached = {"built": found.get("result") != "not built", "located": bool(outcomes)}
+    states = {check: "passes" if reached.get(check, applied) else "not reached" for check in CHECKS}
+    states |= dict.fromkeys(found["left_out"], "left out") | dict.fromkeys(fails, "fails")
+    return {
+        "type": model_type,
+        "model_class": found["model_class"],
+        "result": worst["result"],
+        "reason": worst["reason"] or _grouped("fails", fails),
+        "checks": states,
+        "methods": {name: _outcome(outcome, worst["reason"]) for name, outcome in outcomes.items()},
+        "left_out": found["left_out"],
+    }
+
+
+def _outcome(outcome: Report, given: str) -> str:
+    if "fails" in outcome:
+        return f"fails {', '.join(outcome['fails'])}" if outcome["fails"] else "works"
+    return outcome["result"] if outcome["reason"] == given else f"{outcome['result']}: {outcome['reason']}"
+
+
+def _grouped(label: str, reasons: dict[str, str], limit: int = 260) -> str:
+    """Join reasons, naming once those that several checks or methods share."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{label} {', '.join(group)} ({shorten(reason, limit)})" for reason, group in names.items())
+
+
+def fingerprint() -> str:
+    """Return a hash of what the results depend on: an interrupted run is only continued under the same."""
+    files = sorted([*(ROOT / "rope_patch").rglob("*.py"), *(ROOT / "benchmarks").glob("famil*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files) + transformers.__version__.encode()).hexdigest()
+
+
+def examine_all(model_types: list[str], partial: Path | None) -> list[Report]:
+    """Return the reports on types; they are kept in a file, a line each, so that a later call can continue."""
+    done: dict[str, Report] = {}
+    if partial is not None:
+        lines = partial.read_text().splitlines() if partial.is_file() else []
+        if lines[:1] == [fingerprint()]:
+            done = {report["type"]: report for report in map(json.loads, lines[1:])}
+        else:
+            partial.write_text(fingerprint() + "\n")
+    checks, reloads = Worker(run_checks), Worker(reload_folders)
+    for model_type in tqdm([each for each in model_types if each not in done], desc="types"):
+        done[model_type] = examine(model_type, checks, reloads)
+        if partial is not None:
+            with partial.open("a") as file:
+                file.write(json.dumps(done[model_type]) + "\n")
+    return [done[model_type] for model_type in model_types]
+
+
+# --- the page
+
+
+def shorten(text: str, limit: int = 260) -> str:
+    """Return a text cut at a word and safe in a table."""
+    text = text.replace("|", "\\|")
+    return text if len(text) <= limit else text[: text.rindex(" ", 0, limit)] + " …"
+
+
+def remarks(report: Report) -> str:
+    """Return what the page says of a type beside its result."""
+    if report["result"] == "no rotary table":
+        return report["reason"].partition("; ")[2]
+    if report["result"] not in ("works", "in part"):
+        return shorten(report["reason"])
+    refusals = {name: text for name, text in report["methods"].items() if text.startswith("refused: ")}
+    parts = [
+        report["reason"],
+        _grouped("refuses", {f"`{name}`": text.removeprefix("refused: ") for name, text in refusals.items()}),
+        _grouped("does not count:", report["left_out"], 140),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def page(report: Report) -> str:
+    """Return the page for a report."""
+    versions = ", ".join(f"{name} {report['environment'][name]}" for name in ("transformers", "peft", "torch"))
+    checks = "\n".join(f"{i}. {name}: {text}" for i, (name, text) in enumerate(CHECKS.items(), 1))
+    counts = [f"| {name} | {report['counts'].get(name, 0)} | {meaning} |" for name, meaning in MEANINGS.items()]
+    rows = [f"| `{each['type']}` | {each['result']} | {remarks(each)} |" for each in report["results"]]
+    return "\n".join(
+        [PAGE_HEAD.format(versions=versions, total=len(rows), checks=checks), *counts, *PAGE_TABLE, *rows, ""]
+    )
+
+
+def main() -> None:
+    """Examine the types; write the report and the page, or print the results of some types."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; all of them by default")
+    parser.add_argument("-o", "--output", type=Path, help=f"JSON file; {RESULTS.name} for a full run")
+    options = parser.parse_args()
+    if unknown := set(options.types) - set(TYPES):
+        parser.error(f"not a causal language model type of transformers {transformers.__version__}: {sorted(unknown)}")
+    partial = None if options.types else RESULTS.with_suffix(".partial.jsonl")
+    results = examine_all(options.types or TYPES, partial)
+
+    from measuring import command, environment, write  # imports rope_patch
+
+    report = {
+        "benchmark": "families",
+        "command": command(),
+        "what": "ten checks of every causal language model type, each a tiny random model, under four methods",
+        "counts": dict(Counter(each["result"] for each in results)),
+        "environment": environment("peft"),
+        "results": results,
+    }
+    write(report, options.output if options.types else options.output or RESULTS)
+    if partial is not None:
+        PAGE.write_text(page(report))
+        partial.unlink()
+    print(report["counts"], file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

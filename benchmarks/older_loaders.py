@@ -1,0 +1,151 @@
+"""What other releases of transformers read from the folders that rope_patch writes: the patched tables, or an error.
+
+    python benchmarks/older_loaders.py
+
+saves a tiny model of every family that docs/families.md lists as working, under four methods, and loads each folder in
+environments of their own with transformers 4.57.1, the minimum that pyproject.toml states, and a release between. A
+folder that loads must give the logits of the patched model, to 1e-3; one whose table a release cannot read must fail
+there. The one outcome that counts against us is a folder that loads with other logits, in silence. Needs a package
+index, and three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+VERSIONS = ("4.57.1", "5.9.0", "5.17.0")
+METHODS = {
+    "abf": {"factor": 50.0},
+    "yarn": {"factor": 4.0, "target_length": 256},
+    "p_rope": {"p": 0.5},
+    "truncated": {"cutoff_low": 0.002, "cutoff_high": 0.3, "floor": 0.05},
+}
+HERE = Path(__file__).resolve().parent
+FAMILIES = HERE / "results" / "families.json"
+PLAIN = "unpatched"
+
+
+def write(root: Path, types: list[str]) -> Iterator[tuple[str, str]]:
+    """Save patched models, and beside each folder the logits of the model; yields type and method."""
+    import torch
+    from safetensors.torch import save_file
+
+    import rope_patch
+    from family_models import IDS, tiny_model
+
+    save_file({"ids": IDS}, root / "ids.safetensors")
+    for model_type in types:
+        for method, params in {PLAIN: {}, **METHODS}.items():
+            model, folder = tiny_model(model_type), root / f"{model_type}-{method}"
+            try:
+                if method == PLAIN:
+                    model.save_pretrained(folder)
+                else:
+                    rope_patch.apply(model, method, **params)
+                    rope_patch.save(model, folder)
+                with torch.no_grad():
+                    logits = model(IDS, use_cache=False).logits.float().contiguous()
+            except ValueError:  # refused, with a reason
+                continue
+            save_file({"logits": logits}, f"{folder}.safetensors")
+            yield model_type, method
+
+
+def read(root: Path) -> dict[str, str]:
+    """Load every folder and compare its logits; runs under another transformers, and imports nothing of ours."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    ids, found = load_file(root / "ids.safetensors")["ids"], {}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        wanted = load_file(f"{folder}.safetensors")["logits"]
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder).eval()
+            with torch.no_grad():
+                logits = model(ids, use_cache=False).logits.float()
+            error = float((logits - wanted).abs().max()) if logits.shape == wanted.shape else float("inf")
+            found[folder.name] = "equal" if error < 1e-3 else f"differs by {error:.3g}"
+        except Exception as error:
+            found[folder.name] = (
+                f"raises {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+            )
+    return found
+
+
+def environment(version: str, folder: Path) -> Path:
+    """Make an environment with a release of transformers, and the other packages of this one; returns its Python."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    (Path(site) / "ours.pth").write_text(sysconfig.get_paths()["purelib"])
+    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", f"transformers=={version}"]
+    subprocess.run(install, check=True)
+    return python
+
+
+def outcome(found: dict[str, str]) -> dict[str, Any]:
+    """Count what a release made of the folders whose unpatched form it reads as it should."""
+    known = {name.rpartition("-")[0] for name, said in found.items() if name.endswith(f"-{PLAIN}") and said == "equal"}
+    counted = {
+        name: said
+        for name, said in found.items()
+        if name.rpartition("-")[0] in known and not name.endswith(f"-{PLAIN}")
+    }
+    return {
+        "families_it_reads": len(known),
+        "folders": dict(Counter(said.partition(" ")[0] for said in counted.values())),
+        "wrong_in_silence": {name: said for name, said in counted.items() if said.startswith("differs")},
+        "raises": {name: said for name, said in counted.items() if said.startswith("raises")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; those of docs/families.md that work by default")
+    parser.add_argument("--versions", nargs="+", default=VERSIONS)
+    parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "older_loaders.json")
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.read is not None:
+        print(json.dumps(read(given.read)))
+        return
+    from tqdm import tqdm
+    from transformers import __version__
+    from transformers.utils import logging
+
+    from measuring import command
+
+    logging.disable_progress_bar()
+    kinds = {entry["type"]: entry["result"] for entry in json.loads(FAMILIES.read_text())["results"]}
+    types = given.types or [name for name, result in kinds.items() if result == "works"]
+    report: dict[str, Any] = {"command": command(), "written_by": __version__, "types": len(types), "read_by": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch) / "folders"
+        root.mkdir()
+        report["folders"] = sum(method != PLAIN for _, method in tqdm(write(root, types), desc="folders"))
+        for version in given.versions:
+            python = environment(version, Path(scratch) / version)
+            done = subprocess.run([python, __file__, "--read", root], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"transformers {version}: {done.stderr[-2000:]}")
+            report["read_by"][version] = outcome(json.loads(done.stdout.splitlines()[-1]))
+            print(version, report["read_by"][version]["folders"], report["read_by"][version]["wrong_in_silence"])
+    given.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Which tables an adapter belongs to is known of each adapter, in memory and on the disk, or an error says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_checkpoints import edit_json, lora
+from tiny import logits, tiny_model
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+from rope_patch import PatchError, checkpoints
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base, two adapters trained under YaRN and one under ABF, with their logits."""
+    root = tmp_path_factory.mktemp("adapters")
+    tiny_model().save_pretrained(root / "base")
+    wanted = {}
+    for seed, (name, method) in enumerate((("one", "yarn:factor=4"), ("two", "yarn:factor=4"), ("abf", "abf")), 1):
+        tuned = lora(rope_patch.load(root / "base", method), seed)
+        rope_patch.save(tuned, root / name)
+        wanted[name] = logits(tuned)
+    assert not torch.allclose(wanted["one"], wanted["two"], atol=0.1)
+    return root, wanted
+
+
+# --- a second adapter -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_adapter_is_loaded_beside_the_first(made):
+    root, wanted = made
+    model = rope_patch.load(root / "one").eval()
+    again = rope_patch.load_adapter(model, root / "two", adapter_name="second")
+    assert again is model
+    assert torch.equal(logits(model), wanted["one"])  # as in PEFT, it is used when it is asked for
+    model.set_adapter("second")
+    assert torch.equal(logits(model), wanted["two"])
+    rope_patch.verify(model)
+
+
+def test_a_second_adapter_needs_a_name_of_its_own(made):
+    root, wanted = made
+    model = rope_patch.load(root / "one").eval()
+    for options in ({}, {"adapter_name": "default"}):
+        with pytest.raises(ValueError, match=r"holds an adapter 'default' already: give another adapter_name"):
+            rope_patch.load_adapter(model, root / "two", **options)
+    assert torch.equal(logits(model), wanted["one"])
+
+
+def test_a_second_adapter_of_other_tables_is_refused(made):
+    root, wanted = made
+    model = rope_patch.load(root / "one").eval()
+    with pytest.raises(PatchError, match=r"abf was trained under abf.*the model is patched with yarn"):
+        rope_patch.load_adapter(model, root / "abf", adapter_name="second")
+    assert list(model.peft_config) == ["default"]
+    assert torch.equal(logits(model), wanted["one"])
+
+
+def test_a_second_adapter_through_a_compiled_model(made):
+    root, wanted = made
+    inner = rope_patch.load(root / "one").eval()
+    model = torch.compile(inner, backend="eager")
+    assert rope_patch.load_adapter(model, root / "two", adapter_name="second") is model
+    inner.set_adapter("second")
+    assert torch.equal(logits(inner), wanted["two"])
+
+
+def test_adapters_of_transformers_own_are_not_wrapped(made):
+    root, _ = made
+    model = rope_patch.load(root / "base", "yarn:factor=4")
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="holds adapters of transformers' own"):
+        rope_patch.load_adapter(model, root / "one")
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
+def test_a_peft_model_inside_another_is_not_verified(made):
+    root, _ = made
+    twice = PeftModel.from_pretrained(rope_patch.load(root / "one"), root / "two", adapter_name="second")
+    with pytest.raises(PatchError, match="a PeftModel lies inside another"):
+        rope_patch.verify(twice)
+
+
+# --- records of adapters ----------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_that_peft_loaded_is_not_saved_under_the_models_record(made, tmp_path):
+    root, _ = made
+    model = rope_patch.load(root / "one")
+    model.load_adapter(root / "abf", adapter_name="b")
+    with pytest.raises(PatchError, match=r"'b' was trained: rope_patch did not load it. Load such adapters with"):
+        rope_patch.save(model, tmp_path / "both")
+    assert not list(tmp_path.iterdir())
+    rope_patch.save(model, tmp_path / "first", selected_adapters=["default"])  # whose own record is known
+    assert checkpoints.read_record(tmp_path / "first").to_method() == rope_patch.parse("yarn:factor=4")
+
+
+def test_a_mixture_with_an_adapter_that_peft_loaded_is_not_saved(made, tmp_path):
+    root, _ = made
+    model = rope_patch.load(root / "one")
+    model.load_adapter(root / "abf", adapter_name="b")
+    model.add_weighted_adapter(["default", "b"], [0.5, 0.5], "mixed", combination_type="linear")
+    with pytest.raises(PatchError, match=r"'mixed' was trained: rope_patch did not load it"):
+        rope_patch.save(model, tmp_path / "mixed", selected_adapters=["mixed"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_in_training_may_hold_a_part_of_one_that_peft_loaded(made, tmp_path):
+    root, _ = made
+    model = lora(rope_patch.load(root / "base", "yarn:factor=4"))
+    model.load_adapter(root / "abf", adapter_name="b")
+    with pytest.raises(PatchError, match=r"'default' was trained: it may hold a part of 'b'"):
+        rope_patch.save(model, tmp_path / "out", selected_adapters=["default"])
+    rope_patch.save(model, tmp_path / "out", selected_adapters=["default"], trust_adapters=["default"])
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), logits(model))
+
+
+def test_a_mixture_of_adapters_of_one_table_is_saved_when_it_is_trusted(made, tmp_path):
+    root, _ = made
+    model = rope_patch.load(root / "one").eval()
+    rope_patch.load_adapter(model, root / "two", adapter_name="second")
+    model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "mixed", combination_type="linear")
+    model.set_adapter("mixed")
+    with pytest.raises(PatchError, match="'mixed' was trained"):
+        rope_patch.save(model, tmp_path / "out")
+    rope_patch.save(model, tmp_path / "out", trust_adapters=["mixed"])
+    loaded = rope_patch.load(tmp_path / "out").eval()
+    rope_patch.load_adapter(loaded, tmp_path / "out" / "mixed", adapter_name="mixed")
+    loaded.set_adapter("mixed")
+    assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(ValueError, match=r"trust_adapters: no adapter 'third'. Known: default, second, mixed"):
+        rope_patch.save(model, tmp_path / "out", trust_adapters=["third"])
+
+
+def test_an_adapter_is_not_saved_under_a_patch_put_in_later(made, tmp_path):
+    root, _ = made
+    model = rope_patch.load(root / "one")
+    rope_patch.apply(model, "abf", replace=True)
+    with pytest.raises(
+        PatchError, match=r"'default' was trained under yarn:factor=4, and the model is patched with abf"
+    ):
+        rope_patch.save(model, tmp_path / "out")
+    rope_patch.save(model, tmp_path / "out", trust_adapters=["default"])  # trained on under it, says the user
+    assert checkpoints.read_record(tmp_path / "out").to_method().name == "abf"
+
+
+def test_an_adapter_that_is_trained_on_is_saved(made, tmp_path):
+    root, _ = made
+    base = rope_patch.load(root / "base", "yarn:factor=4")
+    rope_patch.save(PeftModel.from_pretrained(base, root / "one", is_trainable=True), tmp_path / "out")
+    rope_patch.save(get_peft_model(rope_patch.load(root / "base", "abf"), LoraConfig(r=2)), tmp_path / "new")
+    assert checkpoints.read_record(tmp_path / "new").to_method().name == "abf"
+
+
+def test_a_training_with_a_strange_adapter_is_refused_at_its_start(made):
+    root, _ = made
+    model = lora(rope_patch.load(root / "base", "yarn:factor=4"))
+    model.load_adapter(root / "abf", adapter_name="b")
+    with pytest.raises(PatchError, match="nothing shows under which tables"):
+        rope_patch.RopePatchCallback().on_train_begin(None, None, None, model=model)
+
+
+# --- records on the disk ----------------------------------------------------------------------------------------------
+
+
+def test_a_record_belongs_to_the_weights_beside_it(made, tmp_path):
+    root, _ = made
+    patched = lora(rope_patch.load(root / "base", "yarn:factor=4"))
+    rope_patch.save(patched, tmp_path / "out")
+    plain = lora(AutoModelForCausalLM.from_pretrained(root / "base"), seed=7)
+    plain.save_pretrained(tmp_path / "out")  # over the patched one: the record stays in the folder
+    assert (tmp_path / "out" / "rope_patch.json").is_file()
+    with pytest.raises(PatchError, match=r"record of yarn:factor=4 is not of the adapter beside it.*delete the record"):
+        rope_patch.load(tmp_path / "out")
+    with pytest.raises(PatchError, match="is not of the adapter beside it"):
+        rope_patch.load_adapter(rope_patch.load(root / "base", "yarn:factor=4"), tmp_path / "out")
+    (tmp_path / "out" / "rope_patch.json").unlink()
+    with pytest.warns(UserWarning, match="carries no patch record"):
+        assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), logits(plain))
+
+
+def test_plain_peft_may_save_the_same_weights_again(made, tmp_path):
+    root, wanted = made
+    tuned = rope_patch.load(root / "one").eval()
+    rope_patch.save(tuned, tmp_path / "out")
+    tuned.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), wanted["one"])
+
+
+def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(made, tmp_path):
+    root, _ = made
+    tuned = rope_patch.load(root / "one")
+    rope_patch.save(tuned, tmp_path / "out")
+    edit_json(tmp_path / "out" / "rope_patch.json", lambda data: data.pop("adapter_weights"))
+    with pytest.raises(PatchError, match="is not of the adapter beside it"):
+        rope_patch.load(tmp_path / "out")
+    checkpoints.write_record(rope_patch.verify(tuned), tmp_path / "out")
+    rope_patch.load(tmp_path / "out")
+
+
+def test_weights_changed_by_another_tool_are_noticed_and_can_be_vouched_for(made, tmp_path):
+    root, _ = made
+    rope_patch.save(rope_patch.load(root / "one"), tmp_path / "out")
+    file = tmp_path / "out" / "adapter_model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(PatchError, match=r"write it again with rope_patch.checkpoints.write_record"):
+        rope_patch.load(tmp_path / "out")
+    data = json.loads((tmp_path / "out" / "rope_patch.json").read_text())
+    data.pop("adapter_weights")
+    checkpoints.write_record(rope_patch.record.PatchRecord.from_dict(data), tmp_path / "out")
+    rope_patch.load(tmp_path / "out")

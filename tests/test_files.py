@@ -1,0 +1,333 @@
+"""Files and folders appear whole or not at all, and nothing stays of a process that was killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rope_patch.files import (
+    file_in_one_move,
+    file_stands,
+    folder_in_one_move,
+    folder_to_write,
+    holds_files,
+    scratch_folder,
+    write_atomically,
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(folder: Path, text: str = "new") -> None:
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        (folder / name).write_text(text)
+
+
+def killed(code: str, *args: Path) -> None:
+    """Run lines of Python in a process of their own that is killed at their end."""
+    head = (
+        "import os, sys\nfrom pathlib import Path\nfrom rope_patch.files import *\nargs = list(map(Path, sys.argv[1:]))"
+    )
+    code = f"{head}\nsys.argv = {sys.argv!r}\n{code}\nos.kill(os.getpid(), 9)"  # the command that runs again below
+    done = subprocess.run([sys.executable, "-c", code, *args], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+# --- whole or not at all ----------------------------------------------------------------------------------------------
+
+
+def test_a_new_folder_appears_at_the_end(tmp_path):
+    with folder_in_one_move(tmp_path / "a" / "out") as folder:
+        fill(folder)
+        assert not (tmp_path / "a" / "out").exists()
+    assert names(tmp_path / "a") == ["out"]
+    assert names(tmp_path / "a" / "out") == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_nothing_stays_after_an_error_and_no_folder_made_on_the_way(tmp_path):
+    for writer in (folder_in_one_move(tmp_path / "a" / "out"), scratch_folder(tmp_path / "a" / "out")):
+        with pytest.raises(ZeroDivisionError), writer as folder:
+            fill(folder)
+            raise ZeroDivisionError
+        assert names(tmp_path) == []
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ZeroDivisionError), folder_in_one_move(tmp_path / "out") as folder:
+        fill(folder)
+        raise ZeroDivisionError
+    assert names(tmp_path / "out") == []
+
+
+def test_a_folder_that_holds_files_is_kept_unless_it_may_be_overwritten(tmp_path):
+    (tmp_path / "mine").write_text("")
+    with (
+        pytest.raises(FileExistsError, match=r"is not empty: give a new folder, or allow overwriting \(--force\)"),
+        folder_in_one_move(tmp_path, overwrite=False),
+    ):
+        pass
+    with folder_in_one_move(tmp_path) as folder:
+        fill(folder)
+    assert names(tmp_path) == ["config.json", "mine", "model.safetensors", "tokenizer.json"]
+
+
+def test_hidden_files_of_others_count_as_content(tmp_path):
+    assert not holds_files(tmp_path) and not holds_files(tmp_path / "nowhere")
+    (tmp_path / ".git").mkdir()
+    assert holds_files(tmp_path)
+
+
+def test_a_file_is_not_overwritten_unasked(tmp_path):
+    out = tmp_path / "model.gguf"
+    with file_in_one_move(out) as temporary:
+        temporary.write_text("first")
+    with pytest.raises(FileExistsError, match="exists: give another name"), file_in_one_move(out):
+        pass
+    with file_in_one_move(out, overwrite=True) as temporary:
+        temporary.write_text("second")
+    assert out.read_text() == "second" and names(tmp_path) == ["model.gguf"]
+
+
+# --- two at once ------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_do_not_write_one_output(tmp_path):
+    with folder_in_one_move(tmp_path / "out") as folder:
+        fill(folder)
+        code = "with folder_in_one_move(args[0]): pass"
+        lines = f"import sys\nfrom rope_patch.files import *\nargs = sys.argv[1:]\n{code}"
+        done = subprocess.run(
+            [sys.executable, "-c", lines, tmp_path / "out"], capture_output=True, text=True, check=False
+        )
+        assert "BlockingIOError: another command writes" in done.stderr
+    assert names(tmp_path) == ["out"]
+
+
+def test_of_two_that_begin_before_either_ends_one_wins(tmp_path):
+    """The first has checked that nothing is in the way when the second publishes: it must look again."""
+    outcome = []
+
+    def write(text: str, wait: float) -> None:
+        try:
+            with folder_in_one_move(tmp_path / "out", overwrite=False) as folder:
+                fill(folder, text)
+                time.sleep(wait)
+            outcome.append(text)
+        except (FileExistsError, BlockingIOError):
+            outcome.append("refused")
+
+    threads = [threading.Thread(target=write, args=(str(number), 0.05)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcome.count("refused") == 7
+    assert names(tmp_path) == ["out"]
+    assert len({path.read_text() for path in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_many_writers_of_one_small_file_wait_for_each_other(tmp_path):
+    path = tmp_path / "record.json"
+    threads = [threading.Thread(target=write_atomically, args=(path, str(number) * 9)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(path.read_text())) == 1
+    assert names(tmp_path) == ["record.json"]
+
+
+# --- what a killed process left ---------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_process_left_goes_with_the_next_run(tmp_path):
+    code = """
+with folder_in_one_move(args[0]) as folder:
+    (folder / "half").write_text("")
+    with scratch_folder(args[0]) as scratch:
+        (scratch / "half").write_text("")
+        os.kill(os.getpid(), 9)"""
+    killed(code, tmp_path / "out")
+    assert len(names(tmp_path)) == 3 and not holds_files(tmp_path)
+    with folder_in_one_move(tmp_path / "out", overwrite=False) as folder, scratch_folder(tmp_path / "out"):
+        fill(folder)
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_is_left_inside_an_empty_folder_does_not_block_it(tmp_path):
+    code = """
+with folder_in_one_move(args[0], overwrite=False) as folder:
+    (folder / "half").write_text("")
+    os.kill(os.getpid(), 9)"""
+    (tmp_path / "out").mkdir()
+    killed(code, tmp_path / "out")
+    assert names(tmp_path / "out") and not holds_files(tmp_path / "out")
+    with folder_in_one_move(tmp_path / "out", overwrite=False) as folder:
+        fill(folder)
+    assert names(tmp_path / "out") == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_what_is_left_beside_goes_when_the_folder_was_made_meanwhile(tmp_path):
+    killed("with folder_in_one_move(args[0]) as folder: os.kill(os.getpid(), 9)", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    with folder_in_one_move(tmp_path / "out", overwrite=False) as folder:
+        fill(folder)
+    assert names(tmp_path) == ["out"] and len(names(tmp_path / "out")) == 3
+
+
+def test_a_kill_while_files_are_moved_into_an_empty_folder(tmp_path, monkeypatch):
+    code = """
+import rope_patch.files
+stock = os.replace
+def replace(source, target):
+    stock(source, target)
+    os.kill(os.getpid(), 9)
+os.replace = replace
+with folder_in_one_move(args[0], overwrite=False) as folder:
+    for name in ("model.safetensors", "config.json", "extra"):
+        (folder / name).write_text("killed")"""
+    (tmp_path / "out").mkdir()
+    killed(code, tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
+    with monkeypatch.context() as other:
+        other.setattr(sys, "argv", ["another", "command"])
+        assert holds_files(tmp_path / "out")
+    assert not holds_files(tmp_path / "out")
+    with folder_in_one_move(tmp_path / "out", overwrite=False) as folder:
+        fill(folder)
+    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {
+        "config.json": "new",
+        "model.safetensors": "new",
+        "tokenizer.json": "new",
+    }
+
+
+def test_a_kill_while_a_small_file_is_written(tmp_path):
+    code = """
+os.replace = lambda *_: os.kill(os.getpid(), 9)
+write_atomically(args[0] / "record.json", "half")"""
+    killed(code, tmp_path)
+    write_atomically(tmp_path / "record.json", "whole")
+    assert names(tmp_path) == ["record.json"]
+    killed(
+        'with file_in_one_move(args[0] / "model.gguf") as path:\n    path.write_text("x")\n    os.kill(os.getpid(), 9)',
+        tmp_path,
+    )
+    assert file_stands(tmp_path / "model.gguf") is False
+    with file_in_one_move(tmp_path / "model.gguf") as path:
+        path.write_text("whole")
+    assert names(tmp_path) == ["model.gguf", "record.json"] and file_stands(tmp_path / "model.gguf")
+
+
+def test_a_kill_after_a_file_has_appeared(tmp_path):
+    code = """
+stock = os.replace
+def replace(source, target):
+    stock(source, target)
+    os.kill(os.getpid(), 9)
+os.replace = replace
+with file_in_one_move(args[0]) as path:
+    path.write_text("killed")"""
+    killed(code, tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").exists() and not file_stands(tmp_path / "model.gguf")
+    with file_in_one_move(tmp_path / "model.gguf") as path:
+        path.write_text("whole")
+    assert names(tmp_path) == ["model.gguf"] and (tmp_path / "model.gguf").read_text() == "whole"
+
+
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_kill_after_the_folder_has_appeared(tmp_path, mine):
+    code = """
+stock = os.replace
+def replace(source, target):
+    stock(source, target)
+    os.kill(os.getpid(), 9)
+os.replace = replace
+with folder_in_one_move(args[0], overwrite=False) as folder:
+    for name in ("model.safetensors", "config.json", "extra"):
+        (folder / name).write_text("killed")"""
+    killed(code, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()
+    if mine:  # the user has taken the folder for whole, and worked in it
+        (tmp_path / "out" / "notes").write_text("")
+        with pytest.raises(FileExistsError), folder_in_one_move(tmp_path / "out", overwrite=False):
+            pass
+        assert len(names(tmp_path / "out")) == 4
+        return
+    with folder_in_one_move(tmp_path / "out", overwrite=False) as folder:
+        fill(folder)
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_between_two_checkpoints_a_folder_does_not_load(tmp_path, stop):
+    """Whatever a kill leaves: the old config only with the old weights, the new one only with all that is new."""
+    code = f"""
+calls = []
+def counted(stock):
+    def call(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == {stop}:
+            os.kill(os.getpid(), 9)
+        return stock(*args, **kwargs)
+    return call
+with folder_in_one_move(args[0]) as folder:
+    (folder / "sub").mkdir()
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "config.json", "a.json"):
+        (folder / name).write_text("new")
+        (folder / "sub" / name).write_text("new")
+    os.replace, os.unlink = counted(os.replace), counted(os.unlink)"""
+    fill(tmp_path, "old")
+    (tmp_path / "adapter_config.json").write_text("old")
+    killed(code, tmp_path)
+    state = {
+        path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file() and "rope-patch" not in path.name
+    }
+    if state.get("config.json") == "old":
+        assert state["model.safetensors"] == "old" and not any("-of-" in name for name in state)
+    if state.get("config.json") == "new":
+        assert "model.safetensors" not in state and sum("-of-" in name for name in state) == 2
+    with folder_in_one_move(tmp_path) as folder:
+        fill(folder)
+    assert {path.name for path in tmp_path.iterdir()} - {"sub", "a.json"} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Nothing can be said of what others left there: it stays, and ours has a name of its own."""
+
+    def unsupported(*_):
+        raise OSError(95, "Operation not supported")
+
+    (tmp_path / ".out.rope-patch.tmp").mkdir()
+    monkeypatch.setattr("rope_patch.files.fcntl.flock", unsupported)
+    for text in ("first", "second"):
+        with folder_in_one_move(tmp_path / "out") as folder:
+            fill(folder, text)
+        assert (tmp_path / "out" / "config.json").read_text() == text
+    assert names(tmp_path) == [".out.rope-patch.tmp", "out"] and len(names(tmp_path / "out")) == 3
+
+
+# --- a folder to write into -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_made_for_long_work_goes_again_when_nothing_came_of_it(tmp_path):
+    with pytest.raises(ZeroDivisionError), folder_to_write(tmp_path / "a" / "b", ["x.json"]):
+        raise ZeroDivisionError
+    assert names(tmp_path) == []
+    with folder_to_write(tmp_path / "a", ["x.json"]):
+        (tmp_path / "a" / "x.json").write_text("")
+    assert names(tmp_path / "a") == ["x.json"]

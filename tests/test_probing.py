@@ -1,0 +1,396 @@
+"""A patch that would change nothing, or that a model could not run with, is refused before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging as std_logging
+import threading
+
+import pytest
+import torch
+from test_surgery import module_of
+from tiny import SIZE, logits, tiny_config, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    DbrxConfig,
+    FalconConfig,
+    HunYuanDenseV1Config,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    PhimoeConfig,
+    SmolLM3Config,
+)
+from transformers.utils import logging
+
+import rope_patch
+from rope_patch import PatchError, probing
+
+
+def built(config, seed=0):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def refused(model, message, method="p_rope:p=0.5", **options):
+    """A patch is refused, and the model is as it was."""
+    before, config = logits(model), model.config.to_json_string()
+    with pytest.raises(ValueError, match=message):
+        rope_patch.apply(model, method, **options)
+    assert model.config.to_json_string() == config
+    assert torch.equal(logits(model), before)
+
+
+# --- tables that nothing uses -----------------------------------------------------------------------------------------
+
+SMALL = {key: SIZE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+
+
+def test_a_falcon_with_alibi_is_refused():
+    refused(built(FalconConfig(**SMALL, alibi=True)), "FalconForCausalLM does not use its rotary embedding")
+    rope_patch.apply(built(FalconConfig(**SMALL)), "p_rope:p=0.5")
+
+
+def test_a_smollm3_without_rotary_layers_is_refused():
+    refused(built(SmolLM3Config(**SIZE, no_rope_layers=[0, 0])), "does not use its rotary embedding: no layer turns")
+    rope_patch.apply(built(SmolLM3Config(**SIZE, no_rope_layers=[0, 1])), "p_rope:p=0.5")  # the last layer does
+
+
+def test_the_users_weights_and_random_numbers_are_left_alone(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("the model itself was run"))
+    model.model.forward = model.forward  # instance attributes, as hooks of accelerate leave them
+    state = torch.get_rng_state()
+    probing._found.clear()
+    rope_patch.apply(model, "p_rope:p=0.5")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_in_inference_mode_and_one_without_weights():
+    probing._found.clear()
+    with torch.inference_mode():
+        rope_patch.apply(tiny_model("qwen2"), "p_rope:p=0.5")
+    probing._found.clear()
+    with torch.device("meta"):
+        rope_patch.apply(tiny_model("qwen2"), "p_rope:p=0.5")
+
+
+def test_a_model_that_was_patched_before_is_looked_at_alike():
+    model = built(FalconConfig(**SMALL))
+    rope_patch.apply(model, "yarn:factor=4")
+    rope_patch.apply(model, "abf", replace=True)
+
+
+# --- what the model asks of its rotary embedding ----------------------------------------------------------------------
+
+
+def test_several_position_axes_are_refused_though_the_config_names_none():
+    from transformers import Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(**SIZE, head_dim=32, layer_types=["full_attention", "full_attention"])
+    assert "mrope_section" not in config.rope_parameters
+    refused(built(config), "rotary embeddings of another kind: its layers give them several position axes")
+
+
+def test_attributes_that_a_model_reads_on_its_rotary_embedding_are_there():
+    from transformers import Lfm3Config
+
+    config = Lfm3Config(**SIZE, layer_types=["full_attention", "sliding_attention"], head_dim=16)
+    model = built(config)
+    before = logits(model)
+    with rope_patch.patched(model, "nope"):
+        assert not torch.allclose(logits(model), before)
+    with rope_patch.patched(model, "default"):
+        assert torch.equal(logits(model), before)
+
+
+def test_a_family_that_keeps_float32_is_kept_in_float32(tmp_path):
+    """OLMo's cos and sin are float32 whatever the model computes in; cast as Llama's are, its logits moved by 3 %."""
+    built(Olmo2Config(**SIZE)).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).eval()
+    before = logits(model)
+    with rope_patch.patched(model, "default"):
+        assert torch.equal(logits(model), before)
+    rope_patch.apply(model, "yarn:factor=4")
+    rope_patch.save(model, tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    assert torch.equal(logits(plain), logits(model))
+    assert not module_of(tiny_patched("llama")).keep_float32 and module_of(model).keep_float32
+
+
+def tiny_patched(family):
+    model = tiny_model(family)
+    rope_patch.apply(model, "p_rope:p=0.5")
+    return model
+
+
+def test_two_readers_of_one_config_are_refused():
+    from transformers import MoonshineConfig, MoonshineForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "pad_token_id": 0}
+    heads = {
+        f"{part}_num_{what}": 2 for part in ("encoder", "decoder") for what in ("hidden_layers", "attention_heads")
+    }
+    torch.manual_seed(0)
+    model = MoonshineForConditionalGeneration(MoonshineConfig(**sizes, **heads)).eval()
+    with pytest.raises(ValueError, match="MoonshineRotaryEmbedding of MoonshineForConditionalGeneration reads config"):
+        rope_patch.apply(model, "p_rope:p=0.5")
+
+
+# --- configs of their own kind ----------------------------------------------------------------------------------------
+
+
+def all_checks(config, tmp_path, method="yarn:factor=4", **options):
+    """Effect, verification, plain reload, undo."""
+    model = built(config)
+    before, said = logits(model), model.config.to_dict()
+    patch = rope_patch.apply(model, method, **options)
+    after = logits(model)
+    assert not torch.allclose(after, before, atol=1e-5)
+    rope_patch.save(model, tmp_path / "out")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), after)
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), after)
+    patch.restore()
+    assert torch.equal(logits(model), before)
+    ignored = ("dtype", "architectures")  # which saving states
+    assert {k: v for k, v in model.config.to_dict().items() if k not in ignored} == {
+        k: v for k, v in said.items() if k not in ignored
+    }
+
+
+def test_a_config_that_holds_infinity(tmp_path):
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    config = BambaConfig(**SIZE, **sizes, attn_layer_indices=[1])
+    assert config.time_step_limit[1] == float("inf")
+    all_checks(config, tmp_path)
+
+
+def test_a_config_that_calls_the_context_otherwise(tmp_path):
+    config = DbrxConfig(
+        d_model=64, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=96, resid_pdrop=0.0, pad_token_id=0,
+        attn_config={"kv_n_heads": 2, "attn_pdrop": 0.0, "clip_qkv": 8.0, "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 2, "moe_top_k": 1, "hidden_size": 64},
+    )  # fmt: skip
+    assert config.attribute_map["max_position_embeddings"] == "max_seq_len"
+    all_checks(config, tmp_path, "abf:factor=50", target_length=256)
+
+
+def test_a_config_that_copies_the_original_context_and_wants_mscale(tmp_path):
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    all_checks(PhimoeConfig(**SIZE, **sizes), tmp_path / "yarn", target_length=256)
+    all_checks(PhimoeConfig(**SIZE, **sizes), tmp_path / "p_rope", "p_rope_reversed:p=0.5")
+
+
+def test_head_dim_left_open_and_tables_of_olmo3(tmp_path):
+    all_checks(MixtralConfig(**SIZE, num_local_experts=2, head_dim=None), tmp_path / "mixtral")
+    all_checks(Olmo3Config(**SIZE | {"num_hidden_layers": 4}), tmp_path / "olmo3")
+
+
+def test_a_static_table_that_a_config_calls_dynamic(tmp_path):
+    """HunYuan's alpha stretches the base once and for all."""
+    alpha = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+    model = built(HunYuanDenseV1Config(**SIZE, head_dim=16, rope_parameters=alpha))
+    before = logits(model)
+    with rope_patch.patched(model, "default"):
+        assert torch.equal(logits(model), before)
+    with pytest.raises(ValueError, match="freeze_at is for dynamic tables"):
+        rope_patch.apply(model, "default", freeze_at=64)
+    all_checks(HunYuanDenseV1Config(**SIZE, head_dim=16, rope_parameters=alpha), tmp_path, "pi:factor=4")
+
+
+def test_reasons_name_the_model():
+    from transformers import GptOssConfig, RecurrentGemmaConfig
+
+    sizes = {key: value for key, value in SIZE.items() if key != "max_position_embeddings"}
+    recurrent = RecurrentGemmaConfig(
+        **sizes, lru_width=64, attention_window_size=16, block_types=["recurrent", "attention"]
+    )
+    refused(built(recurrent), "the config of RecurrentGemmaForCausalLM states no max_position_embeddings")
+    oss = built(GptOssConfig(**SIZE, head_dim=16, num_local_experts=2, num_experts_per_tok=1))
+    refused(oss, r"its cos has 8 features for 8 pairs, not two for each")
+
+
+def test_a_decoder_that_is_an_output_layer(tmp_path):
+    from transformers import ModernBertDecoderConfig
+
+    sizes = {key: value for key, value in SIZE.items() if key != "num_key_value_heads"}
+    config = ModernBertDecoderConfig(**sizes, global_attn_every_n_layers=2, local_attention=16)
+    model = built(config)
+    rope_patch.apply(model, "p_rope:p=0.5")
+    rope_patch.verify(model)
+
+
+# --- what changes nothing is said -------------------------------------------------------------------------------------
+
+
+def heard(monkeypatch):
+    said = []
+    monkeypatch.setattr(rope_patch.surgery.logger, "warning", said.append)
+    return said
+
+
+def test_a_method_that_leaves_the_table_as_it_was_is_said_and_recorded(monkeypatch, tmp_path):
+    said, model = heard(monkeypatch), tiny_model()
+    patch = rope_patch.apply(model, "truncated:context=1000000")  # within which every pair turns
+    assert said == ["truncated:context=1000000 leaves every table of this LlamaForCausalLM as it was"]
+    assert patch.record.changed is False and model.config.rope_patch["changed"] is False
+    rope_patch.save(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_patch"]["changed"] is False
+    model = tiny_model()
+    said.clear()
+    assert rope_patch.apply(model, "default").record.changed is False  # which says so by its name
+    assert rope_patch.apply(model, "truncated:context=64", replace=True).record.changed is True
+    assert not said
+
+
+def test_an_empty_or_unknown_choice_of_layers_is_refused():
+    for options, message in (
+        ({"layer_types": ()}, r"layer_types is empty, so nothing would be patched. Known: full_attention, sliding"),
+        ({"method": "table:layer_type=full:values=1/0.5"}, r"no table for layer type 'full'. Known: full_attention"),
+        (
+            {"method": "table:layer_type=sliding_attention:attention_scaling=2"},
+            r"'sliding_attention', which is not pat",
+        ),
+    ):
+        refused(tiny_model("gemma3"), message, **options)
+    refused(tiny_model(), "one table for all layers: leave out layer_type=full", "table:layer_type=full:values=1/0.5")
+
+
+def test_a_target_is_checked_and_a_factor_left_out_filled_in(monkeypatch):
+    said, model = heard(monkeypatch), tiny_model()
+    patch = rope_patch.apply(model, "yarn", target_length=512)
+    assert patch.method == rope_patch.Yarn(factor=8) and patch.record.method["factor"] == 8.0
+    assert "context 64 tokens before, 512 after" in str(patch) and not said
+    patch.restore()
+    refused(
+        model,
+        "yarn:factor=4 reaches 256 tokens of the target_length 512: give factor=8",
+        "yarn:factor=4",
+        target_length=512,
+    )
+    refused(model, "yarn needs a factor, or a target_length to take it from", "yarn")
+    refused(
+        model, "target_length 20 is shorter than the context of the checkpoint, 64 tokens", "default", target_length=20
+    )
+    refused(model, "target_length must be a whole number of tokens >= 1, got True", "default", target_length=True)
+    patch = rope_patch.apply(model, "yarn:factor=4")
+    (line,) = said
+    assert line.startswith("yarn:factor=4 reaches 256 tokens, the config goes on to state a context of 64")
+    assert line in str(patch)
+
+
+def test_a_record_is_carried_out_as_it_is(tmp_path):
+    """Whatever the rule on targets says today: a folder of yesterday holds a table that somebody trained with."""
+    model = tiny_model()
+    rope_patch.apply(model, "yarn:factor=8", target_length=512)
+    rope_patch.save(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["max_position_embeddings"] = config["rope_patch"]["target_length"] = 4096
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert rope_patch.load(tmp_path / "out").config.max_position_embeddings == 4096
+
+
+# --- edits after a patch ----------------------------------------------------------------------------------------------
+
+
+def edited():
+    model = tiny_model()
+    rope_patch.apply(model, "pi:factor=2", target_length=128)
+    model.config.rope_parameters["factor"] = 4.0
+    model.config.max_position_embeddings = 256
+    return model
+
+
+def test_edits_of_the_config_are_named_when_they_are_dropped(monkeypatch):
+    said, model = heard(monkeypatch), edited()
+    with pytest.raises(PatchError, match=r"changed since \(max_position_embeddings 128 -> 256; rope_parameters.factor"):
+        rope_patch.apply(model, "default")
+    patch = rope_patch.apply(model, "default", replace=True)
+    assert (
+        "drops what was changed in the config since: max_position_embeddings 128 -> 256; rope_parameters.factor 2.0"
+        in said[0]
+    )
+    assert patch.after[None].rope_type == "default" and model.config.max_position_embeddings == 64
+
+
+def test_edits_of_the_config_are_kept_on_request(monkeypatch, tmp_path):
+    said, model = heard(monkeypatch), edited()
+    patch = rope_patch.apply(model, "p_rope:p=0.5", replace=True, keep_edits=True)
+    assert not said
+    assert torch.equal(patch.before[None].inv_freq, tiny_slot().inv_freq / 4)
+    assert model.config.max_position_embeddings == 256
+    rope_patch.save(model, tmp_path / "out")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), logits(model))
+    rope_patch.restore(model)
+    assert model.config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
+    with pytest.raises(ValueError, match="keep_edits goes with replace=True"):
+        rope_patch.apply(model, "default", keep_edits=True)
+
+
+def tiny_slot():
+    return rope_patch.apply(tiny_model(), "default").after[None]
+
+
+def test_a_folder_that_was_patched_before_says_so():
+    model = tiny_model()
+    rope_patch.apply(model, "yarn:factor=4")
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))
+    with pytest.raises(
+        PatchError, match=r"is already patched with yarn:factor=4: restore it first, or pass replace=True"
+    ):
+        rope_patch.apply(skeleton, "default")
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*calls):
+    errors = []
+
+    def run(call):
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_patching_in_threads_leaves_transformers_logging_alone():
+    before = logging.get_verbosity()
+    models = [tiny_model("gemma3", seed=seed) for seed in range(4)]
+
+    def work(model):
+        for _ in range(3):
+            with rope_patch.patched(model, "truncated"):
+                assert logging.get_verbosity() == before
+
+    in_threads(*(lambda model=model: work(model) for model in models))
+    assert logging.get_verbosity() == before == std_logging.getLogger("transformers").level
+
+
+def test_two_patches_of_one_model_wait_for_each_other():
+    model = tiny_model()
+    before, wanted = logits(model), {}
+    for name in ("yarn:factor=4", "pi:factor=4"):
+        with rope_patch.patched(model, name):
+            wanted[name] = logits(model)
+
+    def work(name):
+        for _ in range(10):
+            with rope_patch.patched(model, name):
+                assert torch.equal(logits(model), wanted[name])
+
+    in_threads(*(lambda name=name: work(name) for name in wanted))
+    assert torch.equal(logits(model), before)
+    assert tiny_config("llama").rope_parameters == model.config.rope_parameters
