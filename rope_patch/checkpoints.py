@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
 
 from rope_patch.files import folder_in_one_move, write_atomically
+from rope_patch.from_gguf import is_gguf, load_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.processes import first_alone
 from rope_patch.record import PatchRecord, same_tables
@@ -312,7 +313,8 @@ def load(
     """Load a model or an adapter with its patch in place and verified.
 
     Args:
-        source: a folder or hub id: a model (patched or not), or an adapter with or without a record.
+        source: a folder or hub id: a model (patched or not), or an adapter with or without a record. Or a GGUF file,
+            whose table is read too (transformers' ``gguf_file=`` reads its base alone).
         method: a patch to apply to a model that has none.
         apply_options: options of :func:`rope_patch.apply` for ``method`` (``target_length``, ``layer_types`` …).
         **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``; remote code is off unless asked for.
@@ -324,6 +326,11 @@ def load(
         PatchError: the record does not fit what was loaded, or ``method`` meets a model that is patched already.
         OSError: nothing to load there; the message says what to do.
     """
+    if is_gguf(source):
+        model = load_gguf(source, **from_pretrained)
+        if method is not None:
+            apply(model, method, **(apply_options or {}))
+        return model
     if is_adapter(source):
         base = adapter_base(source)
         record = read_record(source)

@@ -429,6 +429,16 @@ def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator
             patch.restore()
 
 
+def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Give an unpatched model the rotary settings of another config, and the table that they describe."""
+    site = find_rotary(model)
+    for config in site.configs:
+        _write(config, settings, None)
+    module = stock_rotary(type(site.module), site.config)
+    _follow_device(module, site.model)
+    site.put(module)
+
+
 def reapply(model: nn.Module, record: PatchRecord) -> Patch:
     """Apply what a record says to a model and check that the tables come out the same.
 

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import rope_patch
 from rope_patch.cli import app
 from rope_patch.evaluation.compare import Comparison, Row, compare, tokens_to_read
+from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.journal import Journal
 from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
 from rope_patch.evaluation.prompts import Haystack
@@ -383,6 +384,31 @@ def test_an_adapter_is_measured_under_every_method(tmp_path):
     assert abs(other["rows"][1]["perplexity"]["nll"] - stream_start) > 1e-3, "kept work of the bare model is another's"
 
 
+def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    folder, out = tmp_path / "adapter", tmp_path / "out"
+    model = rope_patch.load(ASSETS / "llama", "yarn:factor=4", dtype=torch.float32)
+    torch.manual_seed(0)
+    rope_patch.save(get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)), folder)
+    asked = ["--methods", "default pi", "--lengths", "512", "--samples", "1", "--windows", "1", "--depths", "0.5"]
+    result = command(folder, *asked, "-o", out, "--no-report")
+    assert result.exit_code == 0, result.output
+    data = json.loads((out / "comparison.json").read_text())
+    yarn, pi = (row["tables"][0]["inv_freq"] for row in data["rows"])
+    assert yarn == list(rope_patch.verify(model).tables["all"].inv_freq)
+    assert pi == list(rope_patch.verify(rope_patch.load(ASSETS / "llama", "pi:factor=2")).tables["all"].inv_freq)
+    assert [row["method"] for row in data["rows"]] == ["default", "pi:factor=2"]  # from the longest length
+    assert data["environment"]["patch before"] == "yarn:factor=4" and data["environment"]["adapter"] == "adapter"
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "llama")
+    window, _ = spread_windows(tokenizer, builtin_text("heldout"), 512, 1)
+    found = perplexity(rope_patch.load(folder).eval(), window, window=512)
+    assert data["rows"][0]["perplexity"]["nll"] == pytest.approx(found.nll, rel=1e-6)
+    refused = command(folder, *asked, "--adapter", folder, "-o", tmp_path / "none")
+    assert refused.exit_code != 0 and "is an adapter itself: give its base as MODEL" in str(refused.exception)
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -401,7 +427,7 @@ def test_an_adapter_is_measured_under_every_method(tmp_path):
 def test_the_command_refuses_in_one_line(tmp_path, arguments, message):
     result = command(ASSETS / "llama", *arguments, "-o", tmp_path / "out")
     assert result.exit_code != 0 and message in str(result.exception)
-    assert not (tmp_path / "out" / "comparison.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from rope_patch.sites import PatchError
 gguf = pytest.importorskip("gguf")
 
 from rope_patch.export.gguf import export_gguf, export_gguf_lora, read_gguf  # noqa: E402
-from rope_patch.export.gguf_file import Key, Piece, keys_of, open_gguf, pieces_of, value_of, write_gguf  # noqa: E402
+from rope_patch.gguf_file import Key, Piece, keys_of, open_gguf, pieces_of, value_of, write_gguf  # noqa: E402
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0

@@ -22,6 +22,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("theory",),
     ("record",),
     ("sites", "spelling", "probing", "surgery", "verification"),
+    ("gguf_file", "gguf_table", "from_gguf"),
     ("checkpoints", "folders"),
     ("kv_cache", "analysis"),
     ("evaluation",),

@@ -19,6 +19,7 @@ from rope_patch.folders import check_free, skeleton
 from rope_patch.methods import MethodLike
 from rope_patch.sites import find_rotary
 from rope_patch.surgery import apply, reapply
+from rope_patch.verification import look
 
 TARGETS = (*ENGINES, "gguf")
 FORMS = ("table", "partial")
@@ -69,7 +70,7 @@ def export(
     adapter = checkpoints.is_adapter(source)
     _check_options(to, form, method, target_length, base, dtype, lora, adapter)
     if to == "gguf":
-        from rope_patch.export.gguf_file import check_out
+        from rope_patch.gguf_file import check_out
 
         check_out(out, overwrite=overwrite)  # before an adapter is merged, which takes long
     if to == "gguf" and lora:
@@ -99,7 +100,11 @@ def export(
                 overwrite=overwrite,
                 progress=progress,
             )
-            return _said_of_gguf([])
+            plain = all(slot.is_geometric for slot in look(model).slots)
+            lost = (
+                f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(out)!r}) reads all"
+            )
+            return _said_of_gguf([] if plain else [lost])
         return _folder(model, weights, source, out, to, form, adapter and lora, overwrite, progress)
 
 
@@ -213,6 +218,6 @@ def _folder(
 
 
 def _said_of_gguf(notes: list[str]) -> dict[str, Any]:
-    from rope_patch.export.gguf_table import CHECKED
+    from rope_patch.gguf_table import CHECKED
 
     return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}

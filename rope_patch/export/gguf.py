@@ -13,9 +13,12 @@ from transformers import AutoTokenizer
 from rope_patch._paths import name_of
 from rope_patch.checkpoints import is_adapter
 from rope_patch.export.gguf_base import check_base
-from rope_patch.export.gguf_file import Progress, check_out, gguf, keys_of, open_gguf, pieces_of, write_gguf
 from rope_patch.export.gguf_lora import export_gguf_lora as export_gguf_lora
-from rope_patch.export.gguf_table import (
+from rope_patch.export.gguf_vocab import vocabulary_keys
+from rope_patch.export.gguf_weights import DTYPES, Weights, llama_keys, pieces_from, weights_in, weights_of
+from rope_patch.folders import skeleton
+from rope_patch.gguf_file import Progress, check_out, gguf, keys_of, open_gguf, pieces_of, write_gguf
+from rope_patch.gguf_table import (
     FACTOR_TENSORS,
     Graph,
     graph_of,
@@ -24,9 +27,6 @@ from rope_patch.export.gguf_table import (
     table_keys,
     table_pieces,
 )
-from rope_patch.export.gguf_vocab import vocabulary_keys
-from rope_patch.export.gguf_weights import DTYPES, Weights, llama_keys, pieces_from, weights_in, weights_of
-from rope_patch.folders import skeleton
 from rope_patch.record import PatchRecord, TableRecord
 from rope_patch.rotary import RotarySlot, RotaryTable
 from rope_patch.sites import find_rotary, is_dynamic

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rope_patch.export.gguf_file import Piece, gguf, pieces_of, value_of
-from rope_patch.export.gguf_table import FACTOR_TENSORS, Graph, same_table, table_in
 from rope_patch.export.gguf_weights import Weights, pieces_from
+from rope_patch.gguf_file import Piece, gguf, pieces_of, value_of
+from rope_patch.gguf_table import FACTOR_TENSORS, Graph, same_table, table_in
 from rope_patch.record import TableRecord
 from rope_patch.rotary import RotarySlot
 from rope_patch.sites import PatchError

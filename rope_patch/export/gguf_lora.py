@@ -12,10 +12,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from rope_patch.checkpoints import adapter_base, is_adapter, read_record
-from rope_patch.export.gguf_file import Key, Piece, Progress, check_out, gguf, write_gguf
-from rope_patch.export.gguf_table import RECORD_KEY, graph_of
 from rope_patch.export.gguf_weights import heads_of, to_interleaved
 from rope_patch.folders import skeleton
+from rope_patch.gguf_file import Key, Piece, Progress, check_out, gguf, write_gguf
+from rope_patch.gguf_table import RECORD_KEY, graph_of
 from rope_patch.sites import find_rotary
 
 _MERGE = "export it merged, without --lora"

@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rope_patch.export.gguf_file import Key, Piece, gguf
 from rope_patch.folders import check_weights
+from rope_patch.gguf_file import Key, Piece, gguf
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.export.gguf_file import Key, Piece, gguf, open_gguf, value_of
+from rope_patch.gguf_file import Key, Piece, gguf, open_gguf, value_of
 from rope_patch.record import PatchRecord, TableRecord
 from rope_patch.rotary import RotarySlot
 from rope_patch.verification import Inspection

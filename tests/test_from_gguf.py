@@ -1,0 +1,112 @@
+"""A GGUF is loaded with the table it holds, which transformers' own reader drops."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_gguf import BUNDLED, LLAMA3, rewritten, saved
+from tiny import ids, logits
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch.frequencies import geometric
+
+pytest.importorskip("gguf")
+
+from rope_patch.export import export
+from rope_patch.export.gguf import export_gguf
+from rope_patch.gguf_file import Key
+from rope_patch.gguf_table import RECORD_KEY
+
+TOKENS = ids(48) % 96
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED)
+
+
+def written(tmp_path, tokenizer, method=None, **changes):
+    """A folder and the GGUF of it."""
+    folder = saved(tmp_path / "folder", method, **changes)
+    return folder, export_gguf(folder, tmp_path / "m.gguf", dtype="float32", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "method", ["yarn", "pi", "ntk", "abf:factor=50", "p_rope:p=0.5", "truncated:context=100", "nope", None]
+)
+def test_the_model_is_the_folders_with_its_record(tmp_path, tokenizer, method):
+    folder, file = written(tmp_path, tokenizer, method)
+    wanted = logits(rope_patch.load(folder).eval(), TOKENS)
+    model = rope_patch.load(file).eval()
+    assert torch.equal(logits(model, TOKENS), wanted)
+    if method is None:
+        assert not hasattr(model.config, "rope_patch")
+        return
+    assert rope_patch.verify(model).to_dict() == rope_patch.verify(rope_patch.load(folder)).to_dict()
+    rope_patch.save(model, tmp_path / "again")  # transformers refuses a model that was quantized in a file
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval(), TOKENS), wanted)
+    rope_patch.restore(model)
+    assert model.config.max_position_embeddings == 64
+    assert torch.equal(model.model.rotary_emb.inv_freq, geometric(1e4, 16))
+
+
+def test_transformers_own_reader_loses_the_table_and_export_says_so(tmp_path, tokenizer):
+    """The control: what is lost, and for which tables nothing is."""
+    folder = saved(tmp_path / "folder")
+    tokenizer.save_pretrained(folder)
+    for method, lost in (("yarn:factor=4", True), ("p_rope:p=0.5", True), ("abf:factor=50", False)):
+        file = tmp_path / f"{lost}.gguf"
+        said = export(folder, file, to="gguf", method=method, dtype="float32", overwrite=True)
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name).eval()
+        assert torch.equal(logits(stock, TOKENS), logits(rope_patch.load(file).eval(), TOKENS)) is not lost
+        assert (
+            any("transformers' own reader (gguf_file=) takes its base alone" in note for note in said["notes"]) is lost
+        )
+
+
+def test_a_file_of_another_tool_is_patched_with_its_table(tmp_path, tokenizer):
+    """llama.cpp's converter writes Llama 3.1's smoothing as factors and leaves no record."""
+    folder, file = written(tmp_path, tokenizer, rope_parameters=LLAMA3, max_position_embeddings=512)
+    assert not any(RECORD_KEY in key for key in rope_patch.gguf_file.open_gguf(file).fields)
+    model = rope_patch.load(file).eval()
+    wanted = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert torch.allclose(logits(model, TOKENS), logits(wanted, TOKENS), atol=1e-5)
+    assert rope_patch.verify(model).to_method().name == "table"
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name).eval()
+    assert not torch.allclose(logits(plain, TOKENS), logits(wanted, TOKENS), atol=1e-3)
+
+
+def test_yarn_that_a_file_leaves_to_the_engine(tmp_path, tokenizer):
+    _, file = written(tmp_path, tokenizer)
+    yarn = [
+        Key.of("llama.rope.scaling.type", "yarn", "STRING"),
+        Key.of("llama.rope.scaling.factor", 4.0, "FLOAT32"),
+        Key.of("llama.rope.scaling.original_context_length", 64, "UINT32"),
+    ]
+    model = rope_patch.load(rewritten(file, tmp_path / "yarn.gguf", keys=yarn))
+    wanted = rope_patch.load(tmp_path / "folder", "yarn:factor=4")
+    assert torch.allclose(logits(model.eval(), TOKENS), logits(wanted.eval(), TOKENS), atol=1e-4)
+
+
+def test_a_record_that_does_not_fit_is_not_followed(tmp_path, tokenizer):
+    folder, file = written(tmp_path, tokenizer, "yarn")
+    other = json.dumps(rope_patch.verify(rope_patch.load(saved(tmp_path / "pi", "pi"))).to_dict())
+    altered = rewritten(file, tmp_path / "altered.gguf", keys=[Key.of(RECORD_KEY, other, "STRING")])
+    with pytest.warns(UserWarning, match="its patch record says another table: pi:factor=4"):
+        model = rope_patch.load(altered).eval()
+    assert rope_patch.verify(model).to_method().name == "table"
+    assert torch.allclose(logits(model, TOKENS), logits(rope_patch.load(folder).eval(), TOKENS), atol=1e-4)
+
+
+def test_a_method_on_top_and_what_is_not_there(tmp_path, tokenizer):
+    _, file = written(tmp_path, tokenizer)
+    model = rope_patch.load(file, "yarn", apply_options={"target_length": 256})
+    assert rope_patch.verify(model).to_method() == rope_patch.Yarn(factor=4)
+    with pytest.raises(FileNotFoundError, match="no file"):
+        rope_patch.load(tmp_path / "nowhere.gguf")
+    (tmp_path / "text.gguf").write_text("not one")
+    with pytest.raises(ValueError, match="is not a GGUF file"):
+        rope_patch.load(tmp_path / "text.gguf")

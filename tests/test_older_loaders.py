@@ -1,0 +1,145 @@
+"""What saved folders tell transformers 4: the same tables as transformers 5, or something that it fails on.
+
+That version 4.57.1 itself reads them so is shown by benchmarks/older_loaders.py; its results are looked at here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoints import lora
+from tiny import ids, logits, tiny_model
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+from rope_patch import PatchError, folders
+from rope_patch.spelling import OLDER_FAIL, older_differences, older_keys
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "older_loaders.json"
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def saved(tmp_path, family, method, **options):
+    model = tiny_model(family)
+    rope_patch.apply(model, method, **options)
+    rope_patch.save(model, tmp_path / family)
+    return tmp_path / family, model
+
+
+def test_older_releases_read_the_tables_or_fail():
+    report = json.loads(RESULTS.read_text())
+    assert {"4.57.1", "5.9.0"} <= set(report["read_by"])
+    for version, found in report["read_by"].items():
+        assert found["wrong_in_silence"] == {}, version
+        assert found["folders"]["equal"] > 100
+
+
+@pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4", "llama3:factor=4", "p_rope:p=0.5", "truncated"])
+def test_both_forms_stand_in_the_config_with_the_same_contents(tmp_path, method):
+    folder, model = saved(tmp_path, "llama", method)
+    config = config_of(folder)
+    assert config["rope_scaling"] == config["rope_parameters"] == json.loads(json.dumps(model.config.rope_parameters))
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert loaded.config.rope_parameters == model.config.rope_parameters
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_base_alone_needs_no_scaling(tmp_path):
+    config = config_of(saved(tmp_path, "llama", "abf")[0])
+    assert config["rope_theta"] == 500000.0 and "rope_scaling" not in config
+
+
+def test_a_patch_says_nothing_that_an_unpatched_model_said_otherwise(tmp_path):
+    """The command: over a folder that transformers 4 wrote, whose own keys must not stay."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    config = config_of(tmp_path / "base")
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    folders.patch_folder(tmp_path / "base", "abf", tmp_path / "out")
+    assert config_of(tmp_path / "out")["rope_theta"] == 500000.0
+    folders.patch_folder(tmp_path / "out", "yarn:factor=4", tmp_path / "again", replace=True)
+    config = config_of(tmp_path / "again")
+    assert config["rope_theta"] == 10000.0 and config["rope_scaling"] == config["rope_parameters"]
+    folders.restore_folder(tmp_path / "again", tmp_path / "plain")
+    assert "rope_scaling" not in config_of(tmp_path / "plain")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()), logits(tiny_model()))
+
+
+def test_the_callback_edits_the_config_of_a_whole_model(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn:factor=4")
+    model.save_pretrained(tmp_path / "checkpoint-1")
+    assert "rope_scaling" not in config_of(tmp_path / "checkpoint-1")  # what transformers itself leaves out
+    rope_patch.RopePatchCallback().put_beside(model, tmp_path / "checkpoint-1")
+    assert config_of(tmp_path / "checkpoint-1")["rope_scaling"]["rope_type"] == "yarn"
+    tuned = lora(model)
+    tuned.save_pretrained(tmp_path / "checkpoint-2")
+    rope_patch.RopePatchCallback().put_beside(tuned, tmp_path / "checkpoint-2")
+    assert not (tmp_path / "checkpoint-2" / "config.json").exists()
+
+
+def test_tables_by_layer_type(tmp_path):
+    folder, _ = saved(tmp_path / "full", "gemma3", "yarn:factor=4")
+    config = config_of(folder)
+    assert config["rope_scaling"] == config["rope_parameters"]["full_attention"]
+    assert config["rope_local_base_freq"] == config["rope_parameters"]["sliding_attention"]["rope_theta"]
+    folder, model = saved(tmp_path / "sliding", "gemma3", "pi:factor=4", layer_types=["sliding_attention"])
+    assert config_of(folder)["rope_local_base_freq"] == OLDER_FAIL  # version 4 has no scaling for these layers
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder).eval()), logits(model))
+
+
+def test_keys_of_families_that_have_names_of_their_own():
+    plain = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25}
+    assert older_keys("gpt_neox", plain) == {"rotary_emb_base": 5e5, "rotary_pct": 0.25}
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    assert older_keys("nemotron", linear)["rope_theta"] == OLDER_FAIL  # it reads its base alone
+    assert older_keys("zaya", {"hybrid": linear}) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_scaling is {'rope_type'"),
+        ({"rope_theta": 5e5}, "rope_theta is 500000.0, rope_parameters says 10000.0"),
+    ],
+)
+def test_forms_that_disagree_are_refused_everywhere(tmp_path, change, message):
+    folder, _ = saved(tmp_path, "llama", "yarn:factor=4")
+    config = config_of(folder) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    assert older_differences(config)
+    for attempt in (
+        lambda: rope_patch.load(folder),
+        lambda: folders.verify_folder(folder),
+        lambda: folders.patch_folder(folder, "pi:factor=4", tmp_path / "out", replace=True),
+    ):
+        with pytest.raises(PatchError, match=f"(?s)transformers 4 and 5 would read different tables.*{message}"):
+            attempt()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_plain_transformers_saved_lacks_the_older_form_and_verifies(tmp_path):
+    model = tiny_model()
+    rope_patch.apply(model, "yarn:factor=4")
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval(), ids()), logits(model))
+    folders.verify_folder(tmp_path / "out")
+
+
+def test_a_config_given_in_place_of_the_folders_own_is_refused(tmp_path):
+    folder, model = saved(tmp_path, "llama", "yarn:factor=4")
+    other = tiny_model().config
+    for config in (other, None):
+        options = {"config": config} if config is not None else {"rope_patch": None}
+        with pytest.raises(PatchError, match="is patched with yarn:factor=4, and the config given in place of its own"):
+            rope_patch.load(folder, **options)
+    own = rope_patch.checkpoints.load_config(folder)
+    own.use_cache = False
+    assert torch.equal(logits(rope_patch.load(folder, config=own).eval()), logits(model))
