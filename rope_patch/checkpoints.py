@@ -7,7 +7,7 @@ import hashlib
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -286,11 +286,13 @@ def is_adapter(source: str | Path) -> bool:
 
 
 def adapter_base(source: str | Path) -> str:
-    """Return the folder or hub id of the model an adapter was trained on.
+    """Return the folder or hub id of the model an adapter was trained on: its own folder where that holds one too.
 
     Raises:
         PatchError: the adapter names none.
     """
+    if (Path(source) / CONFIG_FILE).is_file():
+        return str(source)
     base = _adapter_config(source).base_model_name_or_path
     if not base:
         raise PatchError(f"{source}: its {ADAPTER_FILE} names no base model; load that and use load_adapter")
@@ -339,7 +341,9 @@ def load(
             from_pretrained.setdefault("revision", revision)  # of the base it was trained on
         if method is not None and record is not None:
             raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
-        model = _reaching_hub(base, lambda: AutoModelForCausalLM.from_pretrained(base, **from_pretrained))
+        with _without_adapter(base) as bare:
+            model = _reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
+        model.name_or_path = model.config.name_or_path = base
         wanted = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
         if method is not None:
             apply(model, method, **(apply_options or {}))
@@ -367,6 +371,19 @@ def load(
         verify(model)  # what the stock loader built, before ours takes its place
         reapply(model, own)
     return model
+
+
+@contextlib.contextmanager
+def _without_adapter(base: str) -> Iterator[str]:
+    """Give a place to load a model alone from: transformers would put an adapter in its folder on it, unpatched."""
+    if not (Path(base) / ADAPTER_FILE).is_file():
+        yield base
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for path in Path(base).resolve().iterdir():
+            if not path.name.startswith("adapter_"):
+                (Path(folder) / path.name).symlink_to(path)
+        yield folder
 
 
 def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:

@@ -433,7 +433,11 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
     )
     print(
         f"time: {done.seconds:.3g} s per step, {done.tokens_per_second:.0f} tokens/s, if {o.mfu:.0%} of {o.tflops:g} "
-        f"TFLOP/s per GPU are reached ({done.model_flops_share:.0%} without recomputation, the MFU of papers)"
+        f"TFLOP/s per GPU are reached"
+    )
+    print(
+        f"  without recomputation {done.model_flops_share:.0%}; by PaLM's formula, 6 N + 12 L H Q T per token, an MFU of "
+        f"{done.palm_mfu:.0%} ({done.palm_mfu_causal:.0%} with causal attention)"
     )
 
 

@@ -233,7 +233,7 @@ class Yarn(Scaling, name="yarn"):
     """YaRN: fast pairs kept, slow pairs interpolated, a ramp between; cos and sin scaled by ``0.1 ln(factor) + 1``.
 
     *Source*: Peng et al., arXiv:2309.00071. The ramp is transformers', linear in the pair index (the paper's is linear
-    in turns; the tables differ by up to 1.7 times at factor 4, more at larger ones). ``attention_factor`` overrides the
+    in turns; the tables differ by up to 1.9 times at factor 4, more at larger ones). ``attention_factor`` overrides the
     scaling; ``mscale`` and ``mscale_all_dim`` together give DeepSeek's ratio. The scaling multiplies *every* pair, so
     in a chain with p-RoPE the logits of the still pairs grow by its square.
     """

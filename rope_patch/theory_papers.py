@@ -87,8 +87,10 @@ def _barbero() -> Iterator[Entry]:
             f"the same with the key 8000 tokens before the query ({name})",
             ahead,
             None,
-            f"said to change sign: so it does when the angle is turned the other way, as if the key came after the "
-            f"query (to {mirrored:.1f}); with the key before it only from {first} tokens on".replace("-", "−"),
+            f"Barbero et al. say that it holds within Gemma's context and is expected to break beyond: with the key "
+            f"before the query it changes sign from {first} tokens on (turned the other way, {mirrored:.1f})".replace(
+                "-", "−"
+            ),
         )
     alike = theory.head_mass(torch.zeros(1), torch.ones(2), torch.ones(2), length=2)[1]
     less = "less as soon as there is another token, as in [bos, x, x]"

@@ -217,3 +217,14 @@ def test_weights_changed_by_another_tool_are_noticed_and_can_be_vouched_for(made
     data.pop("adapter_weights")
     checkpoints.write_record(rope_patch.record.PatchRecord.from_dict(data), tmp_path / "out")
     rope_patch.load(tmp_path / "out")
+
+
+def test_an_adapter_in_the_folder_of_its_base_model(tmp_path):
+    """transformers puts such an adapter on the model it loads, on whatever table."""
+    tiny_model().save_pretrained(tmp_path / "both")
+    tuned = lora(rope_patch.load(tmp_path / "both", "yarn:factor=4"))
+    rope_patch.save(tuned, tmp_path / "both")
+    model = rope_patch.load(tmp_path / "both").eval()
+    assert torch.equal(logits(model), logits(tuned))
+    assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "both")
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both").eval()), logits(tuned))

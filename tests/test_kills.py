@@ -25,8 +25,8 @@ CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
 """Audit events of Python that change files; ``open`` for writing is one more."""
 
 
-def forked(call, stop: int | None = None, within: Path | None = None) -> int:
-    """Run a call in a forked process, killed at its n-th change below a folder; returns its exit status."""
+def forked(call, stop: int | None = None, within: Path | None = None, at=None) -> int:
+    """Run a call in a forked process, killed at its n-th change below a folder, or at an audit event of a kind."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -35,6 +35,8 @@ def forked(call, stop: int | None = None, within: Path | None = None) -> int:
 
         def audit(event, args):
             nonlocal count
+            if at is not None:
+                return os.kill(os.getpid(), signal.SIGKILL) if at(event, args) else None
             if event == "open":
                 if not isinstance(args[1], str) and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                     return
@@ -47,7 +49,7 @@ def forked(call, stop: int | None = None, within: Path | None = None) -> int:
                 if count == stop:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        if stop is not None:
+        if stop is not None or at is not None:
             sys.addaudithook(audit)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         call()
@@ -88,12 +90,17 @@ def commands(root: Path, out: Path):
     }
 
 
-NAMES = ("apply", "export", "export an adapter", "save", "recipes copy")
+CASES = [
+    pytest.param(name, exists, every, marks=pytest.mark.full if every == 1 else (), id=f"{name}-{kind}-{every}")
+    for every, names in ((1, ("apply", "export", "export an adapter", "save", "recipes copy")), (5, ("apply", "save")))
+    for name in names
+    for exists, kind in ((False, "new folder"), (True, "empty folder"))
+]
+"""Every moment of every command in ``make test-full``, one in five of the two shortest every day."""
 
 
-@pytest.mark.parametrize("exists", [False, True], ids=["new folder", "empty folder"])
-@pytest.mark.parametrize("name", NAMES)
-def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path, name, exists, request):
+@pytest.mark.parametrize(("name", "exists", "every"), CASES)
+def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path, name, exists, every):
     place = tmp_path / "place"
     place.mkdir()
     out = place / "out"
@@ -103,7 +110,7 @@ def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path
     assert forked(call) == 0
     wanted = contents(place)
     assert all(path.startswith("out/") and "/." not in path for path in wanted)
-    killed, every = 0, 1 if request.config.getoption("-m") == "" else 3
+    killed = 0
     for stop in range(1, 1000, every):
         for path in sorted(place.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -117,8 +124,10 @@ def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path
         assert forked(call) == 0, f"it does not run again after a kill at change {stop}"
         assert contents(place) == wanted, f"something else is there after a kill at change {stop}"
     assert killed >= 15 // every
+    print(f"{name}: {killed} kills, and every run again gave the same")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", ["model", "adapter"])
 def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
     """What loads is the old one whole or the new one whole; in between it does not load."""
@@ -151,3 +160,24 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
         assert torch.equal(logits(rope_patch.load(out).eval()), either[1])
     assert stop > 10
     assert seen == {0, 1, "none"}
+
+
+@pytest.mark.slow
+def test_a_fit_killed_just_after_its_output_appeared_runs_again(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    words = ["fit", str(rope_patch.data_path("assets") / "llama"), "--length", "512", "--steps", "0", "-o", str(out)]
+    words += ["--windows", "1", "--samples", "1", "--depths", "0.5", "--no-figure", "--threads", "1"]
+
+    def fit(*words):
+        monkeypatch.setattr(sys, "argv", ["rope-patch", *words])  # the command that fit.json names
+        app(words)
+
+    def work_is_removed(event, args):
+        return event == "os.remove" and str(args[0]).endswith(".fit.jsonl")
+
+    assert forked(lambda: fit(*words), at=work_is_removed) == -signal.SIGKILL
+    assert (out / "config.json").is_file() and (tmp_path / "out.fit.jsonl").is_file()
+    wanted = contents(out)
+    assert forked(lambda: fit(*words[:-1], "2")) == 77, "another command does not take the folder for its own"
+    assert forked(lambda: fit(*words)) == 0
+    assert contents(out) == wanted and [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -380,10 +380,12 @@ def test_an_adapter_brings_its_patch(tmp_path, checkpoint):
     rope_patch.save(adapted, tmp_path / "adapter")
     asked = requests("loglikelihood", *PAIRS)
     expected = lm(HFLM, adapted, logits_cache=False).loglikelihood(asked)
-    model = lm(model=checkpoint, peft=str(tmp_path / "adapter"))
-    assert model.get_model_info()["rope_patch"]["method"] == "abf:rope_theta=500000"
-    for got, wanted in zip(model.loglikelihood(asked), expected, strict=True):
-        assert got[0] == pytest.approx(wanted[0], abs=1e-4)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "adapter")
+    for given in ({"model": checkpoint, "peft": str(tmp_path / "adapter")}, {"model": str(tmp_path / "adapter")}):
+        model = lm(**given)
+        assert model.get_model_info()["rope_patch"]["method"] == "abf:rope_theta=500000"
+        for got, wanted in zip(model.loglikelihood(asked), expected, strict=True):
+            assert got[0] == pytest.approx(wanted[0], abs=1e-4)
     with pytest.raises(ValueError, match="was trained under abf:rope_theta=500000: leave method= out"):
         lm(model=checkpoint, peft=str(tmp_path / "adapter"), method="pi:factor=4")
 

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from rope_patch.checkpoints import read_record
+from rope_patch.checkpoints import adapter_base, is_adapter, read_record
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.scoring import Reader, fingerprint
 from rope_patch.kv_cache.cache import quantized
@@ -76,6 +77,15 @@ class _Row:
         return len(self.ids) - 1 - self.first
 
 
+def _base_and_adapter(adapter: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the base of an adapter that was given as the model, which ``hf`` would load onto its base's own tables."""
+    base = adapter_base(adapter)
+    if base == adapter:
+        raise ValueError(f"{adapter} holds a model and an adapter: give their folders apart, pretrained= and peft=")
+    own = {"tokenizer": adapter} if (Path(adapter) / "tokenizer_config.json").is_file() else {}
+    return base, own | arguments | {"peft": adapter}
+
+
 class RopePatchLM(HFLM):  # type: ignore[misc]
     """A causal language model under a patch, for lm-eval.
 
@@ -83,7 +93,8 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
     ``hf`` would cut it from the left, and the needle with it.
 
     Args:
-        pretrained: folder, hub id, or a model in memory; it is patched in place.
+        pretrained: folder, hub id, or a model in memory; it is patched in place. An adapter's folder stands for its
+            base with ``peft=``.
         method: a name with its parameters as further arguments (``method=p_rope,p=0.75``), the grammar
             (``method=abf:rope_theta=500000+p_rope:p=0.5``), or in JSON a list or :meth:`~rope_patch.Method.to_dict`.
             By default the model stays as its folder, or its adapter's record, says.
@@ -127,6 +138,8 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         if not str(kwargs.get("softmax_dtype") or "float32").endswith("float32"):
             raise ValueError(f"log-probabilities are float32 here, got softmax_dtype={kwargs['softmax_dtype']}")
         self.chunk = chunk
+        if isinstance(pretrained, str) and is_adapter(pretrained) and "peft" not in kwargs:
+            pretrained, kwargs = _base_and_adapter(pretrained, kwargs)
         if not isinstance(pretrained, str):
             self._refuse_unknown(kwargs, set(inspect.signature(HFLM.__init__).parameters))
         super().__init__(pretrained, **kwargs)

@@ -17,7 +17,9 @@ class Compute:
     executed_flops: float  # and what checkpointing computes again
     seconds: float
     tokens_per_second: float  # all GPUs together
-    model_flops_share: float  # of the peak, recomputation not counted: what papers call MFU
+    model_flops_share: float  # of the peak: forward and backward as they are run here, without recomputation
+    palm_mfu: float  # the same seconds by PaLM's formula, 6 N + 12 L H Q T FLOPs a token
+    palm_mfu_causal: float  # and with half of its attention term, since half of the scores are masked
 
 
 def compute(shape: Shape, o: Options) -> Compute:
@@ -26,8 +28,10 @@ def compute(shape: Shape, o: Options) -> Compute:
     *Source*: Kaplan et al. 2020 (arXiv:2001.08361, section 2.1): 2 FLOPs per weight and token forward, 4 backward, half
     of which are gradients of weights: a frozen projection costs 4 in all, not 6. Embeddings are looked up, not
     multiplied. Attention as PaLM counts it (arXiv:2204.02311, appendix B), but causal and windowed; its backward pass
-    is twice its forward one, flash's own recomputation not counted. PaLM's MFU leaves recomputation out; ours divides
-    the executed FLOPs (PaLM: hardware FLOPs utilization), so that turning checkpointing on costs time in a plan.
+    is twice its forward one, flash's own recomputation not counted. The stated share is of the executed FLOPs (PaLM:
+    hardware FLOPs utilization), so that turning checkpointing on costs time in a plan. PaLM's own MFU counts the
+    gradients of every weight, frozen or not, and unmasked attention, so it reads higher for the same seconds: both are
+    given, since papers quote either.
     """
     tokens = o.step_tokens
     layers = 2.0 * tokens * shape.total(lambda layer: layer.matmul_weights)
@@ -39,7 +43,10 @@ def compute(shape: Shape, o: Options) -> Compute:
     model = 2 * forward + scores + weights
     again = (forward - head) * o.checkpointing + head * (o.loss == "fused")
     seconds = (model + again) / (o.gpus * o.tflops * 1e12 * o.mfu)
-    return Compute(model, model + again, seconds, tokens / seconds, o.mfu * model / (model + again))
+    attention = 12.0 * o.length * shape.total(lambda layer: layer.query)
+    peak = seconds * o.gpus * o.tflops * 1e12 / tokens  # FLOPs that the GPUs could do in the time of a token
+    palm = [(6.0 * shape.parameters + part * attention) / peak for part in (1.0, 0.5)]
+    return Compute(model, model + again, seconds, tokens / seconds, o.mfu * model / (model + again), *palm)
 
 
 def attention_flops(layer: Layer, length: int) -> float:
