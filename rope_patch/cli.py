@@ -436,8 +436,8 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
         f"TFLOP/s per GPU are reached"
     )
     print(
-        f"  without recomputation {done.model_flops_share:.0%}; by PaLM's formula, 6 N + 12 L H Q T per token, an MFU of "
-        f"{done.palm_mfu:.0%} ({done.palm_mfu_causal:.0%} with causal attention)"
+        f"  without recomputation {done.model_flops_share:.0%}; by PaLM's formula, 6 N + 12 L H Q T per token, an MFU "
+        f"of {done.palm_mfu:.0%} ({done.palm_mfu_causal:.0%} with causal attention)"
     )
 
 

@@ -147,7 +147,7 @@ def test_time_of_llama_3_8b_at_128k():
 
 
 def test_mfu_by_palms_formula():
-    """Appendix B of arXiv:2204.02311: tokens/s x (6 N + 12 L H Q T) over the peak, all weights trained, nothing masked."""
+    """Appendix B of arXiv:2204.02311: tokens/s x (6 N + 12 L H Q T) over the peak, all trained, nothing masked."""
     done = plan("Llama-3-8B", length=131072, mfu=0.5, tflops=1000, gpus=8).compute
     dense, attention = 6 * 8.03026e9, 12 * 32 * 4096 * 131072
     assert done.palm_mfu == pytest.approx(done.tokens_per_second * (dense + attention) / 8e15, rel=1e-4)
