@@ -70,7 +70,7 @@ def analyze(
     from rope_patch import before_after
     from rope_patch.evaluation.documents import documents
     from rope_patch.evaluation.domains import read_rows
-    from rope_patch.files import write_atomically
+    from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.registry import parse_length
     from rope_patch.sites import find_rotary
 
@@ -85,8 +85,6 @@ def analyze(
     total = parse_length(tokens)
     if total < 2:
         raise ValueError(f"tokens must be >= 2, got {total}")
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
     named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in text or ()} or None
     if named is not None and len(named) < len(text or ()):
         raise ValueError("two texts have one name: rename one, domains are told apart by it")
@@ -108,51 +106,56 @@ def analyze(
     rows = texts[0]
     if not torch.equal(texts[-1].ids, rows.ids):
         raise ValueError(f"{against} reads the text as other tokens than {model}: both need one tokenizer")
-    made: list[Any] = []
-    for (source, folder), tokenizer in zip(sides, tokenizers, strict=True):
-        loaded = load_model(source, method if folder == output else None, device, dtype)
-        find_rotary(loaded)
-        folder.mkdir(parents=True, exist_ok=True)
-        read = engine.tokens_to_read(rows, wanted["shares"], context)
-        with tqdm(total=read, unit="tok", unit_scale=True, desc=name_of(source), disable=as_json) as bar:
-
-            def told(stage: str, done: int, bar: Any = bar) -> None:
-                bar.set_postfix_str(stage, refresh=False)
-                bar.update(done)
-
-            try:
-                made.append(
-                    engine.analyze(
-                        loaded,
-                        tokenizer,
-                        rows,
-                        name=name_of(source),
-                        trial_source=named,
-                        tolerance=tolerance,
-                        chunk=chunk,
-                        keep=folder,
-                        progress=told,
-                        **wanted,
-                    )
-                )
-            except KeyboardInterrupt:
-                bar.close()
-                print(f"what was finished is kept in {folder}: the same command goes on from there", file=sys.stderr)
-                raise
-            bar.total = bar.n
-        del loaded
-        write_atomically(folder / "analysis.json", made[-1].to_json())
     names = ["analysis.json", "capture.npz", "heads.npz"]
-    sentences: list[str] = []
-    if against is not None:
-        found = before_after.differences(*made)
-        sentences = before_after.changes(found, made[1].name)
-        write_atomically(output / "differences.json", before_after.to_json(found, made[1].name))
-        names += ["differences.json", "against/"]
-    if report:
-        command = shlex.join(["rope-patch", *sys.argv[1:]])
-        page.write(output / "analysis.html", made[0], against=made[1] if against is not None else None, command=command)
-        names.append("analysis.html")
+    with folder_to_write(output, [*names, *["analysis.html"] * report]):
+        made: list[Any] = []
+        for (source, folder), tokenizer in zip(sides, tokenizers, strict=True):
+            loaded = load_model(source, method if folder == output else None, device, dtype)
+            find_rotary(loaded)
+            folder.mkdir(exist_ok=True)
+            read = engine.tokens_to_read(rows, wanted["shares"], context)
+            with tqdm(total=read, unit="tok", unit_scale=True, desc=name_of(source), disable=as_json) as bar:
+
+                def told(stage: str, done: int, bar: Any = bar) -> None:
+                    bar.set_postfix_str(stage, refresh=False)
+                    bar.update(done)
+
+                try:
+                    made.append(
+                        engine.analyze(
+                            loaded,
+                            tokenizer,
+                            rows,
+                            name=name_of(source),
+                            trial_source=named,
+                            tolerance=tolerance,
+                            chunk=chunk,
+                            keep=folder,
+                            progress=told,
+                            **wanted,
+                        )
+                    )
+                except KeyboardInterrupt:
+                    bar.close()
+                    print(
+                        f"what was finished is kept in {folder}: the same command goes on from there", file=sys.stderr
+                    )
+                    raise
+                bar.total = bar.n
+            del loaded
+            write_atomically(folder / "analysis.json", made[-1].to_json())
+        sentences: list[str] = []
+        if against is not None:
+            found = before_after.differences(*made)
+            sentences = before_after.changes(found, made[1].name)
+            write_atomically(output / "differences.json", before_after.to_json(found, made[1].name))
+            names += ["differences.json", "against/"]
+        if report:
+            command = shlex.join(["rope-patch", *sys.argv[1:]])
+            page.write(
+                output / "analysis.html", made[0], against=made[1] if against is not None else None, command=command
+            )
+            names.append("analysis.html")
     if as_json:
         print(made[0].to_json())
         return

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
 
+from rope_patch.blame import blamed_on, read_json
 from rope_patch.files import folder_in_one_move, write_atomically
 from rope_patch.from_gguf import is_gguf, load_gguf
 from rope_patch.methods import MethodLike
@@ -250,8 +251,11 @@ def read_record(folder: str | Path) -> PatchRecord | None:
     if path is None:
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        tied = data.pop(WEIGHTS_KEY, None) if isinstance(data, dict) else None
+        data = read_json(path)
+    except OSError as error:
+        raise PatchError(str(error)) from error
+    try:
+        tied = data.pop(WEIGHTS_KEY, None)
         record = PatchRecord.from_dict(data)
         weights = _adapter_weights(folder)
         if weights is not None and tied != _hash(weights):
@@ -293,16 +297,25 @@ def adapter_base(source: str | Path) -> str:
     """
     if (Path(source) / CONFIG_FILE).is_file():
         return str(source)
-    base = _adapter_config(source).base_model_name_or_path
-    if not base:
+    base = adapter_config(source).base_model_name_or_path
+    if not base or not isinstance(base, str):
         raise PatchError(f"{source}: its {ADAPTER_FILE} names no base model; load that and use load_adapter")
     return str(base)
 
 
-def _adapter_config(source: str | Path) -> Any:
+def adapter_config(source: str | Path) -> Any:
+    """Return an adapter's config.
+
+    Raises:
+        OSError: none there, or one that is damaged.
+        ValueError: one that PEFT cannot read.
+    """
     from peft import PeftConfig
 
-    return PeftConfig.from_pretrained(str(source))
+    if (path := _find_file(source, ADAPTER_FILE)) is not None:
+        read_json(path)
+    with blamed_on(f"{source}: PEFT cannot read its {ADAPTER_FILE}"):
+        return PeftConfig.from_pretrained(str(source))
 
 
 def load(
@@ -336,7 +349,7 @@ def load(
     if is_adapter(source):
         base = adapter_base(source)
         record = read_record(source)
-        revision = _adapter_config(source).revision
+        revision = adapter_config(source).revision
         if revision:
             from_pretrained.setdefault("revision", revision)  # of the base it was trained on
         if method is not None and record is not None:
@@ -389,11 +402,7 @@ def _without_adapter(base: str) -> Iterator[str]:
 def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
     """Return what a checkpoint's config.json says; nothing where there is none."""
     path = _find_file(source, CONFIG_FILE, **hub)
-    try:
-        found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OSError(f"{path} is damaged ({error}): copy or download it again") from error
-    return found if isinstance(found, dict) else {}
+    return {} if path is None else read_json(path)
 
 
 def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
@@ -464,16 +473,25 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     made: Any = model
     if holder is None:
         wrapped: Any = model
-        made = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
+        with _onto(model, adapter):
+            made = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
     else:
-        holder.load_adapter(str(adapter), name, **peft_options)
+        with _onto(model, adapter):
+            holder.load_adapter(str(adapter), name, **peft_options)
     if record is not None:
         setattr(holder.peft_config[name], _TABLES, record)
     return made
 
 
+def _onto(model: nn.Module, adapter: str | Path) -> contextlib.AbstractContextManager[None]:
+    adapter_config(adapter)
+    return blamed_on(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}")
+
+
 def load_config(source: str | Path, **options: Any) -> Any:
     """Return a checkpoint's config, from a folder or the hub; errors say what to do."""
+    with contextlib.suppress(FileNotFoundError):
+        read_json(Path(source) / CONFIG_FILE)
     return _reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
 
 
@@ -485,7 +503,8 @@ def _reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise FileNotFoundError(f"{source} has no config.json: it is not a Hugging Face checkpoint folder")
     try:
-        return load_it()
+        with blamed_on(f"{source}: transformers cannot make a model of its config.json and its weights"):
+            return load_it()
     except SafetensorError as error:
         raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error
     except OSError as error:

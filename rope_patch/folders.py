@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rope_patch.blame import blamed_on, read_json
 from rope_patch.checkpoints import (
     ADAPTER_FILE,
     RECORD_FILE,
@@ -49,7 +49,7 @@ def skeleton(source: str | Path) -> PreTrainedModel:
         raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
     config = load_config(source)
     check_older_keys(config_json(source), source)
-    with torch.device("meta"):
+    with torch.device("meta"), blamed_on(f"{source}: transformers cannot build the model of its config.json"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 
@@ -140,7 +140,7 @@ def check_weights(folder: Path) -> None:
     if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
         raise OSError(f"{folder} holds no weights (*.safetensors)")
     for index in sorted(folder.glob("*.index.json")):
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = _shards(index)
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())
         if missing:
             raise OSError(f"{folder} lacks {', '.join(missing)}, which {index.name} names: copy or download it again")
@@ -150,6 +150,13 @@ def check_weights(folder: Path) -> None:
                 pass
         except SafetensorError as error:
             raise OSError(f"{path} is truncated or damaged ({error}): copy or download it again") from error
+
+
+def _shards(index: Path) -> set[str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise OSError(f"{index} is damaged, its weight_map names no files: copy or download it again")
+    return set(names.values())
 
 
 def check_free(out: Path, overwrite: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rope_patch.blame import blamed_on
 from rope_patch.gguf_table import read_gguf, same_table
 from rope_patch.methods import Table
 from rope_patch.record import PatchRecord, TableRecord
@@ -41,7 +42,10 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     path = Path(path)
     seen = read_gguf(path)
     (wanted,) = seen.slots
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **from_pretrained)
+    with blamed_on(f"{path}: transformers cannot read this GGUF file"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, **from_pretrained
+        )
     _say_dequantized(model)
     record = seen.record if seen.record is not None and not seen.remarks else None
     for remark in seen.remarks:

@@ -10,6 +10,7 @@ YaRN scaling are keys that the engine applies *besides*. So a table is written a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ CHECKED = "0c1e57098, of llama-cpp-python 0.3.36"
 """The commit of llama.cpp whose source and behaviour the claims of this module were checked against."""
 
 STILL_DIVISOR = 1e30
+WIDEST = 65536
+"""Features of a head; more is a damaged file."""
 RECORD_KEY = "rope_patch.record"
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS = (FREQS, LONG, SHORT)
@@ -156,19 +159,28 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     def said(name: str, default: Any = None) -> Any:
         return value_of(reader, f"{architecture}.{name}", default)
 
-    pairs, theta = _rotary_dim(said, path) // 2, float(said("rope.freq_base", 10000.0))
-    context = int(said("context_length", 0))
+    def number(name: str, default: float) -> float:
+        value = said(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{path} has no table that can be read: {architecture}.{name} is {value!r}, no number")
+        return value
+
+    pairs, theta = _rotary_dim(said, path) // 2, number("rope.freq_base", 10000.0)
+    if theta <= 0:
+        raise ValueError(f"{path} has no table that can be read: {architecture}.rope.freq_base is {theta:g}")
+    context = int(number("context_length", 0))
     plain = _plain(theta, pairs)
     factors = _factors(reader, pairs, path)
-    scaling, original = float(said("rope.scaling.attn_factor", 1.0)), said("rope.scaling.original_context_length")
+    scaling = float(number("rope.scaling.attn_factor", 1.0))
+    original = int(number("rope.scaling.original_context_length", 0)) or None
     kind = str(said("rope.scaling.type", "linear"))
-    stretch = float(said("rope.scaling.factor", said("rope.scale_linear", 0.0))) or 1.0
+    stretch = float(number("rope.scaling.factor", number("rope.scale_linear", 0.0))) or 1.0
     if kind == "yarn" and stretch != 1.0:
         if factors is not None or any(name.startswith(f"{architecture}.rope.scaling.yarn_") for name in reader.fields):
             raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
         if not (original or context):
             raise ValueError(f"{path} leaves YaRN to the engine and states no context: its table cannot be read")
-        table = frequencies.yarn(theta, 2 * pairs, factor=stretch, context=int(original or context))
+        table = frequencies.yarn(theta, 2 * pairs, factor=stretch, context=original or context)
         scaling *= frequencies.yarn_scaling(stretch)
     else:
         divisor = torch.ones(pairs, dtype=torch.float64) if factors is None else factors.double()
@@ -179,7 +191,7 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
         rope_theta=theta,
         rope_type="default" if frequencies.is_geometric(table, theta) and scaling == 1.0 else "custom",
         max_position_embeddings=context,
-        original_max_position_embeddings=None if original is None else int(original),
+        original_max_position_embeddings=original,
         layer_type="full_attention" if said("attention.sliding_window_pattern") is not None else None,
         path="GGUF",
     )
@@ -193,7 +205,7 @@ def _rotary_dim(said: Any, path: str | Path) -> int:
         width, heads = said("embedding_length"), said("attention.head_count")
         counted = isinstance(width, int) and isinstance(heads, int) and heads > 0
         rotary_dim = said("attention.key_length") or (width // heads if counted else 0)
-    if not isinstance(rotary_dim, int) or rotary_dim < 2:
+    if not isinstance(rotary_dim, int) or not 2 <= rotary_dim <= WIDEST:
         raise ValueError(f"{path} does not say how many features rotate: it holds no rotary table")
     return rotary_dim
 

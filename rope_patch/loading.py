@@ -74,14 +74,18 @@ def load_tokenizer(source: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    from rope_patch.blame import in_one_line
     from rope_patch.checkpoints import adapter_base, is_adapter
+    from rope_patch.sites import PatchError
 
     check_source(source)
     bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
     try:
         return AutoTokenizer.from_pretrained(adapter_base(source) if bare else source)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except PatchError:
+        raise
+    except Exception as error:  # of many kinds: it reads config.json, too
+        reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).splitlines()[0]
         if not Path(source).exists():
             raise FileNotFoundError(
                 f"no folder {source}, and the hub gives no tokenizer of that name: {reason}"

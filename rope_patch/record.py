@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -109,19 +110,16 @@ class PatchRecord:
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"the rope_patch record has unknown keys {sorted(unknown)}")
+        _check_layout(data)
+        for group in ("tables", "base_tables"):
+            data[group] = {key: _read_table(key, table) for key, table in data[group].items()}
+        record = cls(**data | {"layer_types": tuple(data["layer_types"]), "edited": tuple(data.get("edited", ()))})
         try:
-            values = data
-            values["layer_types"] = tuple(values["layer_types"])
-            values["edited"] = tuple(values.get("edited", ()))
-            for group in ("tables", "base_tables"):
-                values[group] = {key: _read_table(key, table) for key, table in values[group].items()}
-            base = values["base_config"]
-            if not isinstance(base["rope_parameters"], Mapping) or not isinstance(base["max_position_embeddings"], int):
-                raise TypeError("base_config must hold rope_parameters and max_position_embeddings")
-            record = cls(**values)
             from_dict(record.method)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the rope_patch record is incomplete or malformed: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the method of the rope_patch record cannot be read: {' '.join(str(error).split())}"
+            ) from error
         if changed not in (None, record.changed):
             raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
         return record
@@ -135,6 +133,83 @@ def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]
 def key_of(layer_type: str | None) -> str:
     """Return the JSON key of a layer type."""
     return layer_type or "all"
+
+
+# --- what a record must hold -----------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_table, value.values()))
+
+
+def _is_table(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("inv_freq"), list | tuple)
+        and len(value["inv_freq"]) > 0
+        and all(map(_is_number, value["inv_freq"]))
+        and _is_number(value.get("attention_scaling"))
+        and isinstance(value.get("hash"), str)
+    )
+
+
+def _is_base_config(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("rope_parameters"), Mapping)
+        and _is_length(value.get("max_position_embeddings"))
+    )
+
+
+def _is_types(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(item is None or isinstance(item, str) for item in value)
+
+
+_LAYOUT: Mapping[str, tuple[Callable[[Any], bool], str, bool]] = {
+    "method": (lambda value: isinstance(value, Mapping), "an object with the method's name and parameters", True),
+    "layer_types": (lambda value: _is_types(value) and len(value) > 0, "a list of layer types", True),
+    "tables": (_is_tables, "tables with inv_freq, attention_scaling and hash", True),
+    "base_tables": (_is_tables, "tables with inv_freq, attention_scaling and hash", True),
+    "base_config": (_is_base_config, "an object with rope_parameters and max_position_embeddings", True),
+    "target_length": (lambda value: value is None or _is_length(value), "a number of tokens or null", False),
+    "precision": (lambda value: value in ("float32", "float64"), "float32 or float64", False),
+    "freeze_at": (lambda value: value is None or _is_length(value), "a number of tokens or null", False),
+    "edited": (lambda value: _is_types(value) and None not in value, "a list of layer types", False),
+    "package_version": (lambda value: isinstance(value, str), "a version", False),
+    "schema": (_is_length, "a number", False),
+}
+"""By key: whether a value is one, what it must be, and whether the record must have it."""
+
+
+def _check_layout(data: Mapping[str, Any]) -> None:
+    for key, (holds, wanted, needed) in _LAYOUT.items():
+        if key not in data:
+            if needed:
+                raise ValueError(f"the rope_patch record lacks {key!r}, {wanted}")
+        elif not holds(data[key]):
+            raise _malformed(key, wanted, data[key])
+    kinds = {key_of(kind) for kind in data["layer_types"]}
+    if data["tables"].keys() != data["base_tables"].keys() or not kinds <= data["tables"].keys():
+        raise ValueError(
+            f"the rope_patch record was altered: its patched layer types {sorted(kinds)}, its tables "
+            f"{sorted(data['tables'])} and the tables before the patch {sorted(data['base_tables'])} do not fit"
+        )
+
+
+def _malformed(key: str, wanted: str, found: Any) -> ValueError:
+    text = json.dumps(found, default=str)
+    return ValueError(
+        f"the rope_patch record is malformed: {key!r} must be {wanted}, got "
+        f"{text if len(text) <= 80 else text[:80] + ' …'}. Restore the file from its source"
+    )
 
 
 def _read_table(key: str, data: Mapping[str, Any]) -> TableRecord:

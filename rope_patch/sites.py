@@ -256,6 +256,8 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
     context = getattr(config, "max_position_embeddings", None)
     if context is None:
         raise ValueError(f"the config of {type(site.model).__name__} states no max_position_embeddings: not supported")
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise ValueError(f"the config's max_position_embeddings must be a number of tokens >= 1, got {context!r}")
     slots: Slots = {}
     remarks: list[str] = []
     frozen_any = False
@@ -266,7 +268,7 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
             attention_scaling=scaling_of(stock, kind),
             rope_theta=float(spelled["rope_theta"]),
             rope_type=rope_type_of(stock, kind, spelled),
-            max_position_embeddings=int(context),
+            max_position_embeddings=context,
             original_max_position_embeddings=spelled.get("original_max_position_embeddings"),
             layer_type=kind,
             path=site.path,
@@ -349,8 +351,8 @@ _ASKS_ONLY = re.compile(
 
 def _check_kind(stock: nn.Module, kind: str | None, table: Tensor, spelled: Mapping[str, Any]) -> None:
     """Raise unless calling the module gives cos and sin of position x table in the half-split layout."""
-    if "mrope_section" in spelled:
-        raise ValueError("its pairs turn with several position axes, mrope_section")
+    if not torch.isfinite(table).all():
+        raise ValueError("its table holds numbers that are not finite")
     dynamic = is_dynamic(spelled, rope_type_of(stock, kind, spelled))
     positions = _PROBES[:, :4] if dynamic else _PROBES  # far positions would change a dynamic table
     cos, sin = call_rotary(stock, kind, positions)

@@ -106,7 +106,7 @@ class Patch:
         if furthest <= stated:
             return None
         return (
-            f"{self.method} reaches {furthest} tokens, the config goes on to state a context of {stated}: "
+            f"{self.method} reaches {furthest} tokens, the config still states a context of {stated}: "
             f"target_length={furthest} (--target-length) states the longer one"
         )
 

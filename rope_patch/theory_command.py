@@ -36,16 +36,14 @@ def theory(
         trained_length=parse_length(trained_length),
         length=parse_length(length),
     )
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
     if report:
         from rope_patch import theory_report as page
-    from rope_patch.files import write_atomically
+    from rope_patch.files import folder_to_write, write_atomically
 
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomically(output / "theory.json", made.to_json())
-    if report:
-        page.write(output / "theory.html", made, command=shlex.join(["rope-patch", *sys.argv[1:]]))
+    with folder_to_write(output, ["theory.json", *["theory.html"] * report]):
+        write_atomically(output / "theory.json", made.to_json())
+        if report:
+            page.write(output / "theory.html", made, command=shlex.join(["rope-patch", *sys.argv[1:]]))
     if as_json:
         print(made.to_json())
         return

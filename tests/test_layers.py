@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rope_patch"
 # Lowest first. Names on one line are neighbours and may import each other; otherwise a module imports
 # only from the lines above its own.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("frequencies", "files", "processes"),
+    ("blame", "frequencies", "files", "processes"),
     ("rotary", "registry", "methods"),
     ("theory",),
     ("record",),

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rope_patch.checkpoints import adapter_base, is_adapter, read_record
+from rope_patch.blame import blamed_on
+from rope_patch.checkpoints import adapter_base, adapter_config, is_adapter, read_record
 from rope_patch.export.gguf_weights import heads_of, to_interleaved
 from rope_patch.folders import skeleton
 from rope_patch.gguf_file import Key, Piece, Progress, check_out, gguf, write_gguf
@@ -72,15 +73,14 @@ def export_gguf_lora(
             file = files.enter_context(safe_open(weights, framework="pt"))
         except SafetensorError as error:
             raise OSError(f"{weights} is truncated or damaged ({error}): copy it again") from error
+        files.enter_context(blamed_on(f"{adapter}: its adapter_config.json and its weights do not fit each other"))
         pieces = list(_pieces(file, lora, config))
         return write_gguf(out, keys, pieces, overwrite=overwrite, progress=progress)
 
 
 def _config(adapter: str | Path) -> Any:
     """Return an adapter's config, or raise where llama.cpp would compute something else."""
-    from peft import PeftConfig
-
-    lora: Any = PeftConfig.from_pretrained(str(adapter))
+    lora: Any = adapter_config(adapter)
     if str(getattr(lora.peft_type, "value", lora.peft_type)) != "LORA":
         raise ValueError(f"{adapter} is {lora.peft_type}, and llama.cpp adds LoRA alone: {_MERGE}")
     init = str(lora.init_lora_weights).lower()

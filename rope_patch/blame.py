@@ -1,0 +1,67 @@
+"""What a library raises over a user's file, said so that the user knows which file it is and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+_OTHER_CAUSES = (OSError, ImportError, MemoryError, torch.OutOfMemoryError, SafetensorError)
+"""A file that is not there or cut, a package that is missing, memory that is used up: not what the file says."""
+
+
+@contextlib.contextmanager
+def blamed_on(what: str) -> Iterator[None]:
+    """Raise what a library raises in this block as one ``ValueError`` that begins with ``what``.
+
+    Args:
+        what: the file and what failed: ``"DIR/config.json: transformers cannot build the model it describes"``.
+
+    Raises:
+        ValueError: with the library's own error as its cause. Errors of ours, missing files and packages, and used-up
+            memory pass as they are.
+    """
+    try:
+        yield
+    except _OTHER_CAUSES:
+        raise
+    except Exception as error:
+        if _is_ours(error):
+            raise
+        raise ValueError(f"{what} ({in_one_line(error)})") from error
+
+
+def in_one_line(error: BaseException, most: int = 400) -> str:
+    """Return an error's type and message on one line: a message alone may be no more than a key or a number."""
+    message = " ".join(str(error).split())
+    if isinstance(error, AssertionError) and not message:
+        return type(error).__name__
+    return f"{type(error).__name__}: {message if len(message) <= most else message[:most] + ' …'}"
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Return the object of a JSON file.
+
+    Raises:
+        OSError: it cannot be read, is no JSON, or is a list, a word or a number.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OSError(f"{path} is damaged, it is no JSON ({error}): copy or download it again") from error
+    if not isinstance(data, dict):
+        raise OSError(f"{path} must hold a JSON object, and holds {json.dumps(data)[:60]}: copy or download it again")
+    return data
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Tell whether an error was raised by this package itself, whose messages say what to do."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("rope_patch")

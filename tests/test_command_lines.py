@@ -1,0 +1,186 @@
+"""Damaged files given to commands: one line says which file it is and what is wrong, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+
+import rope_patch
+from rope_patch import cli
+
+pytest.importorskip("gguf")
+
+MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report", "-o", "out")
+COMMANDS = {
+    "inspect": ("inspect", "DIR"),
+    "apply": ("apply", "DIR", "yarn:factor=4", "--target-length", "256", "-o", "out"),
+    "plan": ("plan", "DIR", "--length", "1k"),
+    "export": ("export", "DIR", "--to", "vllm", "--method", "p_rope:p=0.5", "-o", "out"),
+    "compare": ("compare", "DIR", "--methods", "default", *MEASURE),
+    "analyze": ("analyze", "DIR", "--tokens", "64", "--window", "32", "--p", "", "--no-report", "-o", "out"),
+}
+BUNDLED = rope_patch.data_path("assets") / "llama"
+BUILD = "transformers cannot|no tokenizer that can be loaded"
+TABLELESS = ("pi by zero", "a context of zero")  # which plan, which reads no table, does not mind
+CONFIGS = {
+    "unknown rope_type": ({"rope_parameters": {"rope_type": "nonsense"}}, BUILD),
+    "yarn without a factor": ({"rope_parameters": {"rope_type": "yarn"}}, BUILD),
+    "factor of a word": ({"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}}, BUILD),
+    "rope_theta of a word": ({"rope_parameters": {"rope_type": "default", "rope_theta": "many"}}, BUILD),
+    "rope_theta of null": ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, BUILD),
+    "pi by zero": ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "not finite"),
+    "yarn over a negative context": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4, "rope_theta": 1e4}, "max_position_embeddings": -64},
+        BUILD,
+    ),
+    "a type that is a list": ({"model_type": ["llama"]}, BUILD),
+    "an unknown type": ({"model_type": "unheard_of"}, BUILD),
+    "no heads": ({"num_attention_heads": 0, "head_dim": None}, BUILD),
+    "heads that do not divide": ({"num_attention_heads": 3, "head_dim": None}, BUILD),
+    "a padding token beyond the vocabulary": ({"pad_token_id": 10**6}, BUILD),
+    "a negative head_dim": ({"head_dim": -2}, BUILD),
+    "quantized by a word": ({"quantization_config": "4bit"}, BUILD),
+    "labels of a number": ({"id2label": 3}, BUILD),
+    "a context of zero": ({"max_position_embeddings": 0}, "max_position_embeddings must be a number of tokens >= 1"),
+    "a context of a word": ({"max_position_embeddings": "many"}, BUILD),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint, a patched one, an adapter over the patched one, and the patched one as a GGUF file."""
+    root = tmp_path_factory.mktemp("made")
+    tiny_model().save_pretrained(root / "base")
+    model = tiny_model()
+    rope_patch.apply(model, "yarn", factor=4, target_length=256)
+    rope_patch.save(model, root / "patched")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = str(root / "patched")
+    rope_patch.save(adapted, root / "adapter")
+    return root
+
+
+def refused(monkeypatch, capsys, folder, *words) -> str:
+    """Run a command in a folder; return its error line, after checking that there is but one and nothing was left."""
+    before = sorted(folder.iterdir())
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2, lines
+    assert lines[-1].startswith("error: "), lines
+    assert "ROPE_PATCH_DEBUG" not in lines[-1]
+    assert sorted(folder.iterdir()) == before
+    return lines[-1]
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "command"),
+    [(d, c) for d in CONFIGS for c in COMMANDS if not (c == "plan" and d in TABLELESS)],
+)
+def test_a_config_that_describes_no_model(made, tmp_path, monkeypatch, capsys, damage, command):
+    changes, said = CONFIGS[damage]
+    # What measures needs a tokenizer, too, and reads it first.
+    shutil.copytree(BUNDLED if command in ("compare", "analyze") else made / "base", tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", **changes)
+    words = [word.replace("DIR", "model") for word in COMMANDS[command]]
+    assert re.search(said, refused(monkeypatch, capsys, tmp_path, *words))
+
+
+@pytest.mark.parametrize("text", ["", "null", "3", "[]", '"yarn"', "{", "\udcff"])
+@pytest.mark.parametrize("command", ["inspect", "apply", "plan", "export"])
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "rope_patch.json"])
+def test_a_file_that_is_no_json_object(made, tmp_path, monkeypatch, capsys, name, command, text):
+    source = "base" if name == "config.json" else "adapter"
+    shutil.copytree(made / source, tmp_path / "model")
+    (tmp_path / "model" / name).write_bytes(text.encode(errors="surrogateescape"))
+    words = [word.replace("DIR", "model") for word in COMMANDS[command]]
+    if source == "adapter" and command == "export":
+        words = words[:4] + words[6:]  # an adapter has a method of its own
+    line = refused(monkeypatch, capsys, tmp_path, *words)
+    if source == "base" or command == "export":  # the others name the adapter, which they do not take
+        assert f"{name} " in line
+        assert "copy or download it again" in line
+
+
+RECORDS = {
+    "method": ([None, 3, {}, {"method": "yarn", "factor": [1]}, {"method": "chain", "steps": [3]}]),
+    "layer_types": ([None, 3, [], [3], {}]),
+    "tables": (
+        [None, [], {}, {"all": 3}, {"all": {}}, {"all": {"inv_freq": [[1]], "attention_scaling": 1, "hash": ""}}]
+    ),
+    "base_tables": ([None, {}, {"other": None}]),
+    "base_config": ([None, [], {}, {"rope_parameters": {}, "max_position_embeddings": 0}]),
+    "target_length": (["x", 0, 1.5, [1]]),
+    "precision": ([None, "float16", 32]),
+    "freeze_at": (["x", -1]),
+    "edited": ([None, 3, "all", [None]]),
+    "package_version": ([None, 1]),
+    "schema": ([None, "one", 99]),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in RECORDS.items() for value in values])
+def test_a_record_that_is_malformed(made, tmp_path, monkeypatch, capsys, key, value):
+    """In a checkpoint's config and beside an adapter, the line says which key of the record is wrong."""
+    shutil.copytree(made / "patched", tmp_path / "patched")
+    shutil.copytree(made / "adapter", tmp_path / "adapter")
+    config = json.loads((tmp_path / "patched" / "config.json").read_text())
+    edit(tmp_path / "patched" / "config.json", rope_patch=config["rope_patch"] | {key: value})
+    edit(tmp_path / "adapter" / "rope_patch.json", **{key: value})
+    for words in (
+        ("verify", "patched"),
+        ("inspect", "patched"),
+        ("restore", "patched", "-o", "out"),
+        ("export", "adapter", "--to", "vllm", "--lora", "-o", "out"),
+    ):
+        line = refused(monkeypatch, capsys, tmp_path, *words)
+        assert "record" in line
+        assert key in line or "parameter" in line or "method" in line
+
+
+@pytest.mark.parametrize("key", ["method", "layer_types", "tables", "base_tables", "base_config"])
+def test_a_record_that_lacks_a_key(made, tmp_path, monkeypatch, capsys, key):
+    shutil.copytree(made / "patched", tmp_path / "patched")
+    config = json.loads((tmp_path / "patched" / "config.json").read_text())
+    del config["rope_patch"][key]
+    edit(tmp_path / "patched" / "config.json", **config)
+    assert f"the rope_patch record lacks '{key}'" in refused(monkeypatch, capsys, tmp_path, "verify", "patched")
+
+
+GGUF_KEYS = {
+    "llama.rope.freq_base": ["x", 0.0, -1.0, float("nan"), float("inf")],
+    "llama.rope.scaling.attn_factor": ["x", float("nan")],
+    "llama.rope.scaling.factor": ["x"],
+    "llama.rope.scaling.original_context_length": ["x"],
+    "llama.context_length": ["x"],
+    "llama.rope.dimension_count": ["x", 0, 2**31],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in GGUF_KEYS.items() for value in values])
+def test_a_gguf_file_with_a_key_that_is_no_number(tmp_path, monkeypatch, capsys, key, value):
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    keys = {"llama.embedding_length": 64, "llama.attention.head_count": 4, "llama.context_length": 64, key: value}
+    for name, said in keys.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(said)]
+        add(name, said)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    line = refused(monkeypatch, capsys, tmp_path, "inspect", "model.gguf")
+    assert "model.gguf" in line
+    assert key in line or "how many features rotate" in line
