@@ -13,11 +13,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
 
-from rope_patch.blame import blamed_on, read_json
+from rope_patch.blame import blamed_on, in_one_line, read_json
 from rope_patch.files import folder_in_one_move, write_atomically
 from rope_patch.from_gguf import is_gguf, load_gguf
 from rope_patch.methods import MethodLike
@@ -141,7 +141,8 @@ _TABLES = "_rope_patch_record"
 def _peft_model(model: Any) -> Any:
     """Return the PeftModel in a model, through ``torch.compile`` and DDP; None where there is none."""
     while model is not None and not hasattr(model, "peft_config"):
-        model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        inner = getattr(model, "_orig_mod", None)
+        model = getattr(model, "module", None) if inner is None else inner
     return model if hasattr(model, "get_base_model") else None
 
 
@@ -153,7 +154,8 @@ def _check_adapters(
     One that :func:`load_adapter` loaded has its record with it; one that is trained here belongs to the tables it is
     trained under. One that PEFT loaded for inference may have been trained under any, and so may what is combined.
     """
-    known: dict[str, Any] = getattr(_peft_model(model) or model, "peft_config", {})
+    holder = _peft_model(model)
+    known: dict[str, Any] = getattr(model if holder is None else holder, "peft_config", {})
     if not isinstance(known, dict):
         return
     for name in trusted:
@@ -493,6 +495,23 @@ def load_config(source: str | Path, **options: Any) -> Any:
     with contextlib.suppress(FileNotFoundError):
         read_json(Path(source) / CONFIG_FILE)
     return _reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
+
+
+def read_tokenizer(source: str | Path, **options: Any) -> Any:
+    """Return a checkpoint's own tokenizer.
+
+    Args:
+        source: folder or hub id.
+        **options: for ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        ValueError: it has none that can be loaded; the message says why.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(source), **options)
+    except Exception as error:  # of many kinds: it reads config.json, too
+        reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).partition("\n")[0]
+        raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
 
 
 def _reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:

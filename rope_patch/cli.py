@@ -564,7 +564,9 @@ def run(app: typer.Typer) -> None:
             if "No module named 'matplotlib" in str(error)
             else ""
         )
-        print(f"error: {error}{hint}", file=sys.stderr)
+        system = isinstance(error, OSError) and error.filename is not None and error.strerror is not None
+        said = f"{str(error.filename)!r}: {error.strerror.lower()}" if system else str(error)  # type: ignore[union-attr]
+        print(f"error: {said}{hint}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:  # of a library: its name helps
         if os.environ.get("ROPE_PATCH_DEBUG"):

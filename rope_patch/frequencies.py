@@ -153,7 +153,11 @@ def yarn_scaling(factor: float, mscale: float | None = None, mscale_all_dim: flo
     def of(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1)
+    if not (mscale and mscale_all_dim):
+        return of(1)
+    if of(mscale) <= 0 or of(mscale_all_dim) <= 0:
+        raise ValueError(f"mscale {mscale} and mscale_all_dim {mscale_all_dim} give no positive factor on cos and sin")
+    return of(mscale) / of(mscale_all_dim)
 
 
 def yarn(

@@ -72,25 +72,16 @@ def load_tokenizer(source: str) -> Any:
         FileNotFoundError: no such folder.
         ValueError: it has none that can be loaded.
     """
-    from transformers import AutoTokenizer
-
-    from rope_patch.blame import in_one_line
-    from rope_patch.checkpoints import adapter_base, is_adapter
-    from rope_patch.sites import PatchError
+    from rope_patch.checkpoints import adapter_base, is_adapter, read_tokenizer
 
     check_source(source)
     bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
     try:
-        return AutoTokenizer.from_pretrained(adapter_base(source) if bare else source)
-    except PatchError:
-        raise
-    except Exception as error:  # of many kinds: it reads config.json, too
-        reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).splitlines()[0]
-        if not Path(source).exists():
-            raise FileNotFoundError(
-                f"no folder {source}, and the hub gives no tokenizer of that name: {reason}"
-            ) from None
-        raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from None
+        return read_tokenizer(adapter_base(source) if bare else source)
+    except ValueError as error:
+        if Path(source).exists():
+            raise
+        raise FileNotFoundError(f"no folder {source}, and the hub gives none of that name: {error}") from None
 
 
 def load_model(source: str, method: str | None, device: str, dtype: str) -> Any:

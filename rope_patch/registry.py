@@ -300,6 +300,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+LONGEST = 10**12
+"""Tokens: more is a slip of the finger."""
+
+
 def parse_length(text: str) -> int:
     """Return a number of tokens; 4k is 4096.
 
@@ -309,6 +313,8 @@ def parse_length(text: str) -> int:
     digits, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
     if not digits.isascii() or not digits.isdigit():
         raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")
+    if int(digits) * thousands > LONGEST:
+        raise ValueError(f"a length is at most {LONGEST} tokens, got {text!r}")
     return int(digits) * thousands
 
 
@@ -335,7 +341,10 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
             raise ValueError(f"{name} must be true or false, got {value!r}")
         return words[str(value).lower()]
     if kind in (int, float):
-        return _number(name, value, kind)
+        number = _number(name, value, kind)
+        if number and not 1e-37 < abs(number) < 1e37:
+            raise ValueError(f"{name} must be a number that float32 holds, got {value!r}")
+        return number
     if kind is str:
         if not isinstance(value, str) or not value or set(value) & set(":+,="):
             raise ValueError(f"{name} must be a word, got {value!r}")

@@ -184,3 +184,80 @@ def test_a_gguf_file_with_a_key_that_is_no_number(tmp_path, monkeypatch, capsys,
     line = refused(monkeypatch, capsys, tmp_path, "inspect", "model.gguf")
     assert "model.gguf" in line
     assert key in line or "how many features rotate" in line
+
+
+METHODS = [
+    "yarn:factor=1e308",
+    "yarn:factor=4:beta_fast=1e308:beta_slow=1e-308",
+    "yarn:factor=4:beta_fast=1e-320:beta_slow=1e-322",
+    "yarn:factor=4:mscale=1:mscale_all_dim=-7.213475204444817",
+    "yarn:factor=4:attention_factor=1e300",
+    "table:attention_scaling=1e-300",
+    "truncated:cutoff_low=0:cutoff_high=1:floor=1e300",
+    "longrope:factors=1e-300/1/1/1/1/1/1/1",
+    "abf:rope_theta=1e-300",
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_numbers_that_give_no_table(made, tmp_path, monkeypatch, capsys, method):
+    refused(monkeypatch, capsys, tmp_path, "apply", made / "base", method, "-o", "out")
+    refused(monkeypatch, capsys, tmp_path, "theory", "--method", method, "--head-dim", "16", "--no-report", "-o", "out")
+
+
+def test_lengths_beyond_reason(tmp_path, monkeypatch, capsys):
+    line = refused(monkeypatch, capsys, tmp_path, "theory", "--no-report", "-o", "out", "--length", "9" * 23 + "k")
+    assert "a length is at most" in line
+
+
+TOKENIZERS = {"tokenizer_config.json": ["", "[]", "null", "3"], "tokenizer.json": ["", "null", '"x"', '{"model": 3}']}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in TOKENIZERS.items() for text in texts])
+def test_a_tokenizer_that_cannot_be_read(tmp_path, monkeypatch, capsys, name, text):
+    shutil.copytree(BUNDLED, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(text)
+    training = ("model.name=model", "data.lengths=64", "patch.method=yarn:factor=4", "output=out", "train.steps=1")
+    for words in (
+        ("compare", "model", "--methods", "default", *MEASURE),
+        ("export", "model", "--to", "gguf", "-o", "out.gguf"),
+        ("finetune", *training, "data.allow_short=true", "model.dtype=float32", "train.precision=float32"),
+    ):
+        assert "model has no tokenizer that can be loaded: " in refused(monkeypatch, capsys, tmp_path, *words)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
+def test_an_index_of_weights_that_cannot_be_read(tmp_path, monkeypatch, capsys, text):
+    shutil.copytree(BUNDLED, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
+    for words in (
+        ("apply", "model", "abf", "-o", "out"),
+        ("export", "model", "--to", "gguf", "-o", "out.gguf"),
+        ("compare", "model", "--methods", "default", *MEASURE),
+    ):
+        assert "model" in refused(monkeypatch, capsys, tmp_path, *words)
+
+
+@pytest.mark.parametrize("pattern", ["/", "/etc/*", "**", ".."])
+def test_a_pattern_of_no_files(made, tmp_path, monkeypatch, capsys, pattern):
+    (tmp_path / "texts" / "inner").mkdir(parents=True)
+    words = ("analyze", BUNDLED, "--text", "texts", "--pattern", pattern, "--no-report", "-o", "out")
+    line = refused(monkeypatch, capsys, tmp_path, *words)
+    assert "pattern must name files" in line or "holds no file like" in line
+
+
+@pytest.mark.parametrize("command", ["apply", "theory", "analyze", "compare", "fit", "export"])
+def test_an_output_below_a_file(made, tmp_path, monkeypatch, capsys, command):
+    (tmp_path / "file").write_text("")
+    words = {
+        "apply": ("apply", made / "base", "abf"),
+        "theory": ("theory", "--no-report"),
+        "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
+        "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE[:-2]),
+        "fit": ("fit", BUNDLED, "--length", "512", "--steps", "0", "--no-figure"),
+        "export": ("export", made / "base", "--to", "hf"),
+    }[command]
+    line = refused(monkeypatch, capsys, tmp_path, *words, "-o", "file/out")
+    assert "file" in line
+    assert "Errno" not in line

@@ -76,7 +76,7 @@ def _documents(source: Source, column: str, pattern: str) -> Iterator[Document]:
         case Path():
             if not source.exists():
                 raise FileNotFoundError(f"no file or folder {str(source)!r}")
-            paths = sorted(source.glob(pattern)) if source.is_dir() else [source]
+            paths = _files(source, pattern) if source.is_dir() else [source]
             if not paths:
                 raise ValueError(f"folder {str(source)!r} holds no file like {pattern!r}: give pattern=")
             for path in paths:
@@ -92,6 +92,13 @@ def _documents(source: Source, column: str, pattern: str) -> Iterator[Document]:
         case _:
             for i, row in enumerate(source):
                 yield _row(row, i, column)
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(path for path in folder.glob(pattern) if path.is_file())
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"pattern must name files below the folder, as '**/*.txt' does, got {pattern!r}") from error
 
 
 def _row(row: Any, number: int, column: str) -> Document:

@@ -170,16 +170,10 @@ def _as_model(
             merged.save_pretrained(folder)
         del loaded, merged
         for place in (source, base):
-            with contextlib.suppress(OSError, ValueError):
-                _tokenizer(place).save_pretrained(folder)
+            with contextlib.suppress(ValueError):
+                checkpoints.read_tokenizer(place).save_pretrained(folder)
                 break
         yield skeleton(folder), folder
-
-
-def _tokenizer(place: str | Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(place))
 
 
 def _folder(

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer
 
 from rope_patch._paths import name_of
-from rope_patch.checkpoints import is_adapter
+from rope_patch.blame import blamed_on
+from rope_patch.checkpoints import is_adapter, read_tokenizer
 from rope_patch.export.gguf_base import check_base
 from rope_patch.export.gguf_lora import export_gguf_lora as export_gguf_lora
 from rope_patch.export.gguf_vocab import vocabulary_keys
@@ -121,6 +121,7 @@ def export_gguf(
         name = name or (type(model).__name__ if place is None else name_of(str(place)))
         keys = [*llama_keys(config, name, dtype), *table_keys(slot, graph, record)]
         keys += vocabulary_keys(tokenizer, config.vocab_size)
+        files.enter_context(blamed_on(f"{place or type(model).__name__}: the weights do not fit the config"))
         pieces = [*table_pieces(slot, graph), *pieces_from(own, config, graph.architecture, dtype)]
         return write_gguf(out, keys, pieces, overwrite=overwrite, progress=progress)
 
@@ -184,10 +185,7 @@ def _tokenizer(tokenizer: Any, folder: Path | None) -> Any:
     where = tokenizer or folder
     if where is None:
         raise ValueError("a GGUF holds a tokenizer: give tokenizer= with a model in memory")
-    try:
-        return AutoTokenizer.from_pretrained(where)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where} has no tokenizer that can be loaded: {str(error).splitlines()[0]}") from None
+    return read_tokenizer(where)
 
 
 def _weights_at_hand(source: str | Path | nn.Module, files: ExitStack) -> Weights | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -12,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from rope_patch.blame import read_json
 from rope_patch.folders import check_weights
 from rope_patch.gguf_file import Key, Piece, gguf
 
@@ -64,7 +64,7 @@ def weights_in(folder: Path, files: ExitStack) -> Weights:
     check_weights(folder)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        home: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        home: dict[str, str] = read_json(index)["weight_map"]
     elif (folder / "model.safetensors").is_file():
         with safe_open(folder / "model.safetensors", framework="pt") as file:
             home = dict.fromkeys(file.keys(), "model.safetensors")
@@ -73,7 +73,10 @@ def weights_in(folder: Path, files: ExitStack) -> Weights:
     opened = {
         name: files.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(set(home.values()))
     }
-    shapes = {name: tuple(opened[where].get_slice(name).get_shape()) for name, where in home.items()}
+    try:
+        shapes = {name: tuple(opened[where].get_slice(name).get_shape()) for name, where in home.items()}
+    except SafetensorError as error:
+        raise OSError(f"{index} names tensors that its files do not hold ({error}): copy them again") from error
     return Weights(shapes, lambda name: opened[home[name]].get_tensor(name))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 from rope_patch import checkpoints
 from rope_patch._paths import data_path
@@ -67,8 +67,7 @@ def load_model(options: ModelOptions, compute: Precision = "bfloat16") -> tuple[
         local = int(os.environ.get("LOCAL_RANK", 0))
         wanted["device_map"] = {"": local if torch.cuda.is_available() else "cpu"}
     model = checkpoints.load(source, **wanted, **shared)
-    tokenizer = AutoTokenizer.from_pretrained(source, **shared)
-    return model, tokenizer
+    return model, checkpoints.read_tokenizer(source, **shared)
 
 
 def _bitsandbytes(quantization: str, storage: torch.dtype, compute: torch.dtype) -> BitsAndBytesConfig:
