@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
@@ -44,7 +46,7 @@ def save(
     out: str | Path,
     *,
     tokenizer: Any = None,
-    trust_adapters: Sequence[str] = (),
+    trust_adapters: str | Sequence[str] = (),
     **save_options: Any,
 ) -> Path:
     """Save a patched model or an adapter trained under a patch, with its record, atomically.
@@ -53,7 +55,8 @@ def save(
     embeddings by itself; ``rope_patch.json`` beside it does, and :func:`load` and :func:`load_adapter` read it.
 
     Several processes may call it, as they do ``save_pretrained``: the first one writes, the others take part in
-    gathering the weights and wait until it has. The first one may also call it alone.
+    gathering the weights and wait until it has. The first one may also call it alone, and then does so for every save
+    to that folder; all name one and the same folder.
 
     Args:
         model: a patched model of transformers, or a PEFT model over one.
@@ -78,16 +81,12 @@ def save(
     ):
         if save_options.get(name):
             raise ValueError(f"save takes no {name}: {instead}")
-    record = verify(model)
-    _check_adapters(model, record, trust_adapters, save_options.get("selected_adapters"))
-    if record.precision != "float32":
-        warnings.warn(
-            f"the angles of this model are computed in {record.precision}; no stock config can say so, and plain "
-            "transformers will compute them in float32. rope_patch.load keeps it",
-            stacklevel=2,
-        )
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
-    with first_alone(f"save to {Path(out).absolute()}") as here:
+    trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
+    with first_alone(f"save to {os.path.realpath(out)}") as here:
+        record = verify(model)
+        _check_adapters(model, record, trusted, save_options.get("selected_adapters"))
+        _warn_of_precision(record)
         if not (here and save_options.get("is_main_process", True)):
             with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
                 inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
@@ -98,6 +97,15 @@ def save(
                 tokenizer.save_pretrained(folder)
             put_record(record, folder)
     return Path(out)
+
+
+def _warn_of_precision(record: PatchRecord) -> None:
+    if record.precision != "float32":
+        warnings.warn(
+            f"the angles of this model are computed in {record.precision}; no stock config can say so, and plain "
+            "transformers will compute them in float32. rope_patch.load keeps it",
+            stacklevel=3,
+        )
 
 
 def put_record(record: PatchRecord, folder: Path) -> None:
@@ -122,8 +130,8 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
         write_atomically(path, text)
 
 
-def _adapter_weights(source: str | Path) -> Path | None:
-    found = (_find_file(source, name) for name in ADAPTER_WEIGHTS)
+def _adapter_weights(source: str | Path, **hub: Any) -> Path | None:
+    found = (_find_file(source, name, **hub) for name in ADAPTER_WEIGHTS)
     return next((path for path in found if path is not None), None)
 
 
@@ -136,6 +144,22 @@ def _hash(path: Path) -> str:
 
 _TABLES = "_rope_patch_record"
 """Attribute of an adapter's config in memory, which saving ignores: the record it was loaded with."""
+
+
+_WEIGHTS = "_rope_patch_weights"
+"""Likewise: the mean sizes of its weights as they were loaded, by name."""
+
+
+def _sizes(model: Any, name: str) -> dict[str, float]:
+    """Return the mean size of every weight of an adapter that can be read here: casts hardly change it."""
+    own = ((key, p) for key, p in model.named_parameters() if f".{name}." in f".{key}." and type(p.data) is Tensor)
+    return {key: float(p.detach().abs().mean(dtype=torch.float32)) for key, p in own if not p.is_meta and p.numel()}
+
+
+def _as_loaded(model: Any, name: str, config: Any) -> bool:
+    """Tell whether the weights of an adapter that is not trained are those it was loaded with."""
+    before, now = getattr(config, _WEIGHTS, {}), _sizes(model, name) if config.inference_mode else {}
+    return all(abs(now[key] - before[key]) <= 0.02 * before[key] + 1e-8 for key in before.keys() & now.keys())
 
 
 def _peft_model(model: Any) -> Any:
@@ -169,6 +193,12 @@ def _check_adapters(
                 f"{record.to_method()} since: patch it as before; or, if the adapter was trained on under the new "
                 f"tables, save(…, trust_adapters=[{name!r}])"
             )
+        if own is not None and name not in trusted and not _as_loaded(holder, name, config):
+            raise PatchError(
+                f"the weights of the adapter {name!r} are not those that rope_patch loaded, and it was not trained "
+                f"here: others were put in their place. If these belong to {record.to_method()}: "
+                f"save(…, trust_adapters=[{name!r}])"
+            )
     chosen = selected or list(known)
     strange = [
         name
@@ -178,11 +208,15 @@ def _check_adapters(
     unsure = [name for name in chosen if getattr(known.get(name), _TABLES, None) is None and name not in trusted]
     if strange and unsure:
         name = next((name for name in strange if name in chosen), unsure[0])
-        why = "rope_patch did not load it" if name in strange else f"it may hold a part of {strange[0]!r}"
+        why = (
+            "PEFT loaded it, or combined it from adapters that were loaded"
+            if name in strange
+            else f"it may hold a part of {strange[0]!r}, which PEFT loaded"
+        )
         raise PatchError(
-            f"nothing shows under which tables the adapter {name!r} was trained: {why}. Load such adapters with "
-            f"rope_patch.load_adapter(model, FOLDER, adapter_name={strange[0]!r}), or delete them from the model. If "
-            f"{name!r} does belong to {record.to_method()}: save(…, trust_adapters=[{name!r}])"
+            f"nothing shows under which tables the adapter {name!r} was trained: {why}. If it belongs to "
+            f"{record.to_method()}, say so: save(…, trust_adapters=[{name!r}]). Adapters that "
+            "rope_patch.load_adapter(model, FOLDER, adapter_name=…) loads are checked"
         )
 
 
@@ -243,13 +277,17 @@ class RopePatchCallback(TrainerCallback, ExportableState):
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_record(folder: str | Path) -> PatchRecord | None:
+def read_record(folder: str | Path, **hub: Any) -> PatchRecord | None:
     """Return the record beside an adapter, or None where there is none.
+
+    Args:
+        folder: or hub id.
+        **hub: as loaders take them: ``subfolder``, ``revision``, ``token`` …
 
     Raises:
         PatchError: a record that is broken, altered, from a newer version, or of other weights than the adapter's.
     """
-    path = _find_file(folder, RECORD_FILE)
+    path = _find_file(folder, RECORD_FILE, **hub)
     if path is None:
         return None
     try:
@@ -259,7 +297,7 @@ def read_record(folder: str | Path) -> PatchRecord | None:
     try:
         tied = data.pop(WEIGHTS_KEY, None)
         record = PatchRecord.from_dict(data)
-        weights = _adapter_weights(folder)
+        weights = _adapter_weights(folder, **hub)
         if weights is not None and tied != _hash(weights):
             raise ValueError(
                 f"this record of {record.to_method()} is not of the adapter beside it, whose weights were saved here "
@@ -286,12 +324,12 @@ def _find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
     return None
 
 
-def is_adapter(source: str | Path) -> bool:
-    """Tell whether a folder or hub id holds an adapter."""
-    return _find_file(source, ADAPTER_FILE) is not None
+def is_adapter(source: str | Path, **hub: Any) -> bool:
+    """Tell whether a folder or hub id holds an adapter; ``hub`` as for :func:`read_record`."""
+    return _find_file(source, ADAPTER_FILE, **hub) is not None
 
 
-def adapter_base(source: str | Path) -> str:
+def adapter_base(source: str | Path, **hub: Any) -> str:
     """Return the folder or hub id of the model an adapter was trained on: its own folder where that holds one too.
 
     Raises:
@@ -299,14 +337,14 @@ def adapter_base(source: str | Path) -> str:
     """
     if (Path(source) / CONFIG_FILE).is_file():
         return str(source)
-    base = adapter_config(source).base_model_name_or_path
+    base = adapter_config(source, **hub).base_model_name_or_path
     if not base or not isinstance(base, str):
         raise PatchError(f"{source}: its {ADAPTER_FILE} names no base model; load that and use load_adapter")
     return str(base)
 
 
-def adapter_config(source: str | Path) -> Any:
-    """Return an adapter's config.
+def adapter_config(source: str | Path, **hub: Any) -> Any:
+    """Return an adapter's config; ``hub`` as for :func:`read_record`.
 
     Raises:
         OSError: none there, or one that is damaged.
@@ -314,10 +352,10 @@ def adapter_config(source: str | Path) -> Any:
     """
     from peft import PeftConfig
 
-    if (path := _find_file(source, ADAPTER_FILE)) is not None:
+    if (path := _find_file(source, ADAPTER_FILE, **hub)) is not None:
         read_json(path)
     with blamed_on(f"{source}: PEFT cannot read its {ADAPTER_FILE}"):
-        return PeftConfig.from_pretrained(str(source))
+        return PeftConfig.from_pretrained(str(source), **hub)
 
 
 def load(
@@ -334,7 +372,8 @@ def load(
             whose table is read too (transformers' ``gguf_file=`` reads its base alone).
         method: a patch to apply to a model that has none.
         apply_options: options of :func:`rope_patch.apply` for ``method`` (``target_length``, ``layer_types`` …).
-        **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``; remote code is off unless asked for.
+        **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``; remote code is off unless asked for. For an
+            adapter also ``adapter_name`` and ``is_trainable``; ``revision`` and ``subfolder`` are then the adapter's.
 
     Returns:
         The model; for an adapter, a ``PeftModel`` over its patched base.
@@ -348,12 +387,15 @@ def load(
         if method is not None:
             apply(model, method, **(apply_options or {}))
         return model
-    if is_adapter(source):
-        base = adapter_base(source)
-        record = read_record(source)
-        revision = adapter_config(source).revision
-        if revision:
-            from_pretrained.setdefault("revision", revision)  # of the base it was trained on
+    source, from_pretrained = _in_subfolder(source, from_pretrained)
+    hub = {key: value for key, value in from_pretrained.items() if key in _HUB_OPTIONS}
+    if is_adapter(source, **hub):
+        base, record = adapter_base(source, **hub), read_record(source, **hub)
+        for name in ("revision", "subfolder"):  # of the adapter
+            from_pretrained.pop(name, None)
+        if revision := adapter_config(source, **hub).revision:
+            from_pretrained["revision"] = revision  # of the base it was trained on
+        trained = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}
         if method is not None and record is not None:
             raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
         with _without_adapter(base) as bare:
@@ -369,7 +411,7 @@ def load(
                 f"the adapter {source} carries no patch record: loaded onto the tables of its base model as they are",
                 stacklevel=2,
             )
-        return load_adapter(model, source)
+        return load_adapter(model, source, **trained, **hub)
     config = config_json(source, **from_pretrained)
     model = _reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
     own = find_rotary(model).record
@@ -386,6 +428,14 @@ def load(
         verify(model)  # what the stock loader built, before ours takes its place
         reapply(model, own)
     return model
+
+
+def _in_subfolder(source: str | Path, options: dict[str, Any]) -> tuple[str | Path, dict[str, Any]]:
+    """Return the folder that is meant where a folder on this disk is given with a ``subfolder``, and other options."""
+    inner = options.get("subfolder")
+    if not inner or not Path(source).is_dir():
+        return source, options
+    return Path(source, inner), {key: value for key, value in options.items() if key != "subfolder"}
 
 
 @contextlib.contextmanager
@@ -451,7 +501,9 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
             "this model holds adapters of transformers' own (model.load_adapter): load its base with rope_patch.load, "
             "and the adapters onto that"
         )
-    record, own = read_record(adapter), find_rotary(model).record
+    adapter, peft_options = _in_subfolder(adapter, peft_options)
+    hub = {key: value for key, value in peft_options.items() if key in _HUB_OPTIONS}
+    record, own = read_record(adapter, **hub), find_rotary(model).record
     if record is None:
         if own is not None:
             raise PatchError(
@@ -475,18 +527,19 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
     made: Any = model
     if holder is None:
         wrapped: Any = model
-        with _onto(model, adapter):
+        with _onto(model, adapter, hub):
             made = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
     else:
-        with _onto(model, adapter):
+        with _onto(model, adapter, hub):
             holder.load_adapter(str(adapter), name, **peft_options)
     if record is not None:
         setattr(holder.peft_config[name], _TABLES, record)
+        setattr(holder.peft_config[name], _WEIGHTS, _sizes(holder, name))
     return made
 
 
-def _onto(model: nn.Module, adapter: str | Path) -> contextlib.AbstractContextManager[None]:
-    adapter_config(adapter)
+def _onto(model: nn.Module, adapter: str | Path, hub: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    adapter_config(adapter, **hub)
     return blamed_on(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}")
 
 

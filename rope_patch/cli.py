@@ -489,7 +489,7 @@ def demo(
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda …")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of the passkey prompts.")] = 0,
-    threads: Annotated[int, typer.Option(help="CPU threads; more only help on an idle machine.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; more only help on an idle machine.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Compare every method at 4x the trained context on the bundled checkpoints; save and reload the best."""
@@ -506,6 +506,9 @@ def demo(
     for name in shape or ():
         if name not in bundled.SHAPES:
             raise ValueError(f"shape must be one of {', '.join(bundled.SHAPES)}, got {name!r}")
+    if device == "auto":
+        raise ValueError("device must be one of torch's here, such as cpu or cuda, got 'auto'")
+    check_device(device)
     torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()  # ours tells enough
     results = []

@@ -16,7 +16,7 @@ import shutil
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +72,10 @@ def file_in_one_move(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         OSError: the place cannot be written.
     """
     with _claimed(out.parent, f".{out.name}", out) as claim:
-        if out.exists() and not overwrite:
+        if out.exists() and not overwrite and not claim.left:
             raise FileExistsError(f"{out} exists: give another name, or allow overwriting (--force)")
         yield claim.temporary
-        claim.say([out.name])
+        claim.say([claim.temporary])
         os.replace(claim.temporary, out)
 
 
@@ -104,18 +104,22 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
     if exists and not os.access(out, os.W_OK):
         raise PermissionError(f"cannot write into {out}: choose another output folder")
     with _claimed_folder(out) as claim:
-        if not overwrite and holds_files(out):
+        if not overwrite and holds_files(out) and not claim.left:
             raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
         claim.temporary.mkdir()
         yield claim.temporary
-        if not holds_files(out):
-            claim.say([path.name for path in claim.temporary.iterdir()])
-        elif not exists:
-            raise FileExistsError(f"{out} was made by another process meanwhile: give another output folder")
+        if not holds_files(out) or claim.left:
+            claim.say(claim.temporary.iterdir())
         if exists:
-            _move_into(claim.temporary, out)
-        else:
+            _move_into(claim.temporary, out, claim.left)
+            return
+        made = FileExistsError(f"{out} was made by another process meanwhile: give another output folder")
+        if holds_files(out):
+            raise made
+        try:
             os.replace(claim.temporary, out)
+        except OSError as error:
+            raise made from error
 
 
 @contextlib.contextmanager
@@ -141,13 +145,16 @@ def scratch_folder(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """Make a folder before long work, and see that its files can be written; made anew and left empty, it goes again.
+    """Make a folder before long work, for this process alone, and see that its files can be written.
+
+    Made anew and left empty, it goes again.
 
     Args:
         folder: to be written.
         names: of the files.
 
     Raises:
+        BlockingIOError: another process is writing it.
         OSError: something else is in the place of the folder or a file, or nothing can be written there.
     """
     if folder.exists() and not folder.is_dir():
@@ -158,8 +165,9 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as made:
         try:
             made.enter_context(_parents(folder / "file"))
-            with _claimed(folder, "", folder, wait=True):
-                pass
+            made.enter_context(_claimed(folder, "", folder))
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise OSError(f"cannot write into {str(folder)!r}: {error.strerror}") from None
         yield
@@ -168,22 +176,26 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
 # --- the lock ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Claim:
     """An output that this process alone writes.
 
     Attributes:
         temporary: a path that no other process uses, with nothing there.
         handle: of the lock.
+        left: all that stands there, where this very command put it there and was killed thereafter.
     """
 
     temporary: Path
     handle: int
+    left: tuple[Path, ...]
 
-    def say(self, names: Sequence[str]) -> None:
-        """Note what is about to be moved to where nothing is, for the same command after a kill."""
-        os.ftruncate(self.handle, 0)
-        os.pwrite(self.handle, json.dumps({"command": sys.argv, "names": names}).encode(), 0)
+    def say(self, new: Iterable[Path]) -> None:
+        """Note what is about to be moved to where nothing else is, for the same command after a kill."""
+        files = [file.lstat().st_ino for file in _files((*new, *self.left))]
+        text = json.dumps({"command": sys.argv, "files": files}).encode()
+        os.pwrite(self.handle, text, 0)
+        os.ftruncate(self.handle, len(text))
 
 
 _mine = threading.local()
@@ -205,26 +217,35 @@ def _left_by_a_kill(out: Path) -> bool:
     return False
 
 
-def _published(handle: int, out: Path) -> list[Path]:
+def _published(handle: int, out: Path) -> tuple[Path, ...]:
     """Return what this command noted in its lock when it was killed, if that is all there is, and untouched since."""
     said, since = os.pread(handle, 1 << 20, 0), os.fstat(handle).st_mtime
     note = json.loads(said) if said else {}
     if note.get("command") != sys.argv or not out.exists():
-        return []
+        return ()
     there = [path for path in out.iterdir() if _MARK not in path.name] if out.is_dir() else [out]
-    files = [file for path in there for file in (path, *path.rglob("*")) if not file.is_dir()]
-    mine = {path.name for path in there} <= set(note["names"]) and all(f.lstat().st_mtime <= since for f in files)
-    return there if mine else []
+    seen = [file.lstat() for file in _files(there)]
+    same = {file.st_ino for file in seen} <= set(note["files"])  # a move does not change it, another file has another
+    return tuple(there) if same and all(file.st_mtime <= since for file in seen) else ()
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    return [file for path in paths for file in (path, *path.rglob("*")) if not file.is_dir()]
 
 
 @contextlib.contextmanager
 def _claimed_folder(out: Path) -> Iterator[_Claim]:
     """Claim a folder, or a file: what a killed run left inside or beside it is removed."""
     inside, beside = _places(out)
-    with _parents(out), _claimed(*(inside if out.is_dir() else beside), out) as claim:
+    with _parents(out), contextlib.ExitStack() as held:
+        claim = held.enter_context(_claimed(*(inside if out.is_dir() else beside), out))
         if out.is_dir():
-            with contextlib.suppress(OSError), _claimed(*beside, out):
-                pass  # gone is what a run left that began before there was a folder
+            try:  # a run that was killed may have begun before there was a folder
+                claim.left += held.enter_context(_claimed(*beside, out)).left
+            except BlockingIOError:
+                raise
+            except OSError:
+                pass  # a mount point, say
         yield claim
 
 
@@ -247,12 +268,14 @@ def _claimed(folder: Path, prefix: str, out: Path, *, wait: bool = False) -> Ite
     if not held:  # a file system without locks: names of our own, and nothing can be said of others'
         temporary = folder / f"{prefix}.{uuid.uuid4().hex[:8]}{_TEMPORARY}"
     try:
+        left = _published(handle, out) if held else ()
         if held:
-            for left in (*folder.glob(f"{glob.escape(prefix)}{_MARK}.*"), *_published(handle, out)):
-                if left != lock:
-                    remove(left)
-            os.ftruncate(handle, 0)
-        mine[lock] = _Claim(temporary, handle)
+            for path in folder.glob(f"{glob.escape(prefix)}{_MARK}.*"):
+                if path != lock:
+                    remove(path)
+            if not left:
+                os.ftruncate(handle, 0)
+        mine[lock] = _Claim(temporary, handle, left)
         yield mine[lock]
     finally:
         mine.pop(lock, None)
@@ -307,20 +330,59 @@ def _parents(path: Path) -> Iterator[None]:
 # --- moving into a folder that exists ------------------------------------------------------------------------------
 
 
-def _move_into(source: Path, out: Path) -> None:
-    """Move the files of one folder into another, so that what stands there on the way does not load."""
-    new = {path.name for path in source.iterdir()}
-    retired = [name for name in CONFIGS if name in new]
+def _move_into(source: Path, out: Path, replaced: Sequence[Path] = ()) -> None:
+    """Move the files of one folder into another, so that what stands there on the way does not load.
+
+    An error or Ctrl-C on the way puts everything back to where it was.
+
+    Args:
+        source: with the new files.
+        out: may hold older ones.
+        replaced: what else in ``out`` goes.
+
+    Raises:
+        FileExistsError: a folder in the place of a file, or a file in that of a folder; nothing was moved.
+    """
+    new = sorted(source.rglob("*"), key=lambda path: (path.name in CONFIGS, path.suffix == ".json", path.name))
+    for path in new:
+        place = out / path.relative_to(source)
+        if place.exists() and place.is_dir() != path.is_dir():
+            raise FileExistsError(f"{place} is in the way: it is a {'folder' if place.is_dir() else 'file'}")
+    old, moved = source.with_name(source.name.replace(_TEMPORARY, f"{_MARK}.old")), []
+
+    def move(path: Path, to: Path) -> None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        moved.append((path, to))
+        os.replace(path, to)
+
+    try:
+        for path in _retired({path.name for path in source.iterdir()}, out, replaced):
+            move(path, old / path.relative_to(out))
+        for path in new:
+            place = out / path.relative_to(source)
+            if path.is_dir():
+                continue
+            if place.exists() or place.is_symlink():
+                move(place, old / path.relative_to(source))
+            move(path, place)
+    except BaseException:
+        for path, to in reversed(moved):
+            with contextlib.suppress(FileNotFoundError):  # the move that failed
+                os.replace(to, path)
+        remove(old)
+        raise
+    remove(old)
+
+
+def _retired(new: set[str], out: Path, replaced: Sequence[Path]) -> list[Path]:
+    """Return what has to go before new files of these names come: the old config first."""
+    names = [name for name in CONFIGS if name in new]
     if "config.json" in new:  # a whole model; an adapter leaves the base model beside it alone
-        retired += [CONFIGS[1], *(path.name for pattern in _STALE for path in out.glob(pattern))]
-    for name in retired:
-        (out / name).unlink(missing_ok=True)
-    for path in sorted(source.iterdir(), key=lambda p: (p.name in CONFIGS, p.suffix == ".json", p.name)):
-        if path.is_dir():
-            (out / path.name).mkdir(exist_ok=True)
-            _move_into(path, out / path.name)
-        else:
-            os.replace(path, out / path.name)
+        names += [CONFIGS[1], *(path.name for pattern in _STALE for path in out.glob(pattern))]
+    elif CONFIGS[1] in new:
+        names += [path.name for path in out.glob("adapter_model.*")]
+    paths = [out / name for name in dict.fromkeys(names) if (out / name).exists()]
+    return [*dict.fromkeys((*paths, *replaced))]
 
 
 def remove(path: Path) -> None:

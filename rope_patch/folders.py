@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rope_patch.blame import blamed_on, read_json
 from rope_patch.checkpoints import (
     ADAPTER_FILE,
+    CONFIG_FILE,
     RECORD_FILE,
     adapter_base,
     check_older_keys,
@@ -34,18 +35,24 @@ _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
-def skeleton(source: str | Path) -> PreTrainedModel:
+def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedModel:
     """Return a checkpoint's model without weights, on the meta device: its tables are those its config describes.
 
     Args:
         source: folder or hub id.
+        beside_adapter: the folder may hold an adapter, too, which is left alone.
 
     Raises:
         OSError: nothing to load there; the message says what to do.
         ValueError: not a causal language model.
         PatchError: a patched checkpoint whose config tells transformers 4 and 5 different tables.
     """
-    if (Path(source) / ADAPTER_FILE).is_file():
+    if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
+        if (Path(source) / CONFIG_FILE).is_file():
+            raise ValueError(
+                f"{source} holds an adapter beside its base model: load both with rope_patch.load, or move the adapter "
+                "into a folder of its own"
+            )
         raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
     config = load_config(source)
     check_older_keys(config_json(source), source)
@@ -122,7 +129,7 @@ def verify_folder(source: str | Path) -> PatchRecord:
         record = read_record(source)
         if record is None:
             raise PatchError(f"the adapter {source} carries no {RECORD_FILE}: it was saved without its patch")
-        model = skeleton(adapter_base(source))
+        model = skeleton(adapter_base(source), beside_adapter=True)
         reapply(model, record)
     else:
         record = verify(skeleton(source))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from test_checkpoints import edit_json, lora
 from tiny import logits, tiny_model
@@ -14,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import PatchError, checkpoints
+from rope_patch.folders import patch_folder, skeleton, verify_folder
+from rope_patch.verification import look
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,7 @@ def test_an_adapter_that_peft_loaded_is_not_saved_under_the_models_record(made, 
     root, _ = made
     model = rope_patch.load(root / "one")
     model.load_adapter(root / "abf", adapter_name="b")
-    with pytest.raises(PatchError, match=r"'b' was trained: rope_patch did not load it. Load such adapters with"):
+    with pytest.raises(PatchError, match=r"'b' was trained: PEFT loaded it, or combined it from"):
         rope_patch.save(model, tmp_path / "both")
     assert not list(tmp_path.iterdir())
     rope_patch.save(model, tmp_path / "first", selected_adapters=["default"])  # whose own record is known
@@ -108,7 +112,7 @@ def test_a_mixture_with_an_adapter_that_peft_loaded_is_not_saved(made, tmp_path)
     model = rope_patch.load(root / "one")
     model.load_adapter(root / "abf", adapter_name="b")
     model.add_weighted_adapter(["default", "b"], [0.5, 0.5], "mixed", combination_type="linear")
-    with pytest.raises(PatchError, match=r"'mixed' was trained: rope_patch did not load it"):
+    with pytest.raises(PatchError, match=r"'mixed' was trained: PEFT loaded it, or combined it"):
         rope_patch.save(model, tmp_path / "mixed", selected_adapters=["mixed"])
     assert not list(tmp_path.iterdir())
 
@@ -117,9 +121,9 @@ def test_an_adapter_in_training_may_hold_a_part_of_one_that_peft_loaded(made, tm
     root, _ = made
     model = lora(rope_patch.load(root / "base", "yarn:factor=4"))
     model.load_adapter(root / "abf", adapter_name="b")
-    with pytest.raises(PatchError, match=r"'default' was trained: it may hold a part of 'b'"):
+    with pytest.raises(PatchError, match=r"'default' was trained: it may hold a part of 'b', which PEFT"):
         rope_patch.save(model, tmp_path / "out", selected_adapters=["default"])
-    rope_patch.save(model, tmp_path / "out", selected_adapters=["default"], trust_adapters=["default"])
+    rope_patch.save(model, tmp_path / "out", selected_adapters=["default"], trust_adapters="default")
     assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), logits(model))
 
 
@@ -228,3 +232,95 @@ def test_an_adapter_in_the_folder_of_its_base_model(tmp_path):
     assert torch.equal(logits(model), logits(tuned))
     assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "both")
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both").eval()), logits(tuned))
+
+
+def test_a_folder_with_an_adapter_and_its_base_is_verified(tmp_path):
+    base = tiny_model()
+    rope_patch.apply(base, "yarn", factor=4, target_length=256)
+    rope_patch.save(base, tmp_path)
+    rope_patch.save(lora(rope_patch.load(tmp_path)), tmp_path)
+    assert verify_folder(tmp_path).to_method() == rope_patch.parse("yarn:factor=4")
+    for command in (look_at, lambda folder: patch_folder(folder, "abf", tmp_path / "out")):
+        with pytest.raises(ValueError, match="holds an adapter beside its base model: load both"):
+            command(tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def look_at(folder):
+    return look(skeleton(folder))
+
+
+# --- weights that are put into an adapter -----------------------------------------------------------------------------
+
+
+def over_a_name_that_is_known(model, folder):
+    model.load_adapter(folder, "default")
+
+
+def by_hot_swapping(model, folder):
+    hotswap_adapter(model, folder, "default")
+
+
+def as_a_state_dict(model, folder):
+    set_peft_model_state_dict(model, load_file(f"{folder}/adapter_model.safetensors"), "default")
+
+
+@pytest.mark.parametrize("put", [over_a_name_that_is_known, by_hot_swapping, as_a_state_dict])
+def test_other_weights_in_the_place_of_an_adapters_are_not_saved_as_its_own(made, tmp_path, put):
+    root, wanted = made
+    model = rope_patch.load(root / "one").eval()
+    put(model, str(root / "abf"))
+    assert not torch.allclose(logits(model), wanted["one"], atol=0.1)
+    with pytest.raises(PatchError, match="weights of the adapter 'default' are not those that rope_patch loaded"):
+        rope_patch.save(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    put(model, str(root / "one"))
+    rope_patch.save(model.to(torch.bfloat16), tmp_path / "out")  # a cast is no other adapter
+    assert rope_patch.load(tmp_path / "out").peft_config["default"].r == 4
+
+
+def test_an_adapter_loaded_for_training_is_trained_and_saved(made, tmp_path):
+    root, _ = made
+    model = rope_patch.load(root / "one", is_trainable=True, adapter_name="mine")
+    weights = [p for name, p in model.named_parameters() if ".mine." in name]
+    assert weights and all(p.requires_grad for p in weights)
+    for p in weights:
+        p.data += 0.3
+    rope_patch.save(model.eval(), tmp_path / "out")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out" / "mine").eval()), logits(model))
+
+
+def test_a_compiled_peft_model_is_saved(made, tmp_path):
+    root, wanted = made
+    rope_patch.save(torch.compile(rope_patch.load(root / "one"), backend="eager"), tmp_path / "out")
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), wanted["one"])
+
+
+# --- where the files of an adapter lie --------------------------------------------------------------------------------
+
+
+def test_the_record_of_a_subfolder_is_that_of_the_adapter_in_it(made, tmp_path):
+    root, wanted = made
+    for where, name in ((tmp_path, "abf"), (tmp_path / "inner", "one"), (tmp_path / "plain", "one")):
+        shutil.copytree(root / name, where, dirs_exist_ok=True)
+    (tmp_path / "plain" / "rope_patch.json").unlink()
+    patched = rope_patch.load(root / "base", "yarn:factor=4")
+    loaded = rope_patch.load_adapter(patched, tmp_path, subfolder="inner").eval()
+    assert torch.equal(logits(loaded), wanted["one"])
+    assert torch.equal(logits(rope_patch.load(tmp_path, subfolder="inner").eval()), wanted["one"])
+    for method, inner, said in (
+        ("abf", "inner", "was trained under yarn"),
+        ("abf", "plain", "carries no patch record"),
+        (None, "inner", "the model is not patched"),
+    ):
+        with pytest.raises(PatchError, match=said):
+            rope_patch.load_adapter(rope_patch.load(root / "base", method), tmp_path, subfolder=inner)
+
+
+def test_weights_of_another_format_go_with_the_adapter_they_belong_to(made, tmp_path):
+    """PEFT prefers safetensors: an older file of those would be loaded in place of the new ``adapter_model.bin``."""
+    root, wanted = made
+    rope_patch.save(rope_patch.load(root / "one"), tmp_path)
+    rope_patch.save(rope_patch.load(root / "two"), tmp_path, safe_serialization=False)
+    assert [path.name for path in tmp_path.glob("adapter_model.*")] == ["adapter_model.bin"]
+    assert torch.equal(logits(rope_patch.load(tmp_path).eval()), wanted["two"])

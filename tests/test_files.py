@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -269,6 +271,90 @@ with folder_in_one_move(args[0], overwrite=False) as folder:
     ]
 
 
+def test_another_folder_in_its_place_is_not_taken_for_what_a_kill_left(tmp_path):
+    """Of the same names, and older: moved there by the user, after he had removed what the killed command had put."""
+    (tmp_path / "mine").mkdir()
+    fill(tmp_path / "mine", "mine")
+    code = """
+stock = os.replace
+def replace(source, target):
+    stock(source, target)
+    os.kill(os.getpid(), 9)
+os.replace = replace
+with folder_in_one_move(args[0], overwrite=False) as folder:
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        (folder / name).write_text("killed")"""
+    killed(code, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "mine").rename(tmp_path / "out")
+    with pytest.raises(FileExistsError), folder_in_one_move(tmp_path / "out", overwrite=False):
+        pass
+    assert {
+        path.read_text() for path in (tmp_path / "out").iterdir() if path.is_file() and "rope" not in path.name
+    } == {"mine"}
+
+
+def test_what_a_kill_left_stays_until_the_next_run_is_done(tmp_path):
+    code = """
+stock = os.replace
+def replace(source, target):
+    stock(source, target)
+    os.kill(os.getpid(), 9)
+os.replace = replace
+with folder_in_one_move(args[0], overwrite=False) as folder:
+    (folder / "config.json").write_text("killed")"""
+    killed(code, tmp_path / "out")
+    with pytest.raises(OSError, match="disk"), folder_in_one_move(tmp_path / "out", overwrite=False):
+        raise OSError("the disk is full")
+    assert (tmp_path / "out" / "config.json").read_text() == "killed"
+    assert names(tmp_path) == ["out"]
+
+
+# --- moving into a folder that exists ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "Input/output error")])
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_an_error_while_files_are_moved_puts_everything_back(tmp_path, monkeypatch, stop, error):
+    fill(tmp_path, "old")
+    (tmp_path / "notes").write_text("mine")
+    stock, calls = os.replace, []
+
+    def replace(source, target):
+        calls.append(source)
+        if len(calls) == stop:
+            raise error
+        stock(source, target)
+
+    with pytest.raises(type(error)), folder_in_one_move(tmp_path) as folder:
+        fill(folder)
+        (folder / "inner").mkdir()
+        (folder / "inner" / "more").write_text("new")
+        monkeypatch.setattr("rope_patch.files.os.replace", replace)
+    monkeypatch.undo()
+    assert len(calls) >= stop
+    assert [path for path in names(tmp_path) if path != "inner"] == [
+        "config.json",
+        "model.safetensors",
+        "notes",
+        "tokenizer.json",
+    ]
+    assert {path.read_text() for path in tmp_path.glob("*.*")} == {"old"}
+    assert not list(tmp_path.glob("inner/*"))
+
+
+def test_something_of_another_kind_in_the_way_is_said_before_anything_moves(tmp_path):
+    fill(tmp_path, "old")
+    (tmp_path / "inner").write_text("mine")
+    (tmp_path / "generation_config.json").mkdir()
+    for name in ("inner/more", "generation_config.json"):
+        with pytest.raises(FileExistsError, match="is in the way"), folder_in_one_move(tmp_path) as folder:
+            fill(folder)
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("new")
+    assert {path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {"old", "mine"}
+
+
 @pytest.mark.parametrize("stop", range(1, 9))
 def test_between_two_checkpoints_a_folder_does_not_load(tmp_path, stop):
     """Whatever a kill leaves: the old config only with the old weights, the new one only with all that is new."""
@@ -322,6 +408,26 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 
 # --- a folder to write into -------------------------------------------------------------------------------------------
+
+
+def test_two_commands_do_not_work_long_on_one_folder(tmp_path):
+    code = "with folder_to_write(args[0], []):\n    (args[0] / 'begun').touch()\n    time.sleep(60)"
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"import sys, time\nfrom pathlib import Path\nfrom rope_patch.files import *\n"
+         f"args = [Path(sys.argv[1])]\n{code}", tmp_path / "out"]
+    )  # fmt: skip
+    try:
+        while not (tmp_path / "out" / "begun").exists():
+            assert other.poll() is None
+            time.sleep(0.05)
+        with pytest.raises(BlockingIOError, match="another command writes"), folder_to_write(tmp_path / "out", []):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+    with folder_to_write(tmp_path / "out", []):
+        pass
+    assert names(tmp_path / "out") == ["begun"]
 
 
 def test_a_folder_made_for_long_work_goes_again_when_nothing_came_of_it(tmp_path):

@@ -51,7 +51,7 @@ def export_gguf_lora(
     if not is_adapter(adapter):
         raise ValueError(f"{adapter} holds no adapter (adapter_config.json)")
     lora = _config(adapter)
-    model = skeleton(adapter_base(adapter))
+    model = skeleton(adapter_base(adapter), beside_adapter=True)
     config: Any = find_rotary(model).config
     if graph_of(config.model_type).architecture != "llama":
         raise ValueError(f"GGUF adapters are written over Llama and Mistral, not over {config.model_type}: {_MERGE}")

@@ -476,7 +476,10 @@ def read(files: Sequence[str | Path] = (), words: Sequence[str] = (), base: dict
         except ConfigKeyError as error:
             raise ValueError(f"{where}{_unknown(str(error.full_key))}") from None
         except OmegaConfBaseException as error:
-            raise ValueError(f"{where}{error.full_key}: {str(error).splitlines()[0]}") from None
+            reason = str(error).splitlines()[0]
+            if "is not a ListConfig" in reason:
+                reason = "it must be a list, such as [0.1, 0.5] or [full_attention]"
+            raise ValueError(f"{where}{error.full_key}: {reason}") from None
     for name in sorted(OmegaConf.missing_keys(made)):
         raise ValueError(f"{name} is missing: give it in a YAML file or as {name}=VALUE")
     return OmegaConf.to_object(made)  # type: ignore[return-value]
