@@ -52,7 +52,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OSError(f"{path} is damaged, it is no JSON ({error}): copy or download it again") from error
     if not isinstance(data, dict):
         raise OSError(f"{path} must hold a JSON object, and holds {json.dumps(data)[:60]}: copy or download it again")
@@ -60,7 +60,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Tell whether an error was raised by this package itself, whose messages say what to do."""
+    """Tell whether this package raised an error itself, in words that say what to do."""
+    if not isinstance(error, ValueError | TypeError):
+        return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

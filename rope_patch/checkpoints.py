@@ -358,6 +358,9 @@ def adapter_config(source: str | Path, **hub: Any) -> Any:
         return PeftConfig.from_pretrained(str(source), **hub)
 
 
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
 def load(
     source: str | Path,
     method: MethodLike | None = None,
@@ -414,6 +417,13 @@ def load(
         return load_adapter(model, source, **trained, **hub)
     config = config_json(source, **from_pretrained)
     model = _reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
+    was = (model.config.architectures or [""])[0]
+    if was.endswith(_HEADS):
+        warnings.warn(
+            f"{source} was saved as {was} and is loaded as {type(model).__name__}, without its head: load it with its "
+            "own class of transformers, and rope_patch.verify that model",
+            stacklevel=2,
+        )
     own = find_rotary(model).record
     if (said := text_part(config).get("rope_patch")) is not None:
         if own is None or own.to_dict() != PatchRecord.from_dict(said).to_dict():
@@ -567,6 +577,25 @@ def read_tokenizer(source: str | Path, **options: Any) -> Any:
         raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
 
 
+@contextlib.contextmanager
+def building(source: str | Path) -> Iterator[None]:
+    """Say of which checkpoint it is what transformers raises in this block over a config or weights.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    try:
+        with blamed_on(f"{source}: transformers cannot build the model of its config.json"):
+            yield
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} holds no causal language model: load it with its own class of transformers, and give that model "
+            "to rope_patch.apply, rope_patch.verify or rope_patch.save"
+        ) from error
+
+
 def _reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
     """Run a loader; turn its failures to reach a repository into one error that says what to do."""
     looks_local = Path(source).is_dir() or str(source).startswith((".", "/", "~"))
@@ -575,7 +604,7 @@ def _reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise FileNotFoundError(f"{source} has no config.json: it is not a Hugging Face checkpoint folder")
     try:
-        with blamed_on(f"{source}: transformers cannot make a model of its config.json and its weights"):
+        with building(source):
             return load_it()
     except SafetensorError as error:
         raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error

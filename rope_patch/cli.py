@@ -268,6 +268,7 @@ def compare(
     from transformers.utils import logging as hf_logging
 
     from rope_patch import checkpoints
+    from rope_patch.blame import blamed_on
     from rope_patch.checkpoints import is_adapter
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.prompts import find_task
@@ -308,7 +309,8 @@ def compare(
             trained = f"trained under {record.to_method()}" if record else "no patch recorded beside it"
             notes["adapter"] = f"{Path(adapter).name} ({trained})"
             print(f"adapter {notes['adapter']}: measured under every method", file=sys.stderr)
-            loaded = PeftModel.from_pretrained(loaded, adapter)
+            with blamed_on(f"{adapter}: PEFT cannot load this adapter onto {type(loaded).__name__}"):
+                loaded = PeftModel.from_pretrained(loaded, adapter)
         prompts = 1 if find_task(task, mode).joined else len(places)
         total = engine.tokens_to_read(len(wanted), sizes, windows or 16, prompts, samples)
         try:

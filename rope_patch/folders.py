@@ -12,12 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rope_patch.blame import blamed_on, read_json
+from rope_patch.blame import read_json
 from rope_patch.checkpoints import (
     ADAPTER_FILE,
     CONFIG_FILE,
     RECORD_FILE,
     adapter_base,
+    building,
     check_older_keys,
     config_json,
     load_config,
@@ -56,7 +57,7 @@ def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedM
         raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
     config = load_config(source)
     check_older_keys(config_json(source), source)
-    with torch.device("meta"), blamed_on(f"{source}: transformers cannot build the model of its config.json"):
+    with torch.device("meta"), building(source):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 

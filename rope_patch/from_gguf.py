@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.blame import blamed_on
-from rope_patch.gguf_table import read_gguf, same_table
+from rope_patch.gguf_table import read_gguf, same_table, sliding_base
 from rope_patch.methods import Table
 from rope_patch.record import PatchRecord, TableRecord
 from rope_patch.rotary import RotarySlot
@@ -53,19 +53,33 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     if record is not None:
         _as_recorded(model, record)
     elif not same_table(TableRecord.of(_slot(model, wanted)), TableRecord.of(wanted)):
-        kinds = None if wanted.layer_type is None else [wanted.layer_type]
-        apply(model, Table(tuple(wanted.inv_freq.tolist()), wanted.attention_scaling), layer_types=kinds)
+        kind = _slot(model, wanted).layer_type
+        table = Table(tuple(wanted.inv_freq.tolist()), wanted.attention_scaling)
+        apply(model, table, layer_types=None if kind is None else [kind])
+    _check_sliding(model, path)
     if not same_table(TableRecord.of(_slot(model, wanted)), TableRecord.of(wanted)):
         raise PatchError(f"{path} holds another table than the model that was loaded from it: {wanted}")
     return model
 
 
 def _slot(model: PreTrainedModel, wanted: RotarySlot) -> RotarySlot:
-    """Return the table of a model that a file's stands for."""
+    """Return the table of a model that a file's stands for: that of full attention where there are several."""
     slots = {slot.layer_type: slot for slot in look(model).slots}
-    if wanted.layer_type not in slots:
+    kind = wanted.layer_type if wanted.layer_type in slots else "full_attention"
+    if kind not in slots:
         raise PatchError(f"{type(model).__name__} has no table for {wanted.layer_type}, which the file holds")
-    return slots[wanted.layer_type]
+    return slots[kind]
+
+
+def _check_sliding(model: PreTrainedModel, path: Path) -> None:
+    """Raise where a file gives layers with a sliding window another base than transformers read."""
+    stated = sliding_base(path)
+    for slot in look(model).slots:
+        if stated is not None and slot.layer_type == "sliding_attention" and slot.rope_theta != stated:
+            raise PatchError(
+                f"{path} states a base of {stated:g} for layers with a sliding window, and transformers reads "
+                f"{slot.rope_theta:g}: it cannot be loaded with its tables"
+            )
 
 
 def _as_recorded(model: PreTrainedModel, record: PatchRecord) -> None:

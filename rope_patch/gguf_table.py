@@ -148,6 +148,13 @@ def read_gguf(path: str | Path) -> Inspection:
     return table_in(open_gguf(path), path)
 
 
+def sliding_base(path: str | Path) -> float | None:
+    """Return the base that a GGUF file states for layers with a sliding window; None where it states none."""
+    reader = open_gguf(path)
+    value = value_of(reader, f"{value_of(reader, 'general.architecture')}.rope.freq_base_swa")
+    return float(value) if isinstance(value, int | float) else None
+
+
 def table_in(reader: Any, path: str | Path) -> Inspection:
     """Read the table of an open file; as :func:`read_gguf`."""
     architecture = str(value_of(reader, "general.architecture", ""))
@@ -176,6 +183,8 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     kind = str(said("rope.scaling.type", "linear"))
     stretch = float(number("rope.scaling.factor", number("rope.scale_linear", 0.0))) or 1.0
     if kind == "yarn" and stretch != 1.0:
+        if theta <= 1:
+            raise ValueError(f"{path} has no table that can be read: YaRN over a base of {theta:g}")
         if factors is not None or any(name.startswith(f"{architecture}.rope.scaling.yarn_") for name in reader.fields):
             raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
         if not (original or context):

@@ -328,6 +328,12 @@ def outside_readers(site: RotarySite) -> list[str]:
     return sorted(names)
 
 
+def other_tables(site: RotarySite) -> list[str]:
+    """Return the paths of the rotary modules outside the text decoder, such as an encoder's."""
+    inside = set(site.decoder.modules())
+    return [name for name, module in site.model.named_modules() if module not in inside and stock_tables(module)]
+
+
 @functools.cache
 def _reads_rope_parameters(cls: type) -> bool:
     if cls.__module__.startswith("torch."):
@@ -422,7 +428,8 @@ def _freeze(slot: RotarySlot, config: PreTrainedConfig, length: int) -> RotarySl
         grown = spelled["factor"] * max(length, slot.max_position_embeddings) / slot.max_position_embeddings
         theta = frequencies.ntk_theta(slot.rope_theta, grown - (spelled["factor"] - 1), slot.rotary_dim)
         native = {"rope_type": "default", "rope_theta": theta}
-    return slot.becomes(table, spelling=native, attention_scaling=scaling)
+    frozen = slot.becomes(table, spelling=native, attention_scaling=scaling)
+    return replace(frozen, rope_theta=slot.rope_theta)  # a method that starts anew starts there
 
 
 def _as_found(slot: RotarySlot, buffer: Tensor, scaling: float) -> tuple[RotarySlot, list[str]]:

@@ -117,24 +117,37 @@ _SHARE = "partial_rotary_factor"
 OLDER_FAIL = "this table needs transformers 5"
 """A base on which transformers 4 fails, for tables that it would lose."""
 
+_OLDER_BASES = {
+    **dict.fromkeys(("gemma3_text", "gemma3n_text"), ("rope_theta", "rope_local_base_freq")),
+    **dict.fromkeys(("modernbert", "modernbert-decoder"), ("global_rope_theta", "local_rope_theta")),
+}
+"""The keys of version 4 for the bases of full and of sliding attention, in families that have both there."""
+
 
 def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys at the top of config.json by which transformers 4, and engines that follow it, say the same.
 
     They repeat ``rope_parameters``, since transformers 5 takes ``rope_scaling`` in its place where both are there.
-    Where version 4 has one scaling for all layer types it is that of full attention; a table of the sliding layers that
-    is not a plain one cannot be said, and version 4 is given a base that it fails on, instead of none. What it makes of
+    Where version 4 has one scaling for all layer types it is that of full attention. For tables that it has no words
+    for, of sliding layers that are not plain and of families that came later, it is given a base that it fails on,
+    instead of none; so do the releases of version 5 in which Olmo 3 has one table. What they make of
     every family that it knows is in ``benchmarks/results/older_loaders.json``.
     """
     if any(isinstance(value, Mapping) for value in parameters.values()):
-        if model_type != "gemma3_text":
-            return {}
-        full, sliding = parameters["full_attention"], parameters["sliding_attention"]
-        plain = sliding.get("rope_type", "default") == "default"
-        return older_keys("", full) | {"rope_local_base_freq": sliding["rope_theta"] if plain else OLDER_FAIL}
+        names = _OLDER_BASES.get(model_type)
+        if names is None:
+            return {"rope_theta": OLDER_FAIL}
+        keys: dict[str, Any] = {}
+        for kind, name in zip(("full_attention", "sliding_attention"), names, strict=True):
+            if (table := parameters.get(kind)) is not None:
+                scaled = table.get("rope_type", "default") != "default"
+                keys[name] = OLDER_FAIL if scaled else table["rope_theta"]
+        if names == _OLDER_BASES["gemma3_text"] and "full_attention" in parameters:  # which has one scaling
+            keys |= older_keys("", parameters["full_attention"])
+        return keys
     neox = model_type in ("gpt_neox", "gpt_neox_japanese")
     base, share = ("rotary_emb_base", "rotary_pct") if neox else ("rope_theta", _SHARE)
-    keys: dict[str, Any] = {base: parameters["rope_theta"]}
+    keys = {base: parameters["rope_theta"]}
     if _SHARE in parameters:
         keys[share] = parameters[_SHARE]
     if parameters.get("rope_type", "default") != "default":
@@ -145,7 +158,12 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the text decoder."""
+    """Return the part of a config.json that holds a patch record; in others the one of the text decoder."""
+    parts = [config]
+    for part in parts:  # which grows on the way
+        if "rope_patch" in part:
+            return part
+        parts += [value for value in part.values() if isinstance(value, dict)]
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 

@@ -28,6 +28,7 @@ from rope_patch.sites import (
     find_rotary,
     keeps_float32,
     name_in,
+    other_tables,
     outside_readers,
     read_slots,
     settings_of,
@@ -216,10 +217,11 @@ def _apply(
         stock, base_config = base_of(source)
         if not recorded:
             slots = [before[kind] for kind in chosen]
-            if target_length is not None and target_length < slots[0].context:
+            anew = getattr(wanted, "replace_scaling", False)  # drops what reached further than the trained context
+            least = slots[0].context if anew else max(slots[0].context, slots[0].max_position_embeddings)
+            if target_length is not None and target_length < least:
                 raise ValueError(
-                    f"target_length {target_length} is shorter than the context of the checkpoint, {slots[0].context} "
-                    "tokens"
+                    f"target_length {target_length} is shorter than the context of the checkpoint, {least} tokens"
                 )
             wanted = _for_target(wanted, slots, target_length)
         length = target_length or int(base_config.max_position_embeddings)
@@ -244,6 +246,8 @@ def _apply(
         )
         if not (record.changed or recorded or isinstance(wanted, Default)):
             odd.append(f"{wanted} leaves every table of this {type(site.model).__name__} as it was")
+        if getattr(site.model.config, "is_encoder_decoder", False) and (others := other_tables(site)):
+            odd.append(f"the decoder alone is patched: {', '.join(others)} keep their tables")
         for remark in (*remarks, *odd):
             (say or logger.warning)(remark)
         fresh = stock_rotary(type(stock), base_config)

@@ -314,7 +314,7 @@ with folder_in_one_move(args[0], overwrite=False) as folder:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "Input/output error")])
-@pytest.mark.parametrize("stop", range(1, 9))
+@pytest.mark.parametrize("stop", range(1, 8))
 def test_an_error_while_files_are_moved_puts_everything_back(tmp_path, monkeypatch, stop, error):
     fill(tmp_path, "old")
     (tmp_path / "notes").write_text("mine")

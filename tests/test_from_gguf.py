@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 from test_gguf import BUNDLED, LLAMA3, rewritten, saved
-from tiny import ids, logits
+from tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch import PatchError
 from rope_patch.frequencies import geometric
 
 pytest.importorskip("gguf")
@@ -110,3 +111,59 @@ def test_a_method_on_top_and_what_is_not_there(tmp_path, tokenizer):
     (tmp_path / "text.gguf").write_text("not one")
     with pytest.raises(ValueError, match="is not a GGUF file"):
         rope_patch.load(tmp_path / "text.gguf")
+
+
+def gemma3_gguf(model, path, **keys):
+    """Write a Gemma 3 as llama.cpp's converter does: norms plus one, and no word of which layers slide."""
+    import gguf
+
+    writer, config = gguf.GGUFWriter(path, "gemma3"), model.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_vocab_size(config.vocab_size)
+    for key, value in keys.items():
+        writer.add_float32(f"gemma3.{key.replace('__', '.')}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        stem = name.removesuffix(".weight")
+        if stem != "lm_head":
+            array = tensor.float().numpy() + ("norm" in name)
+            writer.add_tensor(names.get_name(stem) + ".weight", array.astype("float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_gemma_3_whose_file_does_not_say_which_layers_slide(tmp_path):
+    """As its converter writes it; transformers knows which. The table in the file is that of full attention."""
+    tables = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    model = tiny_model(
+        "gemma3", num_hidden_layers=6, layer_types=None, rope_parameters=tables, max_position_embeddings=512
+    )
+    plain = rope_patch.load(gemma3_gguf(model, tmp_path / "plain.gguf", rope__freq_base=1e6)).eval()
+    assert torch.allclose(logits(plain, TOKENS), logits(model, TOKENS), atol=1e-5)
+    assert not hasattr(plain.config, "rope_patch")
+    file = gemma3_gguf(model, tmp_path / "scaled.gguf", rope__freq_base=1e6, rope__scaling__factor=8.0)
+    rope_patch.apply(model, "pi:factor=8")
+    assert torch.allclose(logits(rope_patch.load(file).eval(), TOKENS), logits(model, TOKENS), atol=1e-5)
+
+
+def test_another_base_for_sliding_layers_than_transformers_reads_is_refused(tmp_path):
+    model = tiny_model("gemma3", num_hidden_layers=6, layer_types=None)
+    base = {"rope__freq_base": model.config.rope_parameters["full_attention"]["rope_theta"]}
+    gemma3_gguf(model, tmp_path / "m.gguf", **base, rope__freq_base_swa=5000.0)
+    with pytest.raises(PatchError, match="a base of 5000 for layers with a sliding window, and transformers reads"):
+        rope_patch.load(tmp_path / "m.gguf")

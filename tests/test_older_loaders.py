@@ -100,7 +100,22 @@ def test_keys_of_families_that_have_names_of_their_own():
     assert older_keys("gpt_neox", plain) == {"rotary_emb_base": 5e5, "rotary_pct": 0.25}
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     assert older_keys("nemotron", linear)["rope_theta"] == OLDER_FAIL  # it reads its base alone
-    assert older_keys("zaya", {"hybrid": linear}) == {}
+    assert older_keys("zaya", {"hybrid": linear}) == {"rope_theta": OLDER_FAIL}  # whatever older releases make of it
+
+
+def test_families_with_a_table_for_each_layer_type():
+    """Olmo 3 had one table until transformers 5.10, which read such a folder as unpatched."""
+    plain, yarn = {"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    tables = {"full_attention": yarn, "sliding_attention": plain}
+    assert older_keys("olmo3", tables) == {"rope_theta": OLDER_FAIL}
+    gemma = {"rope_theta": 1e4, "rope_scaling": yarn, "rope_local_base_freq": 5e5}
+    assert older_keys("gemma3n_text", tables) == older_keys("gemma3_text", tables) == gemma
+    assert older_keys("modernbert", tables) == {"global_rope_theta": OLDER_FAIL, "local_rope_theta": 5e5}
+    both = {"full_attention": plain, "sliding_attention": plain}
+    assert older_keys("modernbert-decoder", both) == {"global_rope_theta": 5e5, "local_rope_theta": 5e5}
+    assert older_keys("gemma3_text", {"sliding_attention": plain}) == {
+        "rope_local_base_freq": 5e5
+    }  # every layer slides
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import threading
 import pytest
 import torch
 from test_surgery import module_of
-from tiny import SIZE, logits, tiny_config, tiny_model
+from tiny import SIZE, ids, logits, tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     DbrxConfig,
     FalconConfig,
     HunYuanDenseV1Config,
+    LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     Olmo2Config,
@@ -28,6 +29,7 @@ from transformers.utils import logging
 
 import rope_patch
 from rope_patch import PatchError, probing
+from rope_patch.folders import skeleton
 
 
 def built(config, seed=0):
@@ -394,3 +396,82 @@ def test_two_patches_of_one_model_wait_for_each_other():
     in_threads(*(lambda name=name: work(name) for name in wanted))
     assert torch.equal(logits(model), before)
     assert tiny_config("llama").rope_parameters == model.config.rope_parameters
+
+
+# --- encoders and decoders --------------------------------------------------------------------------------------------
+
+
+def t5gemma():
+    from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
+
+    part = SIZE | {"head_dim": 16, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=dict(part), decoder=dict(part), vocab_size=96)).eval()
+
+
+def test_the_decoder_of_an_encoder_decoder_is_patched_saved_and_read(tmp_path, monkeypatch):
+    from transformers import AutoModelForSeq2SeqLM
+
+    said, model, tokens = heard(monkeypatch), t5gemma(), ids(48) % 96
+    rope_patch.apply(model, "yarn", target_length=256)
+    (line,) = [line for line in said if "alone" in line]
+    assert line == "the decoder alone is patched: model.encoder.rotary_emb keep their tables"
+    rope_patch.save(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["decoder"]["rope_scaling"] == config["decoder"]["rope_parameters"]
+    assert "rope_scaling" not in config
+    plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        both = [m(input_ids=tokens, decoder_input_ids=tokens).logits for m in (plain, model)]
+    assert torch.equal(*both)
+    rope_patch.verify(plain)
+    for load in (rope_patch.load, skeleton):
+        with pytest.raises(ValueError, match="out holds no causal language model: load it with its own class"):
+            load(tmp_path / "out")
+
+
+def test_a_classifier_is_not_loaded_as_a_language_model_in_silence(tmp_path):
+    from transformers import LlamaForSequenceClassification
+
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZE, num_labels=3))
+    rope_patch.apply(model, "yarn", target_length=256)
+    rope_patch.save(model, tmp_path / "out")
+    with pytest.warns(UserWarning, match="saved as LlamaForSequenceClassification and is loaded as LlamaForCausalLM"):
+        rope_patch.load(tmp_path / "out")
+    rope_patch.verify(LlamaForSequenceClassification.from_pretrained(tmp_path / "out"))
+
+
+# --- tables that are scaled already -----------------------------------------------------------------------------------
+
+
+def dynamic():
+    table = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    return tiny_model(rope_parameters=table)
+
+
+@pytest.mark.parametrize("method", ["yarn", "pi", "ntk", "llama3", "abf:factor=8"])
+def test_a_frozen_dynamic_table_counts_as_scaled(method):
+    """Taken for a plain one of the base it grew to, a second scaling would stand on the first."""
+    options = {"target_length": 256, "freeze_at": 256}
+    if method != "pi":
+        refused(dynamic(), "is already scaled or not geometric.*Pass replace_scaling=True", method, **options)
+    if not method.startswith("abf"):
+        model, plain = dynamic(), tiny_model()
+        rope_patch.apply(model, method, replace_scaling=True, **options)
+        rope_patch.apply(plain, method, target_length=256)
+        assert torch.equal(logits(model), logits(plain))
+
+
+def test_a_target_below_what_a_scaled_checkpoint_reaches_is_refused():
+    table = {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    for method in ("pi", "p_rope:p=0.5"):
+        model = tiny_model(rope_parameters=table, max_position_embeddings=512)
+        refused(
+            model, "target_length 256 is shorter than the context of the checkpoint, 512", method, target_length=256
+        )
+    model = tiny_model(rope_parameters=table, max_position_embeddings=512)
+    rope_patch.apply(model, "yarn", target_length=256, replace_scaling=True)  # which starts again from 64
+    assert model.config.rope_parameters["factor"] == 4.0
