@@ -150,9 +150,8 @@ def test_gemma_3_whose_file_does_not_say_which_layers_slide(tmp_path):
         "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    model = tiny_model(
-        "gemma3", num_hidden_layers=6, layer_types=None, rope_parameters=tables, max_position_embeddings=512
-    )
+    sizes = {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 256, "max_position_embeddings": 512}
+    model = tiny_model("gemma3", rope_parameters=tables, **sizes)
     plain = rope_patch.load(gemma3_gguf(model, tmp_path / "plain.gguf", rope__freq_base=1e6)).eval()
     assert torch.allclose(logits(plain, TOKENS), logits(model, TOKENS), atol=1e-5)
     assert not hasattr(plain.config, "rope_patch")
