@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_patch import frequencies
+from rope_patch.blame import blamed_on
 from rope_patch.methods import longrope_spelling
 from rope_patch.record import PatchRecord, TableRecord, key_of, same_tables
 from rope_patch.rotary import RotarySlot, RotaryTable, other_keys
@@ -163,8 +164,9 @@ def base_of(site: RotarySite) -> tuple[nn.Module, PreTrainedConfig]:
     record = site.record
     if record is None:
         return module, site.config
-    config = config_with(site.config, record.base_config)
-    return (module if isinstance(site.module, RotaryTable) else stock_rotary(type(module), config)), config
+    with blamed_on("the rope_patch record was altered: transformers cannot build the table of its base_config"):
+        config = config_with(site.config, record.base_config)
+        return (module if isinstance(site.module, RotaryTable) else stock_rotary(type(module), config)), config
 
 
 def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:

@@ -150,6 +150,16 @@ def test_a_record_that_is_malformed(made, tmp_path, monkeypatch, capsys, key, va
         assert key in line or "parameter" in line or "method" in line
 
 
+def test_a_record_whose_base_is_no_table(made, tmp_path, monkeypatch, capsys):
+    shutil.copytree(made / "patched", tmp_path / "patched")
+    record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
+    record["base_config"]["rope_parameters"]["rope_type"] = "nonsense"
+    edit(tmp_path / "patched" / "config.json", rope_patch=record)
+    for words in (("verify", "patched"), ("restore", "patched", "-o", "out")):
+        line = refused(monkeypatch, capsys, tmp_path, *words)
+        assert "record was altered: transformers cannot build the table of its base_config" in line
+
+
 @pytest.mark.parametrize("key", ["method", "layer_types", "tables", "base_tables", "base_config"])
 def test_a_record_that_lacks_a_key(made, tmp_path, monkeypatch, capsys, key):
     shutil.copytree(made / "patched", tmp_path / "patched")
