@@ -47,8 +47,8 @@ from measuring import (
     time_in_turn,
     write,
 )
-from rope_patch.analysis.capture import Capture, capture
 from rope_patch.analysis.heads import REPEATED, masses
+from rope_patch.modeling.capture import Capture, capture
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
 QUICK_MODEL = {"vocab": 2000, "hidden": 128, "layers": 4, "heads": 2, "kv_heads": 1}

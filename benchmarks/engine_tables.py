@@ -31,11 +31,11 @@ from transformers.utils import logging as hf_logging
 
 import engine_code
 from measuring import command, environment, write
-from rope_patch.export import export
-from rope_patch.export.engines import UNVERIFIED
-from rope_patch.folders import patch_folder, skeleton
+from rope_patch.checkpoints.offline import patch_folder, skeleton
+from rope_patch.exporting import export
+from rope_patch.exporting.engines import UNVERIFIED
 from rope_patch.methods import MethodLike, Table, as_method
-from rope_patch.verification import look
+from rope_patch.patching.verify import look
 
 CONTEXT, TARGET = 256, 1024
 SIZE = {

@@ -86,7 +86,7 @@ def measure(cell: Cell, root: Path, adapters: Path, quick: bool) -> Cell:
     import transformers
 
     import rope_patch
-    from rope_patch.kv_check import kv_check
+    from rope_patch.kv_evaluation.run import kv_check
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -231,9 +231,9 @@ def _groups(root: Path, done: list[Cell]) -> Iterator[tuple[str, str, bool, list
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw what schemes cost the first checkpoint in perplexity against bits, after LoRA if there is any."""
-    from rope_patch.kv_check import TOLERANCE
-    from rope_patch.kv_judging import relative
-    from rope_patch.plots_kv import Spot, tradeoff
+    from rope_patch.kv_evaluation.run import TOLERANCE
+    from rope_patch.kv_evaluation.verdicts import relative
+    from rope_patch.plots.kv import Spot, tradeoff
 
     shape, after = rows[0]["checkpoint"], any(row["after_lora"] for row in rows)
     panels: dict[str, list[Spot]] = {}

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, L
 import rope_patch
 from measuring import command, environment, ratio, time_in_turn, write
 from rope_patch.methods import METHODS
-from rope_patch.sites import find_rotary
+from rope_patch.patching.locate import find_rotary
 
 SIZE: dict[str, Any] = {
     "vocab_size": 4096,

@@ -46,7 +46,7 @@ from measuring import (
     write,
 )
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.scoring import SLICE
+from rope_patch.modeling.scoring import SLICE
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
 LONG_MODEL = {"vocab": 32000, "hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2}

@@ -35,7 +35,7 @@ from measuring import command, environment, ratio, time_in_turn, write
 from rope_patch.evaluation.answering import answer
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.scoring import Reader
+from rope_patch.modeling.scoring import Reader
 
 CHECKPOINTS = ("llama", "gemma3")
 MODES = ("single", "multikey")

@@ -288,7 +288,7 @@ def _passkey_change(
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw perplexity of the last bucket and the passkey at the target against the factor, untrained and after LoRA."""
-    from rope_patch.plots import scores_by_context
+    from rope_patch.plots.base import scores_by_context
 
     panels: dict[str, Any] = {}
     for kind, what in (("perplexity", "perplexity, last half"), ("passkey", "passkeys at full length")):

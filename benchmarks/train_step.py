@@ -55,10 +55,10 @@ from measuring import (
     turns,
     write,
 )
-from rope_patch.evaluation.scoring import Reader
-from rope_patch.training import loss as loss_module
+from rope_patch.modeling import loss as loss_module
+from rope_patch.modeling.loss import token_loss
+from rope_patch.modeling.scoring import Reader
 from rope_patch.training.collators import Collator
-from rope_patch.training.loss import token_loss
 from rope_patch.training.trainer import LongTrainer
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2}

@@ -12,8 +12,8 @@ Options are YAML files, each over those before it, then `key=value` words; recip
 
 import typer
 
-from rope_patch.cli import run
-from rope_patch.training.command import finetune
+from rope_patch.cli.app import run
+from rope_patch.cli.finetune import finetune
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")

@@ -15,24 +15,24 @@ __version__ = "0.1.0"
 _HOME = {
     "methods": "METHODS ABF PI Chain Default Llama3 LongRope Method NTK NoPE PRope PRopeReversed Partial Table "
     "Truncated Yarn parse",
-    "rotary": "RotarySlot RotaryTable",
-    "surgery": "Patch apply patched restore",
-    "sites": "PatchError",
-    "verification": "inspect verify",
+    "tables": "RotarySlot",
+    "patching.module": "RotaryTable",
+    "patching.apply": "Patch apply patched restore",
+    "patching.locate": "PatchError",
+    "patching.verify": "inspect verify",
     "checkpoints": "RopePatchCallback load load_adapter save",
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
-    "_paths": "data_path",
+    "packaged": "data_path",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
-    from rope_patch._paths import data_path as data_path
-    from rope_patch.checkpoints import RopePatchCallback as RopePatchCallback
-    from rope_patch.checkpoints import load as load
-    from rope_patch.checkpoints import load_adapter as load_adapter
-    from rope_patch.checkpoints import save as save
+    from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
+    from rope_patch.checkpoints.save_load import load as load
+    from rope_patch.checkpoints.save_load import load_adapter as load_adapter
+    from rope_patch.checkpoints.save_load import save as save
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit
     from rope_patch.methods import ABF as ABF
@@ -52,17 +52,18 @@ if TYPE_CHECKING:
     from rope_patch.methods import Truncated as Truncated
     from rope_patch.methods import Yarn as Yarn
     from rope_patch.methods import parse as parse
+    from rope_patch.packaged import data_path as data_path
+    from rope_patch.patching.apply import Patch as Patch
+    from rope_patch.patching.apply import apply as apply
+    from rope_patch.patching.apply import patched as patched
+    from rope_patch.patching.apply import restore as restore
+    from rope_patch.patching.locate import PatchError as PatchError
+    from rope_patch.patching.module import RotaryTable as RotaryTable
+    from rope_patch.patching.verify import inspect as inspect
+    from rope_patch.patching.verify import verify as verify
     from rope_patch.planning import Plan as Plan
     from rope_patch.planning import plan as plan
-    from rope_patch.rotary import RotarySlot as RotarySlot
-    from rope_patch.rotary import RotaryTable as RotaryTable
-    from rope_patch.sites import PatchError as PatchError
-    from rope_patch.surgery import Patch as Patch
-    from rope_patch.surgery import apply as apply
-    from rope_patch.surgery import patched as patched
-    from rope_patch.surgery import restore as restore
-    from rope_patch.verification import inspect as inspect
-    from rope_patch.verification import verify as verify
+    from rope_patch.tables import RotarySlot as RotarySlot
 
 
 def __getattr__(name: str) -> Any:

@@ -280,7 +280,7 @@ def granularity(inv_freq: Table, x: Float[Tensor, " features"] | None = None) ->
     0.10938
     """
     sines = torch.sin(inv_freq.double())
-    return float((_pair_shares(x, len(inv_freq)) * sines).sum() if x is not None else sines.mean())
+    return float((pair_shares(x, len(inv_freq)) * sines).sum() if x is not None else sines.mean())
 
 
 def granularity_bounds(inv_freq: Table, x: Float[Tensor, " features"]) -> tuple[float, float]:
@@ -351,7 +351,8 @@ def _check_features(x: Float[Tensor, " features"], pairs: int) -> None:
         raise ValueError("x is zero: it has no direction to compare")
 
 
-def _pair_shares(x: Float[Tensor, " features"], pairs: int) -> Float[Tensor, " pairs"]:
+def pair_shares(x: Float[Tensor, " features"], pairs: int) -> Float[Tensor, " pairs"]:
+    """Return the share of each pair in the squared length of a query or key."""
     _check_features(x, pairs)
     squares = x.double().square()
     return (squares[:pairs] + squares[pairs:]) / squares.sum()

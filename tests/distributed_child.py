@@ -29,11 +29,11 @@ import rope_patch
 from rope_patch import checkpoints
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.scoring import Reader, fingerprint
-from rope_patch.sites import PatchError
-from rope_patch.training import loss as loss_module
+from rope_patch.modeling import loss as loss_module
+from rope_patch.modeling.loss import fuse, token_loss
+from rope_patch.modeling.scoring import Reader, fingerprint
+from rope_patch.patching.locate import PatchError
 from rope_patch.training.collators import PoSECollator
-from rope_patch.training.loss import fuse, token_loss
 from rope_patch.training.sharding import ShardedCollator, weight_of
 from rope_patch.training.trainer import LongTrainer
 

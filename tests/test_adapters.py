@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import PatchError, checkpoints
-from rope_patch.folders import patch_folder, skeleton, verify_folder
-from rope_patch.verification import look
+from rope_patch.checkpoints.offline import patch_folder, skeleton, verify_folder
+from rope_patch.patching.verify import look
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_weights_changed_by_another_tool_are_noticed_and_can_be_vouched_for(made
         rope_patch.load(tmp_path / "out")
     data = json.loads((tmp_path / "out" / "rope_patch.json").read_text())
     data.pop("adapter_weights")
-    checkpoints.write_record(rope_patch.record.PatchRecord.from_dict(data), tmp_path / "out")
+    checkpoints.write_record(rope_patch.patching.record.PatchRecord.from_dict(data), tmp_path / "out")
     rope_patch.load(tmp_path / "out")
 
 

@@ -16,19 +16,23 @@ import tiny
 import torch
 from test_report import Page
 
-from rope_patch import analysis_pictures, analysis_report, analysis_tables, frequencies, plots, plots_analysis
+from rope_patch import frequencies
+from rope_patch.analysis.before_after import changes, differences
 from rope_patch.analysis.decomposition import contributions, decompose
 from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.outliers import OutlierPair, recall, scatter
-from rope_patch.analysis.results import Capture, LayerCapture, Statistics
+from rope_patch.analysis.run import Analysis, analyze, findings
 from rope_patch.analysis.sinks import Sinks
+from rope_patch.analysis.trials import Advice, Trial
 from rope_patch.analysis.views import HeadView
-from rope_patch.analysis_words import facts, kinds, visible, word
-from rope_patch.analyze import Analysis, analyze, findings
-from rope_patch.before_after import changes, differences
 from rope_patch.evaluation.domains import TextRows
-from rope_patch.plots_analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
-from rope_patch.trials import Advice, Trial
+from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
+from rope_patch.plots import analysis as plots_analysis
+from rope_patch.plots import base as plots
+from rope_patch.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
+from rope_patch.reports import analysis as analysis_report
+from rope_patch.reports import analysis_pictures, analysis_tables
+from rope_patch.reports.analysis_words import facts, kinds, visible, word
 
 WORDS = {0: "<s>", 1: " the", 2: "\n", 3: "$x$", 4: "<script>", 5: "字"}
 NO_NUMBER = re.compile(r"\b(nan|inf)\b|\bNone\b(?! of)")

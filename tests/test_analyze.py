@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch import analyze as engine
-from rope_patch import cli
-from rope_patch.analysis.capture import capture
-from rope_patch.analysis.results import Capture
-from rope_patch.analyze import analyze, findings, tokens_to_read
-from rope_patch.before_after import differences
+from rope_patch.analysis import run as engine
+from rope_patch.analysis.before_after import differences
+from rope_patch.analysis.run import analyze, findings, tokens_to_read
+from rope_patch.analysis.trials import Trial, advise, half_chord, run_trials, trial_text
+from rope_patch.cli.app import app as cli
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import still
-from rope_patch.trials import Trial, advise, half_chord, run_trials, trial_text
+from rope_patch.modeling.capture import capture
+from rope_patch.modeling.statistics import Capture
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")

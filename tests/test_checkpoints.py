@@ -401,7 +401,8 @@ def test_nothing_there(tmp_path, monkeypatch):
     def gated(*_, **__):
         raise OSError("401 Client Error. You are trying to access a gated repo.")
 
-    monkeypatch.setattr("rope_patch.checkpoints._find_file", lambda *_: None)
+    for module in ("adapters", "save_load"):
+        monkeypatch.setattr(f"rope_patch.checkpoints.{module}.find_file", lambda *_, **__: None)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", gated)
     with pytest.raises(OSError, match=r"accept the licence at https://huggingface.co/a/b, then run `hf auth login`"):
         rope_patch.load("a/b")
@@ -509,7 +510,7 @@ def test_verify_under_another_default_dtype_or_device(tmp_path):
 
 
 def test_missing_weights(tmp_path):
-    from rope_patch.folders import patch_folder, verify_folder
+    from rope_patch.checkpoints.offline import patch_folder, verify_folder
 
     model = tiny_model()
     rope_patch.apply(model, "yarn:factor=4")

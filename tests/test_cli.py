@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch import cli
-from rope_patch.registry import METHODS
+from rope_patch.cli.app import app as cli
+from rope_patch.methods.base import METHODS
 
 
 def run(*arguments: str | Path) -> str:
@@ -112,7 +112,7 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
         (("apply", "{base}", "p_rope", "p=2", "-o", "{out}"), "p must be in [0, 1], got 2.0"),
         (("apply", "{base}", "p_rope", "-o", "{base}"), "is the checkpoint itself"),
         (("apply", "{base}", "p_rope", "-o", "{full}"), "is not empty: give a new folder"),
-        (("apply", "{base}", "p_rope", "-o", "/proc/nowhere/out"), "No such file or directory"),
+        (("apply", "{base}", "p_rope", "-o", "/proc/nowhere/out"), "'/proc/nowhere': no such file or directory"),
         (("apply", "{base}", "p_rope", "-o", "{base}/config.json"), "is a file: give a folder to save into"),
         (("inspect", "./nothing"), "no folder ./nothing"),
         (("inspect", "{full}"), "has no config.json"),
@@ -168,7 +168,7 @@ def test_interrupted(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_demo(tmp_path):
-    command = [sys.executable, "-m", "rope_patch.cli", "demo", "-o", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "rope_patch.cli.app", "demo", "-o", str(tmp_path / "out")]
     # A job in the background ignores the signal, and so would its children.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
@@ -184,7 +184,7 @@ def test_ctrl_c_in_the_demo(tmp_path):
 
 
 def test_interrupted_copy_leaves_nothing(checkpoint, tmp_path, monkeypatch):
-    from rope_patch import folders
+    from rope_patch.checkpoints import offline as folders
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -198,7 +198,7 @@ def test_interrupted_copy_leaves_nothing(checkpoint, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_help_from_a_shell():
     for arguments in ((), ("apply",), ("recipes",), ("demo",)):
-        command = [sys.executable, "-m", "rope_patch.cli", *arguments, "--help"]
+        command = [sys.executable, "-m", "rope_patch.cli.app", *arguments, "--help"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0
         assert "Usage:" in done.stdout

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli import app
+from rope_patch.cli.app import app
 from rope_patch.evaluation.compare import Comparison, Row, compare, tokens_to_read
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.journal import Journal
@@ -31,7 +31,7 @@ from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityRe
 from rope_patch.evaluation.prompts import Haystack
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.verification import look
+from rope_patch.patching.verify import look
 
 ASSETS = rope_patch.data_path("assets")
 SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8)}
@@ -440,7 +440,7 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
     ]
     # A background job of a shell ignores SIGINT, and so would what the tests start there.
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = [sys.executable, "-c", f"{listen}; from rope_patch.cli import main; main()", *asked]
+    program = [sys.executable, "-c", f"{listen}; from rope_patch.cli.app import main; main()", *asked]
     running = subprocess.Popen(
         program, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
     )

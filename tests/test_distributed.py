@@ -23,12 +23,12 @@ from tiny import ids, tiny_config
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from transformers import TrainingArguments
 
-from rope_patch import _paths
-from rope_patch.checkpoints import RECORD_FILE, read_record
-from rope_patch.evaluation.scoring import Reader
-from rope_patch.training import loss as loss_module
+from rope_patch import packaged as _paths
+from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
+from rope_patch.modeling import loss as loss_module
+from rope_patch.modeling.loss import IGNORED, fuse, token_loss
+from rope_patch.modeling.scoring import Reader
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
-from rope_patch.training.loss import IGNORED, fuse, token_loss
 from rope_patch.training.sharding import ShardedCollator, check_windows, weight_of
 from rope_patch.training.trainer import LongTrainer
 

@@ -27,10 +27,10 @@ from rope_patch.frequencies import table_of
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")
 
-from rope_patch.export.gguf import export_gguf, export_gguf_lora, read_gguf  # noqa: E402
-from rope_patch.export.gguf_vocab import vocabulary_keys  # noqa: E402
-from rope_patch.export.gguf_weights import pieces_from, weights_of  # noqa: E402
-from rope_patch.gguf_file import Key, Piece, keys_of, open_gguf, pieces_of, write_gguf  # noqa: E402
+from rope_patch.checkpoints.gguf_file import Key, Piece, keys_of, open_gguf, pieces_of, write_gguf  # noqa: E402
+from rope_patch.exporting.gguf import export_gguf, export_gguf_lora, read_gguf  # noqa: E402
+from rope_patch.exporting.gguf_vocab import vocabulary_keys  # noqa: E402
+from rope_patch.exporting.gguf_weights import pieces_from, weights_of  # noqa: E402
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

@@ -23,8 +23,8 @@ from tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.export import export
-from rope_patch.export.engines import ENGINES
+from rope_patch.exporting import export
+from rope_patch.exporting.engines import ENGINES
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 pytestmark = [
@@ -66,7 +66,7 @@ def test_the_engine_builds_our_table(tables, family, method, tmp_path):
 def test_tables_per_layer_type(tables, kind, tmp_path):
     module, engine = tables
     base = module.checkpoint("gemma3_text", tmp_path / "base")
-    rope_patch.folders.patch_folder(base, "abf:factor=8", tmp_path / "patched", layer_types=(kind,))
+    rope_patch.checkpoints.offline.patch_folder(base, "abf:factor=8", tmp_path / "patched", layer_types=(kind,))
     export(tmp_path / "patched", tmp_path / "out", to=engine)
     assert module.difference(engine, tmp_path / "out") <= 1e-6
 
@@ -91,7 +91,7 @@ def test_what_is_refused_is_wrong_there(tables, tmp_path):
         pytest.skip("vLLM reads the tables of every family that is tried")
     for family in ("gemma", "gemma2", "phi", "stablelm"):
         base = module.checkpoint(family, tmp_path / family)
-        rope_patch.folders.patch_folder(base, "pi:factor=4", tmp_path / f"{family}-plain")
+        rope_patch.checkpoints.offline.patch_folder(base, "pi:factor=4", tmp_path / f"{family}-plain")
         assert module.difference(engine, tmp_path / f"{family}-plain") > 0.1
         with pytest.raises(ValueError, match="nothing but rope_theta"):
             export(base, tmp_path / f"{family}-out", to=engine, method="pi:factor=4")

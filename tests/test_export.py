@@ -19,12 +19,12 @@ from tiny import ARCHITECTURES, SIZE, YARN, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaForCausalLM, PhiConfig, StableLmConfig
 
 import rope_patch
-import rope_patch.export
-from rope_patch.export import export, folders
-from rope_patch.export.engines import ENGINES, UNVERIFIED, check
-from rope_patch.folders import skeleton, verify_folder
-from rope_patch.sites import find_rotary
-from rope_patch.verification import look
+import rope_patch.exporting
+from rope_patch.checkpoints.offline import skeleton, verify_folder
+from rope_patch.exporting import export, folders
+from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
+from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.verify import look
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
 METHODS = ["pi:factor=4", "abf", "yarn:factor=5:attention_factor=1.5", "p_rope:p=0.5", "truncated"]

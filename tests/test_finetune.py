@@ -15,8 +15,8 @@ from tiny import ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.checkpoints import read_record
-from rope_patch.sites import PatchError, find_rotary
+from rope_patch.checkpoints.adapters import read_record
+from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.training import finetune as module
 from rope_patch.training.finetune import arguments, collator, finetune
 from rope_patch.training.options import read

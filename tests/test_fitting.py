@@ -19,16 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch import cli, fitting
+from rope_patch import fitting
+from rope_patch.cli.app import app as cli
 from rope_patch.evaluation.compare import compare
-from rope_patch.evaluation.scoring import Reader
 from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, fit, running
 from rope_patch.fitting.judging import best as best_of
 from rope_patch.fitting.rows import Rows, split_text
 from rope_patch.frequencies import still, table_of
 from rope_patch.methods import Chain, Default, Table
-from rope_patch.sites import find_rotary
-from rope_patch.training.loss import token_loss
+from rope_patch.modeling.loss import token_loss
+from rope_patch.modeling.scoring import Reader
+from rope_patch.patching.locate import find_rotary
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS / "domains").glob("*.txt")))

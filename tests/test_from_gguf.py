@@ -16,10 +16,10 @@ from rope_patch.frequencies import geometric
 
 pytest.importorskip("gguf")
 
-from rope_patch.export import export
-from rope_patch.export.gguf import export_gguf
-from rope_patch.gguf_file import Key
-from rope_patch.gguf_table import RECORD_KEY
+from rope_patch.checkpoints.gguf_file import Key
+from rope_patch.checkpoints.gguf_table import RECORD_KEY
+from rope_patch.exporting import export
+from rope_patch.exporting.gguf import export_gguf
 
 TOKENS = ids(48) % 96
 
@@ -71,7 +71,7 @@ def test_transformers_own_reader_loses_the_table_and_export_says_so(tmp_path, to
 def test_a_file_of_another_tool_is_patched_with_its_table(tmp_path, tokenizer):
     """llama.cpp's converter writes Llama 3.1's smoothing as factors and leaves no record."""
     folder, file = written(tmp_path, tokenizer, rope_parameters=LLAMA3, max_position_embeddings=512)
-    assert not any(RECORD_KEY in key for key in rope_patch.gguf_file.open_gguf(file).fields)
+    assert not any(RECORD_KEY in key for key in rope_patch.checkpoints.gguf_file.open_gguf(file).fields)
     model = rope_patch.load(file).eval()
     wanted = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert torch.allclose(logits(model, TOKENS), logits(wanted, TOKENS), atol=1e-5)

@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 import rope_patch
 from rope_patch.methods import METHODS
-from rope_patch.sites import PatchError
+from rope_patch.patching.locate import PatchError
 
 gguf = pytest.importorskip("gguf")
 
-from rope_patch.export.gguf import export_gguf, export_gguf_lora, read_gguf  # noqa: E402
-from rope_patch.gguf_file import Key, Piece, keys_of, open_gguf, pieces_of, value_of, write_gguf  # noqa: E402
+from rope_patch.checkpoints.gguf_file import Key, Piece, keys_of, open_gguf, pieces_of, value_of, write_gguf  # noqa: E402
+from rope_patch.exporting.gguf import export_gguf, export_gguf_lora, read_gguf  # noqa: E402
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
@@ -94,7 +94,7 @@ def test_every_table_is_read_back(base, tmp_path, method):
     lists = {"longrope": ":factors=1/1/2/2/3/3/4/4", "table": ":values=1/0.5/0.2/0.1/0.05/0.02/0.01/0"}
     folder = saved(tmp_path / "m", f"{method}{lists.get(method, '')}")
     seen = read_gguf(export_gguf(folder, tmp_path / "m.gguf", base=base))
-    (slot,), (want,) = seen.slots, rope_patch.verification.look(AutoModelForCausalLM.from_pretrained(folder)).slots
+    (slot,), (want,) = seen.slots, rope_patch.patching.verify.look(AutoModelForCausalLM.from_pretrained(folder)).slots
     torch.testing.assert_close(slot.inv_freq, want.inv_freq, rtol=3e-7, atol=0)
     assert slot.attention_scaling == pytest.approx(want.attention_scaling, rel=1e-7)
     assert slot.max_position_embeddings == 256
@@ -510,7 +510,7 @@ def test_arguments(tmp_path, base, tokenizer):
     with pytest.raises(FileNotFoundError, match="no file"):
         export_gguf(folder, tmp_path / "o.gguf", base=tmp_path / "b.gguf")
     with pytest.raises(ValueError, match="on the meta device"):
-        export_gguf(rope_patch.folders.skeleton(folder), tmp_path / "o.gguf", tokenizer=tokenizer)
+        export_gguf(rope_patch.checkpoints.offline.skeleton(folder), tmp_path / "o.gguf", tokenizer=tokenizer)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ValueError, match="the checkpoint is quantized"):
@@ -605,7 +605,7 @@ def test_an_adapter(tmp_path):
     out = open_gguf(export_gguf_lora(folder, tmp_path / "a.gguf"))
     keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
     assert {name: value_of(out, name) for name in keys} == keys
-    assert '"method": "yarn"' in value_of(out, "rope_patch.record")
+    assert '"method": "yarn"' in value_of(out, "rope_patch.patching.record")
     written, kept = {t.name: np.array(t.data) for t in out.tensors}, load_file(folder / "adapter_model.safetensors")
     assert len(written) == len(kept) == 8
     own = "base_model.model.model.layers.1.self_attn.{}.lora_{}.weight".format

@@ -43,12 +43,12 @@ import rope_patch
 from rope_patch import theory
 from rope_patch.analysis import heads as module
 from rope_patch.analysis import views
-from rope_patch.analysis.capture import Capture, capture
 from rope_patch.analysis.heads import FAR, FEW, OFFSETS, OFTEN, SETTLED, TOP, Heads, masses, repeated_tokens
 from rope_patch.analysis.outliers import recall, scatter
 from rope_patch.analysis.views import view_heads
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.frequencies import geometric
+from rope_patch.modeling.capture import Capture, capture
 
 MORE = {
     # These two slide by their masks alone, and tell their attention no window.

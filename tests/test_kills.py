@@ -18,8 +18,8 @@ from tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.cli import app
-from rope_patch.export import export
+from rope_patch.cli.app import app
+from rope_patch.exporting import export
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
 """Audit events of Python that change files; ``open`` for writing is one more."""

@@ -35,16 +35,16 @@ from transformers.cache_utils import QuantizedLayer as StockLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
-from rope_patch.analysis.capture import capture
-from rope_patch.analysis.sources import attending_with
 from rope_patch.evaluation.answering import fork
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.kv_cache import attention, plans
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.metrics import attention_errors
 from rope_patch.kv_cache.plans import key_means, plan_layers
 from rope_patch.kv_cache.schemes import Scheme, Side
+from rope_patch.kv_evaluation.errors import attention_errors
+from rope_patch.modeling.capture import capture
+from rope_patch.modeling.sources import attending_with
 
 TOKENS = 24
 NARROW = {**MIXED, "sliding_window": 8}

@@ -16,20 +16,20 @@ from test_report import row as scored
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch
-from rope_patch import kv_check as engine
-from rope_patch import kv_measuring
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.frequencies import still
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.metrics import LayerErrors
 from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_check import kv_check, remedies
-from rope_patch.kv_judging import Causes, CheckRow, Divergence, blame, longest_keys
-from rope_patch.kv_results import KVCheck
+from rope_patch.kv_evaluation import measuring as kv_measuring
+from rope_patch.kv_evaluation import run as engine
+from rope_patch.kv_evaluation.errors import LayerErrors
+from rope_patch.kv_evaluation.results import KVCheck
+from rope_patch.kv_evaluation.run import kv_check, remedies
+from rope_patch.kv_evaluation.verdicts import Causes, CheckRow, Divergence, blame, longest_keys
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")

@@ -12,13 +12,13 @@ from test_finetune import LLAMA, SMALL, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.checkpoints import read_record
+from rope_patch.checkpoints.adapters import read_record
+from rope_patch.cli.finetune import smoke_options
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.fitting import Objective
 from rope_patch.methods import Table
-from rope_patch.sites import PatchError, find_rotary
+from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.training import finetune as module
-from rope_patch.training.command import smoke_options
 from rope_patch.training.finetune import finetune
 from rope_patch.training.options import read
 from rope_patch.training.resuming import flaw

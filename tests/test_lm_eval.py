@@ -34,16 +34,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch import cli
-from rope_patch.evaluation import lm_eval_cli, lm_eval_tasks
-from rope_patch.evaluation.lm_eval_model import PARAMETERS, RopePatchLM
-from rope_patch.evaluation.lm_eval_tasks import OfflineTask, perplexity_documents, retrieval_documents
+from rope_patch.cli.app import app as cli
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.scoring import Reader, losses
 from rope_patch.evaluation.text import builtin_text
+from rope_patch.harness import command as lm_eval_cli
+from rope_patch.harness import tasks as lm_eval_tasks
+from rope_patch.harness.model import PARAMETERS, RopePatchLM
+from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.registry import METHODS, parse
+from rope_patch.methods.base import METHODS, parse
+from rope_patch.modeling.scoring import Reader, losses
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = rope_patch.data_path("eval_tasks")
@@ -740,7 +741,7 @@ def test_the_command_runs_on_its_own(tmp_path):
     """A process of its own, with every flag that keeps something."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "LM_HARNESS_CACHE_PATH": str(tmp_path / "requests")}
     out = tmp_path / "out"
-    line = [sys.executable, "-m", "rope_patch.evaluation.lm_eval_cli", "--tasks", "passkey_512,rope_ppl_256"]
+    line = [sys.executable, "-m", "rope_patch.harness.command", "--tasks", "passkey_512,rope_ppl_256"]
     line += ["--model_args", f"pretrained={LLAMA},method=yarn:factor=4,target_length=1024,dtype=float32"]
     line += ["--metadata", "samples=2", "windows=2", "depths=[0.1,0.9]", "--limit", "3", "--batch_size", "4"]
     line += ["--output_path", str(out), "--log_samples", "--cache_requests", "true", "--device", "cpu"]
@@ -790,7 +791,7 @@ def test_errors_are_one_line(shell, capsys, monkeypatch):
 
 
 def test_without_lm_eval_one_line_says_what_to_install():
-    code = "import sys; sys.modules['lm_eval'] = None; from rope_patch.evaluation.lm_eval_cli import main; main()"
+    code = "import sys; sys.modules['lm_eval'] = None; from rope_patch.harness.command import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.strip() == 'error: rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"'
@@ -798,14 +799,14 @@ def test_without_lm_eval_one_line_says_what_to_install():
 
 def test_the_script_and_the_entry_point_are_declared(monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"]["rope-patch-eval"] == "rope_patch.evaluation.lm_eval_cli:main"
+    assert project["scripts"]["rope-patch-eval"] == "rope_patch.harness.command:main"
     (name, value), *rest = project["entry-points"]["lm_eval.models"].items()
     assert not rest
     assert name == "rope_patch"
     # lm-eval's registry takes an entry point as it is; our module, loaded through it, adds no second entry.
     registry = Registry("model")
     monkeypatch.setattr("lm_eval.api.registry.model_registry", registry)
-    monkeypatch.delitem(sys.modules, "rope_patch.evaluation.lm_eval_model")
+    monkeypatch.delitem(sys.modules, "rope_patch.harness.model")
     registry.register(name, target=importlib.metadata.EntryPoint(name, value, "lm_eval.models"))
     assert registry.get(name).__name__ == "RopePatchLM"
 

@@ -45,7 +45,7 @@ from rope_patch.methods import (
     from_dict,
     parse,
 )
-from rope_patch.rotary import RotarySlot
+from rope_patch.tables import RotarySlot
 
 ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 

@@ -15,8 +15,9 @@ from tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch import PatchError, folders
-from rope_patch.spelling import OLDER_FAIL, older_differences, older_keys
+from rope_patch import PatchError
+from rope_patch.checkpoints import offline as folders
+from rope_patch.patching.encoding import OLDER_FAIL, older_differences, older_keys
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "older_loaders.json"
 

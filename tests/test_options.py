@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from rope_patch.cli.finetune import describe, smoke_options
 from rope_patch.methods import as_method
-from rope_patch.training.command import describe, smoke_options
 from rope_patch.training.options import SECTIONS, DataOptions, ModelOptions, Options, read
 from rope_patch.training.sources import plan_stages
 

@@ -18,10 +18,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import frequencies
-from rope_patch.analysis.capture import capture
 from rope_patch.analysis.decomposition import contributions, decompose, phi, rotate, trajectory
 from rope_patch.analysis.outliers import RELAXED, bounds, feature_maps, recall, scatter
 from rope_patch.analysis.sinks import sinks
+from rope_patch.modeling.capture import capture
 
 LAYERS, HEADS, GROUPS, PAIRS, CONTEXT = 3, 4, 2, 16, 256
 TAU = 2 * math.pi

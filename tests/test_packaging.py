@@ -129,7 +129,7 @@ def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
 
 def test_a_bare_install_needs_no_extra(installed: Path, tmp_path: Path) -> None:
     hide = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"  # None there makes `import` fail
-    use = "import rope_patch, rope_patch.cli; [getattr(rope_patch, name) for name in rope_patch.__all__]"
+    use = "import rope_patch, rope_patch.cli.app; [getattr(rope_patch, name) for name in rope_patch.__all__]"
     run(installed / "python", "-c", f"{hide}; {use}", cwd=tmp_path)
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rope_patch import _paths
-from rope_patch._paths import data_path
+from rope_patch import packaged as _paths
+from rope_patch.packaged import data_path
 
 ROOT = Path(__file__).resolve().parents[1]
 

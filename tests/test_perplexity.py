@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig
 
 import rope_patch
-from rope_patch.evaluation import scoring
 from rope_patch.evaluation.documents import TokenDocument, encode
 from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
-from rope_patch.evaluation.scoring import SLICE
+from rope_patch.modeling import scoring
+from rope_patch.modeling.scoring import SLICE
 
 VOCABULARY = 96
 

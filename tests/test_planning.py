@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from rope_patch.evaluation.scoring import Reader
+from rope_patch.modeling.scoring import Reader
 from rope_patch.planning import Shape, plan, shipped
 from rope_patch.planning.compute import attention_flops
 
@@ -298,7 +298,7 @@ def test_peak_with_all_logits(family, dtype, rank):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_peak_with_sliced_logits(family, tokens):
     """What training really runs: our own loss."""
-    training = pytest.importorskip("rope_patch.training.loss")
+    training = pytest.importorskip("rope_patch.modeling.loss")
     attention = "eager" if family == "gemma2" else "sdpa"
     changes = {"vocab_size": 8192, "num_hidden_layers": 2}
     model, planned, context = prepared(family, attention, "bfloat16", 4, checkpointing=True, **changes)

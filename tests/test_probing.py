@@ -28,8 +28,9 @@ from transformers import (
 from transformers.utils import logging
 
 import rope_patch
-from rope_patch import PatchError, probing
-from rope_patch.folders import skeleton
+from rope_patch import PatchError
+from rope_patch.checkpoints.offline import skeleton
+from rope_patch.patching import probe as probing
 
 
 def built(config, seed=0):
@@ -230,7 +231,7 @@ def test_a_decoder_that_is_an_output_layer(tmp_path):
 
 def heard(monkeypatch):
     said = []
-    monkeypatch.setattr(rope_patch.surgery.logger, "warning", said.append)
+    monkeypatch.setattr(rope_patch.patching.apply.logger, "warning", said.append)
     return said
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rope_patch.cli import app
+from rope_patch.cli.app import app
 from rope_patch.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +47,7 @@ def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch
             assert (ROOT / arguments[1]).is_dir() and arguments[2] == "llama"
         elif program == "rope-patch-eval":
             done = subprocess.run(
-                [sys.executable, "-m", "rope_patch.evaluation.lm_eval_cli", *arguments],
+                [sys.executable, "-m", "rope_patch.harness.command", *arguments],
                 capture_output=True,
                 text=True,
                 check=False,

@@ -11,11 +11,12 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from rope_patch import plots, report
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
-from rope_patch.rotary import RotarySlot
+from rope_patch.plots import base as plots
+from rope_patch.reports import comparison as report
+from rope_patch.tables import RotarySlot
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 LENGTHS, DEPTHS = (4, 8), (0.0, 0.5, 1.0)

@@ -22,8 +22,8 @@ import rope_patch
 from rope_patch.evaluation.answering import Answer, answer, fork
 from rope_patch.evaluation.prompts import Haystack, Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, grade, retrieval
-from rope_patch.evaluation.scoring import Reader
 from rope_patch.evaluation.text import builtin_text
+from rope_patch.modeling.scoring import Reader
 
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))

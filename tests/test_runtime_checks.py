@@ -16,13 +16,13 @@ def scaled(inv_freq: Float[Tensor, " pairs"], factor: float) -> Float[Tensor, " 
     return inv_freq / factor if factor <= 100 else inv_freq[:1]
 
 
-@pytest.mark.parametrize("name", ["rope_patch.frequencies", "rope_patch.registry", "rope_patch.methods"])
+@pytest.mark.parametrize("name", ["rope_patch.frequencies", "rope_patch.methods.base", "rope_patch.methods"])
 def test_signatures_are_checked(name: str) -> None:
     assert "jaxtyping" in type(importlib.import_module(name).__loader__).__module__
 
 
 def test_rotary_is_left_alone_for_torch_compile() -> None:
-    assert "jaxtyping" not in type(importlib.import_module("rope_patch.rotary").__loader__).__module__
+    assert "jaxtyping" not in type(importlib.import_module("rope_patch.tables").__loader__).__module__
 
 
 def test_an_int_is_a_float() -> None:

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import rope_patch
 from rope_patch import METHODS, PatchError
 from rope_patch.methods import Scaling, create
-from rope_patch.sites import find_rotary
+from rope_patch.patching.locate import find_rotary
 
 PLAIN_ONLY = ("partial", "abf", "ntk", "yarn", "llama3")
 IDENTITIES = ("default", "longrope", "table")
@@ -567,7 +567,7 @@ def test_atomic_when_the_swap_fails(monkeypatch):
     def boom(*_):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("rope_patch.surgery._write", boom)
+    monkeypatch.setattr("rope_patch.patching.apply._write", boom)
     with pytest.raises(RuntimeError, match="boom"):
         rope_patch.apply(model, "p_rope")
     monkeypatch.undo()

@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 import rope_patch
 from rope_patch import theory
 from rope_patch.frequencies import geometric, granularity, granularity_bounds, granularity_limit, ntk_theta
-from rope_patch.theory_papers import BOS, KEY, PAIR, QUERY, in_pair, papers
-from rope_patch.theory_tables import study
+from rope_patch.theory.papers import BOS, KEY, PAIR, QUERY, in_pair, papers
+from rope_patch.theory.tables import study
 
 PLAIN, GEMMA = geometric(1e4, 128), geometric(1e4, 256)
 TABLES = {

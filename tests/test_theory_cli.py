@@ -12,8 +12,11 @@ import torch
 from test_report import Page
 from typer.testing import CliRunner
 
-from rope_patch import cli, plots, plots_theory, theory_report
-from rope_patch.theory_tables import study
+from rope_patch.cli.app import app as cli
+from rope_patch.plots import base as plots
+from rope_patch.plots import theory as plots_theory
+from rope_patch.reports import theory as theory_report
+from rope_patch.theory.tables import study
 
 SMALL = ("--head-dim", "16", "--trained-length", "64", "--length", "256")
 

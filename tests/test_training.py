@@ -14,13 +14,13 @@ from tiny import ARCHITECTURES, ids
 from transformers import Trainer, TrainingArguments
 
 import rope_patch
-from rope_patch.checkpoints import read_record
+from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.scoring import Reader
-from rope_patch.training import loss as loss_module
+from rope_patch.modeling import loss as loss_module
+from rope_patch.modeling.loss import IGNORED, fuse, token_loss, unfuse
+from rope_patch.modeling.scoring import Reader
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
 from rope_patch.training.data import pack
-from rope_patch.training.loss import IGNORED, fuse, token_loss, unfuse
 from rope_patch.training.trainer import LongTrainer
 
 # --- the loss

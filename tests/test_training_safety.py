@@ -33,10 +33,10 @@ from transformers import AutoConfig, LlamaForCausalLM, Trainer, TrainerCallback,
 from transformers.trainer_utils import get_last_checkpoint
 
 import rope_patch
-from rope_patch._paths import data_path
-from rope_patch.checkpoints import read_record, write_record
+from rope_patch.checkpoints.adapters import read_record, write_record
+from rope_patch.packaged import data_path
+from rope_patch.patching.locate import PatchError
 from rope_patch.planning import plan
-from rope_patch.sites import PatchError
 from rope_patch.training import advice, options
 from rope_patch.training.advice import oom_advice
 from rope_patch.training.collators import PoSECollator

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rope_patch.evaluation.lm_eval_tasks import Documents, exact_match, recall, retrieval_documents
+from rope_patch.harness.tasks import Documents, exact_match, recall, retrieval_documents
 
 __all__ = ["exact_match", "multikey", "multiquery", "multivalue", "recall", "single"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rope_patch.evaluation.lm_eval_tasks import Documents, perplexity_documents, strided_perplexity
+from rope_patch.harness.tasks import Documents, perplexity_documents, strided_perplexity
 
 __all__ = ["strided", "strided_perplexity"]
 

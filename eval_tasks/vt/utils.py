@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rope_patch.evaluation.lm_eval_tasks import Documents, recall, retrieval_documents
+from rope_patch.harness.tasks import Documents, recall, retrieval_documents
 
 __all__ = ["chain", "recall"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rope_patch.analysis.results import LayerCapture
+from rope_patch.modeling.statistics import LayerCapture
 
 
 def phi(query: Tensor, key: Tensor) -> Tensor:

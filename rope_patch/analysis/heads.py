@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from rope_patch.analysis.results import read_arrays, write_arrays
-from rope_patch.analysis.sources import attending_with, layers_text, refuse_prompts, window_alone, window_of
-from rope_patch.analysis.streaming import text_digest, token_rows
-from rope_patch.sites import device_of, find_rotary, in_eval_mode
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.sources import attending_with, layers_text, refuse_prompts, window_alone, window_of
+from rope_patch.modeling.statistics import read_arrays, write_arrays
+from rope_patch.modeling.streaming import text_digest, token_rows
+from rope_patch.patching.locate import device_of, find_rotary
 
 SCHEMA = "heads 1"
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.analysis.decomposition import mean_pairs, phi
-from rope_patch.analysis.results import Capture
+from rope_patch.modeling.statistics import Capture
 
 THRESHOLDS = (6.0, 9.0, 12.0)
 """Radii above which J25's table 2 calls a pair an outlier."""

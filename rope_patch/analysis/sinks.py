@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.analysis.decomposition import query_over_distances
-from rope_patch.analysis.results import Capture, LayerCapture, pairs_of
-from rope_patch.analysis.sources import LayerSource
-from rope_patch.analysis.streaming import stream, text_digest, token_rows
+from rope_patch.modeling.sources import LayerSource
+from rope_patch.modeling.statistics import Capture, LayerCapture, pairs_of
+from rope_patch.modeling.streaming import stream, text_digest, token_rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.analysis.decomposition import turn
-from rope_patch.analysis.results import pairs_of
-from rope_patch.analysis.sources import LayerSource
-from rope_patch.analysis.streaming import stream, token_rows
+from rope_patch.modeling.sources import LayerSource
+from rope_patch.modeling.statistics import pairs_of
+from rope_patch.modeling.streaming import stream, token_rows
 
 LIMIT = 1024
 """Longest text: a pattern is quadratic in it [tokens]."""
@@ -131,7 +131,7 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
     """Take single heads out of one forward pass over a short text.
 
     Args:
-        model: as for :func:`~rope_patch.analysis.capture.capture`.
+        model: as for :func:`~rope_patch.modeling.capture.capture`.
         token_ids: (tokens,), 2 to ``LIMIT`` of them.
         heads: layer and query head of each.
 

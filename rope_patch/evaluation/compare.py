@@ -26,10 +26,10 @@ from rope_patch.evaluation.prompts import TASKS, Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, check_asked, retrieval
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.methods import Default, Method, MethodLike
-from rope_patch.rotary import RotarySlot
-from rope_patch.sites import find_rotary
-from rope_patch.surgery import for_target, patched
-from rope_patch.verification import look
+from rope_patch.patching.apply import for_target, patched
+from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.verify import look
+from rope_patch.tables import RotarySlot
 
 SCHEMA = 2
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch._paths import data_path
 from rope_patch.evaluation.documents import Source, documents, encode, prefix_ids, spread_starts
+from rope_patch.packaged import data_path
 
 DOMAINS = ("english", "italian", "chinese", "python", "arithmetic")
 LONGEST = 2048

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.journal import Journal, key
-from rope_patch.evaluation.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
-from rope_patch.sites import in_eval_mode
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
 
 SCHEMA = 2
 

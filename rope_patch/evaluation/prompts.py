@@ -28,6 +28,10 @@ NAMES = """
 """What named needles are called."""
 
 
+NEEDLES = 4
+"""Of a training prompt that asks for all its needles at once, as many as RULER's (arXiv:2404.06654) have."""
+
+
 @dataclass(frozen=True)
 class Haystack:
     """A text to hide things in.

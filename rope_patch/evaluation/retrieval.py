@@ -16,8 +16,8 @@ from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.intervals import wilson
 from rope_patch.evaluation.journal import Journal, key
 from rope_patch.evaluation.prompts import Haystack, Prompt, PromptMaker, find_task
-from rope_patch.evaluation.scoring import CacheFactory, Reader, cache_identity, fingerprint
-from rope_patch.sites import in_eval_mode
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
 
 SCHEMA = 2
 

@@ -20,16 +20,17 @@ from rope_patch.evaluation.documents import Source, spread_windows
 from rope_patch.evaluation.journal import Journal, finite
 from rope_patch.evaluation.prompts import Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import check_asked
-from rope_patch.evaluation.scoring import fingerprint
 from rope_patch.fitting.judging import SEED, Candidate, Judging, best
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import Run, plain_weights
 from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method, MethodLike
+from rope_patch.modeling.scoring import fingerprint
+from rope_patch.patching.apply import Patch, apply, for_target
+from rope_patch.patching.base_tables import read_slots
+from rope_patch.patching.locate import find_rotary
 from rope_patch.processes import processes
-from rope_patch.registry import did_you_mean
-from rope_patch.sites import find_rotary, read_slots
-from rope_patch.surgery import Patch, apply, for_target
+from rope_patch.words import did_you_mean
 
 __all__ = ["Candidate", "Constraint", "FittedPatch", "Objective", "TrainableTable", "family", "fit"]
 

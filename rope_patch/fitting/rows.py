@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from rope_patch.evaluation.documents import Source, documents, prefix_ids
-from rope_patch.evaluation.prompts import Haystack, PromptMaker, find_task
+from rope_patch.evaluation.prompts import NEEDLES, Haystack, PromptMaker, find_task
 from rope_patch.evaluation.text import Corpus, builtin_text
-from rope_patch.training.data import NEEDLES
-from rope_patch.training.loss import IGNORED
+from rope_patch.modeling.loss import IGNORED
 
 VALIDATION = 0.1
 """Share of the text, at its end, that is never fitted to: what is kept is chosen on it."""

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.journal import key
-from rope_patch.evaluation.scoring import Reader
 from rope_patch.fitting.judging import Candidate, Judging, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method
+from rope_patch.modeling.loss import token_loss
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.scoring import Reader
+from rope_patch.patching.apply import apply
+from rope_patch.patching.locate import device_of, find_rotary
 from rope_patch.processes import from_first, processes
-from rope_patch.sites import device_of, find_rotary, in_eval_mode
-from rope_patch.surgery import apply
-from rope_patch.training.loss import token_loss
 
 BETAS = (0.9, 0.95)
 """Of Adam: with its usual .999 the heavy tail of the first answers' gradients would make all later steps small."""

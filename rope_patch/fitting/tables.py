@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rope_patch import frequencies
 from rope_patch.methods import Chain, Method, Table
-from rope_patch.rotary import RotaryTable
+from rope_patch.patching.module import RotaryTable
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from rope_patch.analysis.sources import attending_with
 from rope_patch.kv_cache.schemes import Side
+from rope_patch.modeling.sources import attending_with
 
 if TYPE_CHECKING:
-    from rope_patch.kv_cache.cache import QuantizedLayer, Run
+    from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 
 NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 22
@@ -32,7 +32,7 @@ BLOCK_BYTES = 1 << 22
 class _Reading:
     """A model that attends through :func:`attend`: its runs, the latest last, and what ends it."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[SchemeRun] = field(default_factory=list)
     end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
@@ -41,7 +41,7 @@ _READING: WeakKeyDictionary[nn.Module, _Reading] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def running(run: Run, model: nn.Module) -> Iterator[None]:
+def running(run: SchemeRun, model: nn.Module) -> Iterator[None]:
     """Let a model attend through :func:`attend`, by a run's plans; of several runs the latest counts.
 
     Models have runs of their own, and runs may end in any order.
@@ -129,7 +129,9 @@ def attend(
     return out, None
 
 
-def _store(runs: Sequence[Run], index: int, size: int, key: Tensor, value: Tensor) -> tuple[Run, QuantizedLayer]:
+def _store(
+    runs: Sequence[SchemeRun], index: int, size: int, key: Tensor, value: Tensor
+) -> tuple[SchemeRun, QuantizedLayer]:
     """Return the cache layer whose states so many queries read: its own, another's that it shares, or these alone."""
     for run in reversed(runs):
         for stored in run.stored.values():

@@ -1,190 +1,22 @@
-"""A cache that returns keys and values as a quantized one would: a drop-in for ``generate`` and for our engines.
-
-A block of tokens is quantized once, when it has left the residual window of the query at hand, and never again. Blocks
-are aligned: the first one begins behind the sinks. States are kept as plain tensors, so nothing here saves memory.
-"""
+"""Caches that hold keys and values as a scheme does, for any model of transformers."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.kv_cache.attention import running
+from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, Turn, plan_layers
-from rope_patch.kv_cache.schemes import Scheme, Side
-from rope_patch.sites import find_rotary
-
-
-@dataclass(eq=False)
-class Run:
-    """A model under a scheme, for as long as that lasts.
-
-    Attributes:
-        plans: by layer.
-        turns: cos and sin of the tokens that are being read, by layer type.
-        stored: the cache layer that was added to last, by layer, for as long as its cache is in use.
-    """
-
-    plans: Mapping[int, LayerPlan]
-    turns: dict[str | None, Turn] = field(default_factory=dict)
-    stored: WeakValueDictionary[int, QuantizedLayer] = field(default_factory=WeakValueDictionary)
-
-    def turn(self, plan: LayerPlan) -> Turn | None:
-        """Return cos and sin of the tokens that are being read, where the plan needs them."""
-        if not plan.key.pre:
-            return None
-        if plan.layer_type not in self.turns:
-            raise RuntimeError("the rotary module was not called: is this the model the cache was made for?")
-        return self.turns[plan.layer_type]
-
-    def alone(self, index: int, key: Tensor, value: Tensor) -> QuantizedLayer:
-        """Return the states of one pass as a layer of no cache."""
-        made = QuantizedLayer(self.plans[index], self)
-        made.update(key, value)
-        self.stored.pop(index, None)
-        return made
-
-
-class QuantizedLayer(DynamicLayer):
-    """Keys and values of one layer. Sliding layers keep all of theirs; the model's own mask hides what they do not see.
-
-    Attributes:
-        keys: (rows, heads, tokens, head_dim) as they are read: quantized where frozen.
-        values: the same of values.
-        raw_keys: in full precision, less the mean where keys are stored so.
-        raw_values: in full precision.
-    """
-
-    keys: Tensor
-    values: Tensor
-    is_croppable = False
-
-    def __init__(self, plan: LayerPlan, run: Run, padding: Tensor | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.plan, self.run, self.padding = plan, run, padding
-        self.frozen: dict[tuple[str, int], int] = {}  # blocks, by side and row; row 0 stands for all without padding
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add states; returns all so far as the first of the new queries sees them."""
-        start = self.get_seq_length()
-        key_states = self.plan.shift(key_states)
-        turn = self.run.turn(self.plan)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.raw_keys, self.raw_values, self.turn = key_states, value_states, turn
-            self.keys, self.values = key_states, value_states
-        else:
-            pairs = ((self.raw_keys, key_states), (self.raw_values, value_states))
-            self.raw_keys, self.raw_values = (torch.cat(pair, dim=-2) for pair in pairs)
-            self.keys = torch.cat((self.keys, key_states), dim=-2)
-            self.values = torch.cat((self.values, value_states), dim=-2)
-            if turn is not None and self.turn is not None:
-                cos, sin = (_joined(*pair) for pair in zip(self.turn, turn, strict=True))
-                self.turn = cos, sin
-        self.freeze(start + 1)
-        self.run.stored[self.plan.index] = self
-        self.returned = self.keys
-        return self.keys, self.values
-
-    def freeze(self, seen: int) -> None:
-        """Quantize the blocks that have left the residual window of a query that sees so many tokens."""
-        sides = (("key", self.plan.key), ("value", self.plan.value))
-        for name, side in sides:
-            if side.format == "none":
-                continue
-            if self.padding is None:
-                self._freeze(name, side, seen, 0, slice(None))
-            else:
-                for row, pad in enumerate(self.padding.tolist()):
-                    self._freeze(name, side, seen, pad, slice(row, row + 1))
-
-    def _freeze(self, name: str, side: Side, seen: int, pad: int, rows: slice) -> None:
-        place = (name, rows.start or 0)
-        done, size, base = self.frozen.get(place, 0), side.block, self.plan.sinks + pad
-        ready = max(0, seen - self.plan.residual - base) // size
-        if ready <= done:
-            return
-        low, high = base + done * size, base + ready * size
-        raw = (self.raw_keys if name == "key" else self.raw_values)[rows, :, low:high]
-        count, heads = raw.shape[0], raw.shape[1]
-        blocks = raw.reshape(count, heads, -1, size, raw.shape[-1])
-        blocks = blocks.transpose(1, 2).flatten(0, 1)  # (rows * blocks, heads, size, width)
-        if name == "key":
-            turn = None
-            if self.turn is not None:
-                parts = [p[rows if len(p) > 1 else slice(None), low:high].expand(count, -1, -1) for p in self.turn]
-                cos, sin = (part.reshape(-1, size, part.shape[-1]) for part in parts)
-                turn = cos, sin
-            made = self.plan.quantize_keys(blocks, turn)
-        else:
-            made = self.plan.quantize_values(blocks)
-        made = made.reshape(count, -1, *made.shape[1:]).transpose(1, 2).reshape(count, heads, high - low, -1)
-        # Not in place: what was returned before must not change, nor what a copy of this cache holds.
-        whole = (self.keys if name == "key" else self.values).clone()
-        whole[rows, :, low:high] = made
-        if name == "key":
-            self.keys = whole
-        else:
-            self.values = whole
-        self.frozen[place] = ready
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.frozen.clear()
-        super().reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a quantized block cannot be read again."""
-        raise NotImplementedError("a quantized cache cannot be cropped: its blocks were rounded with what is removed")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows, as beam search does."""
-        self._take(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        self._take(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
-        self._take(lambda x: x[indices.to(x.device)])
-
-    def _take(self, rows: Callable[[Tensor], Tensor]) -> None:
-        if not self.is_initialized:
-            return
-        count = self.keys.shape[0]
-        for name in ("keys", "values", "raw_keys", "raw_values"):
-            setattr(self, name, rows(getattr(self, name)))
-        if self.turn is not None and len(self.turn[0]) == count:
-            self.turn = rows(self.turn[0]), rows(self.turn[1])
-        if self.padding is not None:
-            came = rows(torch.arange(count)).tolist()
-            old = dict(self.frozen)
-            self.padding = rows(self.padding)
-            self.frozen = {(name, new): old[name, row] for new, row in enumerate(came) for name in ("key", "value")
-                           if (name, row) in old}  # fmt: skip
-
-    def __deepcopy__(self, memo: Any) -> QuantizedLayer:
-        """Share the tensors, none of which is ever written to in place, and the run."""
-        made = copy.copy(self)
-        made.frozen = dict(self.frozen)
-        return made
-
-
-def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """Join cos or sin (rows or 1, tokens, rotary_dim) of earlier and later tokens."""
-    rows = max(len(one), len(other))
-    return torch.cat([part.expand(rows, -1, -1) for part in (one, other)], dim=1)
+from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.patching.locate import find_rotary
 
 
 class QuantizedCache(Cache):
@@ -208,7 +40,7 @@ class CacheMaker:
     """
 
     config: Any
-    run: Run
+    run: SchemeRun
     identity: str
 
     def __call__(self, padding: Tensor | None = None) -> QuantizedCache:
@@ -238,7 +70,7 @@ def _digest(plans: Mapping[int, LayerPlan]) -> str:
 
 
 @contextlib.contextmanager
-def noting_turns(module: nn.Module, run: Run) -> Iterator[None]:
+def noting_turns(module: nn.Module, run: SchemeRun) -> Iterator[None]:
     """Keep what a rotary module puts out, as long as this lasts."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Turn) -> None:
@@ -298,7 +130,7 @@ def quantized(
     planned = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     site = find_rotary(model)
     root: Any = site.model
-    run = Run(plan_layers(model, planned, means=means, context=context))
+    run = SchemeRun(plan_layers(model, planned, means=means, context=context))
 
     with contextlib.ExitStack() as stack:
         if any(plan.key.pre for plan in run.plans.values()):

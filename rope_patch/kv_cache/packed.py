@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, QuantizedCache
 
-from rope_patch.sites import device_of, find_rotary, in_eval_mode
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.patching.locate import device_of, find_rotary
 
 BACKENDS = {"fp8": (8,), "quanto": (2, 4), "hqq": (1, 2, 4, 8)}
 """Of transformers, and the bits that each packs; hqq 0.2.8 cannot unpack what it packs in 3."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch import frequencies
-from rope_patch.analysis.capture import capture
-from rope_patch.analysis.sources import Sources, find_sources, split_pairs
 from rope_patch.kv_cache.quantizers import at_least_float, fake_quantize, mix
 from rope_patch.kv_cache.schemes import Scheme, Side
-from rope_patch.sites import find_rotary, in_eval_mode
+from rope_patch.modeling.capture import capture
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.sources import Sources, find_sources, split_pairs
+from rope_patch.patching.locate import find_rotary
 
 PROBE = 8
 KEPT_IN_8 = Side("int8", "token", symmetric=True)

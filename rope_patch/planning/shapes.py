@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rope_patch._paths import data_path
-from rope_patch.folders import skeleton
-from rope_patch.registry import did_you_mean
+from rope_patch.checkpoints.offline import skeleton
+from rope_patch.packaged import data_path
+from rope_patch.words import did_you_mean
 
 _SAME_SHAPE = re.compile(r"^meta-|-(instruct|base|text|it|pt)$")
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rope_patch.frequencies import Table, _pair_shares, geometric, settle
+from rope_patch.frequencies import Table, geometric, pair_shares, settle
 from rope_patch.theory.decay import BLOCK, Curve, Distances, Features
 
 POWERS = tuple(10.0**power for power in range(33))
@@ -210,7 +210,7 @@ def helix(speed: float, times: Float[Tensor, " times"]) -> Float[Tensor, "times 
 
 def _shares(x: Features | None, pairs: int) -> Tensor:
     """Share of the squared norm in each pair."""
-    return torch.full((pairs,), 1 / pairs, dtype=torch.float64) if x is None else _pair_shares(x, pairs)
+    return torch.full((pairs,), 1 / pairs, dtype=torch.float64) if x is None else pair_shares(x, pairs)
 
 
 def _images(positions: Tensor, steps: Tensor, shares: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def _words(changes: Mapping[str, Any]) -> str:
     """Say an option of a plan as users of Trainer set it, and as the recipe does."""
     match changes:
         case {"loss": _}:
-            return "train through rope_patch.training.loss.fuse(model), as LongTrainer does"
+            return "train through rope_patch.modeling.loss.fuse(model), as LongTrainer does"
         case {"attention": _}:
             return 'attn_implementation="flash_attention_2" for the model (recipe: model.attention=flash)'
         case {"checkpointing": _}:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.training.loss import IGNORED
+from rope_patch.modeling.loss import IGNORED
 
 Example = Mapping[str, Any]
 """``ids``: tokens; ``index``: its number in the data, from which all randomness comes; ``weights``: how much each label

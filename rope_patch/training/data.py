@@ -13,13 +13,10 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.prompts import Prompt, PromptMaker, find_task
+from rope_patch.evaluation.prompts import NEEDLES, Prompt, PromptMaker, find_task
 
 Boundaries = Literal["join", "apart", "whole"]
 BOUNDARIES = ("join", "apart", "whole")
-
-NEEDLES = 4
-"""Of a training prompt that asks for all its needles at once, as many as RULER's (arXiv:2404.06654) have."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,10 +22,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rope_patch import __version__, checkpoints
 from rope_patch.evaluation.journal import Journal
-from rope_patch.evaluation.scoring import fingerprint
 from rope_patch.files import write_atomically
+from rope_patch.modeling.scoring import fingerprint
+from rope_patch.patching.locate import find_rotary
 from rope_patch.processes import from_first
-from rope_patch.sites import find_rotary
 from rope_patch.training.card import card
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
 from rope_patch.training.judging import Judge, Judgement

@@ -13,14 +13,14 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from rope_patch import checkpoints
-from rope_patch._paths import data_path
 from rope_patch.methods import Method, as_method
+from rope_patch.packaged import data_path
+from rope_patch.patching.apply import apply
+from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.record import PatchRecord
 from rope_patch.planning.options import ALL_LINEAR
-from rope_patch.record import PatchRecord
-from rope_patch.registry import did_you_mean
-from rope_patch.sites import find_rotary
-from rope_patch.surgery import apply
 from rope_patch.training.options import LoraOptions, ModelOptions, Options, Precision
+from rope_patch.words import did_you_mean
 
 ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 """What transformers calls the kernels."""

@@ -15,8 +15,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from rope_patch.evaluation.prompts import find_task
 from rope_patch.evaluation.retrieval import check_asked
 from rope_patch.methods import as_method
-from rope_patch.registry import did_you_mean, parse_length
 from rope_patch.training.data import Boundaries
+from rope_patch.words import did_you_mean, parse_length
 
 Precision = Literal["bfloat16", "float16", "float32"]
 

@@ -17,8 +17,8 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rope_patch.checkpoints import RopePatchCallback, read_record
-from rope_patch.sites import PatchError, find_rotary
+from rope_patch.checkpoints.adapters import RopePatchCallback, read_record
+from rope_patch.patching.locate import PatchError, find_rotary
 
 STAGING = ".saving"
 """Folder beside the checkpoints in which one is written, and into which one that is to be deleted is moved."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rope_patch.modeling.loss import IGNORED
 from rope_patch.training.collators import Collator, Example
-from rope_patch.training.loss import IGNORED
 
 
 @dataclass(frozen=True)

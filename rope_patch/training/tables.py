@@ -17,17 +17,17 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import CONFIG_NAME
 
-from rope_patch.checkpoints import RopePatchCallback, read_record, write_record
+from rope_patch.checkpoints.adapters import RopePatchCallback, read_record, write_record
 from rope_patch.files import write_atomically
 from rope_patch.fitting import Constraint, Objective, TrainableTable, fit
 from rope_patch.fitting.rows import LIMIT, VALIDATION
 from rope_patch.methods import Method
-from rope_patch.record import PatchRecord, same_tables
-from rope_patch.sites import PatchError, find_rotary
-from rope_patch.surgery import apply
+from rope_patch.patching.apply import apply
+from rope_patch.patching.locate import PatchError, find_rotary
+from rope_patch.patching.record import PatchRecord, same_tables
+from rope_patch.patching.verify import verify
 from rope_patch.training.options import FIT, Options
 from rope_patch.training.sources import open_source, plain_texts
-from rope_patch.verification import verify
 
 TABLE_FILE = "rope_patch_table.safetensors"
 """Parameters of a table that is trained with the weights, in every checkpoint of such a run."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from rope_patch.checkpoints import RopePatchCallback
-from rope_patch.sites import find_rotary
+from rope_patch.checkpoints.adapters import RopePatchCallback
+from rope_patch.modeling.loss import fuse
+from rope_patch.patching.locate import find_rotary
 from rope_patch.training.advice import GIB, oom_advice
 from rope_patch.training.collators import Collator
-from rope_patch.training.loss import fuse
 from rope_patch.training.resuming import WholeCheckpoints
 from rope_patch.training.sharding import ShardedCollator, check_windows, weight_of
 from rope_patch.training.tables import TableTraining

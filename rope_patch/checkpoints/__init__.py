@@ -1,0 +1,45 @@
+"""Patched models and adapters on the disk."""
+
+from rope_patch.checkpoints.adapters import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    RECORD_FILE,
+    RopePatchCallback,
+    adapter_base,
+    adapter_config,
+    is_adapter,
+    put_record,
+    read_record,
+    write_record,
+)
+from rope_patch.checkpoints.save_load import (
+    building,
+    check_older_keys,
+    config_json,
+    load,
+    load_adapter,
+    load_config,
+    read_tokenizer,
+    save,
+)
+
+__all__ = [
+    "ADAPTER_FILE",
+    "CONFIG_FILE",
+    "RECORD_FILE",
+    "RopePatchCallback",
+    "adapter_base",
+    "adapter_config",
+    "building",
+    "check_older_keys",
+    "config_json",
+    "is_adapter",
+    "load",
+    "load_adapter",
+    "load_config",
+    "put_record",
+    "read_record",
+    "read_tokenizer",
+    "save",
+    "write_record",
+]

@@ -1,0 +1,286 @@
+"""Adapters and their patch records: on the disk, in memory, and in a Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.utils.hub import cached_file
+
+from rope_patch.errors import blamed_on, read_json
+from rope_patch.files import write_atomically
+from rope_patch.patching.encoding import add_older_keys
+from rope_patch.patching.locate import PatchError
+from rope_patch.patching.record import PatchRecord, same_tables
+from rope_patch.patching.verify import verify
+
+RECORD_FILE = "rope_patch.json"
+
+
+CONFIG_FILE = "config.json"
+
+
+ADAPTER_FILE = "adapter_config.json"
+
+
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+WEIGHTS_KEY = "adapter_weights"
+"""In ``rope_patch.json``: the hash of the adapter that the record is of."""
+
+
+def write_record(record: PatchRecord, folder: str | Path) -> None:
+    """Write ``rope_patch.json`` into a folder, atomically; one that says the same already is left alone.
+
+    Where an adapter lies there, the record is tied to its weights: beside others it does not count.
+    """
+    folder = Path(folder)
+    data = record.to_dict()
+    if (weights := _adapter_weights(folder)) is not None:
+        data[WEIGHTS_KEY] = _hash(weights)
+    path, text = folder / RECORD_FILE, json.dumps(data, indent=1) + "\n"
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_atomically(path, text)
+
+
+def put_record(record: PatchRecord, folder: Path) -> None:
+    """Write a record beside a checkpoint and every adapter in it; have its config say what transformers 4 reads."""
+    for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
+        write_record(record, path)
+    if (folder / CONFIG_FILE).is_file():
+        add_older_keys(folder)
+
+
+def _adapter_weights(source: str | Path, **hub: Any) -> Path | None:
+    found = (find_file(source, name, **hub) for name in ADAPTER_WEIGHTS)
+    return next((path for path in found if path is not None), None)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_record(folder: str | Path, **hub: Any) -> PatchRecord | None:
+    """Return the record beside an adapter, or None where there is none.
+
+    Args:
+        folder: or hub id.
+        **hub: as loaders take them: ``subfolder``, ``revision``, ``token`` …
+
+    Raises:
+        PatchError: a record that is broken, altered, from a newer version, or of other weights than the adapter's.
+    """
+    path = find_file(folder, RECORD_FILE, **hub)
+    if path is None:
+        return None
+    try:
+        data = read_json(path)
+    except OSError as error:
+        raise PatchError(str(error)) from error
+    try:
+        tied = data.pop(WEIGHTS_KEY, None)
+        record = PatchRecord.from_dict(data)
+        weights = _adapter_weights(folder, **hub)
+        if weights is not None and tied != _hash(weights):
+            raise ValueError(
+                f"this record of {record.to_method()} is not of the adapter beside it, whose weights were saved here "
+                "later and without rope_patch. If they were trained without a patch, delete the record; if under this "
+                "one, write it again with rope_patch.checkpoints.write_record"
+            )
+        return record
+    except (ValueError, OSError) as error:
+        raise PatchError(f"{path}: {error}") from error
+
+
+HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download", "proxies")
+
+
+def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
+    """A file of a folder or of a hub repository, found with the options of a loader; None where it has none."""
+    if Path(source).is_dir():
+        path = Path(source, hub.get("subfolder") or "", name)
+        return path if path.is_file() else None
+    options = {key: value for key, value in hub.items() if key in HUB_OPTIONS}
+    with contextlib.suppress(OSError):
+        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
+        return None if found is None else Path(found)
+    return None
+
+
+def is_adapter(source: str | Path, **hub: Any) -> bool:
+    """Tell whether a folder or hub id holds an adapter; ``hub`` as for :func:`read_record`."""
+    return find_file(source, ADAPTER_FILE, **hub) is not None
+
+
+def adapter_base(source: str | Path, **hub: Any) -> str:
+    """Return the folder or hub id of the model an adapter was trained on: its own folder where that holds one too.
+
+    Raises:
+        PatchError: the adapter names none.
+    """
+    if (Path(source) / CONFIG_FILE).is_file():
+        return str(source)
+    base = adapter_config(source, **hub).base_model_name_or_path
+    if not base or not isinstance(base, str):
+        raise PatchError(f"{source}: its {ADAPTER_FILE} names no base model; load that and use load_adapter")
+    return str(base)
+
+
+def adapter_config(source: str | Path, **hub: Any) -> Any:
+    """Return an adapter's config; ``hub`` as for :func:`read_record`.
+
+    Raises:
+        OSError: none there, or one that is damaged.
+        ValueError: one that PEFT cannot read.
+    """
+    from peft import PeftConfig
+
+    if (path := find_file(source, ADAPTER_FILE, **hub)) is not None:
+        read_json(path)
+    with blamed_on(f"{source}: PEFT cannot read its {ADAPTER_FILE}"):
+        return PeftConfig.from_pretrained(str(source), **hub)
+
+
+TABLES_ATTRIBUTE = "_rope_patch_record"
+"""Attribute of an adapter's config in memory, which saving ignores: the record it was loaded with."""
+
+
+WEIGHTS_ATTRIBUTE = "_rope_patch_weights"
+"""Likewise: the mean sizes of its weights as they were loaded, by name."""
+
+
+def weight_sizes(model: Any, name: str) -> dict[str, float]:
+    """Return the mean size of every weight of an adapter that can be read here: casts hardly change it."""
+    own = ((key, p) for key, p in model.named_parameters() if f".{name}." in f".{key}." and type(p.data) is Tensor)
+    return {key: float(p.detach().abs().mean(dtype=torch.float32)) for key, p in own if not p.is_meta and p.numel()}
+
+
+def _as_loaded(model: Any, name: str, config: Any) -> bool:
+    """Tell whether the weights of an adapter that is not trained are those it was loaded with."""
+    before, now = getattr(config, WEIGHTS_ATTRIBUTE, {}), weight_sizes(model, name) if config.inference_mode else {}
+    return all(abs(now[key] - before[key]) <= 0.02 * before[key] + 1e-8 for key in before.keys() & now.keys())
+
+
+def peft_model(model: Any) -> Any:
+    """Return the PeftModel in a model, through ``torch.compile`` and DDP; None where there is none."""
+    while model is not None and not hasattr(model, "peft_config"):
+        inner = getattr(model, "_orig_mod", None)
+        model = getattr(model, "module", None) if inner is None else inner
+    return model if hasattr(model, "get_base_model") else None
+
+
+def check_adapters(
+    model: Any, record: PatchRecord, trusted: Sequence[str] = (), selected: Sequence[str] | None = None
+) -> None:
+    """Raise unless every adapter of a model is known to belong to its tables.
+
+    One that :func:`load_adapter` loaded has its record with it; one that is trained here belongs to the tables it is
+    trained under. One that PEFT loaded for inference may have been trained under any, and so may what is combined.
+    """
+    holder = peft_model(model)
+    known: dict[str, Any] = getattr(model if holder is None else holder, "peft_config", {})
+    if not isinstance(known, dict):
+        return
+    for name in trusted:
+        if name not in known:
+            raise ValueError(f"trust_adapters: no adapter {name!r}. Known: {', '.join(known)}")
+    for name, config in ((name, config) for name, config in known.items() if not selected or name in selected):
+        own = getattr(config, TABLES_ATTRIBUTE, None)
+        if own is not None and name not in trusted and not same_tables(own.tables, record.tables):
+            raise PatchError(
+                f"the adapter {name!r} was trained under {own.to_method()}, and the model is patched with "
+                f"{record.to_method()} since: patch it as before; or, if the adapter was trained on under the new "
+                f"tables, save(…, trust_adapters=[{name!r}])"
+            )
+        if own is not None and name not in trusted and not _as_loaded(holder, name, config):
+            raise PatchError(
+                f"the weights of the adapter {name!r} are not those that rope_patch loaded, and it was not trained "
+                f"here: others were put in their place. If these belong to {record.to_method()}: "
+                f"save(…, trust_adapters=[{name!r}])"
+            )
+    chosen = selected or list(known)
+    strange = [
+        name
+        for name, config in known.items()
+        if getattr(config, TABLES_ATTRIBUTE, None) is None and config.inference_mode and name not in trusted
+    ]
+    unsure = [
+        name for name in chosen if getattr(known.get(name), TABLES_ATTRIBUTE, None) is None and name not in trusted
+    ]
+    if strange and unsure:
+        name = next((name for name in strange if name in chosen), unsure[0])
+        why = (
+            "PEFT loaded it, or combined it from adapters that were loaded"
+            if name in strange
+            else f"it may hold a part of {strange[0]!r}, which PEFT loaded"
+        )
+        raise PatchError(
+            f"nothing shows under which tables the adapter {name!r} was trained: {why}. If it belongs to "
+            f"{record.to_method()}, say so: save(…, trust_adapters=[{name!r}]). Adapters that "
+            "rope_patch.load_adapter(model, FOLDER, adapter_name=…) loads are checked"
+        )
+
+
+class RopePatchCallback(TrainerCallback, ExportableState):
+    """Write ``rope_patch.json`` into every checkpoint a Trainer saves, after checking that the patch is still there.
+
+    The record also goes into the Trainer's own state, so that a run is only resumed under the patch it was begun with.
+    ``trainer.save_model()`` fires no callback: save the final adapter with :func:`save`.
+    """
+
+    def __init__(self) -> None:
+        self.record: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what the Trainer keeps of this callback in its checkpoints."""
+        return {"args": {}, "attributes": {"record": self.record}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
+        """Refuse to train a model whose patch is missing or altered, or not the one that the run was begun under.
+
+        Raises:
+            PatchError: such a model.
+        """
+        record = verify(model)
+        check_adapters(model, record)  # now, and not when the work of hours is to be saved
+        if state.global_step:  # resumed
+            entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # Trainer looks for it
+            entry = entry[-1] if isinstance(entry, list) else entry
+            kept = entry["attributes"]["record"]
+            begun = PatchRecord.from_dict(kept) if kept else None
+            if begun is None:
+                warnings.warn("the checkpoint says nothing of a patch: was the run begun under this one?", stacklevel=2)
+            if begun is not None and not same_tables(begun.tables, record.tables):
+                raise PatchError(
+                    f"this run was begun under {begun.to_method()}, the model is patched with {record.to_method()}: "
+                    "patch it as before, or start a run of its own in another output_dir"
+                )
+        self.record = record.to_dict()
+
+    def on_save(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
+        """Put the record beside the checkpoint's weights."""
+        if not state.is_world_process_zero:
+            return
+        name, root = f"checkpoint-{state.global_step}", Path(args.output_dir)
+        folders = [root / name] if (root / name).is_dir() else list(root.glob(f"run-*/{name}"))  # of a search
+        if not folders:
+            warnings.warn(f"found no {name} under {root} to write {RECORD_FILE} into", stacklevel=2)
+            return
+        self.put_beside(model, max(folders, key=lambda folder: folder.stat().st_mtime))
+
+    def put_beside(self, model: Any, folder: Path) -> None:
+        """Write the record of a model into a checkpoint's folder, after checking it."""
+        record = verify(model)
+        check_adapters(model, record)
+        put_record(record, folder)

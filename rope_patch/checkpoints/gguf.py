@@ -1,0 +1,95 @@
+"""Load a GGUF file with the rotary table that it holds: transformers' own reader takes its base alone."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rope_patch.checkpoints.gguf_table import read_gguf, same_table, sliding_base
+from rope_patch.errors import blamed_on
+from rope_patch.methods import Table
+from rope_patch.patching.apply import apply, reapply, rebase
+from rope_patch.patching.locate import PatchError
+from rope_patch.patching.record import PatchRecord, TableRecord
+from rope_patch.patching.verify import look
+from rope_patch.tables import RotarySlot
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Tell whether a source is a GGUF file by its name."""
+    return str(source).lower().endswith(".gguf")
+
+
+def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
+    """Load a GGUF file as a model of transformers that uses the file's rotary table, as llama.cpp does.
+
+    A file that rope_patch wrote is patched as its record says. One of another tool that holds factors (Llama 3.1's, as
+    llama.cpp's converter writes them) or YaRN is patched with the table as it is; a plain one is not patched. The
+    weights are dequantized, and can be saved.
+
+    Args:
+        path: of the file.
+        **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, no whole GGUF model, or a table that changes with the context.
+        PatchError: the table that came of it is not the file's.
+        ImportError: the package gguf is missing.
+    """
+    path = Path(path)
+    seen = read_gguf(path)
+    (wanted,) = seen.slots
+    with blamed_on(f"{path}: transformers cannot read this GGUF file"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, **from_pretrained
+        )
+    _say_dequantized(model)
+    record = seen.record if seen.record is not None and not seen.remarks else None
+    for remark in seen.remarks:
+        warnings.warn(f"{path}: {remark}", stacklevel=3)
+    if record is not None:
+        _as_recorded(model, record)
+    elif not same_table(TableRecord.of(_slot(model, wanted)), TableRecord.of(wanted)):
+        kind = _slot(model, wanted).layer_type
+        table = Table(tuple(wanted.inv_freq.tolist()), wanted.attention_scaling)
+        apply(model, table, layer_types=None if kind is None else [kind])
+    _check_sliding(model, path)
+    if not same_table(TableRecord.of(_slot(model, wanted)), TableRecord.of(wanted)):
+        raise PatchError(f"{path} holds another table than the model that was loaded from it: {wanted}")
+    return model
+
+
+def _slot(model: PreTrainedModel, wanted: RotarySlot) -> RotarySlot:
+    """Return the table of a model that a file's stands for: that of full attention where there are several."""
+    slots = {slot.layer_type: slot for slot in look(model).slots}
+    kind = wanted.layer_type if wanted.layer_type in slots else "full_attention"
+    if kind not in slots:
+        raise PatchError(f"{type(model).__name__} has no table for {wanted.layer_type}, which the file holds")
+    return slots[kind]
+
+
+def _check_sliding(model: PreTrainedModel, path: Path) -> None:
+    """Raise where a file gives layers with a sliding window another base than transformers read."""
+    stated = sliding_base(path)
+    for slot in look(model).slots:
+        if stated is not None and slot.layer_type == "sliding_attention" and slot.rope_theta != stated:
+            raise PatchError(
+                f"{path} states a base of {stated:g} for layers with a sliding window, and transformers reads "
+                f"{slot.rope_theta:g}: it cannot be loaded with its tables"
+            )
+
+
+def _as_recorded(model: PreTrainedModel, record: PatchRecord) -> None:
+    """Patch a model as a record says, from the base it was made on: the file states the base of the patched table."""
+    rebase(model, record.base_config)
+    reapply(model, record)
+
+
+def _say_dequantized(model: Any) -> None:
+    """Make a model forget that its weights were quantized in the file: they are not any more, and can be saved."""
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        model.__dict__.pop(name, None)
+    model.config.__dict__.pop("quantization_config", None)

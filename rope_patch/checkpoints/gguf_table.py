@@ -1,0 +1,265 @@
+"""A rotary table in a GGUF file: how llama.cpp keeps one, written and read back.
+
+llama.cpp turns pair ``i`` at position ``p`` by ``p * freq_base ** (-2 i / d) / factor[i]`` and multiplies cos and sin
+by ``rope.scaling.attn_factor`` (``ggml_rope_cache_init`` and the constructor of ``llama_context``, in the release of
+:data:`CHECKED`). The factors are a tensor, ``rope_freqs.weight``, which some graphs read and others do not; linear and
+YaRN scaling are keys that the engine applies *besides*. So a table is written as factors, and the scaling type as
+``none``, with which the engine ignores a ``--rope-freq-scale`` too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rope_patch import frequencies
+from rope_patch.checkpoints.gguf_file import Key, Piece, gguf, open_gguf, value_of
+from rope_patch.patching.record import PatchRecord, TableRecord
+from rope_patch.patching.verify import Inspection
+from rope_patch.tables import RotarySlot
+
+CHECKED = "0c1e57098, of llama-cpp-python 0.3.36"
+"""The commit of llama.cpp whose source and behaviour the claims of this module were checked against."""
+
+STILL_DIVISOR = 1e30
+WIDEST = 65536
+"""Features of a head; more is a damaged file."""
+RECORD_KEY = "rope_patch.patching.record"
+FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+FACTOR_TENSORS = (FREQS, LONG, SHORT)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a llama.cpp graph reads of a table.
+
+    Attributes:
+        architecture: its name in ``general.architecture``.
+        tensors: the names under which it reads factors; it takes one by the length of the context, so all say the same.
+        always: it does not load without them.
+    """
+
+    architecture: str
+    tensors: tuple[str, ...] = (FREQS,)
+    always: bool = False
+
+
+GRAPHS = {
+    "llama": Graph("llama"),
+    "mistral": Graph("llama"),
+    "phi3": Graph("phi3", (LONG, SHORT)),
+    "gemma4_text": Graph("gemma4", always=True),
+}
+"""By transformers' ``model_type`` of the text decoder."""
+
+_NO_FACTORS = ("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+
+
+_NO_ROTARY = (
+    *("gpt2", "starcoder", "bert", "bloom", "mpt", "refact", "jais", "jina-bert-v2", "t5", "t5encoder", "clip"),
+    *("mamba", "mamba2", "rwkv6", "rwkv7"),
+)
+"""Architectures that say heads and widths as others do, and place tokens otherwise."""
+
+
+def graph_of(model_type: str) -> Graph:
+    """Return what is known of llama.cpp's graph for a family.
+
+    Raises:
+        ValueError: its graph reads no factors, or it was never checked.
+    """
+    if model_type in _NO_FACTORS:
+        raise ValueError(
+            f"llama.cpp's graph for {model_type} reads no rotary factors (seen at {CHECKED}), so no GGUF can carry "
+            "this table. A plain table of another base needs none: give the engine --rope-freq-base"
+        )
+    if model_type not in GRAPHS:
+        raise ValueError(
+            f"GGUF export does not know {model_type!r}: whether llama.cpp reads a table there was never checked. "
+            f"Known: {', '.join(GRAPHS)}"
+        )
+    return GRAPHS[model_type]
+
+
+def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
+    """Return what llama.cpp divides the plain frequencies by: (pairs,) float32, 1e30 for a still pair.
+
+    Args:
+        inv_freq: (pairs,) the wanted table [rad/token].
+        rope_theta: as ``rope.freq_base`` will say it; it is rounded to float32 there, and so here.
+    """
+    wanted = frequencies.settle(inv_freq.float().cpu())
+    ratio = _plain(rope_theta, len(wanted)) / wanted.double()
+    ratio[frequencies.still(wanted)] = STILL_DIVISOR
+    return ratio.float().numpy()
+
+
+def table_keys(slot: RotarySlot, graph: Graph, record: PatchRecord | None) -> list[Key]:
+    """Return the keys that describe a table: its base, its scaling, its context and the record of the patch."""
+    at = f"{graph.architecture}.{{}}".format
+    keys = [
+        Key.of(at("rope.freq_base"), float(np.float32(slot.rope_theta)), "FLOAT32"),
+        Key.of(at("context_length"), slot.max_position_embeddings, "UINT32"),
+        Key.of(at("rope.scaling.type"), "none", "STRING"),
+    ]
+    if slot.attention_scaling != 1.0:
+        keys.append(Key.of(at("rope.scaling.attn_factor"), slot.attention_scaling, "FLOAT32"))
+    if record is not None:
+        keys.append(Key.of(RECORD_KEY, json.dumps(record.to_dict()), "STRING"))
+    return keys
+
+
+def replaced_by(key: str, architecture: str) -> bool:
+    """Tell whether a base file's key would change the table once more, or states what :func:`table_keys` states."""
+    own = (f"{architecture}.{name}" for name in ("rope.freq_base", "rope.scale_linear", "context_length"))
+    return key == RECORD_KEY or key in own or key.startswith(f"{architecture}.rope.scaling.")
+
+
+def table_pieces(slot: RotarySlot, graph: Graph) -> Iterator[Piece]:
+    """Yield the tensors of a table; none for plain RoPE where the graph does without."""
+    if frequencies.is_geometric(slot.inv_freq, slot.rope_theta) and not graph.always:
+        return
+    factors = divisors(slot.inv_freq, slot.rope_theta)
+    for name in graph.tensors:
+        yield Piece(name, factors.shape, gguf().GGMLQuantizationType.F32, lambda: factors)
+
+
+def read_gguf(path: str | Path) -> Inspection:
+    """Read the rotary table of a GGUF file, as llama.cpp will use it.
+
+    Args:
+        path: any GGUF model; other tools' are read too.
+
+    Returns:
+        What :func:`rope_patch.inspect` returns of a model, with one slot: ``inv_freq`` (pairs,) float32 [rad/token],
+        ``attention_scaling``, ``rope_theta`` and ``max_position_embeddings``; the record where we wrote the file.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, no whole GGUF model, or a table that changes with the context.
+    """
+    return table_in(open_gguf(path), path)
+
+
+def sliding_base(path: str | Path) -> float | None:
+    """Return the base that a GGUF file states for layers with a sliding window; None where it states none."""
+    reader = open_gguf(path)
+    value = value_of(reader, f"{value_of(reader, 'general.architecture')}.rope.freq_base_swa")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def table_in(reader: Any, path: str | Path) -> Inspection:
+    """Read the table of an open file; as :func:`read_gguf`."""
+    architecture = str(value_of(reader, "general.architecture", ""))
+    if value_of(reader, "general.type", "model") != "model" or not architecture:
+        raise ValueError(f"{path} is a GGUF file, but no model: it holds no rotary table")
+    if architecture in _NO_ROTARY:
+        raise ValueError(f"{path} is a GGUF of {architecture!r}, which has no rotary embeddings")
+
+    def said(name: str, default: Any = None) -> Any:
+        return value_of(reader, f"{architecture}.{name}", default)
+
+    def number(name: str, default: float) -> float:
+        value = said(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{path} has no table that can be read: {architecture}.{name} is {value!r}, no number")
+        return value
+
+    pairs, theta = _rotary_dim(said, path) // 2, number("rope.freq_base", 10000.0)
+    if theta <= 0:
+        raise ValueError(f"{path} has no table that can be read: {architecture}.rope.freq_base is {theta:g}")
+    context = int(number("context_length", 0))
+    plain = _plain(theta, pairs)
+    factors = _factors(reader, pairs, path)
+    scaling = float(number("rope.scaling.attn_factor", 1.0))
+    original = int(number("rope.scaling.original_context_length", 0)) or None
+    kind = str(said("rope.scaling.type", "linear"))
+    stretch = float(number("rope.scaling.factor", number("rope.scale_linear", 0.0))) or 1.0
+    if kind == "yarn" and stretch != 1.0:
+        if theta <= 1:
+            raise ValueError(f"{path} has no table that can be read: YaRN over a base of {theta:g}")
+        if factors is not None or any(name.startswith(f"{architecture}.rope.scaling.yarn_") for name in reader.fields):
+            raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
+        if not (original or context):
+            raise ValueError(f"{path} leaves YaRN to the engine and states no context: its table cannot be read")
+        table = frequencies.yarn(theta, 2 * pairs, factor=stretch, context=original or context)
+        scaling *= frequencies.yarn_scaling(stretch)
+    else:
+        divisor = torch.ones(pairs, dtype=torch.float64) if factors is None else factors.double()
+        table = (plain / divisor / (1.0 if kind == "none" else stretch)).float()
+    slot = RotarySlot(
+        inv_freq=frequencies.settle(table),
+        attention_scaling=scaling,
+        rope_theta=theta,
+        rope_type="default" if frequencies.is_geometric(table, theta) and scaling == 1.0 else "custom",
+        max_position_embeddings=context,
+        original_max_position_embeddings=original,
+        layer_type="full_attention" if said("attention.sliding_window_pattern") is not None else None,
+        path="GGUF",
+    )
+    record, remarks = _record(reader, slot)
+    return Inspection(f"{architecture} in {Path(path).name}", (slot,), record, tuple(remarks))
+
+
+def _rotary_dim(said: Any, path: str | Path) -> int:
+    rotary_dim = said("rope.dimension_count")
+    if rotary_dim is None:
+        width, heads = said("embedding_length"), said("attention.head_count")
+        counted = isinstance(width, int) and isinstance(heads, int) and heads > 0
+        rotary_dim = said("attention.key_length") or (width // heads if counted else 0)
+    if not isinstance(rotary_dim, int) or not 2 <= rotary_dim <= WIDEST:
+        raise ValueError(f"{path} does not say how many features rotate: it holds no rotary table")
+    return rotary_dim
+
+
+def _plain(rope_theta: float, pairs: int) -> Tensor:
+    """Return the table of a base in double, from the base as float32 keeps it."""
+    exponents = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
+    return torch.tensor(float(np.float32(rope_theta)), dtype=torch.float64, device="cpu") ** -exponents
+
+
+def _factors(reader: Any, pairs: int, path: str | Path) -> Tensor | None:
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    found = [torch.from_numpy(np.array(tensors[name].data)) for name in FACTOR_TENSORS if name in tensors]
+    if not found:
+        return None
+    if len(found[0]) != pairs:
+        raise ValueError(f"{path} has {len(found[0])} rotary factors for {pairs} pairs")
+    if any(not torch.equal(found[0], other) for other in found[1:]):
+        raise ValueError(f"{path} has two tables, one for short and one for long contexts: there is no one table")
+    return found[0]
+
+
+def _record(reader: Any, slot: RotarySlot) -> tuple[PatchRecord | None, list[str]]:
+    text = value_of(reader, RECORD_KEY)
+    if text is None:
+        return None, []
+    try:
+        record = PatchRecord.from_dict(json.loads(text))
+    except ValueError as error:
+        return None, [f"its patch record cannot be read: {error}"]
+    kept = _table_of(record.tables)
+    if kept is None or not same_table(TableRecord.of(slot), kept):
+        return record, [f"its patch record says another table: {record.to_method()}"]
+    return record, []
+
+
+def same_table(one: TableRecord, other: TableRecord) -> bool:
+    """Tell whether two tables are one, up to two roundings to float32; still pairs must be still in both."""
+    mine, theirs = frequencies.table_of(one.inv_freq), frequencies.table_of(other.inv_freq)
+    return (
+        mine.shape == theirs.shape
+        and torch.allclose(mine, theirs, rtol=2e-6, atol=frequencies.STILL)
+        and abs(one.attention_scaling - other.attention_scaling) < 1e-5
+    )
+
+
+def _table_of(tables: Mapping[str, TableRecord]) -> TableRecord | None:
+    return tables.get("all", tables.get("full_attention"))

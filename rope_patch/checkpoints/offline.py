@@ -1,0 +1,204 @@
+"""Patch, verify and restore checkpoint folders by their config alone: weights are copied, never loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE, RECORD_FILE, adapter_base, read_record
+from rope_patch.checkpoints.save_load import building, check_older_keys, config_json, load_config
+from rope_patch.errors import read_json
+from rope_patch.files import folder_in_one_move, holds_files
+from rope_patch.methods import MethodLike
+from rope_patch.patching.apply import Patch, apply, reapply, restore
+from rope_patch.patching.encoding import add_older_keys
+from rope_patch.patching.locate import PatchError
+from rope_patch.patching.record import PatchRecord
+from rope_patch.patching.verify import verify
+
+_NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of its own folder fits no copy
+_FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+
+
+def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedModel:
+    """Return a checkpoint's model without weights, on the meta device: its tables are those its config describes.
+
+    Args:
+        source: folder or hub id.
+        beside_adapter: the folder may hold an adapter, too, which is left alone.
+
+    Raises:
+        OSError: nothing to load there; the message says what to do.
+        ValueError: not a causal language model.
+        PatchError: a patched checkpoint whose config tells transformers 4 and 5 different tables.
+    """
+    if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:
+        if (Path(source) / CONFIG_FILE).is_file():
+            raise ValueError(
+                f"{source} holds an adapter beside its base model: load both with rope_patch.load, or move the adapter "
+                "into a folder of its own"
+            )
+        raise ValueError(f"{source} is an adapter: give its base model, or load both with rope_patch.load")
+    config = load_config(source)
+    check_older_keys(config_json(source), source)
+    with torch.device("meta"), building(source):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def patch_folder(
+    source: str | Path,
+    method: MethodLike,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    finish: Callable[[Path], None] = lambda _: None,
+    **options: Any,
+) -> Patch:
+    """Write a copy of a checkpoint with a patched config; its weights are the same bytes.
+
+    Args:
+        source: folder or hub id of the checkpoint.
+        method: what to apply.
+        out: folder to write; it must be new or empty unless ``overwrite``.
+        overwrite: write into a folder that holds files.
+        progress: told the name of each file before it is copied.
+        finish: what else to write into the folder before it becomes ``out``.
+        **options: for :func:`rope_patch.apply`.
+
+    Returns:
+        The patch.
+
+    Raises:
+        ValueError: bad method or options, or ``out`` is in the way.
+        OSError: unreadable source, damaged weights, unwritable ``out``.
+    """
+    model = skeleton(source)
+    patch = apply(model, method, **options)
+    with copied(source, out, overwrite=overwrite, progress=progress) as folder:
+        model.config.save_pretrained(folder)
+        add_older_keys(folder)
+        verify_folder(folder)
+        finish(folder)
+    return patch
+
+
+def restore_folder(
+    source: str | Path,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Write a copy of a patched checkpoint as it was before the patch.
+
+    Raises:
+        PatchError: the checkpoint carries no record.
+        OSError: as :func:`patch_folder`.
+    """
+    model = skeleton(source)
+    restore(model)
+    with copied(source, out, overwrite=overwrite, progress=progress) as folder:
+        model.config.save_pretrained(folder)
+
+
+def verify_folder(source: str | Path) -> PatchRecord:
+    """Check a patched checkpoint or an adapter: its record, the config a stock loader reads, and whole weights.
+
+    Raises:
+        PatchError: no record, or tables that differ from it.
+        OSError: damaged weights, or nothing to load.
+    """
+    if (Path(source) / ADAPTER_FILE).is_file():
+        record = read_record(source)
+        if record is None:
+            raise PatchError(f"the adapter {source} carries no {RECORD_FILE}: it was saved without its patch")
+        model = skeleton(adapter_base(source), beside_adapter=True)
+        reapply(model, record)
+    else:
+        record = verify(skeleton(source))
+    if Path(source).is_dir():
+        check_weights(Path(source))
+    return record
+
+
+def check_weights(folder: Path) -> None:
+    """Check that every weights file is there and whole: a safetensors header states how long its file must be.
+
+    Raises:
+        OSError: no weights, a missing shard, or a file that is cut or damaged.
+    """
+    if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        raise OSError(f"{folder} holds no weights (*.safetensors)")
+    for index in sorted(folder.glob("*.index.json")):
+        shards = _shards(index)
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if missing:
+            raise OSError(f"{folder} lacks {', '.join(missing)}, which {index.name} names: copy or download it again")
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise OSError(f"{path} is truncated or damaged ({error}): copy or download it again") from error
+
+
+def _shards(index: Path) -> set[str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise OSError(f"{index} is damaged, its weight_map names no files: copy or download it again")
+    return set(names.values())
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Raise where a folder to write holds files already.
+
+    Raises:
+        FileExistsError: it does, and ``overwrite`` is not said.
+    """
+    if holds_files(out) and not overwrite:
+        raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
+
+
+@contextlib.contextmanager
+def copied(
+    source: str | Path, out: str | Path, *, overwrite: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> Iterator[Path]:
+    """Give a folder with a copy of a checkpoint's files, its config and patch record left out, that becomes ``out``.
+
+    Args:
+        source: folder or hub id.
+        out: as for :func:`patch_folder`; nothing is left there if the block raises.
+        overwrite: write into a folder that holds files.
+        progress: told the name of each file before it is copied.
+
+    Raises:
+        ValueError: ``out`` is in the way.
+        OSError: unreadable source, damaged weights, unwritable ``out``.
+    """
+    out = Path(out)
+    if Path(source).resolve() == out.resolve():
+        raise ValueError(f"{out} is the checkpoint itself: give another output folder")
+    check_free(out, overwrite)
+    if not Path(source).is_dir():
+        from huggingface_hub import snapshot_download
+
+        source = snapshot_download(str(source), allow_patterns=_FROM_HUB)
+    source = Path(source)
+    check_weights(source)
+    with folder_in_one_move(out, overwrite=overwrite) as folder:
+        for path in sorted(source.iterdir()):
+            if path.is_dir() and not path.name.startswith("."):
+                progress(f"nothing of the subfolder {path.name}")
+            if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
+                progress(path.name)
+                shutil.copyfile(path, folder / path.name)
+        yield folder

@@ -1,0 +1,368 @@
+"""Save and load patched models and adapters so that the patch is never lost in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rope_patch.checkpoints.adapters import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    HUB_OPTIONS,
+    TABLES_ATTRIBUTE,
+    WEIGHTS_ATTRIBUTE,
+    adapter_base,
+    adapter_config,
+    check_adapters,
+    find_file,
+    is_adapter,
+    peft_model,
+    put_record,
+    read_record,
+    weight_sizes,
+)
+from rope_patch.checkpoints.gguf import is_gguf, load_gguf
+from rope_patch.errors import blamed_on, in_one_line, read_json
+from rope_patch.files import folder_in_one_move
+from rope_patch.methods import MethodLike
+from rope_patch.patching.apply import apply, hashes, reapply
+from rope_patch.patching.encoding import older_differences, text_part
+from rope_patch.patching.locate import PatchError, find_rotary
+from rope_patch.patching.record import PatchRecord, same_tables
+from rope_patch.patching.verify import verify
+from rope_patch.processes import first_alone
+
+
+def save(
+    model: nn.Module,
+    out: str | Path,
+    *,
+    tokenizer: Any = None,
+    trust_adapters: str | Sequence[str] = (),
+    **save_options: Any,
+) -> Path:
+    """Save a patched model or an adapter trained under a patch, with its record, atomically.
+
+    A model's folder loads in plain transformers with equal logits. An adapter's folder says nothing about rotary
+    embeddings by itself; ``rope_patch.json`` beside it does, and :func:`load` and :func:`load_adapter` read it.
+
+    Several processes may call it, as they do ``save_pretrained``: the first one writes, the others take part in
+    gathering the weights and wait until it has. The first one may also call it alone, and then does so for every save
+    to that folder; all name one and the same folder.
+
+    Args:
+        model: a patched model of transformers, or a PEFT model over one.
+        out: the folder. In one that exists, the weights of an older checkpoint are replaced and other files kept.
+        tokenizer: saved beside it when given.
+        trust_adapters: names of adapters that belong to the model's tables although nothing shows it: PEFT itself
+            loaded them, or combined them from such.
+        **save_options: for ``save_pretrained``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        PatchError: the model is not patched, or does not use what its record says; or an adapter that may have been
+            trained under other tables.
+        ValueError: ``push_to_hub``, which would upload before the folder is whole, or ``distributed_checkpoint``.
+        OSError: the folder cannot be written, or the disk is full; ``out`` is then as it was.
+    """
+    for name, instead in (
+        ("push_to_hub", "save first, then upload the folder (hf upload REPO FOLDER)"),
+        ("distributed_checkpoint", "it writes whole checkpoints; leave it out"),
+    ):
+        if save_options.get(name):
+            raise ValueError(f"save takes no {name}: {instead}")
+    inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
+    trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
+    with first_alone(f"save to {os.path.realpath(out)}") as here:
+        record = verify(model)
+        check_adapters(model, record, trusted, save_options.get("selected_adapters"))
+        _warn_of_precision(record)
+        if not (here and save_options.get("is_main_process", True)):
+            with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
+                inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
+            return Path(out)
+        with folder_in_one_move(out) as folder:
+            inner.save_pretrained(folder, **save_options)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            put_record(record, folder)
+    return Path(out)
+
+
+def _warn_of_precision(record: PatchRecord) -> None:
+    if record.precision != "float32":
+        warnings.warn(
+            f"the angles of this model are computed in {record.precision}; no stock config can say so, and plain "
+            "transformers will compute them in float32. rope_patch.load keeps it",
+            stacklevel=3,
+        )
+
+
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def load(
+    source: str | Path,
+    method: MethodLike | None = None,
+    *,
+    apply_options: dict[str, Any] | None = None,
+    **from_pretrained: Any,
+) -> PreTrainedModel | Any:
+    """Load a model or an adapter with its patch in place and verified.
+
+    Args:
+        source: a folder or hub id: a model (patched or not), or an adapter with or without a record. Or a GGUF file,
+            whose table is read too (transformers' ``gguf_file=`` reads its base alone).
+        method: a patch to apply to a model that has none.
+        apply_options: options of :func:`rope_patch.apply` for ``method`` (``target_length``, ``layer_types`` …).
+        **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``; remote code is off unless asked for. For an
+            adapter also ``adapter_name`` and ``is_trainable``; ``revision`` and ``subfolder`` are then the adapter's.
+
+    Returns:
+        The model; for an adapter, a ``PeftModel`` over its patched base.
+
+    Raises:
+        PatchError: the record does not fit what was loaded, or ``method`` meets a model that is patched already.
+        OSError: nothing to load there; the message says what to do.
+    """
+    if is_gguf(source):
+        model = load_gguf(source, **from_pretrained)
+        if method is not None:
+            apply(model, method, **(apply_options or {}))
+        return model
+    source, from_pretrained = _in_subfolder(source, from_pretrained)
+    hub = {key: value for key, value in from_pretrained.items() if key in HUB_OPTIONS}
+    if is_adapter(source, **hub):
+        base, record = adapter_base(source, **hub), read_record(source, **hub)
+        for name in ("revision", "subfolder"):  # of the adapter
+            from_pretrained.pop(name, None)
+        if revision := adapter_config(source, **hub).revision:
+            from_pretrained["revision"] = revision  # of the base it was trained on
+        trained = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}
+        if method is not None and record is not None:
+            raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
+        with _without_adapter(base) as bare:
+            model = _reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
+        model.name_or_path = model.config.name_or_path = base
+        wanted = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
+        if method is not None:
+            apply(model, method, **(apply_options or {}))
+        elif wanted is not None:
+            reapply(model, wanted)
+        else:
+            warnings.warn(
+                f"the adapter {source} carries no patch record: loaded onto the tables of its base model as they are",
+                stacklevel=2,
+            )
+        return load_adapter(model, source, **trained, **hub)
+    config = config_json(source, **from_pretrained)
+    model = _reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
+    was = (model.config.architectures or [""])[0]
+    if was.endswith(_HEADS):
+        warnings.warn(
+            f"{source} was saved as {was} and is loaded as {type(model).__name__}, without its head: load it with its "
+            "own class of transformers, and rope_patch.verify that model",
+            stacklevel=2,
+        )
+    own = find_rotary(model).record
+    if (said := text_part(config).get("rope_patch")) is not None:
+        if own is None or own.to_dict() != PatchRecord.from_dict(said).to_dict():
+            raise PatchError(
+                f"{source} is patched with {PatchRecord.from_dict(said).to_method()}, and the config given in place of "
+                "its own does not say so: leave config= out, or edit what rope_patch.checkpoints.load_config returns"
+            )
+        check_older_keys(config, source)
+    if method is not None:
+        apply(model, method, **(apply_options or {}))
+    elif own is not None:
+        verify(model)  # what the stock loader built, before ours takes its place
+        reapply(model, own)
+    return model
+
+
+def _in_subfolder(source: str | Path, options: dict[str, Any]) -> tuple[str | Path, dict[str, Any]]:
+    """Return the folder that is meant where a folder on this disk is given with a ``subfolder``, and other options."""
+    inner = options.get("subfolder")
+    if not inner or not Path(source).is_dir():
+        return source, options
+    return Path(source, inner), {key: value for key, value in options.items() if key != "subfolder"}
+
+
+@contextlib.contextmanager
+def _without_adapter(base: str) -> Iterator[str]:
+    """Give a place to load a model alone from: transformers would put an adapter in its folder on it, unpatched."""
+    if not (Path(base) / ADAPTER_FILE).is_file():
+        yield base
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for path in Path(base).resolve().iterdir():
+            if not path.name.startswith("adapter_"):
+                (Path(folder) / path.name).symlink_to(path)
+        yield folder
+
+
+def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
+    """Return what a checkpoint's config.json says; nothing where there is none."""
+    path = find_file(source, CONFIG_FILE, **hub)
+    return {} if path is None else read_json(path)
+
+
+def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
+    """Raise where transformers 4 and transformers 5 would read different tables from a patched config.json.
+
+    Raises:
+        PatchError: with the difference.
+    """
+    if text_part(config).get("rope_patch") is None:
+        return
+    if wrong := older_differences(config):
+        raise PatchError(
+            f"{source}: transformers 4 and 5 would read different tables from its config.json:\n  " + "\n  ".join(wrong)
+        )
+
+
+def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> Any:
+    """Load an adapter onto a model in memory, after checking that both use the same rotary tables.
+
+    Args:
+        model: the base model, patched as the adapter's record says; or one that holds adapters already, under which
+            the new one is loaded beside them. ``model.set_adapter(name)`` then puts it to use, as in PEFT.
+        adapter: folder or hub id of the adapter.
+        **peft_options: for ``PeftModel.from_pretrained``, or for ``PeftModel.load_adapter`` of a model that holds
+            adapters: ``adapter_name``, ``is_trainable`` …
+
+    Returns:
+        The ``PeftModel``: ``model`` itself where it holds adapters already.
+
+    Raises:
+        PatchError: the model is patched otherwise, or not at all, or is patched and the adapter was trained without.
+        ValueError: the model holds an adapter of this name.
+    """
+    from peft import PeftModel
+
+    name, holder = str(peft_options.pop("adapter_name", "default")), peft_model(model)
+    if holder is not None and name in holder.peft_config:
+        raise ValueError(
+            f"the model holds an adapter {name!r} already: give another adapter_name, and put it to use with "
+            "model.set_adapter(adapter_name)"
+        )
+    if holder is None and getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "this model holds adapters of transformers' own (model.load_adapter): load its base with rope_patch.load, "
+            "and the adapters onto that"
+        )
+    adapter, peft_options = _in_subfolder(adapter, peft_options)
+    hub = {key: value for key, value in peft_options.items() if key in HUB_OPTIONS}
+    record, own = read_record(adapter, **hub), find_rotary(model).record
+    if record is None:
+        if own is not None:
+            raise PatchError(
+                f"the adapter {adapter} carries no patch record, but the model is patched with {own.to_method()}. If "
+                "it was trained without a patch, restore the model first; if under this one, write the record with "
+                "rope_patch.checkpoints.write_record"
+            )
+    else:
+        if own is None:
+            raise PatchError(
+                f"the adapter {adapter} was trained under {record.to_method()}, and the model is not patched: "
+                f"apply that first, or let rope_patch.load({str(adapter)!r}) do both"
+            )
+        if own.precision != record.precision or not same_tables(own.tables, record.tables):
+            theirs, ours = (f"{r.to_method()} ({hashes(r.tables)}, {r.precision})" for r in (record, own))
+            raise PatchError(
+                f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
+                "and apply the adapter's"
+            )
+        verify(model)
+    made: Any = model
+    if holder is None:
+        wrapped: Any = model
+        with _onto(model, adapter, hub):
+            made = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
+    else:
+        with _onto(model, adapter, hub):
+            holder.load_adapter(str(adapter), name, **peft_options)
+    if record is not None:
+        setattr(holder.peft_config[name], TABLES_ATTRIBUTE, record)
+        setattr(holder.peft_config[name], WEIGHTS_ATTRIBUTE, weight_sizes(holder, name))
+    return made
+
+
+def _onto(model: nn.Module, adapter: str | Path, hub: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    adapter_config(adapter, **hub)
+    return blamed_on(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}")
+
+
+def load_config(source: str | Path, **options: Any) -> Any:
+    """Return a checkpoint's config, from a folder or the hub; errors say what to do."""
+    with contextlib.suppress(FileNotFoundError):
+        read_json(Path(source) / CONFIG_FILE)
+    return _reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
+
+
+def read_tokenizer(source: str | Path, **options: Any) -> Any:
+    """Return a checkpoint's own tokenizer.
+
+    Args:
+        source: folder or hub id.
+        **options: for ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        ValueError: it has none that can be loaded; the message says why.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(source), **options)
+    except Exception as error:  # of many kinds: it reads config.json, too
+        reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).partition("\n")[0]
+        raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def building(source: str | Path) -> Iterator[None]:
+    """Say of which checkpoint it is what transformers raises in this block over a config or weights.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    try:
+        with blamed_on(f"{source}: transformers cannot build the model of its config.json"):
+            yield
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} holds no causal language model: load it with its own class of transformers, and give that model "
+            "to rope_patch.apply, rope_patch.verify or rope_patch.save"
+        ) from error
+
+
+def _reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
+    """Run a loader; turn its failures to reach a repository into one error that says what to do."""
+    looks_local = Path(source).is_dir() or str(source).startswith((".", "/", "~"))
+    if looks_local and not Path(source).is_dir():
+        raise FileNotFoundError(f"no folder {source}")
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise FileNotFoundError(f"{source} has no config.json: it is not a Hugging Face checkpoint folder")
+    try:
+        with building(source):
+            return load_it()
+    except SafetensorError as error:
+        raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error
+    except OSError as error:
+        if looks_local:
+            raise
+        hint = "check the name, or download it elsewhere and give the folder (HF_HUB_OFFLINE=1 works then)"
+        if "gated" in str(error).lower() or "401" in str(error) or "403" in str(error):
+            hint = f"accept the licence at https://huggingface.co/{source}, then run `hf auth login` or set HF_TOKEN"
+        raise OSError(f"cannot load {source} from the hub: {hint}. ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,1 @@
+"""The rope-patch command, one file a command."""

@@ -1,0 +1,91 @@
+"""What other engines make of a table: which families they read it on, in which versions this was seen, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rope_patch.tables import RotarySlot
+
+UNVERIFIED = "unverified"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What was seen of one engine.
+
+    Attributes:
+        name: as its users write it.
+        version: what was looked at; another may read the same folder otherwise.
+        shown_by: the command or test that showed it.
+        reads: model types on which its own code built every table that was tried, as transformers does.
+        base_only: model types, with a layer type where it has one table for each, on which its code reads nothing but
+            ``rope_theta`` and the rotated share of a head: any other table would be lost there without a word.
+        refused: model types it cannot take at all, and why.
+    """
+
+    name: str
+    version: str
+    shown_by: str
+    reads: frozenset[str]
+    base_only: frozenset[tuple[str, str | None]] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+_LLAMA_LIKE = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})
+
+ENGINES: dict[str, Engine] = {
+    "hf": Engine(
+        "transformers",
+        "5.23.0 and 4.57.1",
+        "tests/test_export.py",
+        _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "stablelm", "gpt_neox"},
+    ),
+    "vllm": Engine(
+        "vLLM",
+        "0.33.0",
+        "benchmarks/engine_tables.py",
+        _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "gemma4_text", "stablelm"},
+    ),
+    "sglang": Engine(
+        "SGLang",
+        "0.5.23",
+        "benchmarks/engine_tables.py",
+        _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "phi", "stablelm"},
+        base_only=frozenset(
+            {
+                ("gemma", None),
+                ("gemma2", None),
+                ("phi", None),
+                ("stablelm", None),
+                ("gemma3_text", "sliding_attention"),
+            }
+        ),
+        refused={"gemma4_text": "its config loader fails on text-only Gemma 4 folders"},
+    ),
+}
+
+
+def check(to: str, model_type: str, slots: Sequence[RotarySlot]) -> str:
+    """Return the version in which an engine was seen to read such tables on such a model, or ``UNVERIFIED``.
+
+    Args:
+        to: key of ``ENGINES``.
+        model_type: of the checkpoint's config.
+        slots: its tables.
+
+    Raises:
+        ValueError: the engine cannot express a table, with the reason.
+    """
+    engine = ENGINES[to]
+    if reason := engine.refused.get(model_type):
+        raise ValueError(f"{engine.name} {engine.version} cannot run {model_type}: {reason}")
+    for slot in slots:
+        if (model_type, slot.layer_type) in engine.base_only and not slot.is_geometric:
+            where = f"the {slot.layer_type} table of {model_type}" if slot.layer_type else model_type
+            raise ValueError(
+                f"{engine.name} {engine.version} reads nothing but rope_theta on {where}: this table "
+                f"({slot.rope_type}) would be lost there without a word. What changes the base alone runs there (abf, "
+                "ntk), and p-RoPE where --form partial can write it (Phi, StableLM); other engines may read the table"
+            )
+    return engine.version if model_type in engine.reads else UNVERIFIED

@@ -1,0 +1,102 @@
+"""Whether a GGUF file is that of the model a table was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rope_patch.checkpoints.gguf_file import Piece, gguf, pieces_of, value_of
+from rope_patch.checkpoints.gguf_table import FACTOR_TENSORS, Graph, same_table, table_in
+from rope_patch.exporting.gguf_weights import Weights, pieces_from
+from rope_patch.patching.locate import PatchError
+from rope_patch.patching.record import TableRecord
+from rope_patch.tables import RotarySlot
+
+
+def check_base(
+    reader: Any, path: Path, config: Any, graph: Graph, slot: RotarySlot, before: TableRecord, weights: Weights | None
+) -> None:
+    """Raise unless a GGUF file holds this model as it was before the patch, in whatever quantization.
+
+    Its own factors are no fault where they are the table the patch began with, as in GGUFs of Llama 3.1: the new table
+    stands for itself and takes their place.
+
+    Args:
+        reader: of the file.
+        path: to it.
+        config: the model's text config.
+        graph: llama.cpp's for it.
+        slot: the table to write.
+        before: the table before the patch.
+        weights: of the checkpoint, to compare norms and the first layer with; None to trust the shapes.
+
+    Raises:
+        PatchError: it is patched already, or carries another table.
+        ValueError: it is another model's.
+    """
+    pieces = list(pieces_of(reader))
+    _check_shape(reader, pieces, path, config, graph, slot)
+    _check_table(reader, path, before)
+    if weights is not None:
+        _check_weights(pieces, path, weights, config, graph)
+
+
+def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, graph: Graph, slot: RotarySlot) -> None:
+    architecture = value_of(reader, "general.architecture")
+    if architecture != graph.architecture:
+        raise ValueError(f"{base} is a GGUF of {architecture!r}, and {config.model_type} is {graph.architecture!r}")
+    wanted = {
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.dimension_count": slot.rotary_dim,
+    }
+    found = {name: value_of(reader, f"{architecture}.{name}") for name in wanted}
+    shapes = {piece.name: piece.shape for piece in pieces}
+    if "token_embd.weight" not in shapes:
+        raise ValueError(f"{base} holds no weights (token_embd.weight): it is a vocabulary, or a part of a model")
+    found["vocabulary"], wanted["vocabulary"] = shapes["token_embd.weight"][0], config.vocab_size
+    for name, value in found.items():
+        if isinstance(value, int) and value != wanted[name]:  # None where unsaid; a list says it per layer
+            raise ValueError(f"{base} is a GGUF of another model: its {name} is {value}, here it is {wanted[name]}")
+
+
+def _check_table(reader: Any, base: Path, before: TableRecord) -> None:
+    """Raise unless a base turns as the model did before the patch: else it is another, or is patched already."""
+    seen = table_in(reader, base)
+    slot = seen.slots[0]
+    if same_table(TableRecord.of(slot), before):
+        return
+    if seen.record is not None:
+        raise PatchError(f"{base} is patched already, with {seen.record.to_method()}: give the GGUF of the base model")
+    carries = "factors of its own" if any(t.name in FACTOR_TENSORS for t in reader.tensors) else "another table"
+    raise PatchError(
+        f"{base} carries {carries} (rope_theta {slot.rope_theta:g}, attention_scaling {slot.attention_scaling:g}, "
+        f"table {slot.fingerprint}), not the one this model had before the patch ({before.hash}): give the GGUF of the "
+        "base model"
+    )
+
+
+def _check_weights(pieces: list[Piece], base: Path, weights: Weights, config: Any, graph: Graph) -> None:
+    """Raise where norms, or the first layer's matrices, are plainly not this checkpoint's."""
+    theirs = {piece.name: piece for piece in pieces}
+    package = gguf()
+    for own in pieces_from(weights, config, graph.architecture, "float32", all_of_them=False):
+        other = theirs.get(own.name)
+        if other is None or not (len(own.shape) == 1 or own.name.startswith("blk.0.")):
+            continue
+        if other.shape != own.shape:
+            raise ValueError(f"{base} is a GGUF of another model: {own.name} is {other.shape}, here it is {own.shape}")
+        try:
+            numbers = package.quants.dequantize(other.read(), other.kind)
+        except NotImplementedError:
+            continue
+        mine = own.read()
+        limit = {"F32": 0.005, "F16": 0.005, "BF16": 0.005, "Q8_0": 0.03}.get(other.kind.name, 0.8)
+        off = float(np.linalg.norm(numbers - mine) / max(float(np.linalg.norm(mine)), 1e-30))
+        if off > limit:  # bfloat16 is 0.002 off, Q8_0 0.005, two bits a third, another model 1
+            raise ValueError(f"{base} is a GGUF of other weights: {own.name} is off by {off:.1%}. Was one fine-tuned?")

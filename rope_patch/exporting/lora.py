@@ -1,0 +1,50 @@
+"""Adapters beside an exported base: what the engines take of one, and the files to hand them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from rope_patch.checkpoints.adapters import ADAPTER_FILE, RECORD_FILE
+from rope_patch.exporting.engines import ENGINES
+
+_FILES = (ADAPTER_FILE, "adapter_model.safetensors", RECORD_FILE)
+
+
+def check_adapter(source: str | Path, to: str) -> None:
+    """Raise unless an engine that serves LoRA beside a base takes an adapter.
+
+    Raises:
+        ValueError: it holds more than low-rank matrices; merging it works everywhere.
+        FileNotFoundError: not a local folder with safetensors.
+    """
+    folder = Path(source)
+    for name in _FILES[:2]:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: download or save the adapter again")
+    config = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+    reasons = [
+        reason
+        for reason, bad in (
+            (f"it is of type {config.get('peft_type')}", config.get("peft_type") != "LORA"),
+            (f"it trains whole modules {config.get('modules_to_save')}", bool(config.get("modules_to_save"))),
+            (f"it trains biases ({config.get('bias')})", config.get("bias", "none") != "none"),
+            ("it trains biases of its own (lora_bias)", bool(config.get("lora_bias"))),
+            ("it is DoRA", bool(config.get("use_dora"))),
+        )
+        if bad
+    ]
+    if reasons:
+        raise ValueError(
+            f"{ENGINES[to].name} takes plain LoRA matrices beside a base, and {folder} is more: {'; '.join(reasons)}. "
+            "Export it merged, without --lora"
+        )
+
+
+def copy_adapter(source: str | Path, folder: Path) -> None:
+    """Copy an adapter's files, its patch record among them."""
+    folder.mkdir()
+    for name in _FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, folder / name)

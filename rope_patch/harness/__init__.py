@@ -1,0 +1,1 @@
+"""The plug-in for the language model evaluation harness."""

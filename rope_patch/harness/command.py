@@ -1,0 +1,74 @@
+"""The ``rope-patch-eval`` command: lm-eval's own flags and subcommands, with our model type and tasks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from rope_patch.packaged import data_path
+
+
+def main() -> None:
+    """Run lm-eval's command line; errors of the user's making are one line on stderr."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        print("interrupted: lm-eval keeps no partial results", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("ROPE_PATCH_DEBUG"):
+            raise
+        users = isinstance(error, ValueError | TypeError | OSError | ImportError)
+        message = str(error) if users else " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        hint = "" if users else " (ROPE_PATCH_DEBUG=1 shows where)"
+        tqdm.write(f"error: {message}{hint}", file=sys.stderr)  # on a line of its own, below a bar that was running
+        sys.exit(2 if users else 1)
+
+
+def _run() -> None:
+    try:
+        from lm_eval._cli import HarnessCLI
+        from lm_eval.api.registry import model_registry
+        from lm_eval.utils import setup_logging
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise ImportError('rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"') from None
+    setup_logging()
+    if "rope_patch" not in model_registry:  # loaded when it is asked for
+        model_registry.register("rope_patch", target="rope_patch.harness.model:RopePatchLM")
+    harness = HarnessCLI()
+    harness.execute(with_ours(harness.parse_args()))
+
+
+def with_ours(arguments: Any) -> Any:
+    """Add the folder of our tasks to ``--include_path``, before the user's own, and make our model type the default.
+
+    Args:
+        arguments: of lm-eval's command line, parsed; changed in place. Its ``--include_path`` may be several folders,
+            joined as in ``PATH``; a ``--config`` may hold one too.
+    """
+    said: dict[str, Any] = {}
+    if getattr(arguments, "config", None):
+        from lm_eval.config.evaluate_config import EvaluatorConfig
+
+        said = EvaluatorConfig.load_yaml_config(arguments.config)
+    if hasattr(arguments, "include_path"):
+        own = arguments.include_path or said.get("include_path") or []
+        folders = own.split(os.pathsep) if isinstance(own, str) else [str(folder) for folder in own]
+        for folder in folders:
+            if not os.path.isdir(folder):
+                raise FileNotFoundError(f"--include_path: no folder {folder}")
+        arguments.include_path = [str(data_path("eval_tasks")), *folders]
+    if getattr(arguments, "model", "") is None and "model" not in said:
+        arguments.model = "rope_patch"
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models through quantized KV caches: measured, judged, attributed."""

@@ -1,0 +1,220 @@
+"""Streaming statistics of queries, keys and values before rotation, of every layer and head, in one forward pass.
+
+Hooks stand where :mod:`rope_patch.modeling.sources` has found the states; the model reads as it always does, through
+its decoder alone, so that no logits exist. Each state is reduced where it appears, a slice of tokens at a time. What
+is kept does not grow with the text.
+
+The numbers are those of Jonasson (J25, arXiv:2503.01832) and of Barbero et al. (B24, arXiv:2410.06205, sec. 4): mean
+vector, mean and largest norm, circular mean and deviation of each rotary pair, and the tokens of largest norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch.modeling.sources import ROLES, LayerSource, split_pairs
+from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
+from rope_patch.modeling.streaming import stream, text_digest, token_rows
+from rope_patch.patching.locate import find_rotary
+
+HUGE = 1e18
+"""States from here on are refused as infinite ones are: their squares leave the range of float32."""
+
+__all__ = ["Capture", "LayerCapture", "Statistics", "capture"]
+
+
+def capture(
+    model: nn.Module,
+    token_ids: Tensor,
+    *,
+    chunk: int | None = None,
+    top: int = 8,
+    segments: int = 8,
+    layers: Sequence[int] | None = None,
+    groups: Sequence[str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Capture:
+    """Measure a model's queries, keys and values before rotation on a text.
+
+    Layers, heads and layouts are found by measurement, see :mod:`rope_patch.modeling.sources`; attention runs through
+    whatever implementation the model uses. The model is in eval mode meanwhile, and left as it was.
+
+    Args:
+        model: a causal language model of transformers, patched or not, bare or under a LoRA adapter.
+        token_ids: (tokens,) or (rows, tokens), at least 2 tokens; rows are texts of their own, read one by one.
+        chunk: tokens per forward pass, through a cache; all of a text by default.
+        top: tokens of largest norm to keep, of each head.
+        segments: parts of the text's length over which means are kept, in order; no more than there are tokens.
+        layers: indices of the layers to measure; all by default.
+        groups: what each row is of, a domain for example; norms are kept by group as well. One group by default.
+        progress: told the tokens of each forward pass when it is done.
+
+    Returns:
+        The statistics.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have, groups that do not name
+            each row; a model without a rotary table, or whose states cannot be told (see ``find_sources``); NaN or
+            infinite states, by name and position.
+    """
+    for name, number in (("top", top), ("segments", segments)):
+        if number < 1:
+            raise ValueError(f"{name} must be >= 1, got {number}")
+    rows = token_rows(token_ids)
+    segments = min(segments, rows.shape[1])
+    named = ["text"] * len(rows) if groups is None else list(groups)
+    if len(named) != len(rows):
+        raise ValueError(f"groups must name each of the {len(rows)} rows, got {len(named)} names")
+    names = tuple(dict.fromkeys(named))
+    codes = [names.index(name) for name in named]
+    tallies: dict[tuple[int, str], _Tally] = {}
+
+    def visit(layer: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
+        tally = tallies.get((layer.index, role))
+        if tally is None:
+            tally = tallies[layer.index, role] = _Tally(layer, role, states, rows.shape[1], top, segments, codes)
+        tally.add(states, ids, row, start)
+
+    read = stream(model, rows, visit, chunk=chunk, layers=layers, progress=progress)
+    made = [_layer_capture(layer, {role: tallies[layer.index, role] for role in ROLES}) for layer in read]
+    size = 0 if chunk is None or chunk >= rows.shape[1] else chunk
+    return Capture(
+        type(find_rotary(model).model).__name__, rows.numel(), len(rows), text_digest(rows), size, names, tuple(made)
+    )
+
+
+class _Tally:
+    """Sums over the states of one role of one layer: float32 within a slice of tokens, float64 across slices."""
+
+    def __init__(
+        self,
+        layer: LayerSource,
+        role: str,
+        states: Tensor,
+        tokens: int,
+        top: int,
+        segments: int,
+        groups: Sequence[int],
+    ) -> None:
+        self.layer, self.role, self.pairs = layer, role, layer.slot.pairs
+        heads, head_dim = states.shape[1:]
+        # Sums stay where the states are, so that an accelerator is not waited for; not every one has doubles.
+        self.device = states.device if states.device.type in ("cpu", "cuda") else torch.device("cpu")
+        if head_dim < 2 * self.pairs:
+            raise ValueError(
+                f"layer {layer.index} has {role}s of {head_dim} features and a table for {2 * self.pairs}: "
+                "they cannot be paired"
+            )
+        # Segment i ends before edges[i]; the last one takes what is left.
+        self.edges = [math.ceil(tokens * (i + 1) / segments) for i in range(segments)]
+        self.counts = [0] * segments
+        self.drift = self._zeros(segments, heads, head_dim)
+        self.abs_sum, self.abs_max = self._zeros(heads, head_dim), self._zeros(heads, head_dim)
+        self.groups, self.group_count = groups, [0] * (max(groups) + 1)
+        self.norm_sum, self.norm_max = self._zeros(max(groups) + 1, heads, self.pairs), self._zeros(heads, self.pairs)
+        self.unit_sum, self.directed = self._zeros(2, heads, self.pairs), self._zeros(heads, self.pairs)
+        self.top = top
+        self.top_norm = self._zeros(heads, 0)
+        self.top_at = torch.empty(3, heads, 0, dtype=torch.long, device=self.device)  # row, position, token id
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.float64, device=self.device)
+
+    def _sum(self, reduced: Tensor) -> Tensor:
+        return reduced.to(self.device).double()
+
+    def add(self, states: Tensor, ids: Tensor, row: int, start: int) -> None:
+        """Add states (tokens, heads, head_dim) that begin at a position."""
+        self._add_features(states, start)
+        sizes = states.abs()
+        largest = self._sum(sizes.amax(0))
+        if not float(largest.max()) < HUGE:  # true of NaN as well
+            self._refuse(states, row, start)
+        self.abs_sum += self._sum(sizes.sum(0))
+        torch.maximum(self.abs_max, largest, out=self.abs_max)
+        first, second = split_pairs(states, self.pairs, self.layer.interleaved)
+        norms = (first * first).addcmul_(second, second).sqrt_()
+        self.norm_sum[self.groups[row]] += self._sum(norms.sum(0))
+        self.group_count[self.groups[row]] += len(states)
+        torch.maximum(self.norm_max, self._sum(norms.amax(0)), out=self.norm_max)
+        zero = norms == 0 if float(norms.min()) == 0 else None
+        self.directed += len(states)
+        if zero is not None:
+            self.directed -= self._sum(zero.sum(0))
+            norms = norms.masked_fill(zero, 1.0)
+        self.unit_sum[0] += self._sum((first / norms).sum(0))
+        self.unit_sum[1] += self._sum((second / norms).sum(0))
+        self._add_top(self._sum(torch.linalg.vector_norm(states, dim=-1)), ids.to(self.device), row, start)
+
+    def _add_features(self, states: Tensor, start: int) -> None:
+        low = 0
+        for segment, edge in enumerate(self.edges):
+            high = min(max(edge - start, 0), len(states))
+            if low < high:
+                self.drift[segment] += self._sum(states[low:high].sum(0))
+                self.counts[segment] += high - low
+                low = high
+
+    def _add_top(self, norms: Tensor, ids: Tensor, row: int, start: int) -> None:
+        """Merge the largest norms (tokens, heads) of a slice into those so far."""
+        some, at = norms.T.topk(min(self.top, len(norms)))
+        found = torch.stack((torch.full_like(at, row), at + start, ids[at]))
+        self.top_norm, keep = torch.cat((self.top_norm, some), 1).sort(dim=1, descending=True)
+        self.top_norm, keep = self.top_norm[:, : self.top], keep[:, : self.top]
+        self.top_at = torch.cat((self.top_at, found), 2).gather(2, keep.expand(3, -1, -1))
+
+    def _refuse(self, states: Tensor, row: int, start: int) -> None:
+        token, head, feature = (~(states.abs() < HUGE)).nonzero()[0].tolist()
+        at = f"position {start + token}" + (f" of row {row}" if row else "")
+        value = float(states[token, head, feature])
+        raise ValueError(
+            f"layer {self.layer.index}, {self.role} head {head}, feature {feature} is {value} at {at}: "
+            f"statistics need finite states below {HUGE:g}"
+        )
+
+    def result(self) -> Statistics:
+        """Return the statistics."""
+        count = sum(self.counts)
+        x, y = self.unit_sum / self.directed.clamp_min(1)
+        length = torch.hypot(x, y).clamp(0, 1)
+        parts = torch.tensor(self.counts, dtype=torch.float64, device=self.device)[:, None, None]
+        row, position, token = self.top_at
+        made = {
+            "mean": self.drift.sum(0) / count,
+            "mean_abs": self.abs_sum / count,
+            "max_abs": self.abs_max,
+            "mean_norm": self.norm_sum.sum(0) / count,
+            "group_norm": self.norm_sum / torch.tensor(self.group_count, device=self.device)[:, None, None],
+            "max_norm": self.norm_max,
+            "circular_mean": torch.atan2(y, x),
+            "circular_deviation": (-2 * length.log()).clamp_min(0).sqrt(),
+            "drift": self.drift / parts,
+            "top_norm": self.top_norm,
+            "top_position": position,
+            "top_token": token,
+            "top_row": row,
+        }
+        return Statistics(**{name: value.cpu() for name, value in made.items()}, interleaved=self.layer.interleaved)
+
+
+def _layer_capture(layer: LayerSource, tallies: Mapping[str, _Tally]) -> LayerCapture:
+    slot = layer.slot
+    stated = slot.max_position_embeddings
+    return LayerCapture(
+        index=layer.index,
+        layer_type=slot.layer_type,
+        inv_freq=slot.inv_freq,
+        attention_scaling=slot.attention_scaling,
+        context=stated if layer.window is None else min(stated, layer.window),
+        scaling=layer.scaling,
+        softcap=layer.softcap,
+        keys_of=layer.keys_of,
+        query=tallies["query"].result(),
+        key=tallies["key"].result(),
+        value=tallies["value"].result(),
+    )

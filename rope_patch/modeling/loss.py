@@ -1,0 +1,147 @@
+"""The loss of a causal language model without ``[tokens, vocab]`` logits, forward or backward."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutput
+
+from rope_patch.modeling.scoring import SLICE, Reader
+
+IGNORED = -100
+"""The label of a token that is not to be predicted, as everywhere in transformers."""
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def token_loss(
+    reader: Reader,
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    items: Any = None,
+    shifted: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy of the tokens that follow, and how many (or how much weight) there were.
+
+    Logits are made a slice at a time, in float32, scaled and capped as the model does; in the backward pass they are
+    made again. Equal to the loss from whole logits, with the same gradients.
+
+    Args:
+        reader: the model taken apart; its head may be trained too.
+        hidden: (rows, tokens, hidden), the decoder's last hidden states.
+        labels: (rows, tokens); the label at a position is the token there, predicted from the state before it.
+            ``IGNORED`` is predicted by nobody.
+        weights: (rows, tokens) how much each label counts; 1 by default.
+        items: what the sum is divided by, if by anything.
+        shifted: labels and weights stand at the state that predicts them, as in a shard of longer rows, whose last
+            state predicts the first token of another shard.
+
+    Returns:
+        Sum of the weighted losses [nats], divided by ``items`` where given, and sum of the weights; both scalars on the
+        model's device.
+    """
+    counts = torch.ones_like(labels, dtype=torch.float32) if weights is None else weights
+    states, wanted = (hidden, labels) if shifted else (hidden[:, :-1], labels[:, 1:])
+    states, wanted = states.flatten(0, 1), wanted.flatten().to(states.device)
+    counts = (counts if shifted else counts[:, 1:]).flatten().to(states.device, torch.float32)
+    keep = wanted != IGNORED
+    states, wanted, counts = states[keep], wanted[keep], counts[keep]
+    shares = counts if items is None else counts / torch.as_tensor(items, device=counts.device).clamp(min=TINY)
+
+    def summed(states: Tensor) -> Tensor:
+        total = (states[:1] * 0).sum().float()  # with nothing to learn still a loss that has a gradient
+        for low in range(0, len(wanted), SLICE):
+            part = slice(low, low + SLICE)
+            made: Any = checkpoint(_sum, reader, states[part], wanted[part], shares[part], use_reentrant=False)
+            total = total + made
+        return total
+
+    return _in_one_pass(reader, summed, states), counts.sum()
+
+
+def _in_one_pass(reader: Reader, summed: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+    """Sum the slices within a single forward pass of a head that FSDP2 or ZeRO-3 shards.
+
+    Each pass of such a head talks to the other devices, backward too, and they may have fewer slices: they would wait
+    for one another for ever.
+    """
+    head, fsdp = reader.head, sys.modules.get("torch.distributed.fsdp")
+    if not (fsdp and isinstance(head, fsdp.FSDPModule)) and not hasattr(head.weight, "ds_id"):
+        return summed(states)
+    stock, own = head.forward, "forward" in vars(head)
+    reader.call = lambda _, *args: stock(*args)
+    head.forward = summed
+    try:
+        total: Tensor = head(states)
+    finally:
+        del head.forward
+        if own:
+            head.forward = stock
+    return total
+
+
+def _sum(reader: Reader, states: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
+    logits = reader.logits(states)
+    losses = torch.nn.functional.cross_entropy(logits, wanted.to(logits.device), reduction="none")
+    return (losses * counts.to(losses.device)).sum().to(states.device)
+
+
+def fuse(model: Any) -> Any:
+    """Make a causal language model compute its training loss through :func:`token_loss`; in place, and returned.
+
+    A forward pass with ``labels`` then returns the loss alone, no logits; ``weights`` says how much each label counts,
+    ``num_items_in_batch`` what the sum is divided by (the weights of this pass by default, as Trainer's own loss does
+    with counts). Shards of longer rows send ``shift_labels`` and ``shift_weights``, shifted before they were cut. It is
+    the model's own ``forward`` that changes, so DDP, FSDP and adapters around it see nothing new. Without labels the
+    model is as it was.
+
+    Under a mixed precision policy FSDP2 rounds the tensors it passes on, the weights among them: in bfloat16 whole
+    numbers up to 256 stay what they are, others move by up to 0.4 %. The loss it returns is rounded too.
+
+    Args:
+        model: of transformers, bare or under PEFT.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(base, "_rope_patch_fused", False):
+        return model
+    stock = base.forward
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        labels, weights = kwargs.pop("labels", None), kwargs.pop("weights", None)
+        ahead, ahead_weights = kwargs.pop("shift_labels", None), kwargs.pop("shift_weights", None)
+        items = kwargs.pop("num_items_in_batch", None)
+        if (weights if ahead is not None else ahead_weights) is not None:
+            raise ValueError(
+                "weights must be shifted as labels are: weights with labels, shift_weights with shift_labels"
+            )
+        if labels is None and ahead is None:
+            return stock(*args, **kwargs)
+        kwargs.pop("logits_to_keep", None)
+        kwargs |= {"use_cache": False, "return_dict": True}
+        reader = Reader(base, inside=True)
+        hidden = reader.decoder(*args, **kwargs).last_hidden_state
+        if ahead is not None:
+            total, count = token_loss(reader, hidden, ahead, ahead_weights, items=items, shifted=True)
+        else:
+            total, count = token_loss(reader, hidden, labels, weights, items=items)
+        return CausalLMOutput(loss=total if items is not None else total / count.clamp(min=TINY))
+
+    base.forward = forward
+    base._rope_patch_fused = True
+    return model
+
+
+def unfuse(model: Any) -> None:
+    """Give the model its own ``forward`` back."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.__dict__.pop("_rope_patch_fused", False):
+        del base.__dict__["forward"]

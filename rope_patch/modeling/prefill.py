@@ -1,0 +1,109 @@
+"""Reading a long text in chunks with memory that does not grow beyond the cache.
+
+For each chunk read through a cache, stock transformers makes a mask of chunk × context, the same again in floating
+point, keys and values repeated for grouped heads, and new copies of the layer's cache. None of it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rope_patch.modeling.modes import attention_set_to
+
+NAME = "rope_patch_prefill"
+ROWS = {"cpu": 64}
+"""Rows of a mask that exist at one time: queries of all heads that share a key. Elsewhere, where small kernels cost
+more than a mask, ``MANY_ROWS``."""
+MANY_ROWS = 2048
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer whose memory is taken once, for a known number of tokens. Only what is written to is used."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.capacity = capacity
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add states; returns all so far.
+
+        Raises:
+            ValueError: no room left.
+        """
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        if stop > self.capacity:
+            raise ValueError(f"the cache has room for {self.capacity} tokens, {stop} were read")
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.stored = [s.new_empty(*s.shape[:-2], self.capacity, s.shape[-1]) for s in (key_states, value_states)]
+        for store, states in zip(self.stored, (key_states, value_states), strict=True):
+            store[..., start:stop, :] = states
+        self.keys, self.values = (store[..., :stop, :] for store in self.stored)
+        return self.keys, self.values
+
+
+def prefill_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend as ``sdpa`` does; a chunk that follows a context goes a block of queries at a time."""
+    batch, heads, size, width = query.shape
+    before = key.shape[2] - size
+    special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+    causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
+    special = special or not causal or bool(kwargs.get("dropout"))
+    if attention_mask is not None or size == 1 or before == 0 or special:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    groups = key.shape[1]
+    shared = heads // groups
+    step = max(1, ROWS.get(query.device.type, MANY_ROWS) // shared)
+    out = query.new_empty(batch, size, heads, value.shape[-1])
+    for low in range(0, size, step):
+        high = min(low + step, size)
+        seen = before + high
+        rows = torch.arange(before + low, seen, device=query.device).repeat(shared)
+        mask = torch.arange(seen, device=query.device) <= rows[:, None]
+        # The heads that share a key stand one after another, as more queries of it.
+        some = query[:, :, low:high].reshape(batch, groups, shared * (high - low), width)
+        got = nn.functional.scaled_dot_product_attention(
+            some, key[:, :, :seen], value[:, :, :seen], mask, scale=kwargs.get("scaling")
+        )
+        out[:, low:high] = got.reshape(batch, heads, high - low, -1).transpose(1, 2)
+    return out, None
+
+
+def prefill_mask(**kwargs: Any) -> Tensor | None:
+    """No mask where it is plainly causal; ``sdpa``'s own elsewhere: sliding windows, padding, caches of fixed size."""
+    plain = (
+        kwargs.get("allow_is_causal_skip", True)
+        and kwargs.get("attention_mask") is None
+        and kwargs.get("local_size") is None
+        and kwargs.get("kv_offset", 0) == 0
+        and kwargs.get("q_offset", 0) + kwargs["q_length"] == kwargs["kv_length"]
+    )
+    return None if plain else sdpa_mask(**kwargs)
+
+
+AttentionInterface.register(NAME, prefill_attention)
+AttentionMaskInterface.register(NAME, prefill_mask)
+
+
+def sdpa_configs(model: nn.Module) -> list[Any]:
+    """Return the configs of the parts of a model that attend through transformers' ``sdpa``."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    found = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
+    return [config for config in found.values() if config._attn_implementation == "sdpa"]
+
+
+def lean_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
+    """Attend with :func:`prefill_attention` in the parts of a model that these configs belong to, for a while."""
+    return attention_set_to(configs, NAME)

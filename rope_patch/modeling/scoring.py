@@ -1,0 +1,271 @@
+"""Reading a causal language model so that ``[tokens, vocab]`` logits never exist; every score comes through here."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
+from rope_patch.patching.base_tables import is_dynamic
+from rope_patch.patching.module import RotaryTable
+
+SLICE = 256
+"""Tokens whose logits exist at one time."""
+
+CacheFactory = Callable[[], Any]
+
+
+def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:
+    """Return what tells kept work through one cache from that through another; empty without a cache.
+
+    Args:
+        cache: factory; its ``identity``, where it has one, is a text.
+        resume: whether work is kept.
+
+    Raises:
+        ValueError: work is kept, and the cache has no identity.
+    """
+    if cache is None:
+        return {}
+    known = getattr(cache, "identity", None)
+    if resume and known is None:
+        raise ValueError("resume cannot tell one cache from another: give resume, or a cache that has an identity")
+    return {"cache": str(known)}
+
+
+class Reader:
+    """A causal language model taken apart: its decoder reads chunks, its head scores slices.
+
+    Calling the parts skips what ``model(...)`` does after the decoder; the final scale and soft-cap are therefore
+    applied here, as the families define them (Cohere multiplies its logits, Granite divides them, Gemma caps them).
+    The parts of a model sharded by FSDP2 are called through its root, so every process must read the same tokens.
+
+    Args:
+        model: a causal language model of transformers, bare, quantized, sharded or under a LoRA adapter.
+        inside: the parts are called from the model's own ``forward``: what FSDP2 shards is gathered already.
+
+    Raises:
+        ValueError: no decoder and output head, or an adapter that puts tokens of its own before the prompt.
+    """
+
+    def __init__(self, model: Any, *, inside: bool = False) -> None:
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
+        self.model = model
+        self.decoder, self.head = model.get_decoder(), model.get_output_embeddings()
+        if self.decoder is None or self.head is None:
+            raise ValueError(f"{type(model).__name__} has no decoder with an output head: a causal LM is needed")
+        config = model.config.get_text_config()
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        weight: Any = getattr(self.head, "weight", None)
+        packed = weight is None or hasattr(weight, "quant_state")
+        # PEFT states the features of a tied head's copy the wrong way round; the weight of one in 4 bits has no shape.
+        self.vocabulary: int = self.head.out_features if packed else weight.shape[0]
+        self.dynamic = _is_dynamic(model)
+        self.device = device_of(model.get_input_embeddings())
+        self.call = _call if inside else _through_root(model, self.decoder)
+
+    def check(self, ids: Tensor) -> Tensor:
+        """Return token ids as int64.
+
+        Raises:
+            ValueError: not whole numbers, or ids that the model has no row for.
+        """
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(f"token_ids must be whole numbers, got {ids.dtype}")
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary):
+            raise ValueError(
+                f"token ids must be in [0, {self.vocabulary}), got {int(ids.min())} to {int(ids.max())}: "
+                "is this the model's own tokenizer?"
+            )
+        return ids.long()
+
+    def new_cache(self, capacity: int | None = None) -> Any:
+        """Return an empty cache that forgets what sliding layers do not read.
+
+        Args:
+            capacity: tokens it will hold, where known: then it grows in place. By default it is copied as it grows.
+        """
+        cache = DynamicCache(config=self.model.config)
+        if capacity is not None:
+            cache.layers = [RoomyLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        return cache
+
+    def read(self, ids: Tensor, past: Any = None, chunk: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Run the decoder over ids, in chunks when there is a cache.
+
+        Args:
+            ids: (rows, tokens).
+            past: cache to read through and add to.
+            chunk: tokens per forward pass; all by default.
+
+        Yields:
+            Offset of the chunk, and its last hidden states (rows, chunk, hidden).
+        """
+        if self.dynamic and (past is not None or len(ids) > 1):
+            raise ValueError(
+                "this model's rotary table changes with the length it reads (rope_type dynamic, or longrope with two "
+                "tables), so chunks, caches and batches would change its numbers: freeze it first, "
+                "rope_patch.apply(model, 'default', freeze_at=LENGTH), or read whole texts one at a time"
+            )
+        size = chunk or max(ids.shape[1], 1)
+        configs = sdpa_configs(self.model) if past is not None else []
+        for start in range(0, ids.shape[1], size):
+            part = ids[:, start : start + size].to(self.device)
+            with lean_attention(configs):
+                out = self.call(self.decoder, input_ids=part, past_key_values=past, use_cache=past is not None)
+            yield start, out.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does."""
+        weight = self.head.weight
+        dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
+        logits: Tensor = self.call(self.head, hidden.to(device_of(self.head), dtype)).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Score the token that follows each state, a slice of logits at a time.
+
+        Args:
+            hidden: (states, hidden).
+            targets: (states,).
+
+        Returns:
+            Negative log-likelihood (states,) float64 [nats] and the most probable token (states,), both on the CPU.
+        """
+        # Written in place: small results kept between the large tensors would split the heap, slice by slice.
+        losses = torch.empty(len(targets), dtype=torch.float64)
+        best = torch.empty(len(targets), dtype=torch.long)
+        for low in range(0, len(targets), SLICE):
+            at = slice(low, low + SLICE)
+            losses[at], best[at] = self._score_slice(hidden[at], targets[at])
+        return losses, best
+
+    def _score_slice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Score few states; its logits are gone before those of the next slice come."""
+        logits = self.logits(hidden)
+        wanted = targets.to(logits.device)
+        return torch.nn.functional.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1)
+
+
+@torch.no_grad()
+def losses(
+    reader: Reader,
+    rows: Tensor,
+    first: Sequence[int],
+    *,
+    lengths: Sequence[int] | None = None,
+    chunk: int | None = None,
+    cache: CacheFactory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Score tokens of rows of equal or right-padded length, in one pass or in chunks through a cache.
+
+    Padding on the right is never seen by what stands before it, so no mask is sent.
+
+    Args:
+        reader: the model.
+        rows: (rows, tokens), padded on the right with any id.
+        first: position of the first token of each row to score, at least 1.
+        lengths: tokens of each row that are not padding; all by default.
+        chunk: tokens per forward pass; all by default.
+        cache: factory of a cache to read through; a ``DynamicCache`` when chunked.
+
+    Returns:
+        Negative log-likelihood (rows, tokens) float64 [nats] and most probable tokens (rows, tokens), both by the
+        position of the token scored; nan and -1 elsewhere.
+    """
+    width = rows.shape[1]
+    lengths = [width] * len(rows) if lengths is None else lengths
+    past = cache() if cache is not None else reader.new_cache(width) if chunk is not None and chunk < width else None
+    nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
+    best = torch.full(rows.shape, -1)
+    for start, hidden in reader.read(rows, past, chunk):
+        for i in range(len(rows)):
+            # The state at position p scores the token at p + 1.
+            low, high = max(start, first[i] - 1), min(start + hidden.shape[1], lengths[i] - 1)
+            if low < high:
+                states = hidden[i, low - start : high - start]
+                at = slice(low + 1, high + 1)
+                nll[i, at], best[i, at] = reader.score(states, rows[i, at])
+    return nll, best
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return where a module's inputs go: where its weights are, or where accelerate will put them."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    for found in (hook, *getattr(hook, "hooks", ())):
+        if getattr(found, "execution_device", None) is not None:
+            return torch.device(found.execution_device)
+    device: torch.device = module.weight.device  # type: ignore[assignment]
+    return device
+
+
+def _call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return part(*args, **kwargs)
+
+
+def _through_root(model: nn.Module, decoder: nn.Module) -> Callable[..., Any]:
+    """Return what calls the parts of a model; where FSDP2 shards it, as a forward pass of the root.
+
+    The root gathers and casts what belongs to no sharded layer, and the first pass of all must be the root's.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import, and without it nothing is sharded
+    root: Any = next((m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)), None)
+    if root is None or root is decoder or not any(module is decoder for module in root.modules()):
+        return _call
+    root._rope_patch_call = _call
+    fsdp.register_fsdp_forward_method(root, "_rope_patch_call")
+    call: Callable[..., Any] = root.__dict__.pop("_rope_patch_call")
+    return call
+
+
+def _is_dynamic(model: nn.Module) -> bool:
+    if any(isinstance(module, RotaryTable) for module in model.modules()):
+        return False  # ours never is
+    config: Any = model.config
+    spelled: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    several = [item for item in spelled.values() if isinstance(item, Mapping)]
+    return any(is_dynamic(item) for item in several or [spelled] if "rope_type" in item)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a digest of a model's config, tables, adapters and weights, from a few values of each tensor.
+
+    It tells checkpoints, adapters, patches, data types and attention implementations apart in milliseconds, so that
+    kept work is never taken for that of another model. It is no checksum: a change that misses every sampled value of a
+    tensor, or weights that are offloaded to disk, is not seen.
+    """
+    digest = hashlib.sha256()
+    root: Any = model.config
+    text = root.get_text_config()
+    config = {name: value for name, value in text.to_dict().items() if name != "transformers_version"}
+    attention = getattr(text, "_attn_implementation", None)
+    digest.update(json.dumps([config, attention], sort_keys=True, default=str).encode())
+    for name, module in model.named_modules():
+        state = [(key, value) for key, value in vars(module).items() if key.endswith("attention_scaling")]
+        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):  # a layer of PEFT
+            asked = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+            state += [(key, getattr(module, key, None)) for key in asked]
+        digest.update(f"{name}{state}".encode() if state else b"")
+    with torch.no_grad():
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            if not tensor.is_meta:
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a sharded model
+                flat = whole.detach().reshape(-1)
+                some = flat if len(flat) <= 1024 else flat[:: len(flat) // 32]
+                digest.update(str(some.to("cpu").tolist()).encode())
+    return digest.hexdigest()

@@ -1,0 +1,418 @@
+"""Where the queries, keys and values of a model appear before rotation, found by measurement.
+
+Families differ in what stands between a projection and the rotation: norms over a head, over all heads, or none; one
+fused projection or three; keys that several layers share; pairs in halves or interleaved. Names would need a list of
+families. Instead a few tokens are read once with an attention function that records what it is given. The rotation of
+the right part's output must equal the recorded query (or key), and what fits no part is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from rope_patch.modeling.modes import attention_set_to
+from rope_patch.patching.base_tables import call_rotary, is_dynamic, where
+from rope_patch.patching.locate import device_of, find_rotary, stock_tables
+from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.verify import look
+from rope_patch.tables import RotarySlot
+
+NAME = "rope_patch_probe"
+PROBE_TOKENS = 8
+PROBE_STEP = 97
+"""Positions of the probe are this far apart, so that slow pairs turn visibly as well [tokens]."""
+
+ROLES = ("query", "key", "value")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A module whose output holds the heads of one role of one layer.
+
+    Attributes:
+        module: whose output it is.
+        heads: (heads,) which blocks of ``head_dim`` features are the heads, in order.
+        head_dim: features of a head.
+        tokens_last: the output is (rows, heads, tokens, head_dim), not (rows, tokens, …).
+    """
+
+    module: nn.Module
+    heads: Tensor
+    head_dim: int
+    tokens_last: bool
+
+    def of(self, output: Tensor) -> Tensor:
+        """Return the heads in an output of the module: (rows, tokens, heads, head_dim)."""
+        blocks = _blocks(output, self.head_dim, self.tokens_last)
+        if len(self.heads) == blocks.shape[2]:
+            return blocks
+        return blocks[:, :, self.heads.to(blocks.device)]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSource:
+    """One attention layer: its parts, and what its attention does with the logits.
+
+    Attributes:
+        index: of the layer.
+        parts: by role.
+        slot: the table it turns with, as in use.
+        interleaved: pair i is features 2 i and 2 i + 1; otherwise i and i + rotary_dim / 2.
+        scaling: factor on q·k.
+        softcap: of the scaled logits, where there is one.
+        window: tokens a sliding layer sees; None where it sees all [tokens].
+        keys_of: the layer whose keys and values it uses; its own index on most models.
+    """
+
+    index: int
+    parts: Mapping[str, Part]
+    slot: RotarySlot
+    interleaved: bool
+    scaling: float
+    softcap: float | None
+    window: int | None
+    keys_of: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """The decoder of a model and its attention layers."""
+
+    model: PreTrainedModel
+    decoder: nn.Module
+    layers: tuple[LayerSource, ...]
+
+    def pick(self, layers: Sequence[int] | None) -> tuple[LayerSource, ...]:
+        """Return the layers of these indices, in order; all by default.
+
+        Raises:
+            ValueError: a layer that the model does not have, or none at all.
+        """
+        if layers is not None and not len(layers):
+            raise ValueError("layers must name at least one layer")
+        known = {layer.index: layer for layer in self.layers}
+        if layers is not None:
+            for index in layers:
+                if index not in known:
+                    raise ValueError(
+                        f"{type(self.model).__name__} has attention layers {layers_text(list(known))}, got {index!r}"
+                    )
+        return tuple(layer for index, layer in sorted(known.items()) if layers is None or index in layers)
+
+
+def split_pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Return the first and the second features of the pairs of heads: two views (..., pairs) of (..., head_dim).
+
+    >>> split_pairs(torch.arange(6), 2, False), split_pairs(torch.arange(6), 2, True)
+    ((tensor([0, 1]), tensor([2, 3])), (tensor([0, 2]), tensor([1, 3])))
+    """
+    if interleaved:
+        return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+    return x[..., :pairs], x[..., pairs : 2 * pairs]
+
+
+def find_sources(model: nn.Module, ids: Tensor) -> Sources:
+    """Find where a model's queries, keys and values appear before rotation.
+
+    Args:
+        model: a causal language model of transformers, patched or not, bare or under a LoRA adapter, in eval mode.
+        ids: (tokens,) the text; its first tokens are read once.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: no rotary table, one that changes with the length, or a rotary embedding of another kind; an
+            adapter that puts tokens of its own before the text; a layer whose queries or keys are no rotation of what
+            a part of it puts out.
+    """
+    refuse_prompts(model)
+    site = find_rotary(model)
+    slots = _tables_in_use(site.model, site.module)
+    root: Any = site.model
+    decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
+    positions = torch.arange(min(len(ids), PROBE_TOKENS))[None] * PROBE_STEP
+    calls = _probe(site.model, decoder, ids[None, :PROBE_TOKENS], positions)
+    if not calls:
+        raise ValueError(
+            f"{type(root).__name__} does not attend through transformers' AttentionInterface: what it rotates cannot "
+            "be checked"
+        )
+    for order, call in enumerate(calls):
+        _check_finite(type(root).__name__, int(getattr(call.module, "layer_idx", order)), call)
+    there = positions.to(device_of(site.model))
+    turns = {kind: tuple(half.cpu() for half in call_rotary(site.module, kind, there)) for kind in slots}
+    types = getattr(site.config, "layer_types", None) or ()
+    layers: list[LayerSource] = []
+    for order, call in enumerate(calls):
+        index = int(getattr(call.module, "layer_idx", order))
+        expected = types[index] if index < len(types) else None
+        kinds = sorted(slots, key=lambda kind: kind != expected)
+        layers.append(_match(type(root).__name__, index, call, {k: slots[k] for k in kinds}, turns, calls, layers))
+    if len({layer.index for layer in layers}) < len(layers):
+        raise ValueError(f"{type(root).__name__} calls an attention layer more than once in a pass")
+    return Sources(site.model, decoder, tuple(layers))
+
+
+def refuse_prompts(model: nn.Module) -> None:
+    """Raise if tokens of an adapter's own come before the text."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
+
+
+def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotarySlot]:
+    """Return the slots of a model with the tables its rotary module holds, rounded by a cast or not."""
+    seen = look(model)  # refuses what the patch layer refuses
+    for slot in seen.slots:
+        if not isinstance(module, RotaryTable) and is_dynamic(slot.rope_parameters or {}, slot.rope_type):
+            raise ValueError(
+                f"{where(slot)} has a dynamic table (rope_type {slot.rope_type!r}): it changes with the length that is "
+                "read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
+            )
+    if isinstance(module, RotaryTable):
+        return {slot.layer_type: slot for slot in seen.slots}
+    held = stock_tables(module)
+    return {slot.layer_type: slot.becomes(held[slot.layer_type].float().cpu()) for slot in seen.slots}
+
+
+# --- the probe -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Call:
+    """What one attention layer was given, and what the modules directly below it had put out, in order."""
+
+    module: nn.Module
+    states: dict[str, Tensor]
+    kwargs: dict[str, Any]
+    window: int | None
+    outputs: list[tuple[str, nn.Module, Tensor]]
+
+
+@dataclass(eq=False)
+class _Notes:
+    """What a probe has seen: the attention calls, and the outputs since the last of them."""
+
+    calls: list[_Call] = field(default_factory=list)
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+
+_NOTES: ContextVar[_Notes | None] = ContextVar("_NOTES", default=None)
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend causally, and note the states: (rows, heads, tokens, head_dim) each."""
+    notes = _NOTES.get()
+    if notes is not None:
+        states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
+        names = {child: name for name, child in module.named_children()}
+        outputs = [(names[child], child, output) for child, output in notes.outputs.items() if child in names]
+        notes.calls.append(_Call(module, states, kwargs, window_of(attention_mask), outputs))
+        notes.outputs.clear()
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True, scale=kwargs.get("scaling")
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def window_alone(local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    """Make no mask, and give its window in its place, which not every layer that slides tells: (1, 1, 1, 1)."""
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
+
+
+def window_of(mask: Tensor | None) -> int | None:
+    """Return the window that :func:`window_alone` gave.
+
+    Raises:
+        ValueError: a mask that the model made itself.
+    """
+    if mask is not None and (mask.numel() > 1 or mask.dtype != torch.long):
+        raise ValueError("a layer attends with a mask of its own: causal and sliding layers alone are known")
+    return None if mask is None else int(mask)
+
+
+AttentionInterface.register(NAME, _record)
+AttentionMaskInterface.register(NAME, window_alone)
+
+
+@torch.no_grad()
+def _probe(model: Any, decoder: nn.Module, ids: Tensor, positions: Tensor) -> list[_Call]:
+    """Read a few tokens with the recording attention."""
+    notes = _Notes()
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            notes.outputs.pop(module, None)  # the order is that of the last calls
+            notes.outputs[module] = output.cpu().clone()
+
+    device = device_of(model.get_input_embeddings())
+    with contextlib.ExitStack() as stack:
+        for module in decoder.modules():
+            stack.callback(module.register_forward_hook(note).remove)
+        stack.enter_context(attending_with(model, NAME))
+        stack.callback(_NOTES.reset, _NOTES.set(notes))
+        decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
+    return notes.calls
+
+
+@contextlib.contextmanager
+def attending_with(model: nn.Module, name: str) -> Iterator[None]:
+    """Let the parts of a model attend through a registered function."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = list({id(part.config): part.config for part in parts if part._can_set_attn_implementation()}.values())
+    with attention_set_to(configs, name):
+        yield
+
+
+def _check_finite(model: str, index: int, call: _Call) -> None:
+    """Raise where a layer is given states that are no numbers: they match nothing."""
+    for role, state in call.states.items():
+        bad = ~torch.isfinite(state)
+        if bool(bad.any()):
+            _, head, token, _ = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"layer {index} of {model}: {role} head {head} is {float(state[bad][0])} at token {token} of the text: "
+                "statistics need finite states"
+            )
+
+
+# --- matching --------------------------------------------------------------------------------------------------------
+
+
+def _match(
+    model: str,
+    index: int,
+    call: _Call,
+    slots: Mapping[str | None, RotarySlot],
+    turns: Mapping[str | None, tuple[Tensor, ...]],
+    calls: Sequence[_Call],
+    before: Sequence[LayerSource],
+) -> LayerSource:
+    """Find the parts of one layer.
+
+    Args:
+        model: class name, for errors.
+        index: of the layer.
+        call: its attention call.
+        slots: tables by layer type, the likely one first.
+        turns: cos and sin of the probe's positions, by layer type.
+        calls: those of all layers, in order.
+        before: the layers matched so far.
+    """
+    heads = {role: call.states[role].shape[1] for role in ROLES}
+
+    def search(role: str, turn: Callable[[Tensor], Tensor]) -> Part | None:
+        return _search(call, role, heads, turn)
+
+    for kind, slot in slots.items():
+        cos, sin = turns[kind]
+        for interleaved in (False, True):
+
+            def turn(
+                x: Tensor, cos: Tensor = cos, sin: Tensor = sin, slot: RotarySlot = slot, odd: bool = interleaved
+            ) -> Tensor:
+                return _rotate(x, cos, sin, slot.pairs, odd)
+
+            query = search("query", turn)
+            if query is None:
+                continue
+            keys_of = index
+            key, value = search("key", turn), search("value", lambda x: x)
+            if key is None:
+                for other, layer in zip(calls, before, strict=False):  # before holds the calls that came first
+                    if torch.equal(other.states["key"], call.states["key"]):
+                        key, value, keys_of = layer.parts["key"], layer.parts["value"], layer.keys_of
+                        break
+            if key is None or value is None:
+                raise ValueError(
+                    f"layer {index} of {model}: no part of {type(call.module).__name__} puts out its "
+                    f"{'keys before rotation' if key is None else 'values'}"
+                )
+            return LayerSource(
+                index=index,
+                parts=dict(zip(ROLES, (query, key, value), strict=True)),
+                slot=slot,
+                interleaved=interleaved,
+                scaling=float(call.kwargs.get("scaling") or call.states["query"].shape[-1] ** -0.5),
+                softcap=call.kwargs.get("softcap"),
+                window=call.window,
+                keys_of=keys_of,
+            )
+    raise ValueError(
+        f"layer {index} of {model}: its queries are no rotation of what a part of {type(call.module).__name__} puts "
+        "out. Such a layer does not rotate, or rotates in a way of its own"
+    )
+
+
+def _search(call: _Call, role: str, heads: Mapping[str, int], turn: Callable[[Tensor], Tensor]) -> Part | None:
+    """Return the part whose output, turned, is what attention was given; the likeliest where several fit."""
+    wanted = call.states[role].transpose(1, 2)
+    rows, tokens, _, head_dim = wanted.shape
+    fits: list[tuple[bool, int, Part]] = []
+    for order, (name, module, output) in enumerate(call.outputs):
+        for tokens_last in (False, True):
+            blocks = _try_blocks(output, rows, tokens, head_dim, tokens_last)
+            if blocks is None:
+                continue
+            for picked in _arrangements(blocks.shape[2], role, heads):
+                if _close(turn(blocks[:, :, picked]), wanted):
+                    # Equal outputs, as of zero weights, are told apart by name; of a projection and its norm, the
+                    # later one counts.
+                    fits.append((name.startswith(role[0]), order, Part(module, picked, head_dim, tokens_last)))
+    return max(fits, key=lambda fit: fit[:2])[2] if fits else None
+
+
+def _arrangements(blocks: int, role: str, heads: Mapping[str, int]) -> Iterator[Tensor]:
+    """Yield how the heads of a role may lie among the blocks of a part: alone, fused role by role or head by head."""
+    place, count = ROLES.index(role), heads[role]
+    if blocks == count:
+        yield torch.arange(count)
+    elif blocks == sum(heads.values()):
+        yield torch.arange(count) + sum(heads[earlier] for earlier in ROLES[:place])
+        if blocks == 3 * count:
+            yield torch.arange(count) * 3 + place
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool) -> Tensor:
+    """Rotate heads (rows, tokens, heads, head_dim) as attention code does; cos and sin: (1, tokens, 2 pairs)."""
+    cos, sin = cos[..., None, :pairs], sin[..., None, :pairs]
+    first, second = split_pairs(x.float(), pairs, interleaved)
+    out = x.float().clone()
+    turned = split_pairs(out, pairs, interleaved)
+    turned[0].copy_(first * cos - second * sin)
+    turned[1].copy_(second * cos + first * sin)
+    return out
+
+
+def _close(got: Tensor, wanted: Tensor) -> bool:
+    if got.shape != wanted.shape:
+        return False
+    allowed = max(1e-4, 4 * torch.finfo(wanted.dtype).eps) * float(wanted.abs().max())
+    return bool(((got.float() - wanted.float()).abs() <= allowed).all())
+
+
+def _try_blocks(output: Tensor, rows: int, tokens: int, head_dim: int, tokens_last: bool) -> Tensor | None:
+    if tokens_last:
+        fits = output.ndim == 4 and (output.shape[0], output.shape[2], output.shape[3]) == (rows, tokens, head_dim)
+    else:
+        fits = output.ndim >= 3 and output.shape[:2] == (rows, tokens) and output[0, 0].numel() % head_dim == 0
+    return _blocks(output, head_dim, tokens_last) if fits else None
+
+
+def _blocks(output: Tensor, head_dim: int, tokens_last: bool) -> Tensor:
+    """Return an output as (rows, tokens, blocks, head_dim)."""
+    return output.transpose(1, 2) if tokens_last else output.reshape(*output.shape[:2], -1, head_dim)
+
+
+def layers_text(indices: Sequence[int]) -> str:
+    """Return indices of layers as one says them: a range where they are one."""
+    contiguous = list(indices) == list(range(len(indices)))
+    return f"0 to {len(indices) - 1}" if contiguous and len(indices) > 1 else ", ".join(map(str, indices))

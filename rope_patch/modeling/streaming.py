@@ -1,0 +1,131 @@
+"""Showing the states of a model to a visitor while it reads: nothing is stored on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.sources import ROLES, LayerSource, find_sources
+from rope_patch.patching.locate import device_of, find_rotary
+
+SLICES = {"cpu": 512}
+"""Tokens of a state that are shown at a time, by device: on a processor, what is computed from them then stays in its
+cache. Elsewhere, where a small kernel costs as much as a large one, ``LARGE_SLICE``."""
+LARGE_SLICE = 4096
+
+Visit = Callable[[LayerSource, str, Tensor, Tensor, int, int], None]
+"""Told of states as they appear: layer, role, states (tokens, heads, head_dim) float32 before rotation, their token ids
+(tokens,), the row of the text and the position of the first of them."""
+
+
+@torch.no_grad()
+def stream(
+    model: nn.Module,
+    token_ids: Tensor,
+    visit: Visit,
+    *,
+    chunk: int | None = None,
+    layers: Sequence[int] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[LayerSource, ...]:
+    """Read a text and show the states of its layers to a visitor as they appear.
+
+    Args:
+        model: as for :func:`capture`.
+        token_ids: (tokens,) or (rows, tokens).
+        visit: told of each state, a slice of tokens at a time.
+        chunk: tokens per forward pass.
+        layers: indices of the layers to show.
+        progress: told the tokens of each forward pass when it is done.
+
+    Returns:
+        The layers shown.
+
+    Raises:
+        TypeError: as for :func:`capture`.
+        ValueError: as for :func:`capture`.
+    """
+    rows = token_rows(token_ids)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 token, got {chunk}")
+    with in_eval_mode(model), contextlib.ExitStack() as stack:
+        root: Any = find_rotary(model).model
+        embedding = root.get_input_embeddings()
+        if int(rows.min()) < 0 or int(rows.max()) >= embedding.num_embeddings:
+            raise ValueError(
+                f"token ids must be in [0, {embedding.num_embeddings}), got {int(rows.min())} to {int(rows.max())}: "
+                "is this the model's own tokenizer?"
+            )
+        sources = find_sources(model, rows[0])
+        shown = sources.pick(layers)
+        reader = _Reader(visit)
+        for layer in shown:
+            for role, part in layer.parts.items():
+                stack.callback(part.module.register_forward_hook(reader.hook(layer, role)).remove)
+        size = min(chunk or rows.shape[1], rows.shape[1])
+        for number, row in enumerate(rows):
+            past: Any = DynamicCache(config=root.config) if size < len(row) else None
+            for start in range(0, len(row), size):
+                reader.at(row[start : start + size], number, start)
+                ids = reader.ids[None].to(device_of(embedding))
+                sources.decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
+                reader.check(len(shown) * len(ROLES))
+                if progress is not None:
+                    progress(len(reader.ids))
+    return shown
+
+
+def token_rows(token_ids: Tensor) -> Tensor:
+    """Return token ids as int64 rows: (rows, tokens).
+
+    Raises:
+        ValueError: not whole numbers, another shape, or fewer than 2 tokens.
+    """
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+        raise ValueError(f"token_ids must be whole numbers, got {token_ids.dtype}")
+    rows = token_ids[None] if token_ids.ndim == 1 else token_ids
+    if rows.ndim != 2 or len(rows) < 1:
+        raise ValueError(f"token_ids must be (tokens,) or (rows, tokens), got shape {tuple(token_ids.shape)}")
+    if rows.shape[1] < 2:
+        raise ValueError(f"a text must hold at least 2 tokens, got {rows.shape[1]}")
+    return rows.long().cpu()
+
+
+def text_digest(rows: Tensor) -> str:
+    """Return 16 hex digits of token ids (rows, tokens)."""
+    return hashlib.sha256(f"{tuple(rows.shape)}".encode() + rows.numpy().astype("<i8").tobytes()).hexdigest()[:16]
+
+
+class _Reader:
+    """Knows where in the text the model is, and slices what its hooks see."""
+
+    def __init__(self, visit: Visit) -> None:
+        self.visit = visit
+        self.at(torch.empty(0, dtype=torch.long), 0, 0)
+
+    def at(self, ids: Tensor, row: int, start: int) -> None:
+        self.ids, self.row, self.start, self.seen = ids, row, start, 0
+
+    def hook(self, layer: LayerSource, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        part = layer.parts[role]
+
+        def show(module: nn.Module, args: Any, output: Tensor) -> None:
+            states = part.of(output)[0]
+            self.seen += 1
+            step = SLICES.get(states.device.type, LARGE_SLICE)
+            for low in range(0, len(states), step):
+                some = slice(low, low + step)
+                self.visit(layer, role, states[some].float(), self.ids[some], self.row, self.start + low)
+
+        return show
+
+    def check(self, wanted: int) -> None:
+        if self.seen != wanted:
+            raise RuntimeError(f"{wanted} states were to be seen in a pass, {self.seen} were: was the model changed?")

@@ -1,0 +1,1 @@
+"""A patch: found, encoded, put in, verified."""

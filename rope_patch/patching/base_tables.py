@@ -1,0 +1,296 @@
+"""The tables that a model's config describes and its rotary embedding holds, as they are or were before a patch."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rope_patch import frequencies
+from rope_patch.errors import blamed_on
+from rope_patch.methods import longrope_spelling
+from rope_patch.patching.locate import (
+    PatchError,
+    RotarySite,
+    stock_tables,
+)
+from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.record import TableRecord, key_of, same_tables
+from rope_patch.tables import RotarySlot, other_keys
+
+Slots = dict[str | None, RotarySlot]
+
+
+READ_GLOBAL = "allow_global_per_layer_attribute_access"
+"""On configs whose head_dim varies by layer (Gemma 4), transformers' own check of the longrope form reads the global
+head_dim, which such a config refuses unless it says this. The rotary class itself reads the right one."""
+
+
+CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", READ_GLOBAL)
+"""The keys of a config that a patch may set. The original context Phi-3 owns, and Phi-MoE copies it out of
+``rope_parameters`` whenever those are checked."""
+
+
+def base_of(site: RotarySite) -> tuple[nn.Module, PreTrainedConfig]:
+    """Return the site's stock module and config as they are, or were before the patch."""
+    module = site.module.stock if isinstance(site.module, RotaryTable) else site.module
+    record = site.record
+    if record is None:
+        return module, site.config
+    with blamed_on("the rope_patch record was altered: transformers cannot build the table of its base_config"):
+        config = config_with(site.config, record.base_config)
+        return (module if isinstance(site.module, RotaryTable) else stock_rotary(type(module), config)), config
+
+
+def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return what a stock loader makes of the config with other rotary settings: through its JSON form, no record."""
+    own = {name_in(config, key): key for key in (*CONFIG_KEYS, "rope_patch")}
+    data = {k: v for k, v in _decoded(json.loads(config.to_json_string())).items() if k not in own}
+    with _quiet():
+        given = {name_in(config, key): copy.deepcopy(value) for key, value in settings.items()}
+        return type(config).from_dict(data | given)
+
+
+def _decoded(value: Any) -> Any:
+    """Read the infinities of a config as transformers writes them."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if set(value) == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
+
+
+def name_in(config: PreTrainedConfig, key: str) -> str:
+    """Return what a family calls a key of its config."""
+    return str(config.attribute_map.get(key, key))
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a copy of the config's rotary settings, an open ``head_dim`` among them."""
+    own = {key: name_in(config, key) for key in CONFIG_KEYS}
+    if config.__dict__.get("head_dim", 0) is None:
+        own["head_dim"] = "head_dim"
+    return {key: copy.deepcopy(config.__dict__[name]) for key, name in own.items() if name in config.__dict__}
+
+
+def stock_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
+    """Build the model's own rotary class from a config, on the CPU."""
+    with torch.device("cpu"), _quiet():
+        return rotary_class(config)
+
+
+_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
+
+
+def _unless_silent(record: logging.LogRecord) -> bool:
+    return not _silent.get()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' logging of trial configs, in this thread alone."""
+    speakers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_rope_utils", "configuration_utils")]
+    for place in (*speakers, *logging.getLogger("transformers").handlers):
+        if _unless_silent not in place.filters:
+            place.addFilter(_unless_silent)
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def spelled_for(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
+    """Return the part of ``rope_parameters`` that spells one table."""
+    parameters: Mapping[str, Any] = config.rope_parameters
+    return parameters if layer_type is None else parameters[layer_type]
+
+
+def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool = True) -> tuple[Slots, list[str]]:
+    """Read the base tables of a site, with remarks on what is odd about them.
+
+    A buffer that a cast has rounded is read as the table its config describes, one that was edited by hand as it is.
+
+    Args:
+        site: from :func:`find_rotary`.
+        freeze_at: length at which to freeze a dynamic table [tokens].
+        strict: refuse dynamic tables; otherwise remark on them.
+
+    Raises:
+        ValueError: a dynamic table that is not frozen, or a rotary embedding of another kind.
+    """
+    module, config = base_of(site)
+    try:
+        stock = stock_rotary(type(module), config)
+        tables = {kind: buffer.float() for kind, buffer in stock_tables(stock).items()}
+        for kind, table in tables.items():
+            _check_kind(stock, kind, table, spelled_for(config, kind))
+    except Exception as error:
+        raise ValueError(
+            f"{type(site.model).__name__} has a rotary embedding of another kind ({type(module).__name__}): rope_patch "
+            f"needs cos and sin of position x inv_freq, one angle per half-split pair ({error})"
+        ) from error
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise ValueError(f"the config of {type(site.model).__name__} states no max_position_embeddings: not supported")
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise ValueError(f"the config's max_position_embeddings must be a number of tokens >= 1, got {context!r}")
+    slots: Slots = {}
+    remarks: list[str] = []
+    frozen_any = False
+    for kind, table in tables.items():
+        spelled = spelled_for(config, kind)
+        slot = RotarySlot(
+            inv_freq=frequencies.settle(table),
+            attention_scaling=scaling_of(stock, kind),
+            rope_theta=float(spelled["rope_theta"]),
+            rope_type=rope_type_of(stock, kind, spelled),
+            max_position_embeddings=context,
+            original_max_position_embeddings=spelled.get("original_max_position_embeddings"),
+            layer_type=kind,
+            path=site.path,
+            rope_parameters=spelled,
+            other_keys=other_keys(spelled),
+        )
+        if is_dynamic(spelled, slot.rope_type):
+            if freeze_at is not None:
+                slot, frozen_any = _freeze(slot, config, freeze_at), True
+            elif strict:
+                raise ValueError(
+                    f"{slot.path} has a dynamic table (rope_type {slot.rope_type!r}): it changes with the length "
+                    "during generation and breaks cached keys. Pass freeze_at=LENGTH to fix it as it is at that length"
+                )
+            else:
+                remarks.append(f"{where(slot)} changes with the length during generation: pass freeze_at to patch it")
+        elif site.record is not None and key_of(kind) in site.record.edited:
+            base = site.record.base_tables[key_of(kind)]
+            table, scaling = frequencies.table_of(base.inv_freq), base.attention_scaling
+            slot = replace(slot, inv_freq=table, attention_scaling=scaling, rope_type="custom", rope_parameters=None)
+        else:
+            slot, remark = _as_found(slot, stock_tables(module)[kind], scaling_of(module, kind))
+            remarks += remark
+        slots[kind] = slot
+    if freeze_at is not None and not frozen_any:
+        raise ValueError(f"freeze_at is for dynamic tables; {site.path} has none")
+    return slots, remarks
+
+
+def check_base(site: RotarySite) -> None:
+    """Raise PatchError unless the base a patched model's record describes is the base it was made on."""
+    record = site.record
+    if record is not None:
+        base = {
+            key_of(kind): TableRecord.of(slot) for kind, slot in read_slots(site, freeze_at=record.freeze_at)[0].items()
+        }
+        if not same_tables(base, record.base_tables):
+            raise PatchError("the rope_patch record was altered: its base_config does not give its base tables")
+
+
+def _check_kind(stock: nn.Module, kind: str | None, table: Tensor, spelled: Mapping[str, Any]) -> None:
+    """Raise unless calling the module gives cos and sin of position x table in the half-split layout."""
+    if not torch.isfinite(table).all():
+        raise ValueError("its table holds numbers that are not finite")
+    dynamic = is_dynamic(spelled, rope_type_of(stock, kind, spelled))
+    positions = _PROBES[:, :4] if dynamic else _PROBES  # far positions would change a dynamic table
+    cos, sin = call_rotary(stock, kind, positions)
+    if cos.shape[-1] != 2 * len(table):
+        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(table)} pairs, not two for each")
+    wanted = positions[..., None].float() * table
+    for name, got, half in (("cos", cos, wanted.cos()), ("sin", sin, wanted.sin())):
+        if not torch.allclose(got, torch.cat((half, half), -1) * scaling_of(stock, kind), atol=1e-5):
+            raise ValueError(f"its {name} is another function of the position")
+
+
+_PROBES = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
+
+
+def call_rotary(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin: (1, positions, rotary_dim) float32 each, from a stock module or ours."""
+    x = torch.zeros(1, dtype=torch.float32, device=positions.device)
+    returned = module(x, positions) if kind is None else module(x, positions, layer_type=kind)
+    if isinstance(returned, Tensor):
+        raise ValueError("it returns one tensor, of complex numbers or of angles")
+    cos, sin = returned
+    return cos, sin
+
+
+def scaling_of(module: nn.Module, kind: str | None) -> float:
+    """Return a rotary module's factor on cos and sin."""
+    return float(getattr(module, "attention_scaling" if kind is None else f"{kind}_attention_scaling"))
+
+
+def rope_type_of(module: nn.Module, kind: str | None, spelled: Mapping[str, Any]) -> str:
+    """Return the type of a table: what its module calls it (HunYuan knows a static kind of dynamic), or its config."""
+    named = getattr(module, "rope_type", None)
+    named = named.get(kind) if isinstance(named, Mapping) else named
+    return named if isinstance(named, str) else str(spelled.get("rope_type", "default"))
+
+
+def keeps_float32(module: nn.Module, kinds: Sequence[str | None]) -> bool:
+    """Tell whether a rotary module returns float32 whatever the model computes in (OLMo's), or casts (Llama's)."""
+    positions = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+    half = torch.zeros(1, dtype=torch.bfloat16, device="cpu")
+    kind = next(iter(kinds))
+    cos, _ = module(half, positions) if kind is None else module(half, positions, layer_type=kind)
+    return bool(cos.dtype == torch.float32)
+
+
+def is_dynamic(spelled: Mapping[str, Any], rope_type: str | None = None) -> bool:
+    """Tell whether a table spelled so, and called so by its module, changes during the forward pass."""
+    rope_type = rope_type or str(spelled.get("rope_type", "default"))
+    return "dynamic" in rope_type or (rope_type == "longrope" and spelled["short_factor"] != spelled["long_factor"])
+
+
+def _freeze(slot: RotarySlot, config: PreTrainedConfig, length: int) -> RotarySlot:
+    """The table a dynamic type uses at ``length`` tokens."""
+    if length < 1:
+        raise ValueError(f"freeze_at must be >= 1 token, got {length}")
+    with torch.device("cpu"), _quiet():
+        build = ROPE_INIT_FUNCTIONS[slot.rope_type]
+        now, _ = build(config, seq_len=1, layer_type=slot.layer_type)
+        table, scaling = build(config, seq_len=length, layer_type=slot.layer_type)
+    if not torch.equal(frequencies.settle(now), slot.inv_freq):
+        raise ValueError(f"{where(slot)} builds its {slot.rope_type} table in a way of its own: it cannot be frozen")
+    spelled = slot.rope_parameters or {}
+    if slot.rope_type == "longrope":
+        factors = spelled["long_factor" if length > slot.context else "short_factor"]
+        native = longrope_spelling(factors, slot, attention_scaling=scaling)
+    else:
+        grown = spelled["factor"] * max(length, slot.max_position_embeddings) / slot.max_position_embeddings
+        theta = frequencies.ntk_theta(slot.rope_theta, grown - (spelled["factor"] - 1), slot.rotary_dim)
+        native = {"rope_type": "default", "rope_theta": theta}
+    frozen = slot.becomes(table, spelling=native, attention_scaling=scaling)
+    return replace(frozen, rope_theta=slot.rope_theta)  # a method that starts anew starts there
+
+
+def _as_found(slot: RotarySlot, buffer: Tensor, scaling: float) -> tuple[RotarySlot, list[str]]:
+    """Reconcile what the config describes with what the buffer holds."""
+    if buffer.is_meta:
+        return slot, []
+    found = buffer.detach().float().cpu()
+    if torch.allclose(found, slot.inv_freq, rtol=1e-6, atol=frequencies.STILL) and scaling == slot.attention_scaling:
+        return slot, []
+    error = float(((found - slot.inv_freq).abs() / slot.inv_freq.clamp_min(frequencies.STILL)).max())
+    for dtype in (torch.bfloat16, torch.float16):
+        if scaling == slot.attention_scaling and torch.equal(found, slot.inv_freq.to(dtype).float()):
+            remark = f"{where(slot)} was rounded to {dtype} by a cast (up to {error:.2%} off)"
+            return slot, [f"{remark}; a patch starts from the float32 table of the config"]
+    remark = (
+        f"{where(slot)} is not the table its config describes (up to {error:.2%} off, attention_scaling {scaling:g} "
+        f"for {slot.attention_scaling:g}); saving without a patch would lose it"
+    )
+    slot = replace(slot, inv_freq=frequencies.settle(found), attention_scaling=scaling)
+    return replace(slot, rope_type="custom", rope_parameters=None), [remark]
+
+
+def where(slot: RotarySlot) -> str:
+    """Name a slot in a message."""
+    return slot.path if slot.layer_type is None else f"{slot.path} [{slot.layer_type}]"

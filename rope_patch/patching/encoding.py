@@ -1,0 +1,197 @@
+"""Spell tables in a config so that a stock loader rebuilds them, to the last bit, and in the words of older loaders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch import frequencies
+from rope_patch.files import write_atomically
+from rope_patch.methods import longrope_spelling
+from rope_patch.patching.base_tables import (
+    READ_GLOBAL,
+    Slots,
+    base_of,
+    config_with,
+    is_dynamic,
+    rope_type_of,
+    scaling_of,
+    settings_of,
+    spelled_for,
+    stock_rotary,
+)
+from rope_patch.patching.locate import RotarySite, stock_tables
+from rope_patch.tables import RotarySlot
+
+
+def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[Slots, dict[str, Any]]:
+    """Find config settings from which the model's stock rotary class rebuilds every table, to the last bit.
+
+    The native spelling of each slot is tried first, then the longrope form; what counts is what the stock class makes
+    of the config after a round trip through JSON. Tables whose last bits no factor reaches are canonicalised.
+
+    Args:
+        site: the model's rotary site.
+        before: the base tables, as :func:`~rope_patch.patching.base_tables.read_slots` read them.
+        after: the wanted tables; those that are the very slot of ``before`` keep their spelling.
+        length: the context the config will state [tokens].
+
+    Returns:
+        The slots with their final tables, and the config keys to set.
+
+    Raises:
+        ValueError: no stock config gives the table.
+    """
+    module, config = base_of(site)
+    settings = settings_of(config) | {"max_position_embeddings": length}
+    ways: list[dict[str, Any]] = [{}]
+    if getattr(config, "is_heterogeneous", False):
+        ways.append({READ_GLOBAL: True})
+    if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
+        ways.append({"head_dim": config.hidden_size // config.num_attention_heads})
+    final: Slots = {}
+    reason = "the table it rebuilds is another"
+    for kind, slot in after.items():
+        found = spelled_for(config, kind)
+        changes = is_dynamic(found, rope_type_of(module, kind, found))
+        if slot is before[kind] and slot.rope_parameters is not None and not changes:
+            final[kind] = slot
+            continue
+        for way, candidate in itertools.product(ways, _spellings(replace(slot, max_position_embeddings=length))):
+            parameters = dict(candidate.rope_parameters or {})
+            if kind is not None:
+                parameters = {**settings["rope_parameters"], kind: parameters}
+            trial = settings | way | {"rope_parameters": parameters}
+            try:
+                rebuilt = stock_rotary(type(module), config_with(config, trial))
+            except Exception as error:  # a family refuses a type in its own way: Phi3 takes longrope only
+                reason = f"{type(error).__name__}: {error}"
+                continue
+            if _same_table(rebuilt, candidate):
+                final[kind], settings = candidate, trial
+                break
+        else:
+            raise ValueError(
+                f"{type(site.model).__name__} cannot express this table in a config that plain transformers reads; "
+                f"nothing was changed. The last spelling failed with {reason}"
+            )
+    return final, settings
+
+
+def _spellings(slot: RotarySlot) -> Iterator[RotarySlot]:
+    if slot.rope_parameters is not None:
+        yield slot
+        if slot.other_keys:  # a partial factor the family ignores must not be read by the native type
+            yield replace(
+                slot,
+                rope_parameters={k: v for k, v in slot.rope_parameters.items() if k not in slot.other_keys},
+            )
+    factors = frequencies.longrope_factors(slot.inv_freq, slot.rope_theta)
+    form = longrope_spelling(factors, slot, attention_scaling=slot.attention_scaling)
+    table = frequencies.settle(frequencies.longrope(slot.rope_theta, factors))
+    scaling = {"short_mscale": slot.attention_scaling, "long_mscale": slot.attention_scaling}
+    for own in (slot.other_keys, {}, scaling):  # which Phi-MoE asks for, also where it is 1
+        yield replace(slot, inv_freq=table, rope_type="longrope", rope_parameters={**own, **form})
+
+
+def _same_table(stock: nn.Module, slot: RotarySlot) -> bool:
+    built = stock_tables(stock)[slot.layer_type]
+    return (
+        built.shape == slot.inv_freq.shape
+        and torch.equal(frequencies.settle(built), slot.inv_freq)
+        and scaling_of(stock, slot.layer_type) == slot.attention_scaling
+    )
+
+
+# --- config.json as transformers 4 reads it --------------------------------------------------------------------------
+
+_SHARE = "partial_rotary_factor"
+OLDER_FAIL = "this table needs transformers 5"
+"""A base on which transformers 4 fails, for tables that it would lose."""
+
+_OLDER_BASES = {
+    **dict.fromkeys(("gemma3_text", "gemma3n_text"), ("rope_theta", "rope_local_base_freq")),
+    **dict.fromkeys(("modernbert", "modernbert-decoder"), ("global_rope_theta", "local_rope_theta")),
+}
+"""The keys of version 4 for the bases of full and of sliding attention, in families that have both there."""
+
+
+def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys at the top of config.json by which transformers 4, and engines that follow it, say the same.
+
+    They repeat ``rope_parameters``, since transformers 5 takes ``rope_scaling`` in its place where both are there.
+    Where version 4 has one scaling for all layer types it is that of full attention. For tables that it has no words
+    for, of sliding layers that are not plain and of families that came later, it is given a base that it fails on,
+    instead of none; so do the releases of version 5 in which Olmo 3 has one table. What they make of
+    every family that it knows is in ``benchmarks/results/older_loaders.json``.
+    """
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        names = _OLDER_BASES.get(model_type)
+        if names is None:
+            return {"rope_theta": OLDER_FAIL}
+        keys: dict[str, Any] = {}
+        for kind, name in zip(("full_attention", "sliding_attention"), names, strict=True):
+            if (table := parameters.get(kind)) is not None:
+                scaled = table.get("rope_type", "default") != "default"
+                keys[name] = OLDER_FAIL if scaled else table["rope_theta"]
+        if names == _OLDER_BASES["gemma3_text"] and "full_attention" in parameters:  # which has one scaling
+            keys |= older_keys("", parameters["full_attention"])
+        return keys
+    neox = model_type in ("gpt_neox", "gpt_neox_japanese")
+    base, share = ("rotary_emb_base", "rotary_pct") if neox else ("rope_theta", _SHARE)
+    keys = {base: parameters["rope_theta"]}
+    if _SHARE in parameters:
+        keys[share] = parameters[_SHARE]
+    if parameters.get("rope_type", "default") != "default":
+        keys["rope_scaling"] = dict(parameters)
+        if model_type == "nemotron":  # version 4 reads nothing but its base
+            keys[base] = OLDER_FAIL
+    return keys
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that holds a patch record; in others the one of the text decoder."""
+    parts = [config]
+    for part in parts:  # which grows on the way
+        if "rope_patch" in part:
+            return part
+        parts += [value for value in part.values() if isinstance(value, dict)]
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def add_older_keys(folder: str | Path) -> None:
+    """Have a checkpoint's config.json say its tables as transformers 4 reads them, too, in the same words.
+
+    A plain ``save_pretrained`` writes what transformers 5 reads alone, and version 4 takes such a folder for unpatched.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    text = text_part(config)
+    text |= older_keys(str(text.get("model_type")), text["rope_parameters"])
+    write_atomically(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def older_differences(config: Mapping[str, Any]) -> list[str]:
+    """Return how what a config.json tells transformers 4 differs from what it tells transformers 5."""
+    text = text_part(dict(config))
+    parameters = text.get("rope_parameters")
+    if not isinstance(parameters, Mapping):
+        return []
+    wanted = older_keys(str(text.get("model_type")), parameters)
+    said = {key: text[key] for key in {*wanted, "rope_scaling"} if text.get(key) is not None}
+    return [
+        f"{key} is {said[key]!r}, rope_parameters says {wanted.get(key)!r}"
+        for key in sorted(said)
+        if said[key] != wanted.get(key)
+    ]

@@ -1,0 +1,186 @@
+"""Where a model keeps its rotary embedding."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.record import PatchRecord
+
+
+class PatchError(ValueError):
+    """A patch that is missing, doubled, altered, or not what the model really uses."""
+
+
+@dataclass(frozen=True)
+class RotarySite:
+    """Where a model keeps its rotary embedding."""
+
+    model: PreTrainedModel
+    path: str
+    module: nn.Module
+    configs: tuple[PreTrainedConfig, ...]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The text decoder's config."""
+        return self.configs[0]
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The text decoder: what runs the rotary embedding."""
+        return _decoder_of(self.model)
+
+    @property
+    def record(self) -> PatchRecord | None:
+        """The patch record of the config, checked; None on an unpatched model."""
+        data = getattr(self.config, "rope_patch", None)
+        try:
+            return None if data is None else PatchRecord.from_dict(data)
+        except ValueError as error:
+            raise PatchError(str(error)) from error
+
+    @property
+    def lock(self) -> threading.RLock:
+        """What a thread holds while it patches this model, or has it patched for a while."""
+        with _all_locks:
+            return _locks.setdefault(self.model, threading.RLock())
+
+    def put(self, module: nn.Module) -> None:
+        """Make ``module`` the model's rotary embedding."""
+        parent, _, name = self.path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, module)
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+_all_locks = threading.Lock()
+
+
+def find_rotary(model: nn.Module) -> RotarySite:
+    """Find the one rotary embedding of a model's text decoder, through PEFT, ``torch.compile`` and DDP wrappers.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: no rotary table, or several modules with tables of their own.
+    """
+    base = _unwrap(model)
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"expected a transformers model, got {type(base).__name__}")
+    decoder = _decoder_of(base)
+    found = [module for module in decoder.modules() if isinstance(module, RotaryTable) or stock_tables(module)]
+    if not found:
+        raise ValueError(
+            f"found no rotary table in {type(base).__name__}: rope_patch needs a module with an 'inv_freq' buffer"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(base).__name__} has {len(found)} rotary modules of its own ({type(found[0]).__name__}, …): "
+            "rope_patch patches decoders with one shared rotary embedding"
+        )
+    module = found[0]
+    path = next(name for name, child in base.named_modules() if child is module)
+    configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
+    distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
+    return RotarySite(base, path, module, tuple(distinct.values()))
+
+
+def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return decoder if isinstance(decoder, PreTrainedModel) else model  # ModernBERT calls its output layer a decoder
+
+
+def _unwrap(model: Any) -> Any:
+    return [*_layers_of(model)][-1]
+
+
+def _layers_of(model: Any) -> Iterator[Any]:
+    """Yield a model and what is in it, down to the model of transformers."""
+    while True:
+        yield model
+        if hasattr(model, "_orig_mod"):  # torch.compile
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):  # PEFT
+            model = model.get_base_model()
+        elif not isinstance(model, PreTrainedModel) and isinstance(getattr(model, "module", None), nn.Module):  # DDP
+            model = model.module
+        else:
+            return
+
+
+def holds_adapters_twice(model: nn.Module) -> bool:
+    """Tell whether a PEFT model lies inside another one, where no adapter's weights are found by their names."""
+    return sum(hasattr(layer, "get_base_model") and not hasattr(layer, "_orig_mod") for layer in _layers_of(model)) > 1
+
+
+def stock_tables(module: nn.Module) -> dict[str | None, Tensor]:
+    """The stock tables a module owns, by layer type."""
+    return {
+        name.removesuffix("inv_freq").removesuffix("_") or None: buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original_" not in name
+    }
+
+
+def outside_readers(site: RotarySite) -> list[str]:
+    """Name the classes that read the config's ``rope_parameters`` besides the rotary embedding.
+
+    DeepSeek's attention takes a scale from it, Ministral 3's a temperature, Moonshine's encoder a table of its own:
+    there, a table cannot be respelled without changing more than the table. The partial factor is a shape, which no
+    spelling changes.
+    """
+    rotary = type(site.module.stock if isinstance(site.module, RotaryTable) else site.module)
+    inside = set(site.decoder.modules())
+    classes = {type(module) for module in inside} - {rotary, RotaryTable}
+    names = {cls.__name__ for cls in classes if _reads_rope_parameters(cls)}  # type: ignore[arg-type]
+    for module in set(site.model.modules()) - inside:
+        if any(getattr(module, "config", None) is config for config in site.configs) and (
+            stock_tables(module) or _reads_rope_parameters(type(module))  # type: ignore[arg-type]
+        ):
+            names.add(type(module).__name__)
+    return sorted(names)
+
+
+def other_tables(site: RotarySite) -> list[str]:
+    """Return the paths of the rotary modules outside the text decoder, such as an encoder's."""
+    inside = set(site.decoder.modules())
+    return [name for name, module in site.model.named_modules() if module not in inside and stock_tables(module)]
+
+
+@functools.cache
+def _reads_rope_parameters(cls: type) -> bool:
+    if cls.__module__.startswith("torch."):
+        return False
+    try:
+        with _all_locks:  # it parses, which Python 3.11 cannot do in two threads
+            source = inspect.getsource(cls)
+    except (OSError, TypeError):  # made at run time
+        return False
+    if source.count("self.rope_parameters") == 1:  # kept, and never read
+        source = source.replace("self.rope_parameters = config.rope_parameters", "")
+    return any("config.rope_parameters" in line and not _ASKS_ONLY.search(line) for line in source.splitlines())
+
+
+_ASKS_ONLY = re.compile(
+    r"partial_rotary_factor|and \S*rope_parameters$"
+    r"|rope_parameters(\[layer_type\]|\.get\(.rope_theta.\))? is (not )?None"
+)
+"""Lines that take the shape of the heads from ``rope_parameters``, or ask no more than whether they are there."""
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first real parameter."""
+    devices = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(devices, torch.device("cpu"))

@@ -1,0 +1,108 @@
+"""The rotary embedding that is put into a model: stock arithmetic over tables that nothing can change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch.tables import RotarySlot
+
+
+class RotaryTable(nn.Module):
+    """The rotary embedding that is swapped in: stock arithmetic over tables nothing can change.
+
+    A stock ``inv_freq`` is a buffer, and casts, ``to_empty``, sharding and re-initialisation corrupt it in silence.
+    Here a table is a tuple of Python numbers; the tensor made from it is cached per device and is neither buffer nor
+    parameter. It is called as the stock modules are, ``rotary_emb(x, position_ids[, layer_type]) -> (cos, sin)``, and
+    computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table.
+
+    Args:
+        slots: one slot per layer type of the module; a single one with ``layer_type`` None on unmixed models.
+        stock: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
+        precision: ``"float64"`` multiplies positions and frequencies in double, for positions beyond about 1e5.
+        keep_float32: return float32 whatever the model computes in, as the stock module does (OLMo, ERNIE 4.5).
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str | None, RotarySlot],
+        stock: nn.Module,
+        precision: str = "float32",
+        *,
+        keep_float32: bool = False,
+    ) -> None:
+        super().__init__()
+        self.slots = dict(slots)
+        self.precision, self.keep_float32 = precision, keep_float32
+        self.config = stock.config
+        self.max_seq_len_cached = self.original_max_seq_len = next(iter(slots.values())).max_position_embeddings
+        self._angle_dtype = torch.float64 if precision == "float64" else torch.float32
+        self._numbers = {kind: tuple(slot.inv_freq.tolist()) for kind, slot in slots.items()}
+        self._scaling = {kind: float(slot.attention_scaling) for kind, slot in slots.items()}
+        self._cached: dict[Any, Tensor] = {}
+        self._stock = (stock,)  # in a tuple: out of reach of casts and of state_dict
+        # What attention code may look up on a stock module.
+        types = {kind: slot.rope_type for kind, slot in slots.items()}
+        self.rope_type: Any = types.get(None, types)
+        for kind, scaling in self._scaling.items():
+            setattr(self, "attention_scaling" if kind is None else f"{kind}_attention_scaling", scaling)
+
+    @property
+    def stock(self) -> nn.Module:
+        """The module this one replaced, as it was."""
+        return self._stock[0]
+
+    def table(self, layer_type: str | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """Return inv_freq: (pairs,) [rad/token] on ``device``, in the dtype the angles are computed in."""
+        device = torch.device(device)
+        key = (layer_type, device)
+        cached = self._cached.get(key)
+        if cached is None:
+            with torch.inference_mode(False):
+                cached = torch.tensor(self._numbers[layer_type], dtype=torch.float32, device=device).to(
+                    self._angle_dtype
+                )
+            if type(cached) is Tensor:  # never keep a fake tensor of a tracer
+                self._cached[key] = cached
+        return cached
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for the stock module: its buffers (``inv_freq``, ``full_attention_inv_freq`` …) and attributes."""
+        if name.endswith("inv_freq") and "_numbers" in self.__dict__:
+            kind = name.removesuffix("inv_freq").removesuffix("original_").removesuffix("_") or None
+            if kind in self._numbers:
+                device = next((device for _, device in self._cached), torch.device("cpu"))
+                return self.table(kind, device).float()
+        if not name.startswith("_") and "_stock" in self.__dict__ and name in self.stock.__dict__:
+            return self.stock.__dict__[name]  # what a model looks up on its own module, LFM3 its layer_types
+        return super().__getattr__(name)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin: (batch, tokens, rotary_dim) each, in the dtype of ``x``, or as ``keep_float32`` says.
+
+        Args:
+            x: any tensor of the wanted dtype and device.
+            position_ids: (batch, tokens) [tokens].
+            layer_type: which table, on models that have several.
+        """
+        angles = position_ids[..., None].to(self._angle_dtype) * self.table(layer_type, x.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin, scaling = angles.cos(), angles.sin(), self._scaling[layer_type]
+        if scaling != 1.0:
+            cos, sin = cos * scaling, sin * scaling
+        dtype = torch.float32 if self.keep_float32 else x.dtype
+        return cos.to(dtype), sin.to(dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            "_cached": {},
+        }  # a cached tensor may sit on a device the reader does not have
+
+    def extra_repr(self) -> str:
+        """Show the tables in ``print(model)``."""
+        return "\n".join(str(slot) for slot in self.slots.values())

@@ -1,0 +1,223 @@
+"""The patch record: what ``config.rope_patch`` and an adapter's ``rope_patch.json`` hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from rope_patch import __version__
+from rope_patch.frequencies import fingerprint, table_of
+from rope_patch.methods import Method, from_dict
+from rope_patch.tables import RotarySlot
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """One table: (pairs,) frequencies [rad/token], the factor on cos and sin, and the hash of both."""
+
+    inv_freq: tuple[float, ...]
+    attention_scaling: float
+    hash: str
+
+    @classmethod
+    def of(cls, slot: RotarySlot) -> TableRecord:
+        """Record a slot's table."""
+        return cls(tuple(slot.inv_freq.tolist()), float(slot.attention_scaling), slot.fingerprint)
+
+    def matches(self, other: TableRecord) -> bool:
+        """Tell whether two tables are one, up to what another machine's float32 power function may differ by."""
+        if self.hash == other.hash:
+            return True
+        mine, theirs = table_of(self.inv_freq), table_of(other.inv_freq)
+        return (
+            mine.shape == theirs.shape
+            and torch.allclose(mine, theirs, rtol=1e-6, atol=0.0)
+            and abs(self.attention_scaling - other.attention_scaling) < 1e-6
+        )
+
+
+@dataclass(frozen=True)
+class PatchRecord:
+    """What was done to a model's rotary tables, and what they were before.
+
+    Attributes:
+        method: the method's :meth:`~rope_patch.Method.to_dict`.
+        layer_types: the patched layer types; ``[None]`` on unmixed models.
+        tables: every table in use after the patch, by layer type (``"all"`` on unmixed models).
+        base_tables: every table before it.
+        base_config: the config's rotary settings before it (``rope_parameters``, ``max_position_embeddings``).
+        target_length: the context the patch set, where asked [tokens].
+        precision: of the angles, ``float32`` or ``float64``.
+        freeze_at: the length a dynamic base table was frozen at [tokens].
+        edited: the base tables that were not what the config described, and so are known by their numbers alone.
+        package_version: the rope_patch that wrote the record.
+        schema: version of this layout.
+    """
+
+    method: Mapping[str, Any]
+    layer_types: tuple[str | None, ...]
+    tables: Mapping[str, TableRecord]
+    base_tables: Mapping[str, TableRecord]
+    base_config: Mapping[str, Any]
+    target_length: int | None = None
+    precision: str = "float32"
+    freeze_at: int | None = None
+    edited: tuple[str, ...] = ()
+    package_version: str = __version__
+    schema: int = SCHEMA
+
+    @property
+    def changed(self) -> bool:
+        """Whether any table differs from the one before the patch."""
+        return any(table.hash != self.base_tables[key].hash for key, table in self.tables.items())
+
+    def to_method(self) -> Method:
+        """Return the method object."""
+        return from_dict(self.method)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        data = asdict(self) | {"changed": self.changed}
+        data["layer_types"], data["edited"] = list(self.layer_types), list(self.edited)
+        for group in ("tables", "base_tables"):
+            for table in data[group].values():
+                table["inv_freq"] = list(table["inv_freq"])
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any) -> PatchRecord:
+        """Read a record.
+
+        Raises:
+            ValueError: a record of a newer version, of an unknown shape, or whose hash does not fit its table.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"the rope_patch record must be a JSON object, got {type(data).__name__}")
+        if isinstance(data.get("schema"), int) and data["schema"] > SCHEMA:
+            raise ValueError(
+                f"this patch record was written by rope_patch {data.get('package_version')} (schema {data['schema']}), "
+                f"newer than this one ({__version__}, schema {SCHEMA}): upgrade with "
+                "pip install -U rope_patch"
+            )
+        data = dict(data)
+        changed = data.pop("changed", None)
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"the rope_patch record has unknown keys {sorted(unknown)}")
+        _check_layout(data)
+        for group in ("tables", "base_tables"):
+            data[group] = {key: _read_table(key, table) for key, table in data[group].items()}
+        record = cls(**data | {"layer_types": tuple(data["layer_types"]), "edited": tuple(data.get("edited", ()))})
+        try:
+            from_dict(record.method)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the method of the rope_patch record cannot be read: {' '.join(str(error).split())}"
+            ) from error
+        if changed not in (None, record.changed):
+            raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
+        return record
+
+
+def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]) -> bool:
+    """Tell whether two sets of tables hold the same layer types and the same tables."""
+    return set(one) == set(other) and all(one[key].matches(other[key]) for key in one)
+
+
+def key_of(layer_type: str | None) -> str:
+    """Return the JSON key of a layer type."""
+    return layer_type or "all"
+
+
+# --- what a record must hold -----------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_table, value.values()))
+
+
+def _is_table(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("inv_freq"), list | tuple)
+        and len(value["inv_freq"]) > 0
+        and all(map(_is_number, value["inv_freq"]))
+        and _is_number(value.get("attention_scaling"))
+        and isinstance(value.get("hash"), str)
+    )
+
+
+def _is_base_config(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("rope_parameters"), Mapping)
+        and _is_length(value.get("max_position_embeddings"))
+    )
+
+
+def _is_types(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(item is None or isinstance(item, str) for item in value)
+
+
+_LAYOUT: Mapping[str, tuple[Callable[[Any], bool], str, bool]] = {
+    "method": (lambda value: isinstance(value, Mapping), "an object with the method's name and parameters", True),
+    "layer_types": (lambda value: _is_types(value) and len(value) > 0, "a list of layer types", True),
+    "tables": (_is_tables, "tables with inv_freq, attention_scaling and hash", True),
+    "base_tables": (_is_tables, "tables with inv_freq, attention_scaling and hash", True),
+    "base_config": (_is_base_config, "an object with rope_parameters and max_position_embeddings", True),
+    "target_length": (lambda value: value is None or _is_length(value), "a number of tokens or null", False),
+    "precision": (lambda value: value in ("float32", "float64"), "float32 or float64", False),
+    "freeze_at": (lambda value: value is None or _is_length(value), "a number of tokens or null", False),
+    "edited": (lambda value: _is_types(value) and None not in value, "a list of layer types", False),
+    "package_version": (lambda value: isinstance(value, str), "a version", False),
+    "schema": (_is_length, "a number", False),
+}
+"""By key: whether a value is one, what it must be, and whether the record must have it."""
+
+
+def _check_layout(data: Mapping[str, Any]) -> None:
+    for key, (holds, wanted, needed) in _LAYOUT.items():
+        if key not in data:
+            if needed:
+                raise ValueError(f"the rope_patch record lacks {key!r}, {wanted}")
+        elif not holds(data[key]):
+            raise _malformed(key, wanted, data[key])
+    kinds = {key_of(kind) for kind in data["layer_types"]}
+    if data["tables"].keys() != data["base_tables"].keys() or not kinds <= data["tables"].keys():
+        raise ValueError(
+            f"the rope_patch record was altered: its patched layer types {sorted(kinds)}, its tables "
+            f"{sorted(data['tables'])} and the tables before the patch {sorted(data['base_tables'])} do not fit"
+        )
+
+
+def _malformed(key: str, wanted: str, found: Any) -> ValueError:
+    text = json.dumps(found, default=str)
+    return ValueError(
+        f"the rope_patch record is malformed: {key!r} must be {wanted}, got "
+        f"{text if len(text) <= 80 else text[:80] + ' …'}. Restore the file from its source"
+    )
+
+
+def _read_table(key: str, data: Mapping[str, Any]) -> TableRecord:
+    table = TableRecord(tuple(map(float, data["inv_freq"])), float(data["attention_scaling"]), str(data["hash"]))
+    actual = fingerprint(table_of(table.inv_freq), table.attention_scaling)
+    if actual != table.hash:
+        raise ValueError(
+            f"the rope_patch record was altered: its table for {key!r} hashes to {actual}, the record says "
+            f"{table.hash}. Restore the file from its source, or patch the base checkpoint again"
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Results in, one self-contained HTML page out."""

@@ -1,0 +1,138 @@
+"""One rotary table of a model, as a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_patch.frequencies import fingerprint, is_geometric, settle, still
+
+# Keys of `rope_parameters` that describe the table itself; all others are the model's own and are kept.
+_TABLE_KEYS = frozenset(
+    [
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+        "short_factor",
+        "long_factor",
+        "short_mscale",
+        "long_mscale",
+        "low_freq_factor",
+        "high_freq_factor",
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RotarySlot:
+    """One rotary table of a model, as found or as a method leaves it.
+
+    Attributes:
+        inv_freq: (pairs,) float32 on the CPU [rad/token].
+        attention_scaling: factor on cos and sin.
+        rope_theta: base of the geometric sequence the table started from.
+        rope_type: transformers' name for the table, or ``"custom"``.
+        max_position_embeddings: the context the config states [tokens].
+        original_max_position_embeddings: the context before scaling, where the config states one.
+        layer_type: ``None``, ``"full_attention"``, ``"sliding_attention"`` …
+        path: module path of the rotary embedding.
+        rope_parameters: how transformers could spell this table; None where no native spelling is known.
+        other_keys: keys of the config's own that every spelling keeps (Phi's ``partial_rotary_factor``).
+    """
+
+    inv_freq: Tensor
+    attention_scaling: float
+    rope_theta: float
+    rope_type: str
+    max_position_embeddings: int
+    original_max_position_embeddings: int | None = None
+    layer_type: str | None = None
+    path: str = "rotary_emb"
+    rope_parameters: Mapping[str, Any] | None = None
+    other_keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of features that share an angle."""
+        return len(self.inv_freq)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of features the table covers; still pairs included."""
+        return 2 * self.pairs
+
+    @property
+    def context(self) -> int:
+        """The trained context [tokens]: the original one where the checkpoint is already scaled."""
+        return self.original_max_position_embeddings or self.max_position_embeddings
+
+    @property
+    def is_geometric(self) -> bool:
+        """Whether this is plain RoPE: a geometric table without scaling."""
+        return self.attention_scaling == 1.0 and is_geometric(self.inv_freq, self.rope_theta)
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits of the table and its scaling."""
+        return fingerprint(self.inv_freq, self.attention_scaling)
+
+    def becomes(
+        self,
+        inv_freq: Tensor,
+        *,
+        spelling: Mapping[str, Any] | None = None,
+        attention_scaling: float | None = None,
+    ) -> RotarySlot:
+        """Return the slot with a new table.
+
+        Args:
+            inv_freq: (pairs,) float32 [rad/token].
+            spelling: native ``rope_parameters`` for it, without ``other_keys``; None where transformers has none.
+            attention_scaling: new factor on cos and sin; by default the present one.
+        """
+        scaling = self.attention_scaling if attention_scaling is None else attention_scaling
+        if not bool(torch.isfinite(inv_freq).all()) or bool((inv_freq < 0).any()):
+            raise ValueError(f"the table of {self.path} would hold infinite, NaN or negative frequencies")
+        if not (math.isfinite(scaling) and scaling > 0):
+            raise ValueError(f"attention_scaling must be a finite number > 0, got {scaling}")
+        native = None if spelling is None else {**self.other_keys, **spelling}
+        return replace(
+            self,
+            inv_freq=settle(inv_freq),
+            attention_scaling=scaling,
+            rope_theta=float(spelling["rope_theta"]) if spelling is not None else self.rope_theta,
+            rope_type=str(spelling["rope_type"]) if spelling is not None else "custom",
+            rope_parameters=native,
+        )
+
+    def __str__(self) -> str:
+        where = self.path if self.layer_type is None else f"{self.path} [{self.layer_type}]"
+        rests = int(still(self.inv_freq).sum())
+        return (
+            f"{where}: {self.rope_type}, {self.pairs} pairs ({rests} still), rope_theta {self.rope_theta:g}, "
+            f"attention_scaling {self.attention_scaling:g}, table {self.fingerprint}"
+        )
+
+
+def other_keys(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config's ``rope_parameters`` that do not describe the table.
+
+    For the type ``proportional`` the partial factor is p and describes the table; elsewhere it is the model's shape.
+    """
+    own = {key: value for key, value in rope_parameters.items() if key not in _TABLE_KEYS}
+    if rope_parameters.get("rope_type") == "proportional":
+        own.pop("partial_rotary_factor", None)
+    return own

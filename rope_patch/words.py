@@ -1,0 +1,30 @@
+"""What users write: lengths, and names that are nearly known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the nearest known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+LONGEST = 10**12
+"""Tokens: more is a slip of the finger."""
+
+
+def parse_length(text: str) -> int:
+    """Return a number of tokens; 4k is 4096.
+
+    >>> parse_length("32k"), parse_length("1000")
+    (32768, 1000)
+    """
+    digits, thousands = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    if not digits.isascii() or not digits.isdigit():
+        raise ValueError(f"a length is a number of tokens such as 4096 or 4k, got {text!r}")
+    if int(digits) * thousands > LONGEST:
+        raise ValueError(f"a length is at most {LONGEST} tokens, got {text!r}")
+    return int(digits) * thousands
