@@ -261,7 +261,7 @@ def cos_and_sin(model: Any) -> list[Tensor]:
     positions = torch.arange(64)[None]
     tables: list[Tensor] = []
     for module in model.modules():
-        if isinstance(module, rope_patch.RotaryTable):
+        if isinstance(module, rope_patch.PatchedRotary):
             for kind in module.slots:
                 tables += module(torch.zeros(1), positions, **({} if kind is None else {"layer_type": kind}))
     return tables

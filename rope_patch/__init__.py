@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 _HOME = {
     "methods": "METHODS ABF PI Chain Default Llama3 LongRope Method NTK NoPE PRope PRopeReversed Partial Table "
     "Truncated Yarn parse",
-    "tables": "RotarySlot",
-    "patching.module": "RotaryTable",
+    "tables": "RotaryTable",
+    "patching.module": "PatchedRotary",
     "patching.apply": "Patch apply patched restore",
     "patching.locate": "PatchError",
     "patching.verify": "inspect verify",
@@ -58,12 +58,12 @@ if TYPE_CHECKING:
     from rope_patch.patching.apply import patched as patched
     from rope_patch.patching.apply import restore as restore
     from rope_patch.patching.locate import PatchError as PatchError
-    from rope_patch.patching.module import RotaryTable as RotaryTable
+    from rope_patch.patching.module import PatchedRotary as PatchedRotary
     from rope_patch.patching.verify import inspect as inspect
     from rope_patch.patching.verify import verify as verify
     from rope_patch.planning import Plan as Plan
     from rope_patch.planning import plan as plan
-    from rope_patch.tables import RotarySlot as RotarySlot
+    from rope_patch.tables import RotaryTable as RotaryTable
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.frequencies import fingerprint, is_geometric, settle, still
+from rope_patch.frequencies import fingerprint, geometric, is_geometric, settle, still
 
 # Keys of `rope_parameters` that describe the table itself; all others are the model's own and are kept.
 _TABLE_KEYS = frozenset(
@@ -37,7 +37,7 @@ _TABLE_KEYS = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class RotarySlot:
+class RotaryTable:
     """One rotary table of a model, as found or as a method leaves it.
 
     Attributes:
@@ -89,14 +89,22 @@ class RotarySlot:
         """Sixteen hex digits of the table and its scaling."""
         return fingerprint(self.inv_freq, self.attention_scaling)
 
+    def plain(self) -> RotaryTable:
+        """Return plain RoPE of the same base: the table without its scaling."""
+        plain = geometric(self.rope_theta, self.rotary_dim)
+        if torch.equal(settle(plain), self.inv_freq) and self.attention_scaling == 1.0:
+            return self
+        spelling = {"rope_type": "default", "rope_theta": self.rope_theta}
+        return self.becomes(plain, spelling=spelling, attention_scaling=1.0)
+
     def becomes(
         self,
         inv_freq: Tensor,
         *,
         spelling: Mapping[str, Any] | None = None,
         attention_scaling: float | None = None,
-    ) -> RotarySlot:
-        """Return the slot with a new table.
+    ) -> RotaryTable:
+        """Return the table with new numbers.
 
         Args:
             inv_freq: (pairs,) float32 [rad/token].

@@ -18,7 +18,7 @@ from rope_patch.analysis import run as engine
 from rope_patch.analysis.before_after import differences
 from rope_patch.analysis.run import analyze, findings, tokens_to_read
 from rope_patch.analysis.trials import Trial, advise, half_chord, run_trials, trial_text
-from rope_patch.cli.app import app as cli
+from rope_patch.cli import app as cli
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.frequencies import still

@@ -63,7 +63,7 @@ def test_loaded_through_us_it_is_patched_and_verified(reloaded, family):
     root, ours, _ = reloaded
     for name in ("p_rope", "truncated", "yarn"):
         model = rope_patch.load(root / f"{family}-{name}")
-        assert isinstance(module_of(model), rope_patch.RotaryTable)
+        assert isinstance(module_of(model), rope_patch.PatchedRotary)
         assert torch.equal(logits(model), ours[f"{family}-{name}"])
         assert rope_patch.verify(model).to_method() == method_for(family, name)
         again = tiny_model(family)

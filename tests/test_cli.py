@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app as cli
+from rope_patch.cli import app as cli
 from rope_patch.methods.base import METHODS
 
 

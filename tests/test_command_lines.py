@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 import rope_patch
-from rope_patch.cli.app import app as cli
+from rope_patch.cli import app as cli
 
 pytest.importorskip("gguf")
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch import fitting
-from rope_patch.cli.app import app as cli
+from rope_patch.cli import app as cli
 from rope_patch.evaluation.compare import compare
 from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, fit, running
 from rope_patch.fitting.judging import best as best_of

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app as cli
+from rope_patch.cli import app as cli
 from rope_patch.files import folder_to_write
 from rope_patch.frequencies import geometric, wavelength
 from rope_patch.kv_cache.schemes import PRESETS

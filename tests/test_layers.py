@@ -259,7 +259,7 @@ def test_planted_violation_is_seen(module: str, source: str, message: str) -> No
     ("module", "source"),
     [
         ("frequencies", "import math\nimport torch\nfrom jaxtyping import Float"),
-        ("methods.p_rope", "from ..tables import RotarySlot\nfrom .base import Method\nfrom .. import frequencies"),
+        ("methods.p_rope", "from ..tables import RotaryTable\nfrom .base import Method\nfrom .. import frequencies"),
         ("patching.record", "from rope_patch import __version__\nfrom ..methods import parse"),
         ("theory.images", "from ..frequencies import turns\nfrom .decay import activation\nimport torch"),
         ("theory.tables", "from rope_patch.methods import parse"),

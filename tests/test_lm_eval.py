@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app as cli
+from rope_patch.cli import app as cli
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.text import builtin_text

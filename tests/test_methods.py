@@ -45,7 +45,7 @@ from rope_patch.methods import (
     from_dict,
     parse,
 )
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
@@ -57,8 +57,8 @@ FORMS = {
     "p_rope_reversed": ("p_rope_reversed:p=0.5", "p_rope_reversed:p=0.25"),
     "partial": ("partial:p=0.5", "partial:p=0.25"),
     "abf": ("abf:rope_theta=500000", "abf:factor=8"),
-    "pi": ("pi:factor=8", "pi:factor=2.5"),
     "ntk": ("ntk:factor=8", "ntk:factor=2.5"),
+    "pi": ("pi:factor=8", "pi:factor=2.5"),
     "yarn": ("yarn:factor=8", "yarn:factor=8:beta_fast=16:attention_factor=1.5:truncate=false"),
     "llama3": ("llama3:factor=8", "llama3:factor=4:low_freq_factor=2:original_max_position_embeddings=512"),
     "longrope": ("longrope:factors=1/2/4/8", "longrope:factors=1/1.5/2/3:attention_factor=1.5"),
@@ -76,13 +76,13 @@ def slot(
     rope_theta: float = 1e4,
     context: int = 4096,
     **parameters: Any,
-) -> RotarySlot:
+) -> RotaryTable:
     """A table as transformers builds it. By default 1, 0.1, 0.01, 0.001 rad/token, trained on 4096 tokens."""
     spelled = {"rope_type": rope_type, "rope_theta": rope_theta, **parameters}
     rotary = LlamaRotaryEmbedding(
         LlamaConfig(head_dim=head_dim, max_position_embeddings=context, rope_parameters=spelled)
     )
-    return RotarySlot(
+    return RotaryTable(
         inv_freq=rotary.inv_freq.clone(),
         attention_scaling=rotary.attention_scaling,
         rope_theta=rope_theta,
@@ -94,29 +94,29 @@ def slot(
     )
 
 
-def llama3_slot(head_dim: int = 32) -> RotarySlot:
+def llama3_slot(head_dim: int = 32) -> RotaryTable:
     smoothing = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return slot("llama3", head_dim=head_dim, original_max_position_embeddings=512, **smoothing)
 
 
-def yarn_slot(head_dim: int = 32) -> RotarySlot:
+def yarn_slot(head_dim: int = 32) -> RotaryTable:
     return slot("yarn", head_dim=head_dim, factor=4.0, original_max_position_embeddings=1024)
 
 
-def linear_slot(head_dim: int = 32) -> RotarySlot:
+def linear_slot(head_dim: int = 32) -> RotaryTable:
     return slot("linear", head_dim=head_dim, factor=2.0)
 
 
 SCALED = pytest.mark.parametrize("found", [llama3_slot, yarn_slot, linear_slot], ids=["llama3", "yarn", "linear"])
 
 
-def check_table(after: RotarySlot, by_hand: list[float], scaling: float = 1.0) -> None:
+def check_table(after: RotaryTable, by_hand: list[float], scaling: float = 1.0) -> None:
     """Compare with numbers worked out by hand; zeros are exact."""
     torch.testing.assert_close(after.inv_freq, torch.tensor(by_hand, dtype=torch.float32), rtol=1e-5, atol=0)
     assert after.attention_scaling == pytest.approx(scaling, rel=1e-6)
 
 
-def same(a: RotarySlot, b: RotarySlot) -> bool:
+def same(a: RotaryTable, b: RotaryTable) -> bool:
     return torch.equal(a.inv_freq, b.inv_freq) and a.attention_scaling == b.attention_scaling
 
 
@@ -239,13 +239,13 @@ def test_keys_of_the_models_own_are_kept_in_a_spelling() -> None:
 
 @pytest.mark.parametrize("found", [slot, llama3_slot, yarn_slot, linear_slot])
 @pytest.mark.parametrize("form", ["default", "p_rope:p=1", "p_rope_reversed:p=1", "table", "truncated:context=1000000"])
-def test_identities_return_the_very_slot(form: str, found: Callable[..., RotarySlot]) -> None:
+def test_identities_return_the_very_slot(form: str, found: Callable[..., RotaryTable]) -> None:
     found_slot = found(head_dim=32)
     assert parse(form)(found_slot) is found_slot
 
 
 @pytest.mark.parametrize("found", [slot, llama3_slot, yarn_slot, linear_slot])
-def test_longrope_and_table_as_identities_are_bit_exact(found: Callable[..., RotarySlot]) -> None:
+def test_longrope_and_table_as_identities_are_bit_exact(found: Callable[..., RotaryTable]) -> None:
     found_slot = found(head_dim=32)
     assert same(LongRope()(found_slot), found_slot)
     assert same(Table(values=found_slot.inv_freq.tolist())(found_slot), found_slot)
@@ -501,7 +501,7 @@ def test_replace_scaling_is_a_parameter_of_these_and_of_pi() -> None:
 
 @SCALED
 @pytest.mark.parametrize("name", REPLACING)
-def test_a_scaled_table_is_not_recomputed_unasked(name: str, found: Callable[..., RotarySlot]) -> None:
+def test_a_scaled_table_is_not_recomputed_unasked(name: str, found: Callable[..., RotaryTable]) -> None:
     message = (
         f"{name} recomputes the table from rope_theta, but model.rotary_emb is already scaled or not geometric "
         f"(rope_type {found().rope_type!r}). Pass replace_scaling=True to drop that scaling first."
@@ -512,7 +512,7 @@ def test_a_scaled_table_is_not_recomputed_unasked(name: str, found: Callable[...
 
 @SCALED
 @pytest.mark.parametrize("name", REPLACING)
-def test_replace_scaling_starts_from_the_plain_table(name: str, found: Callable[..., RotarySlot]) -> None:
+def test_replace_scaling_starts_from_the_plain_table(name: str, found: Callable[..., RotaryTable]) -> None:
     scaled = found()
     factor = {"factor": 4} if name in SCALING else {}
     after = create(name, replace_scaling=True, **factor)(scaled)
@@ -806,7 +806,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Table(values=(1, 2, 3, 4, 5))(slot()),
         "values needs one number per pair: model.rotary_emb has 4, got 5",
     ),
-    "negative frequency": (lambda: Table(values=(1, -0.5)), "frequencies must be >= 0 rad/token, got -0.5"),
+    "negative frequency": (lambda: Table(values=(1, -0.5)), "values must be >= 0 rad/token, got -0.5"),
     "one cutoff": (
         lambda: Truncated(cutoff_low=0.1),
         "cutoff_low and cutoff_high come together, got 0.1 and None",
@@ -882,7 +882,7 @@ def test_a_method_of_the_users_own() -> None:
             if self.first < 0:
                 raise ValueError(f"first must be >= 0, got {self.first}")
 
-        def __call__(self, slot: RotarySlot) -> RotarySlot:
+        def __call__(self, slot: RotaryTable) -> RotaryTable:
             table = slot.inv_freq.clone()
             table[self.first :] /= self.by
             return slot.becomes(table)

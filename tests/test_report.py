@@ -16,7 +16,7 @@ from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityRe
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
 from rope_patch.plots import base as plots
 from rope_patch.reports import comparison as report
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 LENGTHS, DEPTHS = (4, 8), (0.0, 0.5, 1.0)
@@ -45,7 +45,7 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
         for depth in DEPTHS
     )
     found = RetrievalResult(task, "single", cells, 7, "noise", "cd" * 32, None, (0, 5))
-    slots = tuple(RotarySlot(torch.tensor(table), 1.0, 1e4, "default", 4, layer_type=kind) for kind in layer_types)
+    slots = tuple(RotaryTable(torch.tensor(table), 1.0, 1e4, "default", 4, layer_type=kind) for kind in layer_types)
     return Row(method, score, found, slots)
 
 

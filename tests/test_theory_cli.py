@@ -12,7 +12,7 @@ import torch
 from test_report import Page
 from typer.testing import CliRunner
 
-from rope_patch.cli.app import app as cli
+from rope_patch.cli import app as cli
 from rope_patch.plots import base as plots
 from rope_patch.plots import theory as plots_theory
 from rope_patch.reports import theory as theory_report

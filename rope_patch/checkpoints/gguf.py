@@ -15,7 +15,7 @@ from rope_patch.patching.apply import apply, reapply, rebase
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import look
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 
 def is_gguf(source: str | Path) -> bool:
@@ -62,7 +62,7 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     return model
 
 
-def _slot(model: PreTrainedModel, wanted: RotarySlot) -> RotarySlot:
+def _slot(model: PreTrainedModel, wanted: RotaryTable) -> RotaryTable:
     """Return the table of a model that a file's stands for: that of full attention where there are several."""
     slots = {slot.layer_type: slot for slot in look(model).slots}
     kind = wanted.layer_type if wanted.layer_type in slots else "full_attention"

@@ -24,7 +24,7 @@ from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_file import Key, Piece, gguf, open_gguf, value_of
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 CHECKED = "0c1e57098, of llama-cpp-python 0.3.36"
 """The commit of llama.cpp whose source and behaviour the claims of this module were checked against."""
@@ -102,7 +102,7 @@ def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
     return ratio.float().numpy()
 
 
-def table_keys(slot: RotarySlot, graph: Graph, record: PatchRecord | None) -> list[Key]:
+def table_keys(slot: RotaryTable, graph: Graph, record: PatchRecord | None) -> list[Key]:
     """Return the keys that describe a table: its base, its scaling, its context and the record of the patch."""
     at = f"{graph.architecture}.{{}}".format
     keys = [
@@ -123,7 +123,7 @@ def replaced_by(key: str, architecture: str) -> bool:
     return key == RECORD_KEY or key in own or key.startswith(f"{architecture}.rope.scaling.")
 
 
-def table_pieces(slot: RotarySlot, graph: Graph) -> Iterator[Piece]:
+def table_pieces(slot: RotaryTable, graph: Graph) -> Iterator[Piece]:
     """Yield the tensors of a table; none for plain RoPE where the graph does without."""
     if frequencies.is_geometric(slot.inv_freq, slot.rope_theta) and not graph.always:
         return
@@ -194,7 +194,7 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     else:
         divisor = torch.ones(pairs, dtype=torch.float64) if factors is None else factors.double()
         table = (plain / divisor / (1.0 if kind == "none" else stretch)).float()
-    slot = RotarySlot(
+    slot = RotaryTable(
         inv_freq=frequencies.settle(table),
         attention_scaling=scaling,
         rope_theta=theta,
@@ -237,7 +237,7 @@ def _factors(reader: Any, pairs: int, path: str | Path) -> Tensor | None:
     return found[0]
 
 
-def _record(reader: Any, slot: RotarySlot) -> tuple[PatchRecord | None, list[str]]:
+def _record(reader: Any, slot: RotaryTable) -> tuple[PatchRecord | None, list[str]]:
     text = value_of(reader, RECORD_KEY)
     if text is None:
         return None, []

@@ -29,7 +29,7 @@ from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.patching.apply import for_target, patched
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.verify import look
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 SCHEMA = 2
 
@@ -48,7 +48,7 @@ class Row:
     method: str
     perplexity: PerplexityResult
     retrieval: RetrievalResult
-    slots: tuple[RotarySlot, ...]
+    slots: tuple[RotaryTable, ...]
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ def environment(model: nn.Module) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]) -> Iterator[tuple[RotarySlot, ...]]:
+def under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]) -> Iterator[tuple[RotaryTable, ...]]:
     """Measure under a method; gives the tables in use."""
     if again and isinstance(method, Default):
         yield look(model).slots

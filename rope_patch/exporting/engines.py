@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 UNVERIFIED = "unverified"
 
@@ -66,7 +66,7 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def check(to: str, model_type: str, slots: Sequence[RotarySlot]) -> str:
+def check(to: str, model_type: str, slots: Sequence[RotaryTable]) -> str:
     """Return the version in which an engine was seen to read such tables on such a model, or ``UNVERIFIED``.
 
     Args:

@@ -18,12 +18,12 @@ from rope_patch.patching.base_tables import is_dynamic, where
 from rope_patch.patching.encoding import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.verify import look, verify
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 NOTE_FILE = "export.json"
 
 
-def read_tables(model: PreTrainedModel) -> tuple[RotarySlot, ...]:
+def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
     """Return the tables to export, after checking that they are what a patched model's record says.
 
     Raises:
@@ -105,7 +105,7 @@ def export_folder(
 
 
 def _config(
-    model: PreTrainedModel, slots: Sequence[RotarySlot], to: str
+    model: PreTrainedModel, slots: Sequence[RotaryTable], to: str
 ) -> tuple[dict[str, Any], Mapping[str, Any], list[str]]:
     site = find_rotary(model)
     settings = config_keys(site, slots, everywhere=to != "hf")
@@ -137,7 +137,7 @@ def _verifies(folder: Path) -> bool:
     return True
 
 
-def _check(folder: Path, slots: Sequence[RotarySlot]) -> None:
+def _check(folder: Path, slots: Sequence[RotaryTable]) -> None:
     """Raise unless a stock loader builds the wanted tables from the folder."""
     read = {slot.layer_type: slot for slot in look(skeleton(folder)).slots}
     for slot in slots:

@@ -30,10 +30,10 @@ from rope_patch.exporting.gguf_weights import DTYPES, Weights, llama_keys, piece
 from rope_patch.packaged import name_of
 from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import look, verify
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 __all__ = ["export_gguf", "export_gguf_lora", "read_gguf"]
 
@@ -132,10 +132,10 @@ def export_gguf(
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def _table(model: nn.Module, graph: Graph) -> tuple[RotarySlot, TableRecord, PatchRecord | None]:
+def _table(model: nn.Module, graph: Graph) -> tuple[RotaryTable, TableRecord, PatchRecord | None]:
     """Return the one table a GGUF can hold, the one before the patch, and the record."""
     site = find_rotary(model)
-    record = verify(model) if site.record is not None or isinstance(site.module, RotaryTable) else None
+    record = verify(model) if site.record is not None or isinstance(site.module, PatchedRotary) else None
     slots = {slot.layer_type: slot for slot in look(model).slots}
     for slot in slots.values():
         if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters, slot.rope_type):
@@ -158,7 +158,7 @@ def _table(model: nn.Module, graph: Graph) -> tuple[RotarySlot, TableRecord, Pat
     return full, record.base_tables["full_attention"] if record else TableRecord.of(full), record
 
 
-def _warn_of_window(config: Any, graph: Graph, slot: RotarySlot) -> None:
+def _warn_of_window(config: Any, graph: Graph, slot: RotaryTable) -> None:
     window = getattr(config, "sliding_window", None)
     if graph.architecture != "gemma4" and window is not None and window < slot.max_position_embeddings:
         warnings.warn(

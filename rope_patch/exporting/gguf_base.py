@@ -12,11 +12,11 @@ from rope_patch.checkpoints.gguf_table import FACTOR_TENSORS, Graph, same_table,
 from rope_patch.exporting.gguf_weights import Weights, pieces_from
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import TableRecord
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 
 def check_base(
-    reader: Any, path: Path, config: Any, graph: Graph, slot: RotarySlot, before: TableRecord, weights: Weights | None
+    reader: Any, path: Path, config: Any, graph: Graph, slot: RotaryTable, before: TableRecord, weights: Weights | None
 ) -> None:
     """Raise unless a GGUF file holds this model as it was before the patch, in whatever quantization.
 
@@ -43,7 +43,7 @@ def check_base(
         _check_weights(pieces, path, weights, config, graph)
 
 
-def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, graph: Graph, slot: RotarySlot) -> None:
+def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, graph: Graph, slot: RotaryTable) -> None:
     architecture = value_of(reader, "general.architecture")
     if architecture != graph.architecture:
         raise ValueError(f"{base} is a GGUF of {architecture!r}, and {config.model_type} is {graph.architecture!r}")

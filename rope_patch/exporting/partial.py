@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rope_patch import frequencies
 from rope_patch.patching.base_tables import CONFIG_KEYS
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 _NORM = re.compile(r"\.[qk]_(layer)?norm(\.norms\.\d+)?\.(weight|bias)$")
 
@@ -59,7 +59,7 @@ class Layout:
         return torch.cat([self.head_dim * i + rows for i, rows in enumerate(heads)])
 
 
-def as_partial(model: PreTrainedModel, slots: Sequence[RotarySlot]) -> tuple[PreTrainedModel, Layout, int]:
+def as_partial(model: PreTrainedModel, slots: Sequence[RotaryTable]) -> tuple[PreTrainedModel, Layout, int]:
     """Return the skeleton of a p-RoPE checkpoint as a partial-rotary one.
 
     Whether the family obeys ``partial_rotary_factor``, and holds its queries and keys as :class:`Layout` says, is seen
@@ -100,7 +100,7 @@ def as_partial(model: PreTrainedModel, slots: Sequence[RotarySlot]) -> tuple[Pre
     return changed, layout, touched
 
 
-def _turning_pairs(slot: RotarySlot) -> int:
+def _turning_pairs(slot: RotaryTable) -> int:
     """How many pairs turn in a p-RoPE table.
 
     Raises:

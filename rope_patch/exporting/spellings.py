@@ -13,13 +13,13 @@ from rope_patch import frequencies
 from rope_patch.methods import longrope_spelling
 from rope_patch.patching.base_tables import READ_GLOBAL, base_of, config_with, scaling_of, settings_of, stock_rotary
 from rope_patch.patching.locate import RotarySite, stock_tables
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 _SHARE = "partial_rotary_factor"
 _OWN_KEYS = ("attention_factor", "mscale", "mscale_all_dim")
 
 
-def spelling(slot: RotarySlot, model_type: str, *, everywhere: bool) -> dict[str, Any]:
+def spelling(slot: RotaryTable, model_type: str, *, everywhere: bool) -> dict[str, Any]:
     """Return ``rope_parameters`` that transformers 4 and 5 read as a table; with ``everywhere`` vLLM and SGLang too.
 
     ``proportional``, which transformers 4 does not know, is written in the longrope form; but on Gemma 4, whose stock
@@ -45,7 +45,7 @@ def spelling(slot: RotarySlot, model_type: str, *, everywhere: bool) -> dict[str
     return {**slot.other_keys, **form, **mscale}
 
 
-def config_keys(site: RotarySite, slots: Sequence[RotarySlot], *, everywhere: bool) -> dict[str, Any]:
+def config_keys(site: RotarySite, slots: Sequence[RotaryTable], *, everywhere: bool) -> dict[str, Any]:
     """Return the config keys that spell all tables of a model, checked against its own stock rotary class.
 
     Args:
@@ -73,7 +73,7 @@ def config_keys(site: RotarySite, slots: Sequence[RotarySlot], *, everywhere: bo
     return settings
 
 
-def _without_ignored_factor(site: RotarySite, slot: RotarySlot, spelled: dict[str, Any]) -> dict[str, Any]:
+def _without_ignored_factor(site: RotarySite, slot: RotaryTable, spelled: dict[str, Any]) -> dict[str, Any]:
     """Leave out a ``partial_rotary_factor`` that transformers ignores on this family (Llama): vLLM would obey it."""
     factor = spelled.get(_SHARE)
     if factor is None or slot.layer_type is not None or spelled.get("rope_type") == "proportional":
@@ -84,7 +84,7 @@ def _without_ignored_factor(site: RotarySite, slot: RotarySlot, spelled: dict[st
     return {key: value for key, value in spelled.items() if key != _SHARE}
 
 
-def builds(rotary: nn.Module, slot: RotarySlot) -> bool:
+def builds(rotary: nn.Module, slot: RotaryTable) -> bool:
     """Tell whether a stock rotary module holds a slot's table, up to the last bit of float32."""
     built = frequencies.settle(stock_tables(rotary)[slot.layer_type].float().cpu())
     return (
@@ -94,6 +94,6 @@ def builds(rotary: nn.Module, slot: RotarySlot) -> bool:
     )
 
 
-def with_context(slots: Sequence[RotarySlot], length: int) -> tuple[RotarySlot, ...]:
+def with_context(slots: Sequence[RotaryTable], length: int) -> tuple[RotaryTable, ...]:
     """Return the slots as they read in a config that states a context of ``length`` tokens."""
     return tuple(replace(slot, max_position_embeddings=length) for slot in slots)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rope_patch import frequencies
 from rope_patch.methods import Chain, Method, Table
-from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.module import PatchedRotary
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Constraint:
 class TrainableTable(nn.Module):
     """A rotary embedding whose tables are parameters, float64: the logarithms of factors on the frequencies.
 
-    It stands in for a :class:`~rope_patch.RotaryTable` while a table is fitted, and computes what that computes. Still
-    pairs stay still. The logarithm of a pair that makes many turns within the trained context counts in units of its
-    angle there: a percent more of a fast frequency is many radians far away, and steps of one size for all pairs would
+    It stands in for a :class:`~rope_patch.PatchedRotary` while a table is fitted, and computes what that computes.
+    Still pairs stay still. The logarithm of a pair that makes many turns within the trained context counts in units of
+    its angle there: a percent more of a fast frequency is many radians far away, and steps of one size for all pairs would
     shake the fast ones. A cast would round the parameters, and raises.
 
     Args:
@@ -59,7 +59,7 @@ class TrainableTable(nn.Module):
         ValueError: nothing moves in a table, or ``monotone`` from a table that is not.
     """
 
-    def __init__(self, module: RotaryTable, kinds: Sequence[str | None], constraint: Constraint) -> None:
+    def __init__(self, module: PatchedRotary, kinds: Sequence[str | None], constraint: Constraint) -> None:
         super().__init__()
         self.module, self.kinds, self.constraint = (module,), tuple(kinds), constraint
         self.config = module.config
@@ -95,7 +95,7 @@ class TrainableTable(nn.Module):
         return start.masked_scatter(moving, fitted), slot.attention_scaling * self.log_scaling[i].exp()
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as :meth:`RotaryTable.forward <rope_patch.RotaryTable.forward>` does, with gradients."""
+        """Return cos and sin as :meth:`rope_patch.PatchedRotary.forward` does, with gradients."""
         if layer_type not in self.kinds:
             cos, sin = self.module[0](x, position_ids, layer_type)
             return cos, sin

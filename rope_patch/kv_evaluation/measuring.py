@@ -29,7 +29,7 @@ from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
 from rope_patch.modeling.statistics import Capture
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 COMPARED = 2
 """Windows whose distributions are compared, and whose statistics tell radii and outliers."""
@@ -60,7 +60,7 @@ class Patched:
     """A method in place."""
 
     method: str
-    slots: tuple[RotarySlot, ...]
+    slots: tuple[RotaryTable, ...]
     means: Mapping[int, Tensor] | None
     seen: Capture
     long: Mapping[int, Tensor]

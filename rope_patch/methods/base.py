@@ -7,15 +7,44 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from rope_patch import frequencies
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 from rope_patch.words import did_you_mean
 
 METHODS: dict[str, type[Method]] = {}
 """Registry: method name to class, in the order of definition."""
+
+
+def number(
+    default: Any, *, above: float | None = None, least: float | None = None, most: float | None = None, unit: str = ""
+) -> Any:
+    """Declare a parameter with bounds, which hold for every number of a list.
+
+    Args:
+        default: None for a parameter that may be left out.
+        above: a number that the value exceeds.
+        least: the least value.
+        most: the greatest value; together with ``least``.
+        unit: of the value, for the message.
+    """
+    return field(default=default, metadata={"above": above, "least": least, "most": most, "unit": unit})
+
+
+def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
+    above, least, most = (bounds.get(key) for key in ("above", "least", "most"))
+    unit = f" {bounds['unit']}" if bounds.get("unit") else ""
+    if above is not None and not value > above:
+        raise ValueError(f"{name} must be > {above:g}{unit}, got {value}")
+    if most is not None and not least <= value <= most:
+        raise ValueError(f"{name} must be in [{least:g}, {most:g}]{unit}, got {value}")
+    if least is not None and not value >= least:
+        raise ValueError(f"{name} must be >= {least:g}{unit}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -23,11 +52,14 @@ class Method:
     """Base of every method.
 
     A subclass names itself (``class PI(Method, name="pi")``), declares its parameters as dataclass fields with
-    defaults, and maps a slot in ``__call__``. Values are converted to the declared type when constructed; :meth:`check`
-    then enforces the method's own rules.
+    defaults, :func:`number` where they have bounds, and gives the frequencies in :meth:`inv_freq`. Whatever else it
+    says is optional: :meth:`scaling`, :meth:`rope_parameters`, :meth:`check_table`, and ``recomputes``. A field
+    ``replace_scaling`` hands it the plain table of the base found.
     """
 
     name: ClassVar[str] = ""
+    recomputes: ClassVar[bool] = False
+    """Whether the table is computed anew from ``rope_theta``: then one that is not plain RoPE is refused."""
     extends: ClassVar[bool] = False
     """Whether the table reaches further by numbers that say nothing of how far (a base, a list): no factor is checked
     beside such a method."""
@@ -45,26 +77,55 @@ class Method:
     def __post_init__(self) -> None:
         kinds = _field_types(type(self))
         for f in fields(self):
-            object.__setattr__(self, f.name, _convert(f.name, getattr(self, f.name), kinds[f.name]))
+            value = _convert(f.name, getattr(self, f.name), kinds[f.name])
+            object.__setattr__(self, f.name, value)
+            for one in value if isinstance(value, tuple) else () if value is None else (value,):
+                _check_bounds(f.name, one, f.metadata)
         self.check()
 
     def check(self) -> None:
-        """Raise ValueError when a parameter breaks the method's rules."""
+        """Raise ValueError when parameters do not go together."""
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
-        """Return the slot with the new table; the argument is not changed."""
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Return the frequencies: (pairs,) float32 [rad/token]; those of the argument are not changed."""
         raise NotImplementedError
+
+    def scaling(self, table: RotaryTable) -> float:
+        """Return the factor on cos and sin: the table's own, unless a method says otherwise."""
+        return table.attention_scaling
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
+        """Return how transformers itself says the new table, ``rope_theta`` included; None where it has no type."""
+        return None
+
+    def check_table(self, table: RotaryTable) -> None:
+        """Raise ValueError for a table that the method is not for."""
+
+    def __call__(self, table: RotaryTable) -> RotaryTable:
+        """Return the new table; the very one found, with its encoding, where nothing changes."""
+        if getattr(self, "replace_scaling", False):
+            table = table.plain()
+        if self.recomputes and not table.is_geometric:
+            raise ValueError(
+                f"{self.name} recomputes the table from rope_theta, but {table.path} is already scaled or not "
+                f"geometric (rope_type {table.rope_type!r}). Pass replace_scaling=True to drop that scaling first."
+            )
+        self.check_table(table)
+        inv_freq, scaling = self.inv_freq(table), self.scaling(table)
+        if torch.equal(frequencies.settle(inv_freq), table.inv_freq) and scaling == table.attention_scaling:
+            return table
+        return table.becomes(inv_freq, spelling=self.rope_parameters(table), attention_scaling=scaling)
 
     @property
     def needs_target(self) -> bool:
         """Whether a factor was left out, to be taken from a target."""
         return False
 
-    def for_target(self, slot: RotarySlot, target_length: int | None) -> Method:
+    def for_target(self, table: RotaryTable, target_length: int | None) -> Method:
         """Return the method for a target: a factor that was left out is filled in, a given one is checked.
 
         Args:
-            slot: the table found.
+            table: the table found.
             target_length: the context asked for [tokens]; None where none was named.
 
         Raises:
@@ -72,7 +133,7 @@ class Method:
         """
         return self
 
-    def reach(self, slot: RotarySlot) -> int | None:
+    def reach(self, table: RotaryTable) -> int | None:
         """Return the context that the method's factor stretches a table to [tokens]; None where it states none."""
         return None
 
@@ -90,20 +151,21 @@ class Method:
         return ":".join([self.name, *shown])
 
 
+def check_count(name: str, values: Sequence[float] | None, table: RotaryTable) -> None:
+    """Raise unless a list that is given has one number for each pair of a table."""
+    if values is not None and len(values) != table.pairs:
+        raise ValueError(f"{name} needs one number per pair: {table.path} has {table.pairs}, got {len(values)}")
+
+
 @dataclass(frozen=True)
 class Scaling(Method):
     """Base of the methods whose ``factor`` stretches the context; left out, it is taken from ``target_length``."""
 
-    factor: float | None = None
+    factor: float | None = number(None, least=1)
 
-    def check(self) -> None:
-        """``factor`` does not shorten the context."""
-        if self.factor is not None and self.factor < 1:
-            raise ValueError(f"factor must be >= 1, got {self.factor}")
-
-    def context_of(self, slot: RotarySlot) -> int:
+    def context_of(self, table: RotaryTable) -> int:
         """Return the context that the factor multiplies [tokens]: the one before any scaling of the checkpoint's."""
-        return slot.context
+        return table.context
 
     @property
     def needs_target(self) -> bool:
@@ -121,9 +183,9 @@ class Scaling(Method):
             raise ValueError(f"{self.name} needs a factor, or a target_length to take it from: {self.name}:factor=4")
         return self.factor
 
-    def for_target(self, slot: RotarySlot, target_length: int | None) -> Scaling:
+    def for_target(self, table: RotaryTable, target_length: int | None) -> Scaling:
         """Return the method with its factor."""
-        return self.stretched(self.context_of(slot), target_length)
+        return self.stretched(self.context_of(table), target_length)
 
     def stretched(self, context: float, target_length: int | None) -> Scaling:
         """Return the method with the factor that takes a context [tokens] to a target."""
@@ -139,9 +201,9 @@ class Scaling(Method):
             )
         return self
 
-    def reach(self, slot: RotarySlot) -> int | None:
+    def reach(self, table: RotaryTable) -> int | None:
         """Return the context times the factor [tokens]."""
-        return None if self.factor is None else round(self.context_of(slot) * self.factor)
+        return None if self.factor is None else round(self.context_of(table) * self.factor)
 
 
 @dataclass(frozen=True)
@@ -157,18 +219,18 @@ class Chain(Method):
         if len(self.steps) < 2:
             raise ValueError(f"a chain needs at least two methods, got {len(self.steps)}")
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def __call__(self, table: RotaryTable) -> RotaryTable:
         """Apply every step."""
         for step in self.steps:
-            slot = step(slot)
-        return slot
+            table = step(table)
+        return table
 
     @property
     def needs_target(self) -> bool:
         """Whether any step needs one."""
         return any(step.needs_target for step in self.steps)
 
-    def for_target(self, slot: RotarySlot, target_length: int | None) -> Chain:
+    def for_target(self, table: RotaryTable, target_length: int | None) -> Chain:
         """Return the chain with the one factor that may be left out filled in; all factors count towards the target."""
         scaling = [step for step in self.steps if isinstance(step, Scaling)]
         bare = [step for step in scaling if step.factor is None]
@@ -176,20 +238,20 @@ class Chain(Method):
             raise ValueError(f"at most one method of a chain may leave its factor out: {self}")
         if not bare and any(step.extends for step in self.steps):
             return self
-        steps = [step if isinstance(step, Scaling) else step.for_target(slot, None) for step in self.steps]
+        steps = [step if isinstance(step, Scaling) else step.for_target(table, None) for step in self.steps]
         if scaling:
             chosen = bare[0] if bare else scaling[-1]
             others = math.prod(step.stretch for step in scaling if step is not chosen)
-            filled = chosen.stretched(scaling[0].context_of(slot) * others, target_length)
+            filled = chosen.stretched(scaling[0].context_of(table) * others, target_length)
             steps = [filled if step is chosen else step for step in steps]
         return Chain(tuple(steps))
 
-    def reach(self, slot: RotarySlot) -> int | None:
+    def reach(self, table: RotaryTable) -> int | None:
         """Return what all factors together stretch the context to [tokens]; None without any."""
         scaling = [step for step in self.steps if isinstance(step, Scaling)]
         if not scaling or self.needs_target or any(step.extends for step in self.steps):
             return None
-        return round(scaling[0].context_of(slot) * math.prod(step.stretch for step in scaling))
+        return round(scaling[0].context_of(table) * math.prod(step.stretch for step in scaling))
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{"method": "chain", "steps": [...]}``."""
@@ -356,39 +418,3 @@ def _spell(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return repr(value).replace("e+", "e")
-
-
-def check_plain(slot: RotarySlot, method: Method, replace_scaling: bool) -> None:
-    """Raise unless the slot is plain RoPE or the user asked to drop its scaling."""
-    if not replace_scaling and not slot.is_geometric:
-        raise ValueError(
-            f"{method.name} recomputes the table from rope_theta, but {slot.path} is already scaled or not geometric "
-            f"(rope_type {slot.rope_type!r}). Pass replace_scaling=True to drop that scaling first."
-        )
-
-
-def with_base(slot: RotarySlot, rope_theta: float) -> RotarySlot:
-    """Return plain RoPE of another base."""
-    return slot.becomes(
-        frequencies.geometric(rope_theta, slot.rotary_dim),
-        spelling={"rope_type": "default", "rope_theta": rope_theta},
-        attention_scaling=1.0,
-    )
-
-
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise unless ``low <= value <= high``."""
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
-
-
-def check_positive(name: str, value: float | None) -> None:
-    """Raise unless a number is above zero; None is."""
-    if value is not None and value <= 0:
-        raise ValueError(f"{name} must be > 0, got {value}")
-
-
-def check_length(name: str, values: Sequence[float], slot: RotarySlot) -> None:
-    """Raise unless there is one number for each pair of a table."""
-    if len(values) != slot.pairs:
-        raise ValueError(f"{name} needs one number per pair: {slot.path} has {slot.pairs}, got {len(values)}")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import (
-    Method,
-    Scaling,
-    check_plain,
-    check_positive,
-    with_base,
-)
-from rope_patch.tables import RotarySlot
+from rope_patch.methods.base import Method, Scaling, number
+from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -24,25 +20,30 @@ class ABF(Method, name="abf"):
     (10k to 500k).
     """
 
-    rope_theta: float | None = None
-    factor: float | None = None
+    rope_theta: float | None = number(None, above=0)
+    factor: float | None = number(None, above=0)
     replace_scaling: bool = False
     extends: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Exactly one of the two, positive; 500000 when neither is given."""
+        """One of the two at most; 500000 when neither is given."""
         if self.rope_theta is not None and self.factor is not None:
             raise ValueError(f"abf takes rope_theta or factor, not both: got {self.rope_theta} and {self.factor}")
         if self.rope_theta is None and self.factor is None:
             object.__setattr__(self, "rope_theta", 500000.0)
-        check_positive("rope_theta", self.rope_theta)
-        check_positive("factor", self.factor)
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def base(self, table: RotaryTable) -> float:
+        """Return the new base."""
+        return table.rope_theta * (self.factor or 1.0) if self.rope_theta is None else self.rope_theta
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the geometric table of the new base."""
-        check_plain(slot, self, self.replace_scaling)
-        base = self.rope_theta if self.rope_theta is not None else slot.rope_theta * (self.factor or 1.0)
-        return with_base(slot, base)
+        return frequencies.geometric(self.base(table), table.rotary_dim)
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
+        """Plain RoPE of the new base."""
+        return {"rope_type": "default", "rope_theta": self.base(table)}
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,16 @@ class NTK(Scaling, name="ntk"):
     """
 
     replace_scaling: bool = False
+    recomputes: ClassVar[bool] = True
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def base(self, table: RotaryTable) -> float:
+        """Return the new base."""
+        return frequencies.ntk_theta(table.rope_theta, self.stretch, table.rotary_dim)
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the geometric table of the new base."""
-        check_plain(slot, self, self.replace_scaling)
-        return with_base(slot, frequencies.ntk_theta(slot.rope_theta, self.stretch, slot.rotary_dim))
+        return frequencies.geometric(self.base(table), table.rotary_dim)
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
+        """Plain RoPE of the new base."""
+        return {"rope_type": "default", "rope_theta": self.base(table)}

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import (
-    Method,
-    check_positive,
-)
-from rope_patch.tables import RotarySlot
+from rope_patch.methods.base import Method, number
+from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -24,10 +22,10 @@ class Truncated(Method, name="truncated"):
     used as a cut; also HoPE and the critical dimension of Liu et al. 2024); it defaults to the trained context.
     """
 
-    context: int | None = None
+    context: int | None = number(None, above=0)
     cutoff_low: float | None = None
     cutoff_high: float | None = None
-    floor: float = 0.0
+    floor: float = number(0.0, least=0, unit="rad/token")
 
     def check(self) -> None:
         """One form at a time, cutoffs in order."""
@@ -36,9 +34,6 @@ class Truncated(Method, name="truncated"):
             raise ValueError(f"cutoff_low and cutoff_high come together, got {cutoffs[0]} and {cutoffs[1]}")
         if self.context is not None and self.cutoff_low is not None:
             raise ValueError("truncated takes context or the two cutoffs, not both")
-        check_positive("context", self.context)
-        if self.floor < 0:
-            raise ValueError(f"floor must be >= 0 rad/token, got {self.floor}")
         if self.cutoff_low is None and self.floor:
             raise ValueError("floor needs cutoff_low and cutoff_high")
         if (
@@ -48,13 +43,11 @@ class Truncated(Method, name="truncated"):
         ):
             raise ValueError(f"cutoffs must satisfy 0 <= cutoff_low <= cutoff_high, got {cutoffs[0]} and {cutoffs[1]}")
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Cut the table found."""
-        f = slot.inv_freq
-        if self.cutoff_low is not None and self.cutoff_high is not None:
-            between = torch.where(f > self.cutoff_low, torch.full_like(f, self.floor), torch.zeros_like(f))
-            table = torch.where(f >= self.cutoff_high, f, between)
-        else:
-            bound = frequencies.offset_frequency_bound(self.context or slot.context)
-            table = torch.where(f < bound, torch.zeros_like(f), f)
-        return slot if torch.equal(table, f) else slot.becomes(table)
+        found = table.inv_freq
+        if self.cutoff_low is None or self.cutoff_high is None:
+            bound = frequencies.offset_frequency_bound(self.context or table.context)
+            return torch.where(found < bound, torch.zeros_like(found), found)
+        between = torch.where(found > self.cutoff_low, torch.full_like(found, self.floor), torch.zeros_like(found))
+        return torch.where(found >= self.cutoff_high, found, between)

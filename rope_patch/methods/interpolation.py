@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import (
-    Scaling,
-    check_plain,
-    check_positive,
-    with_base,
-)
-from rope_patch.tables import RotarySlot
+from rope_patch.methods.base import Scaling, number
+from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -24,22 +22,28 @@ class PI(Scaling, name="pi"):
 
     replace_scaling: bool = False
 
-    def context_of(self, slot: RotarySlot) -> int:
+    def context_of(self, table: RotaryTable) -> int:
         """Return the context of the table that is divided: the stated one, or the first if its scaling is dropped."""
-        return slot.context if self.replace_scaling else slot.max_position_embeddings
+        return table.context if self.replace_scaling else table.max_position_embeddings
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
-        """Divide the table found; refused where it already was interpolated."""
-        if self.replace_scaling:
-            slot = with_base(slot, slot.rope_theta)
-        if slot.rope_type == "linear":
-            scaled = (slot.rope_parameters or {}).get("factor")
+    def check_table(self, table: RotaryTable) -> None:
+        """Refuse one that was interpolated before: factors would multiply."""
+        if table.rope_type == "linear":
+            scaled = (table.rope_parameters or {}).get("factor")
             raise ValueError(
-                f"{slot.path} is already interpolated (rope_type 'linear', factor {scaled}): a second pi would "
+                f"{table.path} is already interpolated (rope_type 'linear', factor {scaled}): a second pi would "
                 "multiply the factors. Pass replace_scaling=True with the whole factor."
             )
-        native = {"rope_type": "linear", "rope_theta": slot.rope_theta, "factor": self.stretch}
-        return slot.becomes(slot.inv_freq / self.stretch, spelling=native if slot.is_geometric else None)
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Divide the table found."""
+        return table.inv_freq / self.stretch
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
+        """Type ``linear``, which divides plain RoPE alone."""
+        if not table.is_geometric:
+            return None
+        return {"rope_type": "linear", "rope_theta": table.rope_theta, "factor": self.stretch}
 
 
 @dataclass(frozen=True)
@@ -52,53 +56,61 @@ class Yarn(Scaling, name="yarn"):
     in a chain with p-RoPE the logits of the still pairs grow by its square.
     """
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
+    beta_fast: float = number(32.0, above=0)
+    beta_slow: float = number(1.0, above=0)
+    attention_factor: float | None = number(None, above=0)
     truncate: bool = True
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = number(None, above=0)
     replace_scaling: bool = False
+    recomputes: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Positive numbers, ``beta_fast`` above ``beta_slow``."""
-        super().check()
-        for name in ("beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"):
-            check_positive(name, getattr(self, name))
+        """``beta_fast`` above ``beta_slow``."""
         if self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast must exceed beta_slow, got {self.beta_fast} and {self.beta_slow}")
 
-    def context_of(self, slot: RotarySlot) -> int:
-        """Return ``original_max_position_embeddings``, by default the context before any scaling."""
-        return self.original_max_position_embeddings or slot.context
+    def check_table(self, table: RotaryTable) -> None:
+        """Refuse a base that gives no ramp."""
+        if table.rope_theta <= 1:
+            raise ValueError(f"yarn needs rope_theta > 1, got {table.rope_theta}")
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def context_of(self, table: RotaryTable) -> int:
+        """Return ``original_max_position_embeddings``, by default the context before any scaling."""
+        return self.original_max_position_embeddings or table.context
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the NTK-by-parts table over the base found."""
-        check_plain(slot, self, self.replace_scaling)
-        if slot.rope_theta <= 1:
-            raise ValueError(f"yarn needs rope_theta > 1, got {slot.rope_theta}")
-        context = self.context_of(slot)
-        scaling = self.attention_factor
-        if scaling is None:
-            scaling = frequencies.yarn_scaling(self.stretch, self.mscale, self.mscale_all_dim)
-        ramp = {"factor": self.stretch, "beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
-        table = frequencies.yarn(slot.rope_theta, slot.rotary_dim, context=context, truncate=self.truncate, **ramp)
-        extras = {
-            key: value
-            for key in ("attention_factor", "mscale", "mscale_all_dim")
-            if (value := getattr(self, key)) is not None
-        }
-        if not self.truncate:
-            extras["truncate"] = False
-        native = {
+        return frequencies.yarn(
+            table.rope_theta,
+            table.rotary_dim,
+            context=self.context_of(table),
+            factor=self.stretch,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            truncate=self.truncate,
+        )
+
+    def scaling(self, table: RotaryTable) -> float:
+        """Return ``attention_factor``, or what YaRN computes from the factor."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return frequencies.yarn_scaling(self.stretch, self.mscale, self.mscale_all_dim)
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
+        """Type ``yarn``; what is at transformers' own default is left out."""
+        said = {name: getattr(self, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+        said |= {} if self.truncate else {"truncate": False}
+        return {
             "rope_type": "yarn",
-            "rope_theta": slot.rope_theta,
-            "original_max_position_embeddings": context,
-            **ramp,
-            **extras,
+            "rope_theta": table.rope_theta,
+            "original_max_position_embeddings": self.context_of(table),
+            "factor": self.stretch,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            **{name: value for name, value in said.items() if value is not None},
         }
-        return slot.becomes(table, spelling=native, attention_scaling=scaling)
 
 
 @dataclass(frozen=True)
@@ -108,40 +120,37 @@ class Llama3(Scaling, name="llama3"):
     *Source*: transformers' ``llama3`` type. ``original_max_position_embeddings`` defaults to the trained context.
     """
 
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = number(1.0, above=0)
+    high_freq_factor: float = number(4.0, above=0)
+    original_max_position_embeddings: int | None = number(None, above=0)
     replace_scaling: bool = False
+    recomputes: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Positive numbers, the high factor above the low one."""
-        super().check()
-        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            check_positive(name, getattr(self, name))
+        """The high factor above the low one."""
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor must exceed low_freq_factor, got {self.high_freq_factor} and {self.low_freq_factor}"
             )
 
-    def context_of(self, slot: RotarySlot) -> int:
+    def context_of(self, table: RotaryTable) -> int:
         """Return ``original_max_position_embeddings``, by default the context before any scaling."""
-        return self.original_max_position_embeddings or slot.context
+        return self.original_max_position_embeddings or table.context
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Smooth the plain table."""
-        check_plain(slot, self, self.replace_scaling)
-        context = self.context_of(slot)
-        smoothing = {
+        plain = frequencies.geometric(table.rope_theta, table.rotary_dim)
+        return frequencies.llama3(plain, context=self.context_of(table), **self._smoothing())
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
+        """Type ``llama3``."""
+        context = self.context_of(table)
+        said = {"rope_type": "llama3", "rope_theta": table.rope_theta, "original_max_position_embeddings": context}
+        return said | self._smoothing()
+
+    def _smoothing(self) -> dict[str, float]:
+        return {
             "factor": self.stretch,
             "low_freq_factor": self.low_freq_factor,
             "high_freq_factor": self.high_freq_factor,
         }
-        plain = frequencies.geometric(slot.rope_theta, slot.rotary_dim)
-        native = {
-            "rope_type": "llama3",
-            "rope_theta": slot.rope_theta,
-            "original_max_position_embeddings": context,
-            **smoothing,
-        }
-        table = frequencies.llama3(plain, context=context, **smoothing)
-        return slot.becomes(table, spelling=native, attention_scaling=1.0)

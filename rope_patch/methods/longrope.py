@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from rope_patch import frequencies
-from rope_patch.methods.base import (
-    Method,
-    check_length,
-    check_positive,
-)
-from rope_patch.tables import RotarySlot
+from rope_patch.methods.base import Method, check_count, number
+from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -25,12 +23,12 @@ class LongRope(Method, name="longrope"):
     cached keys. *Source*: Ding et al., arXiv:2402.13753.
     """
 
-    factors: tuple[float, ...] | None = None
-    factor: float = 1.0
-    attention_factor: float | None = None
+    factors: tuple[float, ...] | None = number(None, above=0)
+    factor: float = number(1.0, above=0)
+    attention_factor: float | None = number(None, above=0)
     extends: ClassVar[bool] = True
 
-    def for_target(self, slot: RotarySlot, target_length: int | None) -> LongRope:
+    def for_target(self, table: RotaryTable, target_length: int | None) -> LongRope:
         """Return the method: its list decides how far the table reaches.
 
         Raises:
@@ -42,30 +40,34 @@ class LongRope(Method, name="longrope"):
             )
         return self
 
-    def check(self) -> None:
-        """Every factor is positive."""
-        check_positive("factor", self.factor)
-        check_positive("attention_factor", self.attention_factor)
-        for value in self.factors or ():
-            check_positive("factors", value)
+    def check_table(self, table: RotaryTable) -> None:
+        """Refuse one of another number of pairs."""
+        check_count("factors", self.factors, table)
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Divide the table found by the factors."""
-        factors = self.factors if self.factors is not None else (1.0,) * slot.pairs
-        check_length("factors", factors, slot)
-        scaling = self.attention_factor
-        if scaling is None:
-            grown = 1 + math.log(self.factor) / math.log(slot.context) if self.factor > 1 else 1.0
-            scaling = math.sqrt(grown) * slot.attention_scaling
-        if slot.is_geometric:
-            native = longrope_spelling(factors, slot, attention_scaling=scaling)
-            return slot.becomes(
-                frequencies.longrope(slot.rope_theta, factors), spelling=native, attention_scaling=scaling
-            )
-        return slot.becomes(slot.inv_freq / frequencies.table_of(factors), attention_scaling=scaling)
+        if table.is_geometric:
+            return frequencies.longrope(table.rope_theta, self._factors(table))
+        return table.inv_freq / frequencies.table_of(self._factors(table))
+
+    def scaling(self, table: RotaryTable) -> float:
+        """Return ``attention_factor``, or what LongRoPE computes from the factor, times the scaling found."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        grown = 1 + math.log(self.factor) / math.log(table.context) if self.factor > 1 else 1.0
+        return math.sqrt(grown) * table.attention_scaling
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
+        """Type ``longrope``, which divides plain RoPE alone."""
+        if not table.is_geometric:
+            return None
+        return longrope_spelling(self._factors(table), table, attention_scaling=self.scaling(table))
+
+    def _factors(self, table: RotaryTable) -> tuple[float, ...]:
+        return (1.0,) * table.pairs if self.factors is None else self.factors
 
 
-def longrope_spelling(factors: Sequence[float], slot: RotarySlot, *, attention_scaling: float) -> dict[str, Any]:
+def longrope_spelling(factors: Sequence[float], table: RotaryTable, *, attention_scaling: float) -> dict[str, Any]:
     """Return the longrope form that every stock loader rebuilds one fixed table from.
 
     Both lists are equal, so nothing switches; ``original_max_position_embeddings`` equals ``max_position_embeddings``,
@@ -74,12 +76,12 @@ def longrope_spelling(factors: Sequence[float], slot: RotarySlot, *, attention_s
     """
     form = {
         "rope_type": "longrope",
-        "rope_theta": slot.rope_theta,
+        "rope_theta": table.rope_theta,
         "short_factor": list(factors),
         "long_factor": list(factors),
         "factor": 1.0,
         "attention_factor": attention_scaling,
-        "original_max_position_embeddings": slot.max_position_embeddings,
+        "original_max_position_embeddings": table.max_position_embeddings,
     }
     if attention_scaling != 1.0:
         form |= {"short_mscale": attention_scaling, "long_mscale": attention_scaling}

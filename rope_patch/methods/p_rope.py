@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import (
-    Method,
-    check_plain,
-    check_range,
-)
-from rope_patch.tables import RotarySlot
+from rope_patch.methods.base import Method, number
+from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
 class Default(Method, name="default"):
     """The table as found, unchanged: the identity, bit for bit, on every checkpoint."""
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
-        """Return the slot itself."""
-        return slot
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Return the frequencies found."""
+        return table.inv_freq
 
 
 @dataclass(frozen=True)
 class NoPE(Method, name="nope"):
     """No rotation at all: p-RoPE with p = 0.
 
-    *Source*: B24, arXiv:2410.06205; with recalibration afterwards it is DroPE, arXiv:2512.12167.
+    *Source*: Barbero et al., arXiv:2410.06205; with recalibration afterwards it is DroPE, arXiv:2512.12167.
     """
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Still every pair."""
-        return PRope(p=0.0)(slot)
+        return torch.zeros_like(table.inv_freq)
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
+        """As p-RoPE says it."""
+        return PRope(p=0.0).rope_parameters(table)
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,17 @@ class PRope(Method, name="p_rope"):
     p = 0.7 at rotary_dim 128 keeps 44.
     """
 
-    p: float = 0.75
+    p: float = number(0.75, least=0, most=1)
 
-    def check(self) -> None:
-        """``p`` is a fraction."""
-        check_range("p", self.p, 0, 1)
-
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Still pairs from ``int(p * rotary_dim // 2)`` on."""
-        table = slot.inv_freq.clone()
-        table[int(self.p * slot.rotary_dim // 2) :] = 0
-        if torch.equal(table, slot.inv_freq):
-            return slot
-        native = {"rope_type": "proportional", "rope_theta": slot.rope_theta, "partial_rotary_factor": self.p}
-        shaped = "partial_rotary_factor" in slot.other_keys  # by it attention splits its heads, Phi's even at 1
-        spelled = slot.rope_type in ("default", "proportional") and not shaped
-        return slot.becomes(table, spelling=native if spelled else None)
+        return torch.where(_index(table) < int(self.p * table.rotary_dim // 2), table.inv_freq, 0)
+
+    def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
+        """Type ``proportional``, but where the partial factor is the shape of the heads (Phi's, even at 1)."""
+        if table.rope_type not in ("default", "proportional") or "partial_rotary_factor" in table.other_keys:
+            return None
+        return {"rope_type": "proportional", "rope_theta": table.rope_theta, "partial_rotary_factor": self.p}
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,11 @@ class PRopeReversed(Method, name="p_rope_reversed"):
     *Source*: arXiv:2410.06205, table 2 ("0.75-RoPE reversed"). The paper gives no rounding; the floor is our choice.
     """
 
-    p: float = 0.75
+    p: float = number(0.75, least=0, most=1)
 
-    def check(self) -> None:
-        """``p`` is a fraction."""
-        check_range("p", self.p, 0, 1)
-
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Still all but the last ``int(p * rotary_dim // 2)`` pairs."""
-        table = slot.inv_freq.clone()
-        table[: slot.pairs - int(self.p * slot.rotary_dim // 2)] = 0
-        return slot if torch.equal(table, slot.inv_freq) else slot.becomes(table)
+        return torch.where(_index(table) >= table.pairs - int(self.p * table.rotary_dim // 2), table.inv_freq, 0)
 
 
 @dataclass(frozen=True)
@@ -92,19 +83,18 @@ class Partial(Method, name="partial"):
     still features are ``r … d/2`` of each half; GPT-NeoX leaves the last ``d - 2r`` features of the head unrotated.
     """
 
-    p: float = 0.75
+    p: float = number(0.75, least=0, most=1)
     replace_scaling: bool = False
+    recomputes: ClassVar[bool] = True
 
-    def check(self) -> None:
-        """``p`` is a fraction."""
-        check_range("p", self.p, 0, 1)
-
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
+    def inv_freq(self, table: RotaryTable) -> Tensor:
         """Recompute the first pairs over the smaller dimension."""
-        check_plain(slot, self, self.replace_scaling)
-        kept = int(self.p * slot.rotary_dim // 2)
-        table = torch.zeros_like(slot.inv_freq)
+        kept = int(self.p * table.rotary_dim // 2)
+        made = torch.zeros_like(table.inv_freq)
         if kept:
-            table[:kept] = frequencies.geometric(slot.rope_theta, 2 * kept)
-        plain = {"rope_type": "default", "rope_theta": slot.rope_theta}
-        return slot.becomes(table, spelling=plain if kept == slot.pairs else None, attention_scaling=1.0)
+            made[:kept] = frequencies.geometric(table.rope_theta, 2 * kept)
+        return made
+
+
+def _index(table: RotaryTable) -> Tensor:
+    return torch.arange(table.pairs, device=table.inv_freq.device)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from rope_patch import frequencies
-from rope_patch.methods.base import (
-    Method,
-    check_length,
-    check_positive,
-)
-from rope_patch.tables import RotarySlot
+from rope_patch.methods.base import Method, check_count, number
+from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -22,12 +20,12 @@ class Table(Method, name="table"):
     With a ``layer_type`` the tables of others are left alone: so a chain gives each its own.
     """
 
-    values: tuple[float, ...] | None = None
-    attention_scaling: float | None = None
+    values: tuple[float, ...] | None = number(None, least=0, unit="rad/token")
+    attention_scaling: float | None = number(None, above=0)
     layer_type: str | None = None
     extends: ClassVar[bool] = True
 
-    def for_target(self, slot: RotarySlot, target_length: int | None) -> Table:
+    def for_target(self, table: RotaryTable, target_length: int | None) -> Table:
         """Return the method: its values decide how far the table reaches.
 
         Raises:
@@ -39,21 +37,19 @@ class Table(Method, name="table"):
             )
         return self
 
-    def check(self) -> None:
-        """No negative frequency."""
-        for value in self.values or ():
-            if value < 0:
-                raise ValueError(f"frequencies must be >= 0 rad/token, got {value}")
-        check_positive("attention_scaling", self.attention_scaling)
+    def check_table(self, table: RotaryTable) -> None:
+        """Refuse one of another number of pairs."""
+        if self._is_for(table):
+            check_count("values", self.values, table)
 
-    def __call__(self, slot: RotarySlot) -> RotarySlot:
-        """Put the table in."""
-        if self.layer_type is not None and slot.layer_type != self.layer_type:
-            return slot
-        if self.values is None and self.attention_scaling is None:
-            return slot
-        table = slot.inv_freq
-        if self.values is not None:
-            check_length("values", self.values, slot)
-            table = frequencies.table_of(self.values)
-        return slot.becomes(table, attention_scaling=self.attention_scaling)
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Put the values in."""
+        return table.inv_freq if self.values is None or not self._is_for(table) else frequencies.table_of(self.values)
+
+    def scaling(self, table: RotaryTable) -> float:
+        """Return ``attention_scaling``, by default the one found."""
+        given = self.attention_scaling
+        return table.attention_scaling if given is None or not self._is_for(table) else given
+
+    def _is_for(self, table: RotaryTable) -> bool:
+        return self.layer_type in (None, table.layer_type)

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
 from rope_patch.patching.base_tables import is_dynamic
-from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.module import PatchedRotary
 
 SLICE = 256
 """Tokens whose logits exist at one time."""
@@ -233,7 +233,7 @@ def _through_root(model: nn.Module, decoder: nn.Module) -> Callable[..., Any]:
 
 
 def _is_dynamic(model: nn.Module) -> bool:
-    if any(isinstance(module, RotaryTable) for module in model.modules()):
+    if any(isinstance(module, PatchedRotary) for module in model.modules()):
         return False  # ours never is
     config: Any = model.config
     spelled: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}

@@ -21,9 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from rope_patch.modeling.modes import attention_set_to
 from rope_patch.patching.base_tables import call_rotary, is_dynamic, where
 from rope_patch.patching.locate import device_of, find_rotary, stock_tables
-from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.verify import look
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 NAME = "rope_patch_probe"
 PROBE_TOKENS = 8
@@ -74,7 +74,7 @@ class LayerSource:
 
     index: int
     parts: Mapping[str, Part]
-    slot: RotarySlot
+    slot: RotaryTable
     interleaved: bool
     scaling: float
     softcap: float | None
@@ -166,16 +166,16 @@ def refuse_prompts(model: nn.Module) -> None:
         raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
 
 
-def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotarySlot]:
+def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
     """Return the slots of a model with the tables its rotary module holds, rounded by a cast or not."""
     seen = look(model)  # refuses what the patch layer refuses
     for slot in seen.slots:
-        if not isinstance(module, RotaryTable) and is_dynamic(slot.rope_parameters or {}, slot.rope_type):
+        if not isinstance(module, PatchedRotary) and is_dynamic(slot.rope_parameters or {}, slot.rope_type):
             raise ValueError(
                 f"{where(slot)} has a dynamic table (rope_type {slot.rope_type!r}): it changes with the length that is "
                 "read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
             )
-    if isinstance(module, RotaryTable):
+    if isinstance(module, PatchedRotary):
         return {slot.layer_type: slot for slot in seen.slots}
     held = stock_tables(module)
     return {slot.layer_type: slot.becomes(held[slot.layer_type].float().cpu()) for slot in seen.slots}
@@ -291,7 +291,7 @@ def _match(
     model: str,
     index: int,
     call: _Call,
-    slots: Mapping[str | None, RotarySlot],
+    slots: Mapping[str | None, RotaryTable],
     turns: Mapping[str | None, tuple[Tensor, ...]],
     calls: Sequence[_Call],
     before: Sequence[LayerSource],
@@ -317,7 +317,7 @@ def _match(
         for interleaved in (False, True):
 
             def turn(
-                x: Tensor, cos: Tensor = cos, sin: Tensor = sin, slot: RotarySlot = slot, odd: bool = interleaved
+                x: Tensor, cos: Tensor = cos, sin: Tensor = sin, slot: RotaryTable = slot, odd: bool = interleaved
             ) -> Tensor:
                 return _rotate(x, cos, sin, slot.pairs, odd)
 

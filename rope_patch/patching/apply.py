@@ -27,11 +27,11 @@ from rope_patch.patching.base_tables import (
 )
 from rope_patch.patching.encoding import spell
 from rope_patch.patching.locate import PatchError, RotarySite, device_of, find_rotary, other_tables, outside_readers
-from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.probe import check_use
 from rope_patch.patching.record import PatchRecord, TableRecord, key_of, same_tables
 from rope_patch.patching.verify import edits_since, measure
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 logger = hf_logging.get_logger("rope_patch")
 
@@ -73,10 +73,10 @@ class Patch:
     """
 
     method: Method
-    before: Mapping[str | None, RotarySlot]
-    after: Mapping[str | None, RotarySlot]
+    before: Mapping[str | None, RotaryTable]
+    after: Mapping[str | None, RotaryTable]
     record: PatchRecord
-    _module: RotaryTable
+    _module: PatchedRotary
     _state: _State
 
     def restore(self) -> None:
@@ -140,8 +140,8 @@ def apply(
 ) -> Patch:
     """Patch a model's rotary tables in place.
 
-    The module that holds them is swapped for a :class:`RotaryTable`, which no cast or re-initialisation can change, and
-    ``config.rope_parameters`` is rewritten so that ``save_pretrained`` gives a folder plain transformers loads with
+    The module that holds them is swapped for a :class:`PatchedRotary`, which no cast or re-initialisation can change,
+    and ``config.rope_parameters`` is rewritten so that ``save_pretrained`` gives a folder plain transformers loads with
     equal logits. On any error the model is as it was.
 
     Args:
@@ -247,7 +247,7 @@ def _apply(
         for remark in (*remarks, *odd):
             (say or logger.warning)(remark)
         fresh = stock_rotary(type(stock), base_config)
-        module = RotaryTable(after, stock, precision, keep_float32=keeps_float32(fresh, chosen))
+        module = PatchedRotary(after, stock, precision, keep_float32=keeps_float32(fresh, chosen))
         state = _State(site)
         module.train(site.module.training)
         _keep_hook(site.module, module)
@@ -281,7 +281,7 @@ def _source(site: RotarySite, replace: bool, keep_edits: bool, *, quiet: bool) -
     configs = tuple(copy.deepcopy(config) for config in site.configs)
     for config in configs:
         config.__dict__.pop("rope_patch", None)
-    stock = site.module.stock if isinstance(site.module, RotaryTable) else site.module
+    stock = site.module.stock if isinstance(site.module, PatchedRotary) else site.module
     module = stock_rotary(type(stock), configs[0])
     return RotarySite(site.model, site.path, module, configs), []
 
@@ -289,7 +289,7 @@ def _source(site: RotarySite, replace: bool, keep_edits: bool, *, quiet: bool) -
 def _refuse_a_second_patch(site: RotarySite) -> None:
     record, name = site.record, type(site.model).__name__
     if record is None:
-        if isinstance(site.module, RotaryTable):
+        if isinstance(site.module, PatchedRotary):
             raise PatchError(f"{name} is patched, but its config has lost the record: load the model again")
         return
     said = f"{name} is already patched with {record.to_method()}"
@@ -298,7 +298,7 @@ def _refuse_a_second_patch(site: RotarySite) -> None:
             f"{said}, and its config was changed since ({'; '.join(edits)}). replace=True (--replace) drops that "
             "and starts from the table before the patch; with keep_edits=True (--keep-edits), from the config as it is"
         )
-    tells = not isinstance(site.module, RotaryTable) and not any(b.is_meta for b in site.module.buffers())
+    tells = not isinstance(site.module, PatchedRotary) and not any(b.is_meta for b in site.module.buffers())
     if tells and measure(site.module, record.tables, device_of(site.model)):
         raise PatchError(
             f"the config of this {name} says it is patched with {record.to_method()}, but it does not use that table. "
@@ -334,7 +334,7 @@ def for_target(
     return _for_target(wanted, [slots[kind] for kind in _choose(slots, layer_types)], target_length)
 
 
-def _for_target(method: Method, slots: Sequence[RotarySlot], target_length: int | None) -> Method:
+def _for_target(method: Method, slots: Sequence[RotaryTable], target_length: int | None) -> Method:
     """Return the method with its factor filled in or checked, the same on every table that is patched."""
     made = {str(method.for_target(slot, target_length)): method.for_target(slot, target_length) for slot in slots}
     if len(made) > 1:
@@ -379,7 +379,7 @@ def _choose(slots: Slots, layer_types: Sequence[str] | None) -> tuple[str | None
 
 def _follow_device(module: nn.Module, model: nn.Module) -> None:
     """Bring a stock module that was set aside to where the model now is, without touching its dtype."""
-    if not isinstance(module, RotaryTable) and not any(b.is_meta for b in module.buffers()):
+    if not isinstance(module, PatchedRotary) and not any(b.is_meta for b in module.buffers()):
         module.to(device=device_of(model))
 
 
@@ -404,7 +404,7 @@ def restore(model: nn.Module) -> None:
         if record is None:
             raise PatchError(f"{type(site.model).__name__} carries no patch record: nothing to restore")
         check_base(site)
-        if record.edited and not isinstance(site.module, RotaryTable):
+        if record.edited and not isinstance(site.module, PatchedRotary):
             raise PatchError("the base table was edited by hand before the patch; its config alone cannot restore it")
         stock, _ = base_of(site)
         _follow_device(stock, site.model)

@@ -24,11 +24,11 @@ from rope_patch.patching.locate import (
     RotarySite,
     stock_tables,
 )
-from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import TableRecord, key_of, same_tables
-from rope_patch.tables import RotarySlot, other_keys
+from rope_patch.tables import RotaryTable, other_keys
 
-Slots = dict[str | None, RotarySlot]
+Slots = dict[str | None, RotaryTable]
 
 
 READ_GLOBAL = "allow_global_per_layer_attribute_access"
@@ -43,13 +43,13 @@ CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_posit
 
 def base_of(site: RotarySite) -> tuple[nn.Module, PreTrainedConfig]:
     """Return the site's stock module and config as they are, or were before the patch."""
-    module = site.module.stock if isinstance(site.module, RotaryTable) else site.module
+    module = site.module.stock if isinstance(site.module, PatchedRotary) else site.module
     record = site.record
     if record is None:
         return module, site.config
     with blamed_on("the rope_patch record was altered: transformers cannot build the table of its base_config"):
         config = config_with(site.config, record.base_config)
-        return (module if isinstance(site.module, RotaryTable) else stock_rotary(type(module), config)), config
+        return (module if isinstance(site.module, PatchedRotary) else stock_rotary(type(module), config)), config
 
 
 def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
@@ -148,7 +148,7 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
     frozen_any = False
     for kind, table in tables.items():
         spelled = spelled_for(config, kind)
-        slot = RotarySlot(
+        slot = RotaryTable(
             inv_freq=frequencies.settle(table),
             attention_scaling=scaling_of(stock, kind),
             rope_theta=float(spelled["rope_theta"]),
@@ -249,7 +249,7 @@ def is_dynamic(spelled: Mapping[str, Any], rope_type: str | None = None) -> bool
     return "dynamic" in rope_type or (rope_type == "longrope" and spelled["short_factor"] != spelled["long_factor"])
 
 
-def _freeze(slot: RotarySlot, config: PreTrainedConfig, length: int) -> RotarySlot:
+def _freeze(slot: RotaryTable, config: PreTrainedConfig, length: int) -> RotaryTable:
     """The table a dynamic type uses at ``length`` tokens."""
     if length < 1:
         raise ValueError(f"freeze_at must be >= 1 token, got {length}")
@@ -271,7 +271,7 @@ def _freeze(slot: RotarySlot, config: PreTrainedConfig, length: int) -> RotarySl
     return replace(frozen, rope_theta=slot.rope_theta)  # a method that starts anew starts there
 
 
-def _as_found(slot: RotarySlot, buffer: Tensor, scaling: float) -> tuple[RotarySlot, list[str]]:
+def _as_found(slot: RotaryTable, buffer: Tensor, scaling: float) -> tuple[RotaryTable, list[str]]:
     """Reconcile what the config describes with what the buffer holds."""
     if buffer.is_meta:
         return slot, []
@@ -291,6 +291,6 @@ def _as_found(slot: RotarySlot, buffer: Tensor, scaling: float) -> tuple[RotaryS
     return replace(slot, rope_type="custom", rope_parameters=None), [remark]
 
 
-def where(slot: RotarySlot) -> str:
+def where(slot: RotaryTable) -> str:
     """Name a slot in a message."""
     return slot.path if slot.layer_type is None else f"{slot.path} [{slot.layer_type}]"

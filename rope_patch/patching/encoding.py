@@ -28,7 +28,7 @@ from rope_patch.patching.base_tables import (
     stock_rotary,
 )
 from rope_patch.patching.locate import RotarySite, stock_tables
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 
 def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[Slots, dict[str, Any]]:
@@ -85,7 +85,7 @@ def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[S
     return final, settings
 
 
-def _spellings(slot: RotarySlot) -> Iterator[RotarySlot]:
+def _spellings(slot: RotaryTable) -> Iterator[RotaryTable]:
     if slot.rope_parameters is not None:
         yield slot
         if slot.other_keys:  # a partial factor the family ignores must not be read by the native type
@@ -101,7 +101,7 @@ def _spellings(slot: RotarySlot) -> Iterator[RotarySlot]:
         yield replace(slot, inv_freq=table, rope_type="longrope", rope_parameters={**own, **form})
 
 
-def _same_table(stock: nn.Module, slot: RotarySlot) -> bool:
+def _same_table(stock: nn.Module, slot: RotaryTable) -> bool:
     built = stock_tables(stock)[slot.layer_type]
     return (
         built.shape == slot.inv_freq.shape

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import PatchRecord
 
 
@@ -80,7 +80,7 @@ def find_rotary(model: nn.Module) -> RotarySite:
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"expected a transformers model, got {type(base).__name__}")
     decoder = _decoder_of(base)
-    found = [module for module in decoder.modules() if isinstance(module, RotaryTable) or stock_tables(module)]
+    found = [module for module in decoder.modules() if isinstance(module, PatchedRotary) or stock_tables(module)]
     if not found:
         raise ValueError(
             f"found no rotary table in {type(base).__name__}: rope_patch needs a module with an 'inv_freq' buffer"
@@ -141,9 +141,9 @@ def outside_readers(site: RotarySite) -> list[str]:
     there, a table cannot be respelled without changing more than the table. The partial factor is a shape, which no
     spelling changes.
     """
-    rotary = type(site.module.stock if isinstance(site.module, RotaryTable) else site.module)
+    rotary = type(site.module.stock if isinstance(site.module, PatchedRotary) else site.module)
     inside = set(site.decoder.modules())
-    classes = {type(module) for module in inside} - {rotary, RotaryTable}
+    classes = {type(module) for module in inside} - {rotary, PatchedRotary}
     names = {cls.__name__ for cls in classes if _reads_rope_parameters(cls)}  # type: ignore[arg-type]
     for module in set(site.model.modules()) - inside:
         if any(getattr(module, "config", None) is config for config in site.configs) and (

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 
-class RotaryTable(nn.Module):
+class PatchedRotary(nn.Module):
     """The rotary embedding that is swapped in: stock arithmetic over tables nothing can change.
 
     A stock ``inv_freq`` is a buffer, and casts, ``to_empty``, sharding and re-initialisation corrupt it in silence.
@@ -28,7 +28,7 @@ class RotaryTable(nn.Module):
 
     def __init__(
         self,
-        slots: Mapping[str | None, RotarySlot],
+        slots: Mapping[str | None, RotaryTable],
         stock: nn.Module,
         precision: str = "float32",
         *,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.patching.locate import RotarySite
-from rope_patch.patching.module import RotaryTable
-from rope_patch.tables import RotarySlot
+from rope_patch.patching.module import PatchedRotary
+from rope_patch.tables import RotaryTable
 
 TOKENS = 8
 
@@ -25,7 +25,7 @@ _found: dict[Any, str | None] = {}
 """What was found of a class under a config: nothing else has a say in it."""
 
 
-def check_use(site: RotarySite, tables: Mapping[str | None, RotarySlot], chosen: Sequence[str | None]) -> None:
+def check_use(site: RotarySite, tables: Mapping[str | None, RotaryTable], chosen: Sequence[str | None]) -> None:
     """Raise unless the layers of a model use its rotary tables, and ours in their place.
 
     The model's own code runs on a copy of its decoder that is built from the config on the meta device, without
@@ -53,7 +53,7 @@ def check_use(site: RotarySite, tables: Mapping[str | None, RotarySlot], chosen:
             raise ValueError(f"{type(site.model).__name__} {reason}. Nothing was changed")
 
 
-def _reason(site: RotarySite, tables: Mapping[str | None, RotarySlot], kind: str | None) -> str | None:
+def _reason(site: RotarySite, tables: Mapping[str | None, RotaryTable], kind: str | None) -> str | None:
     """Say why a table cannot be patched; None where it can, or where the copy does not tell."""
     decoder = _without_weights(site.decoder)
     path = next(name for name, module in site.decoder.named_modules() if module is site.module)
@@ -64,7 +64,7 @@ def _reason(site: RotarySite, tables: Mapping[str | None, RotarySlot], kind: str
     if used is False:
         what = "its rotary embedding" if kind is None else f"its table for {kind}"
         return f"does not use {what}: no layer turns queries or keys with it, and a patch would change nothing"
-    ours = RotaryTable(tables, stock)
+    ours = PatchedRotary(tables, stock)
     for args, kwargs, shapes in calls:
         axes = next((tensor.ndim for tensor in _tensors((args[1:], kwargs))), 2)
         try:

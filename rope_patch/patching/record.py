@@ -12,7 +12,7 @@ import torch
 from rope_patch import __version__
 from rope_patch.frequencies import fingerprint, table_of
 from rope_patch.methods import Method, from_dict
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 SCHEMA = 1
 
@@ -26,7 +26,7 @@ class TableRecord:
     hash: str
 
     @classmethod
-    def of(cls, slot: RotarySlot) -> TableRecord:
+    def of(cls, slot: RotaryTable) -> TableRecord:
         """Record a slot's table."""
         return cls(tuple(slot.inv_freq.tolist()), float(slot.attention_scaling), slot.fingerprint)
 

@@ -23,9 +23,9 @@ from rope_patch.patching.base_tables import (
 )
 from rope_patch.patching.encoding import spell
 from rope_patch.patching.locate import PatchError, RotarySite, device_of, find_rotary, holds_adapters_twice
-from rope_patch.patching.module import RotaryTable
+from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import PatchRecord, TableRecord, key_of
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Inspection:
     """What :func:`inspect` found: the tables in use, the record if any, and remarks on what is odd."""
 
     model_class: str
-    slots: tuple[RotarySlot, ...]
+    slots: tuple[RotaryTable, ...]
     record: PatchRecord | None
     remarks: tuple[str, ...]
 
@@ -63,7 +63,7 @@ def inspect(model: nn.Module) -> Inspection:
 def look(model: nn.Module) -> Inspection:
     """Return what :func:`inspect` prints."""
     site = find_rotary(model)
-    if isinstance(site.module, RotaryTable):
+    if isinstance(site.module, PatchedRotary):
         ours = tuple(site.module.slots.values())
         remarks = [*_scaling_remarks(ours), *(["patched, but its config has lost the record"] * (site.record is None))]
         return Inspection(type(site.model).__name__, ours, site.record, tuple(remarks))
@@ -77,7 +77,7 @@ def look(model: nn.Module) -> Inspection:
     return Inspection(type(site.model).__name__, found, record, tuple(remarks))
 
 
-def _scaling_remarks(slots: Sequence[RotarySlot]) -> Iterator[str]:
+def _scaling_remarks(slots: Sequence[RotaryTable]) -> Iterator[str]:
     for slot in slots:
         if slot.attention_scaling != 1.0:
             yield (
@@ -86,7 +86,7 @@ def _scaling_remarks(slots: Sequence[RotarySlot]) -> Iterator[str]:
             )
 
 
-def _cast_remarks(slots: Sequence[RotarySlot], dtype: torch.dtype | None) -> Iterator[str]:
+def _cast_remarks(slots: Sequence[RotaryTable], dtype: torch.dtype | None) -> Iterator[str]:
     """What casting would do to a stock table; ours does not mind."""
     if dtype not in (torch.bfloat16, torch.float16):
         return
@@ -138,7 +138,7 @@ def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
         problems += _differences(own.base_tables, {key_of(k): TableRecord.of(s) for k, s in base.items()}, "base table")
         problems += _differences(own.tables, {key_of(k): TableRecord.of(s) for k, s in redone.items()}, "method")
         length = own.target_length or int(own.base_config["max_position_embeddings"])
-        module_class = type(site.module.stock if isinstance(site.module, RotaryTable) else site.module)
+        module_class = type(site.module.stock if isinstance(site.module, PatchedRotary) else site.module)
         said = stock_rotary(module_class, config_with(site.config, settings_of(site.config)))
         problems += [f"config: {p}" for p in measure(said, own.tables, torch.device("cpu"))]
         if site.config.max_position_embeddings != length:

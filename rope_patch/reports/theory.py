@@ -19,7 +19,7 @@ from rope_patch.methods import as_method
 from rope_patch.plots import base as plots
 from rope_patch.plots import theory as plots_theory
 from rope_patch.reports.comparison import Picture, picture, render
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 from rope_patch.theory.papers import BOS, KEY, QUERY, in_pair
 from rope_patch.theory.tables import MASS, Study, cells, numbers, text
 
@@ -184,7 +184,7 @@ def _head(study: Study) -> Picture | None:
 
 def _content() -> Picture:
     table = geometric(1e4, 256)
-    cut = as_method("p_rope:p=0.75")(RotarySlot(table, 1.0, 1e4, "default", 8192)).inv_freq
+    cut = as_method("p_rope:p=0.75")(RotaryTable(table, 1.0, 1e4, "default", 8192)).inv_freq
     places = _spread(16385)
     keys = {"the token's key": KEY, "BOS": BOS}
     panels = {

@@ -26,7 +26,7 @@ from rope_patch.frequencies import (
     wavelength,
 )
 from rope_patch.methods import MethodLike, as_method
-from rope_patch.tables import RotarySlot
+from rope_patch.tables import RotaryTable
 from rope_patch.theory.papers import Entry, papers
 
 SCHEMA = 1
@@ -138,7 +138,7 @@ def study(
         if value < 2:
             raise ValueError(f"{name} must be at least 2 tokens, got {value}")
     before = geometric(rope_theta, head_dim)
-    slot = RotarySlot(before, 1.0, rope_theta, "default", trained_length)
+    slot = RotaryTable(before, 1.0, rope_theta, "default", trained_length)
     patch = as_method(method).for_target(slot, max(length, trained_length) if as_method(method).needs_target else None)
     made = patch(slot)
     return Study(
