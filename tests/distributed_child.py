@@ -26,7 +26,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import rope_patch
-from rope_patch import checkpoints
+from rope_patch.checkpoints import adapters
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.modeling import loss as loss_module
@@ -106,12 +106,12 @@ def train(folder, steps, resume=False):
         seed=3,
     )
     trainer, written = LongTrainer(tuned(), arguments, rows(), COLLATOR), []
-    stock = checkpoints.write_atomically
-    checkpoints.write_atomically = lambda path, content: (written.append(str(path)), stock(path, content))
+    stock = adapters.write_atomically
+    adapters.write_atomically = lambda path, content: (written.append(str(path)), stock(path, content))
     try:
         trainer.train(resume_from_checkpoint=resume)
     finally:
-        checkpoints.write_atomically = stock
+        adapters.write_atomically = stock
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     adapter = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return {

@@ -217,8 +217,8 @@ def test_layer_types_long_names_and_joined_tasks():
 
 def test_twins_stay_two():
     names = ["x" * 200, "x" * 100, "y"]
-    assert len(set(report._short(names))) == 3
-    assert max(map(len, report._short(names))) < 90
+    assert len(set(report.short_names(names))) == 3
+    assert max(map(len, report.short_names(names))) < 90
 
 
 def test_cells_land_where_they_belong():

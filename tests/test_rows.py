@@ -28,23 +28,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Mixt
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.documents import TokenDocument, encode
-from rope_patch.evaluation.prompts import (
-    NEEDLES,
-    Haystack,
-    Prompt,
-    PromptMaker,
-    WeightedDocument,
-    conversation,
-    mix,
-    pack,
-    prompt_row,
-)
+from rope_patch.evaluation.prompts import NEEDLES, Haystack, Prompt, PromptMaker
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.modeling.loss import IGNORED
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.planning.shapes import Shape
 from rope_patch.training import sources
 from rope_patch.training.collators import Collator, PackedCollator
+from rope_patch.training.data import WeightedDocument, conversation, mix, pack, prompt_row
 from rope_patch.training.judging import SEED, Judge
 from rope_patch.training.models import beside_lora, load_model, pattern, prepare, resolve, target_names
 from rope_patch.training.options import DataOptions, EvaluationOptions, ModelOptions, read

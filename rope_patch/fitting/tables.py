@@ -47,8 +47,8 @@ class TrainableTable(nn.Module):
 
     It stands in for a :class:`~rope_patch.PatchedRotary` while a table is fitted, and computes what that computes.
     Still pairs stay still. The logarithm of a pair that makes many turns within the trained context counts in units of
-    its angle there: a percent more of a fast frequency is many radians far away, and steps of one size for all pairs would
-    shake the fast ones. A cast would round the parameters, and raises.
+    its angle there: a percent more of a fast frequency is many radians far away, and steps of one size for all pairs
+    would shake the fast ones. A cast would round the parameters, and raises.
 
     Args:
         module: what it stands in for.
