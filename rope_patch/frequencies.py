@@ -111,7 +111,7 @@ def wavelength(inv_freq: Table) -> Table:
 def turns(inv_freq: Table, context: int) -> Table:
     """Return the full turns each pair makes within ``context`` tokens: ``context * inv_freq / 2 pi``.
 
-    >>> round(turns(torch.tensor([1e-4]), 128000).item(), 2)  # B24: the slowest pair of Llama-like bases
+    >>> round(turns(torch.tensor([1e-4]), 128000).item(), 2)  # Barbero et al.: the slowest pair of Llama-like bases
     2.04
     """
     return context * settle(inv_freq) / (2 * math.pi)

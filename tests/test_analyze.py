@@ -275,7 +275,7 @@ def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     induction = [place for place, names in habits.items() if "induction" in names]
     assert len(previous) >= 2 and len(induction) >= 4
     assert min(previous)[0] < min(induction)[0]
-    # The previous token through pair 0, an angle of about 1 rad (J25, sec. 4), where keys point one way.
+    # The previous token through pair 0, an angle of about 1 rad (Jonasson, sec. 4), where keys point one way.
     longest = [pair for pair in made.outliers("key") if pair.pair == 0 and (pair.layer, pair.head) in previous]
     assert longest and all(abs(pair.phi - 1) < 0.3 and pair.deviation < 0.3 for pair in longest)
     base, cheap, dear = made.trials

@@ -53,9 +53,9 @@ def test_geometric_by_hand() -> None:
     # 10000 ** (-2i/8) = 10 ** -i; 16 ** (-2i/4) = 4 ** -i
     torch.testing.assert_close(geometric(1e4, 8), torch.tensor([1, 0.1, 0.01, 0.001]))
     assert geometric(16.0, 4).tolist() == [1, 0.25]
-    # B24 prints 500000 ** (-40/64) as 0.0001; it is 10 ** (-5.699 * 0.625) = 10 ** -3.562 = 2.74e-4
+    # Barbero et al. print 500000 ** (-40/64) as 0.0001; it is 10 ** (-5.699 * 0.625) = 10 ** -3.562 = 2.74e-4
     assert geometric(5e5, 128)[40].item() == pytest.approx(2.74e-4, rel=1e-3)
-    # X23: at d = 128 a base 50 times larger slows pair 1 by 50 ** (2/128) = 1.063, "only 6 %"
+    # Xiong et al.: at d = 128 a base 50 times larger slows pair 1 by 50 ** (2/128) = 1.063, "only 6 %"
     assert (geometric(1e4, 128)[1] / geometric(5e5, 128)[1]).item() == pytest.approx(1.063, abs=5e-4)
 
 
@@ -103,10 +103,10 @@ def test_wavelength_is_the_period_in_tokens() -> None:
 
 
 def test_turns_against_the_numbers_of_the_paper() -> None:
-    # B24: 128000 * 1e-4 / 2 pi = 2.04 turns of the slowest conceivable pair
+    # Barbero et al.: 128000 * 1e-4 / 2 pi = 2.04 turns of the slowest conceivable pair
     assert frequencies.turns(torch.tensor([1e-4]), 128000).item() == pytest.approx(2.0372, abs=1e-4)
-    # B24: g_119 (counted from 1) of Gemma 7B, head_dim 256, is 10000 ** (-2*118/256) = 10 ** -3.6875 = 2.05e-4, and
-    # 8000 tokens turn it by 1.64 rad
+    # Barbero et al.: g_119 (counted from 1) of Gemma 7B, head_dim 256, is 10000 ** (-2*118/256)
+    # = 10 ** -3.6875 = 2.05e-4, and 8000 tokens turn it by 1.64 rad
     table = geometric(1e4, 256)
     assert table[118].item() == pytest.approx(2.05e-4, rel=2e-3)
     assert 2 * math.pi * frequencies.turns(table, 8000)[118].item() == pytest.approx(1.64, abs=5e-3)
@@ -347,7 +347,7 @@ def si_limit(alpha: float, base: float) -> float:
     return float(sici(alpha)[0] - sici(alpha / base)[0]) / math.log(base)
 
 
-# X23, theorem 1: name, options, (alpha, b) and the limit; and the table at d = 128 with its mean
+# Xiong et al., theorem 1: name, options, (alpha, b) and the limit; and the table at d = 128 with its mean
 GRANULARITIES = {
     "rope": ({}, (1.0, 1e4), 0.10271, geometric(1e4, 128), 0.10938),
     "pi": ({"factor": 4.0}, (0.25, 1e4), 0.02705, geometric(1e4, 128) / 4, 0.02902),
@@ -461,7 +461,7 @@ def test_x_has_two_features_per_pair() -> None:
 
 # --- rotary offset features ------------------------------------------------------------------------------------------
 
-# J25: context, rotary_dim, layers * heads, features, share under the bound, first such pair, mean lower bound
+# Jonasson: context, rotary_dim, layers * heads, features, share under the bound, first such pair, mean lower bound
 JONASSON = {
     "phi-1": (2048, 32, 24 * 32, 12288, 0.31, 11, 3.93),
     "llama-2-7b": (4096, 128, 32 * 32, 65536, 0.28, 46, 4.19),
@@ -483,7 +483,8 @@ def test_offset_bounds_against_the_table_of_the_paper(
 
 
 def test_offset_bounds_by_hand() -> None:
-    # Phi-1, L = 2048: f_10 = 10 ** -2.5 gives 6.476 rad (J25 prints 6.38), just above 2 pi; f_11 = 10 ** -2.75, 3.642.
+    # Phi-1, L = 2048: f_10 = 10 ** -2.5 gives 6.476 rad (Jonasson prints 6.38), just above 2 pi; f_11 = 10 ** -2.75,
+    # 3.642.
     # Angle bounds pi + L f / 2: 3.1416 + 3.238 = 6.380, beyond 2 pi so that no angle can exceed it, and 4.963.
     table = geometric(1e4, 32)
     assert (2048 * table[10:12]).tolist() == pytest.approx([6.476, 3.642], abs=1e-3)

@@ -526,7 +526,7 @@ def test_a_golden_layer_is_recovered_head_by_head_and_pair_by_pair(order, layer,
     assert not any(one.habits(head) for one in got.layers if one.index != layer for head in range(4))
     positional = [(layer, at["diagonal"], ("diagonal",)), (layer, at["previous"], ("previous token",))]
     assert got.positional() == sorted(positional)
-    # B24's tables: at its own distance a positional head's logit is its bound.
+    # Barbero et al.'s tables: at its own distance a positional head's logit is its bound.
     assert found.cosine[at["diagonal"], 0] == pytest.approx(1) == found.cosine[at["previous"], 1]
     assert max(found.cosine[at["diagonal"], 1], found.cosine[at["previous"], 0]) < 0.99
 
@@ -664,7 +664,7 @@ def test_habits_by_hand():
 
 
 def test_a_head_that_looks_back_after_one_token_alone():
-    """B24's apostrophe head: token 7 draws the query right behind it, and the first token all others."""
+    """Barbero et al.'s apostrophe head: token 7 draws the query right behind it, and the first token all others."""
     made = golden([])
     attention = made.model.model.layers[1].self_attn
     rows = torch.randint(8, 96, (2, 100), generator=torch.Generator().manual_seed(5))

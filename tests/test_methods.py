@@ -337,7 +337,8 @@ def test_abf_by_hand() -> None:
     # base 1e8: 10 ** (-2i); ten thousand times the base found is the same
     check_table(ABF(rope_theta=1e8)(slot()), [1, 1e-2, 1e-4, 1e-6])
     check_table(ABF(factor=1e4)(slot()), [1, 1e-2, 1e-4, 1e-6])
-    assert ABF(factor=50)(slot()).rope_theta == ABF()(slot()).rope_theta == 500000  # X23: beta = 50, 10k to 500k
+    # Xiong et al.: beta = 50, 10k to 500k
+    assert ABF(factor=50)(slot()).rope_theta == ABF()(slot()).rope_theta == 500000
 
 
 def test_pi_by_hand() -> None:

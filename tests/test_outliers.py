@@ -266,7 +266,7 @@ def test_feature_maps(monkeypatch):
 
 
 def test_decomposition_by_hand():
-    # J25: with one pair turning 1 rad/token, an angle of 1 rad selects the previous token.
+    # Jonasson: with one pair turning 1 rad/token, an angle of 1 rad selects the previous token.
     q, k = torch.tensor([[[1.0, 0.0]]]).double(), torch.tensor([[[math.cos(1), math.sin(1)]]]).double() * 2
     got = contributions(q, k, torch.ones(1), torch.arange(4))
     assert got[0, 0].tolist() == pytest.approx([2 * math.cos(1 - p) for p in range(4)])

@@ -85,7 +85,7 @@ def test_all_ones_decays_as_the_cosine_integral_does():
         expected = (mpmath.ci(r) - mpmath.ci(r / 1e4)) / mpmath.log(1e4)
         found = theory.activation(table, torch.tensor([r])).item() / 8000
         assert found == pytest.approx(float(expected), abs=2e-3)
-    # and so B24's premise for one constant vector: down by more than half within 100 tokens
+    # and so Barbero et al.'s premise for one constant vector: down by more than half within 100 tokens
     assert theory.activation(PLAIN, torch.tensor([100])).item() < 0.5 * 128
 
 
@@ -289,7 +289,7 @@ def heads() -> dict[str, tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
     table, psi = geometric(1e4, DIM), normal(DIM, seed=4)
     scale = 30.0
     return {
-        "W25": (1, theory.wendler_head(table, 40.0)),
+        "Wendler": (1, theory.wendler_head(table, 40.0)),
         "thm 5.3, previous": (1, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 1))),
         "thm 5.3, diagonal": (0, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 0))),
         "thm 5.3, five back": (5, tuple(scale**0.5 * x for x in theory.positional_head(table, psi, 5))),
@@ -423,7 +423,7 @@ def test_separation_by_hand():
 
 
 def test_consecutive_images_are_the_nearest_until_beta_is_large():
-    # X23's own tables, and up to a million tokens
+    # Xiong et al.'s own tables, and up to a million tokens
     for table in (PLAIN, geometric(5e5, 128), PLAIN / 4):
         assert theory.separation(table, 16384).apart == 1
     assert theory.separation(geometric(5e5, 128), 10**6).apart == 1
@@ -466,7 +466,7 @@ def test_interpolation_by_hand():
     # PI's last new image stands at (4 * 512 - 1) / 4 = 511.75, 0.75 tokens from the last old one
     found = theory.farthest_image(PLAIN, PLAIN / 4, old_length=512, new_length=2048)
     assert found == pytest.approx((theory.image_distance(PLAIN, torch.tensor([0.75])).item(), 2047, 511), abs=1e-6)
-    # d as X23 prints it, the smallest over both positions: the images at 0 coincide
+    # d as Xiong et al. print it, the smallest over both positions: the images at 0 coincide
     distances, nearest = theory.nearest_old(PLAIN, PLAIN / 4, old_length=9, new_positions=torch.tensor([0]))
     assert (distances.item(), nearest.item()) == (0, 0)
 
@@ -490,7 +490,7 @@ def test_helix():
     torch.testing.assert_close(points, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-# --- theorem 1 of X23 ------------------------------------------------------------------------------------------------
+# --- theorem 1 of Xiong et al. ----------------------------------------------------------------------------------------
 
 
 def test_the_sine_between_neighbours_and_its_bounds():

@@ -85,7 +85,7 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path, method):
     words = "".join(page.text)
     assert method in words
     cells = [content.strip() for _, content in page.row("ABF 50: mean sine of consecutive images, d → ∞")]
-    assert cells[1:5] == ["X23 thm 1", "0.0721", "0.076", "+5.4 %"]
+    assert cells[1:5] == ["Xiong et al. thm 1", "0.0721", "0.076", "+5.4 %"]
 
 
 def test_the_page_is_the_same_for_the_same_study_and_escapes():

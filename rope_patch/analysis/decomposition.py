@@ -1,6 +1,6 @@
 """What the mean query and the mean key of a head say about distance, pair by pair.
 
-*Source*: Jonasson, arXiv:2503.01832 (J25), eq. 13 and 14: the logit of the mean query at distance ``p`` behind it of
+*Source*: Jonasson, arXiv:2503.01832, eq. 13 and 14: the logit of the mean query at distance ``p`` behind it of
 the mean key is ``D(p) = sum_i d_i(p)`` with ``d_i(p) = ||q_i|| ||k_i|| cos(phi_i - inv_freq_i p)``. The paper prints
 ``+``, which contradicts its own eq. 16, its remark that pair 0 at an angle of 1 selects the previous token, and
 definition 3.1; ``-`` is what rotation gives for a query at ``m`` and a key at ``m - p``, and what is used here.
@@ -38,7 +38,7 @@ def phi(query: Tensor, key: Tensor) -> Tensor:
 
 
 def contributions(query: Tensor, key: Tensor, inv_freq: Tensor, distances: Tensor) -> Tensor:
-    """Return ``d_i(p)`` (J25 eq. 13): (..., pairs, distances), unscaled.
+    """Return ``d_i(p)`` (Jonasson eq. 13): (..., pairs, distances), unscaled.
 
     Args:
         query: (..., pairs, 2) mean queries.
@@ -81,12 +81,12 @@ class Decomposition:
 
     @property
     def total(self) -> Tensor:
-        """``D(p)`` (J25 eq. 14, figures 5 and 10): (heads, distances), of the rotary pairs alone and unscaled."""
+        """``D(p)`` (Jonasson eq. 14, figures 5 and 10): (heads, distances), of the rotary pairs alone and unscaled."""
         return self.pairs.sum(1)
 
     @property
     def leave_one_out(self) -> Tensor:
-        """``D(p) - d_i(p)`` (J25 figure 6): (heads, pairs, distances)."""
+        """``D(p) - d_i(p)`` (Jonasson figure 6): (heads, pairs, distances)."""
         return self.total[:, None] - self.pairs
 
     @property
@@ -96,7 +96,7 @@ class Decomposition:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def pattern(self, queries: Sequence[int]) -> Tensor:
-        """Return the attention of mean queries to mean keys at all positions (J25 figure 10).
+        """Return the attention of mean queries to mean keys at all positions (Jonasson figure 10).
 
         Args:
             queries: positions of the queries [tokens].
@@ -165,7 +165,7 @@ def turn(pairs: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:
 
 
 def trajectory(layer: LayerCapture, positions: Tensor) -> Tensor:
-    """Return the path of the mean query through each pair's plane as it moves over the context (J25 figure 7).
+    """Return the path of the mean query through each pair's plane as it moves over the context (Jonasson figure 7).
 
     Sink keys are drawn beside it: ``rotate`` the ``key_pairs`` of :class:`~rope_patch.analysis.outliers.Sinks` to
     their positions. Attention scaling is left out. How the mean itself moves over a text, before rotation, is the

@@ -4,7 +4,7 @@ A pass of its own, since no fused kernel returns its weights. The model attends 
 computes weights a block of queries at a time, reduces them, and goes on with the same weights: the pass costs one
 forward with unfused attention, and memory for one block, never ``(heads, tokens, tokens)``.
 
-*Source*: Barbero et al., arXiv:2410.06205 (B24), sec. 4 and 5 and tables 3-5, for diagonal, previous-token and
+*Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5 and tables 3-5, for diagonal, previous-token and
 "apostrophe" heads and for the Cauchy-Schwarz bound; Gu et al., arXiv:2410.10781, for sinks; Olsson et al.,
 arXiv:2209.11895, for induction (their prefix matching).
 """
@@ -114,7 +114,8 @@ class LayerHeads:
 
         ``"diagonal"``, ``"previous token"``, ``"2 back"`` …, ``"first token"``, ``"sink"`` (sinks together, where the
         first token alone is not enough), ``"induction"`` (on the text, less what chance puts there, or on repeated
-        tokens), ``"after a token"`` (the previous token, but only after certain ones: B24's apostrophe heads).
+        tokens), ``"after a token"`` (the previous token, but only after certain ones: Barbero et al.'s apostrophe
+        heads).
 
         Args:
             head: query head.

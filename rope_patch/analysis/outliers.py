@@ -1,6 +1,6 @@
-"""Rotary outliers and offset features: bounds on frequency and angle, recall, and the data of J25's figures.
+"""Rotary outliers and offset features: bounds on frequency and angle, recall, and the data of Jonasson's figures.
 
-*Source*: Jonasson, *Rotary Outliers and Rotary Offset Features in Large Language Models*, arXiv:2503.01832 (J25). By
+*Source*: Jonasson, *Rotary Outliers and Rotary Offset Features in Large Language Models*, arXiv:2503.01832. By
 its definition 3.1 a pair is an offset feature when the mean query's logit with the mean key in it is smaller at every
 distance ``0 < p <= L`` than at 0. That takes a pair that completes no turn in ``L`` (eq. 15) and an angle between key
 and query beyond ``π + L inv_freq / 2`` (eq. 16).
@@ -26,10 +26,10 @@ from rope_patch.analysis.decomposition import mean_pairs, phi
 from rope_patch.modeling.statistics import Capture
 
 THRESHOLDS = (6.0, 9.0, 12.0)
-"""Radii above which J25's table 2 calls a pair an outlier."""
+"""Radii above which Jonasson's table 2 calls a pair an outlier."""
 
 RELAXED = 0.1
-"""By how much J25 relaxes the angle bound [rad]."""
+"""By how much Jonasson relaxes the angle bound [rad]."""
 
 RATIO = 5.0
 """Times the median radius that make an outlier where no threshold is given."""
@@ -40,7 +40,7 @@ RATIO = 5.0
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """What J25 allows an offset feature of a table.
+    """What Jonasson allows an offset feature of a table.
 
     Attributes:
         context: distances considered [tokens].
@@ -93,9 +93,9 @@ def bounds(inv_freq: Tensor, context: int) -> Bounds:
 
 @dataclass(frozen=True, eq=False)
 class Scatter:
-    """Every pair of every query head, one entry each: the data of J25's figures 2, 8 and 11 and of its table 2.
+    """Every pair of every query head, one entry each: the data of Jonasson's figures 2, 8 and 11 and of its table 2.
 
-    Key heads are repeated for the query heads they serve, as J25 counts them.
+    Key heads are repeated for the query heads they serve, as Jonasson counts them.
 
     Attributes:
         layer: (entries,) index.
@@ -175,7 +175,7 @@ def scatter(capture: Capture, *, context: int | None = None, layers: Sequence[in
 
 @dataclass(frozen=True)
 class RecallRow:
-    """A row of J25's table 2.
+    """A row of Jonasson's table 2.
 
     Attributes:
         states: ``"key"`` or ``"query"``.
@@ -202,7 +202,7 @@ class RecallRow:
 
 @dataclass(frozen=True)
 class Recall:
-    """J25's table 2 for one model and text."""
+    """Jonasson's table 2 for one model and text."""
 
     model: str
     tokens: int
@@ -234,7 +234,7 @@ def recall(
     context: int | None = None,
     layers: Sequence[int] | None = None,
 ) -> Recall:
-    """Return how many of the pairs of large radius lie inside the bounds (J25, table 2), for keys and queries.
+    """Return how many of the pairs of large radius lie inside the bounds (Jonasson, table 2), for keys and queries.
 
     Args:
         capture: what was measured.
@@ -323,7 +323,7 @@ def outlier_pairs(
 ) -> tuple[OutlierPair, ...]:
     """Return the pairs whose radius is many times the median, the longest first.
 
-    J25's thresholds are radii of the models it measured; the median makes one rule for models of any scale.
+    Jonasson's thresholds are radii of the models it measured; the median makes one rule for models of any scale.
 
     Args:
         capture: what was measured.
@@ -373,7 +373,7 @@ def outlier_pairs(
 
 @dataclass(frozen=True, eq=False)
 class FeatureMaps:
-    """Largest and mean absolute value of each feature by layer: the data of J25's figures 1 and 9.
+    """Largest and mean absolute value of each feature by layer: the data of Jonasson's figures 1 and 9.
 
     Attributes:
         layers: indices of the rows.

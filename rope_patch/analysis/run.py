@@ -301,7 +301,7 @@ def findings(analysis: Analysis) -> list[str]:
         below = sum(kinds.values()) + sum(pair.kind == "still" for pair in pairs)
         made.append(
             f"{len(pairs)} of {count} mean {states} pairs are outliers, up to {pairs[0].ratio:.0f} times the median of "
-            f"the layers read (layer {pairs[0].layer}, head {pairs[0].head}, pair {pairs[0].pair}); under J25's "
+            f"the layers read (layer {pairs[0].layer}, head {pairs[0].head}, pair {pairs[0].pair}); under Jonasson's "
             f"frequency bound lie {below}, {kinds['offset feature']} of them beyond its angle bound as well."
         )
     made.append(analysis.advice.reason)

@@ -64,7 +64,7 @@ def sinks(
     """Find the tokens whose keys attract a head from every distance: a second pass, through the means of the first.
 
     A sink draws attention wherever the query stands. So each key's logit with the mean query is averaged over all
-    distances within the layer's context; J25 finds the keys of sinks aligned with the mean query in the offset
+    distances within the layer's context; Jonasson finds the keys of sinks aligned with the mean query in the offset
     features. The measure is ours: it takes the mean query for all queries, and knows of a token its key alone, not the
     position. It needs memory for ``top`` keys per head.
 

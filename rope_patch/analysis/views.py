@@ -1,6 +1,6 @@
 """One head under the glass: its attention, the norms of its pairs token by token, and what each adds to a logit.
 
-*Source*: Barbero et al., arXiv:2410.06205 (B24), figures 5-7 and 14-18 and sec. E.1.
+*Source*: Barbero et al., arXiv:2410.06205, figures 5-7 and 14-18 and sec. E.1.
 """
 
 from __future__ import annotations

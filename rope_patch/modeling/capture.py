@@ -4,7 +4,7 @@ Hooks stand where :mod:`rope_patch.modeling.sources` has found the states; the m
 its decoder alone, so that no logits exist. Each state is reduced where it appears, a slice of tokens at a time. What
 is kept does not grow with the text.
 
-The numbers are those of Jonasson (J25, arXiv:2503.01832) and of Barbero et al. (B24, arXiv:2410.06205, sec. 4): mean
+The numbers are those of Jonasson (arXiv:2503.01832) and of Barbero et al. (arXiv:2410.06205, sec. 4): mean
 vector, mean and largest norm, circular mean and deviation of each rotary pair, and the tokens of largest norm.
 """
 

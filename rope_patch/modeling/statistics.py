@@ -138,7 +138,7 @@ class LayerCapture:
 
     @property
     def key_by_query_head(self) -> Statistics:
-        """Statistics of the keys with each key head repeated for the query heads it serves, as J25 counts them."""
+        """Statistics of the keys with each key head repeated for the query heads it serves, as Jonasson counts them."""
         return self.key.repeated(self.groups)
 
     def head(self, head: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Figures of where heads attend and which pairs they use: arrays in, matplotlib Figure out. Needs matplotlib.
 
-Heat maps over pairs name a few pairs by their wavelength, and draw the frequency bound of Jonasson, arXiv:2503.01832
-(J25), as a line between pairs: those on its far side make no full turn within the context.
+Heat maps over pairs name a few pairs by their wavelength, and draw the frequency bound of Jonasson, arXiv:2503.01832,
+as a line between pairs: those on its far side make no full turn within the context.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Figures of rotary outliers, mean logits and values of p: arrays in, matplotlib Figure out. Needs matplotlib.
 
-*Source*: Jonasson, arXiv:2503.01832 (J25), figures 2, 5-8, 10 and 11.
+*Source*: Jonasson, arXiv:2503.01832, figures 2, 5-8, 10 and 11.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DOTS = 160
 
 
 def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> Figure:
-    """Draw the radius of every pair against its turns and its angle, with both bounds (J25, figures 8 and 11).
+    """Draw the radius of every pair against its turns and its angle, with both bounds (Jonasson, figures 8 and 11).
 
     The angle bound is another one for each pair: a third column shows angles less their own bound.
 
@@ -79,7 +79,7 @@ def radius_angle(points: Scatter, cuts: Mapping[str, float], *, title: str) -> F
 
 
 def deviation(points: Scatter, *, title: str) -> Figure:
-    """Draw the circular standard deviation of every pair against its radius (J25, figure 2)."""
+    """Draw the circular standard deviation of every pair against its radius (Jonasson, figure 2)."""
     figure = Figure(figsize=(10, 3.3), layout="constrained", dpi=DOTS)
     left, right = figure.subplots(1, 2, sharey=True)
     kinds = _Kinds(points)
@@ -108,7 +108,7 @@ def mean_logits(
     inv_freq: Tensor,
     title: str,
 ) -> Figure:
-    """Draw what the mean query and key of a head say about distance (J25, figures 5 to 7 and 10).
+    """Draw what the mean query and key of a head say about distance (Jonasson, figures 5 to 7 and 10).
 
     Args:
         distances: (distances,) [tokens].

@@ -109,8 +109,8 @@ def _heads(analysis: Analysis) -> Section:
     blocks: list[Block] = [
         "A head has a habit when at least half of its attention follows it; for induction that on random tokens that "
         "come twice counts too, and for looking back after certain tokens what three of them draw. Diagonal and "
-        "previous-token heads need position, and B24 finds that they use the fastest pairs for it; induction looks for "
-        "content; a head at rest on a sink does next to nothing for the query at hand.",
+        "previous-token heads need position, and Barbero et al. find that they use the fastest pairs for it; "
+        "induction looks for content; a head at rest on a sink does next to nothing for the query at hand.",
         pictures.habits(analysis),
     ]
     blocks += tables.habit_tables(analysis) or ["No head has a habit."]
@@ -131,10 +131,10 @@ def _views(analysis: Analysis) -> Section:
         (start, [word(analysis, token) for token in ids[start : start + LINE]]) for start in range(0, len(ids), LINE)
     ]
     blocks: list[Block] = [
-        "B24, figures 5 to 7 and 14 to 18: one head at a time on the first row of the text. In a positional head look "
-        "for long fast pairs, the same at every token, and for a bar that favours one distance; in a head that looks "
-        "for content, for slow pairs that are long at some tokens only. In the maps of norms a horizontal band is a "
-        "pair that is long at every token, a vertical line a token that is long in many pairs. "
+        "Barbero et al., figures 5 to 7 and 14 to 18: one head at a time on the first row of the text. In a "
+        "positional head look for long fast pairs, the same at every token, and for a bar that favours one distance; "
+        "in a head that looks for content, for slow pairs that are long at some tokens only. In the maps of norms a "
+        "horizontal band is a pair that is long at every token, a vertical line a token that is long in many pairs. "
         f"{pictures.LINE}",
         *(pictures.view(analysis, view) for view in analysis.views),
         Tokens(f"The text of these figures, {len(ids)} tokens", lines),
@@ -145,8 +145,8 @@ def _views(analysis: Analysis) -> Section:
 def _usage(analysis: Analysis) -> Section:
     blocks: list[Block] = [
         "The norms of a query’s and a key’s pair bound what it can add to their logit (Cauchy–Schwarz), so long pairs "
-        "are the ones that a model uses. B24 finds most length at the slow end, where rotation changes little, and "
-        "long fast pairs in few heads: the positional ones.",
+        "are the ones that a model uses. Barbero et al. find most length at the slow end, where rotation changes "
+        "little, and long fast pairs in few heads: the positional ones.",
         pictures.norms(analysis),
         pictures.head_norms(analysis),
     ]
@@ -157,10 +157,10 @@ def _usage(analysis: Analysis) -> Section:
 
 def _outliers(analysis: Analysis) -> Section:
     blocks: list[Block] = [
-        "A pair whose mean query and key are long adds to the logit by distance alone, whatever the tokens. J25 says "
-        "where such outliers arise: in pairs that make no full turn within the context L (frequency f below 2π/L), at "
-        "angles beyond π + L f / 2 from mean query to mean key. There the pair’s logit is smaller at every distance "
-        "than at 0.",
+        "A pair whose mean query and key are long adds to the logit by distance alone, whatever the tokens. Jonasson "
+        "says where such outliers arise: in pairs that make no full turn within the context L (frequency f below "
+        "2π/L), at angles beyond π + L f / 2 from mean query to mean key. There the pair’s logit is smaller at every "
+        "distance than at 0.",
         *pictures.outlier_scatter(analysis),
         pictures.features(analysis),
         tables.recall_table(analysis),
@@ -174,13 +174,13 @@ def _means(analysis: Analysis) -> Section:
     chosen = pictures.clearest(analysis.heads)
     told = "the clearest positional heads" if found else "the nearest to a positional head, since there is none"
     blocks: list[Block] = [
-        "J25, figures 5 to 7 and 10: the logit of the mean query with the mean key is, over distance, a sum of waves, "
-        f"one per pair. Shown of {told}. Where that sum alone would make the habit, the habit is one of position, not "
-        "of content, and rests on the pairs without which the sum loses its shape. Beyond "
-        f"{NEAR} tokens, where waves cannot be told apart, dashes are means and grey is the range of the sum. Below: "
-        "dots are the mean query as its position grows, in the planes of the longest pairs; squares are the keys that "
-        "it prefers, each at its own position. Queries and keys are drawn relative to their longest: a key on the "
-        "side of the dots adds to its logit.",
+        "Jonasson, figures 5 to 7 and 10: the logit of the mean query with the mean key is, over distance, a sum of "
+        f"waves, one per pair. Shown of {told}. Where that sum alone would make the habit, the habit is one of "
+        f"position, not of content, and rests on the pairs without which the sum loses its shape. Beyond {NEAR} "
+        "tokens, where waves cannot be told apart, dashes are means and grey is the range of the sum. Below: dots are "
+        "the mean query as its position grows, in the planes of the longest pairs; squares are the keys that it "
+        "prefers, each at its own position. Queries and keys are drawn relative to their longest: a key on the side "
+        "of the dots adds to its logit.",
         *(pictures.mean_logit(analysis, layer, head) for layer, head in chosen),
     ]
     return Section("means", "What the mean query says about distance", blocks)
@@ -188,9 +188,9 @@ def _means(analysis: Analysis) -> Section:
 
 def _sinks(analysis: Analysis) -> Section:
     blocks: list[Block] = [
-        "A sink draws attention from wherever the query stands. J25 finds its key aligned with the mean query in the "
-        "offset features. This score knows keys alone and takes the mean query for all queries; the last column says "
-        "whether attention in fact goes there.",
+        "A sink draws attention from wherever the query stands. Jonasson finds its key aligned with the mean query in "
+        "the offset features. This score knows keys alone and takes the mean query for all queries; the last column "
+        "says whether attention in fact goes there.",
         tables.preferred_table(analysis),
     ]
     return Section("sinks", "Tokens that the mean query prefers", blocks)
@@ -198,8 +198,8 @@ def _sinks(analysis: Analysis) -> Section:
 
 def _trials(analysis: Analysis) -> Section:
     blocks: list[Block] = [
-        "p-RoPE lets the fastest share p of the pairs turn and stops the slow ones (B24, section 6). Stopped pairs "
-        "serve content, at any distance; what is lost is what their slow turning told of distance.",
+        "p-RoPE lets the fastest share p of the pairs turn and stops the slow ones (Barbero et al., section 6). "
+        "Stopped pairs serve content, at any distance; what is lost is what their slow turning told of distance.",
         analysis.advice.reason,
     ]
     if any(trial.change is not None for trial in analysis.trials):

@@ -24,7 +24,9 @@ from rope_patch.reports.analysis_words import Kind, kinds, relative, spans_of, s
 from rope_patch.reports.comparison import Picture, number_text, picture
 
 ROLES = {"query": "queries", "key": "keys", "value": "values"}
-LINE = "The line marked 2π/L is J25’s frequency bound: pairs on its slow side make no full turn within the context."
+LINE = (
+    "The line marked 2π/L is Jonasson’s frequency bound: pairs on its slow side make no full turn within the context."
+)
 PATTERN = 128
 """Positions of the attention of mean queries to mean keys [tokens]."""
 WHOLE, SPARSE = 512, 700
@@ -130,10 +132,10 @@ def norms(analysis: Analysis) -> Picture:
     return picture(
         figure,
         f"Heat maps of mean norm over layers and pairs, for queries, keys and values. Largest: {'; '.join(told)}.",
-        "B24, figures 3, 4, 10 and 13: mean over tokens and heads. A bright column is a frequency that the model uses. "
-        "Values do not rotate: what their map shows is no effect of rotation. One scale of colour for each of queries, "
-        "keys and values; an arrow on it says that larger values have its last colour. "
-        f"Largest: {'; '.join(told)}. {LINE}",
+        "Barbero et al., figures 3, 4, 10 and 13: mean over tokens and heads. A bright column is a frequency that the "
+        "model uses. Values do not rotate: what their map shows is no effect of rotation. One scale of colour for "
+        "each of queries, keys and values; an arrow on it says that larger values have its last colour. Largest: "
+        f"{'; '.join(told)}. {LINE}",
     )
 
 
@@ -180,8 +182,8 @@ def group_norms(analysis: Analysis) -> Picture:
     return picture(
         figure,
         f"Lines of mean norm over pairs, one per domain: {', '.join(names)}.",
-        "B24, figure 19: means over tokens, heads and layers. Lines that lie on each other say that frequencies are "
-        f"used alike whatever the text. They differ most for {most[1]}. {LINE}",
+        "Barbero et al., figure 19: means over tokens, heads and layers. Lines that lie on each other say that "
+        f"frequencies are used alike whatever the text. They differ most for {most[1]}. {LINE}",
     )  # fmt: skip
 
 
@@ -212,7 +214,7 @@ def features(analysis: Analysis) -> Picture:
     return picture(
         figure,
         "Heat maps of largest and mean absolute value of queries and keys over layers and features.",
-        f"J25, figures 1 and 9: over tokens and heads, before rotation. Features {layout} form pair i. Outlier "
+        f"Jonasson, figures 1 and 9: over tokens and heads, before rotation. Features {layout} form pair i. Outlier "
         "features are bright columns of the mean that run through several layers; a feature bright in the largest "
         f"value alone is large at few tokens. {LINE}",
     )
@@ -234,18 +236,18 @@ def outlier_scatter(analysis: Analysis) -> list[Picture]:
     first = picture(
         plots_outliers.radius_angle(points, cuts, title="Length of every pair’s mean, and the two bounds"),
         f"Points of length against turns, angle, and angle less its bound, for keys and queries: {said}.",
-        "J25, figures 8 and 11: a point is a pair of one query head. Left: pairs left of the dashed line make no full "
-        "turn within the context; only they can be offset features. Middle: the angle from mean query to mean key. "
-        "Right: the same less π + L f / 2, which is another bound for each pair: right of the dashed line a pair adds "
-        f"less at every distance than at 0. Dotted: {RATIO:g} times the median length. Counted, {said}.",
+        "Jonasson, figures 8 and 11: a point is a pair of one query head. Left: pairs left of the dashed line make no "
+        "full turn within the context; only they can be offset features. Middle: the angle from mean query to mean "
+        "key. Right: the same less π + L f / 2, which is another bound for each pair: right of the dashed line a pair "
+        f"adds less at every distance than at 0. Dotted: {RATIO:g} times the median length. Counted, {said}.",
     )
     lost = int((~torch.isfinite(points.key_deviation)).sum() + (~torch.isfinite(points.query_deviation)).sum())
     missing = f" {lost} points whose directions cancel out are not drawn." if lost else ""
     second = picture(
         plots_outliers.deviation(points, title="How much directions differ, and the length of the mean"),
         "Points of circular standard deviation against length of the mean, for keys and queries.",
-        "J25, figure 2. 0 is one direction for all tokens, from about 2 on there is none. A mean is long only where "
-        f"tokens agree: long pairs carry a constant, not content.{missing}",
+        "Jonasson, figure 2. 0 is one direction for all tokens, from about 2 on there is none. A mean is long only "
+        f"where tokens agree: long pairs carry a constant, not content.{missing}",
     )
     return [first, second]
 

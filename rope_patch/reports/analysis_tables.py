@@ -98,7 +98,7 @@ def _habit_row(layer: LayerHeads, head: int, habits: Sequence[str]) -> list[Cell
 
 
 def bound_table(analysis: Analysis) -> Table | None:
-    """Return logits of positional heads beside their Cauchy-Schwarz bound (B24, tables 3 to 5)."""
+    """Return logits of positional heads beside their Cauchy-Schwarz bound (Barbero et al., tables 3 to 5)."""
     rows = []
     for index, head, habits in analysis.heads.positional():
         layer = analysis.heads.layer(index)
@@ -114,7 +114,7 @@ def bound_table(analysis: Analysis) -> Table | None:
         "How near positional heads come to their bound",
         "Mean logit of a query with its own key and with the previous one; the most it could be, ‖q‖‖k‖ times the "
         "scaling (Cauchy–Schwarz); and the mean of their ratio, a cosine: 1 where query and key lie alike in every "
-        f"pair (B24, tables 3 to 5). Bold: the habit.{more}",
+        f"pair (Barbero et al., tables 3 to 5). Bold: the habit.{more}",
         ("Head", "Habits", "Own: logit", "bound", "cosine", "Previous: logit", "bound", "cosine"),
         rows[:HEADS],
     )
@@ -136,16 +136,17 @@ def trigger_table(analysis: Analysis) -> Table | str:
     if rows:
         return Table(
             "Heads that look back after certain tokens",
-            "B24’s apostrophe heads: the query right after such a token attends to it, while the head puts little on "
-            "the previous token otherwise. Mean: its weight on the previous token over all queries. Then the tokens, "
-            "the mean weight of each when it is the previous one, and how often it is: a few occurrences prove little.",
+            "Barbero et al.’s apostrophe heads: the query right after such a token attends to it, while the head puts "
+            "little on the previous token otherwise. Mean: its weight on the previous token over all queries. Then "
+            "the tokens, the mean weight of each when it is the previous one, and how often it is: a few occurrences "
+            "prove little.",
             ("Head", "Mean", "After the tokens"),
             rows[:HEADS],
         )
     best = max(all_heads(analysis), key=lambda at: float(at[0].trigger_mass[at[1], 0] - at[0].offset_mass[at[1], 1]))
     layer, head = best
     token, mass = int(layer.trigger_token[head, 0]), float(layer.trigger_mass[head, 0])
-    told = "No head looks back after certain tokens only (B24’s apostrophe heads)."
+    told = "No head looks back after certain tokens only (Barbero et al.’s apostrophe heads)."
     if token < 0:
         return f"{told} No token occurs often enough to tell."
     overall = number_text(float(layer.offset_mass[head, 1]))
@@ -198,7 +199,7 @@ def sink_table(analysis: Analysis) -> Table | str:
 
 
 def recall_table(analysis: Analysis) -> Table:
-    """Return J25's table 2."""
+    """Return Jonasson's table 2."""
     rows = []
     for row in recall(analysis.capture, quantiles=(0.99,)).rows:
         shares = [_percent(share) for share in (row.frequency, row.angle, row.relaxed)]
@@ -209,8 +210,9 @@ def recall_table(analysis: Analysis) -> Table:
         ])  # fmt: skip
     return Table(
         "Outliers inside the bounds",
-        "J25, table 2: pairs whose mean is longer than a threshold, and the share of them below the frequency bound, "
-        "beyond the angle bound, and beyond it less 0.1 rad. Thresholds are J25’s, and the .99 quantile of this model.",
+        "Jonasson, table 2: pairs whose mean is longer than a threshold, and the share of them below the frequency "
+        "bound, beyond the angle bound, and beyond it less 0.1 rad. Thresholds are Jonasson’s, and the .99 quantile "
+        "of this model.",
         ("States", "Length over", "Outliers", "Still", "Frequency", "Angle", "Relaxed"),
         rows,
     )

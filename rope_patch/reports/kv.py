@@ -269,7 +269,7 @@ def _prediction(check: KVCheck) -> Section:
     ]
     words = (
         "Can statistics of the keys tell, without quantizing, which pairs will be wrong? A pair’s mean key has a "
-        "length, its queries a mean norm: their product bounds what an offset can add to a logit. J25’s frequency "
+        "length, its queries a mean norm: their product bounds what an offset can add to a logit. Jonasson’s frequency "
         "bound needs the table alone: pairs with a wavelength beyond the context."
     )
     caption = (

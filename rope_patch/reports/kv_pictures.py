@@ -128,7 +128,7 @@ def by_wavelength(check: KVCheck) -> Picture | str:
         f"Lines of logit error over wavelength. The pair with the largest: {'; '.join(told)}.",
         "What the rounding of each pair of the keys adds to a logit, root mean square over heads, layers and queries; "
         "the fastest pair is leftmost, pairs that stand still are at the right edge. Right of the line marked 2π/L, "
-        "J25’s frequency bound, pairs make no full turn within the context. Where long pairs stretch the scale of "
+        "Jonasson’s frequency bound, pairs make no full turn within the context. Where long pairs stretch the scale of "
         f"others, the error is in all pairs alike, and the cause is told below. {COLORS}",
     )
 
@@ -164,8 +164,8 @@ def radii(check: KVCheck) -> Picture:
         f"Heat maps of the length of mean keys, layers by pairs. Longest: {'; '.join(told)}.",
         "A pair that is long on average is an offset: it takes room on the scale of all that share it, and centring "
         "takes it away. Keys before rotation, from the text of the check; an arrow on the colours says that larger "
-        "values have the last one. The line marked 2π/L is J25’s frequency bound: pairs on its slow side make no full "
-        f"turn within the context. Longest: {'; '.join(told)}.",
+        "values have the last one. The line marked 2π/L is Jonasson’s frequency bound: pairs on its slow side make no "
+        f"full turn within the context. Longest: {'; '.join(told)}.",
     )
 
 

@@ -87,7 +87,7 @@ def _wavelengths(study: Study) -> Picture:
         figure,
         "Wavelength of each pair, the plain table in grey and the one in use in colour, on a logarithmic scale.",
         "Grey: plain RoPE. The dotted line is the trained length: a pair above it makes no full turn within it, and is "
-        "under J25's frequency bound. Triangles at the top are pairs that stand still.",
+        "under Jonasson's frequency bound. Triangles at the top are pairs that stand still.",
     )
 
 
@@ -115,9 +115,10 @@ def _decay(study: Study, tables: dict[str, Tensor]) -> Picture:
         figure,
         "Activation against distance in four panels: it falls for all-ones vectors and jumps or waves about zero for "
         "independent Gaussian ones.",
-        "B24 figures 2, 8 and 9. Only a query and key that are alike have anything to decay from. Independent Gaussian "
-        "ones average 0 at every distance (proposition 3.2), whether fresh everywhere or one pair repeated. Under "
-        "RandPos distance is counted in the sequence, and the curve is the exact mean over the positions drawn.",
+        "Barbero et al. figures 2, 8 and 9. Only a query and key that are alike have anything to decay from. "
+        "Independent Gaussian ones average 0 at every distance (proposition 3.2), whether fresh everywhere or one "
+        "pair repeated. Under RandPos distance is counted in the sequence, and the curve is the exact mean over the "
+        "positions drawn.",
     )
 
 
@@ -131,8 +132,8 @@ def _distances(study: Study, tables: dict[str, Tensor]) -> Picture:
     return picture(
         figure,
         f"Distance of two images against that of their positions. The closest two of each table: {said}.",
-        "Dotted: the distance of consecutive images. X23 takes it for the smallest; where a curve dips below its own "
-        f"dotted line, it is not. The closest two within {study.length} tokens: {said}.",
+        "Dotted: the distance of consecutive images. Xiong et al. take it for the smallest; where a curve dips below "
+        f"its own dotted line, it is not. The closest two within {study.length} tokens: {said}.",
     )
 
 
@@ -149,13 +150,13 @@ def _nearest(study: Study, tables: dict[str, Tensor]) -> Picture:
     return picture(
         figure,
         f"Distance of the image at each position from the nearest one seen in training. The largest: {ends}.",
-        "X23's d, read from the new images to the old. 0 is an image seen in training; of two unrelated unit vectors "
-        "the distance is 1.41.",
+        "Xiong et al.'s d, read from the new images to the old. 0 is an image seen in training; of two unrelated unit "
+        "vectors the distance is 1.41.",
     )
 
 
 def _head(study: Study) -> Picture | None:
-    """W25's head at three temperatures; none where no factor is enough."""
+    """Wendler's head at three temperatures; none where no factor is enough."""
     query, key = theory.wendler_head(study.after)
     try:
         needed = theory.sharpness_for(study.after, query, key, mass=MASS, length=study.length)
@@ -176,9 +177,9 @@ def _head(study: Study) -> Picture | None:
     return picture(
         figure,
         f"Attention on the previous token against position. A factor of {text(needed)} keeps it at {MASS} or above.",
-        f"W25's head and B24's theorem 5.3 under {study.method}: with alpha {text(needed)} or more every query of "
-        f"{study.length} tokens puts {MASS} on the token before it; a model, which divides by sqrt(head_dim), needs "
-        "that much more. Without rotation equal tokens share attention evenly (proposition 5.2).",
+        f"Wendler's head and Barbero et al.'s theorem 5.3 under {study.method}: with alpha {text(needed)} or more "
+        f"every query of {study.length} tokens puts {MASS} on the token before it; a model, which divides by "
+        "sqrt(head_dim), needs that much more. Without rotation equal tokens share attention evenly (proposition 5.2).",
     )
 
 
@@ -199,8 +200,8 @@ def _content() -> Picture:
         figure,
         "Activations of two keys against distance. Under RoPE both turn over within 13000 tokens, under p-RoPE they "
         "are flat.",
-        "B24 section E.1 and theorem 6.1, with the paper's vectors; the query comes after the key. Dotted: 8000 "
-        f"tokens, where neither has changed sign yet. BOS stays ahead wherever the two stand in contexts of up to "
+        "Barbero et al. section E.1 and theorem 6.1, with the paper's vectors; the query comes after the key. Dotted: "
+        "8000 tokens, where neither has changed sign yet. BOS stays ahead wherever the two stand in contexts of up to "
         f"{held} tokens, and in none beyond. Where the pair stands still, it always does.",
     )
 
@@ -219,6 +220,6 @@ def _helices() -> Picture:
         figure,
         "Three helices: extrapolation leaves the curve of training, interpolation crowds onto it, an adjusted base "
         "winds more tightly beside it.",
-        "X23 figure 8, a sketch with one fast and one slow pair. Interpolation stays on the curve and loses distance "
-        "between neighbours; an adjusted base keeps neighbours apart and moves the windings closer together.",
+        "Xiong et al. figure 8, a sketch with one fast and one slow pair. Interpolation stays on the curve and loses "
+        "distance between neighbours; an adjusted base keeps neighbours apart and moves the windings closer together.",
     )

@@ -3,9 +3,10 @@
 Numbers and tensors in, numbers and float64 tensors out; torch only. Everything is exact where it can be, and linear in
 the number of positions unless it says otherwise, so a million positions take seconds.
 
-*Sources*: B24, Barbero et al., arXiv:2410.06205 · X23, Xiong et al., arXiv:2309.16039, appendix B · W25, Wendler,
-*Notes on rotary positional embeddings*, 2025 · Ruoss et al., arXiv:2305.16843. X23's theorem 1 (``granularity``, its
-limits and bounds) and J25's bounds (``offset_angle_bound``) are in :mod:`rope_patch.frequencies`.
+*Sources*: Barbero et al., arXiv:2410.06205 · Xiong et al., arXiv:2309.16039, appendix B · Wendler,
+*Notes on rotary positional embeddings*, 2025 · Ruoss et al., arXiv:2305.16843. Xiong et al.'s theorem 1
+(``granularity``, its limits and bounds) and Jonasson's bounds (``offset_angle_bound``) are in
+:mod:`rope_patch.frequencies`.
 
 Conventions are :mod:`rope_patch.frequencies`'s. A *distance* is the query's position minus the key's, >= 0 in a causal
 model, and an *activation* is ``query^T R^-distance key``: the logit before it is divided by ``sqrt(head_dim)``.

@@ -46,7 +46,7 @@ def positional_head(inv_freq: Table, psi: Features, offset: int) -> tuple[Featur
     previous-token head. Scaled by a large enough factor the head attends there with any mass below 1
     (:func:`sharpness_for`); the peak is the only one if :func:`peak_is_unique`.
 
-    *Source*: B24 proposition 3.1 and theorem 5.3.
+    *Source*: Barbero et al. proposition 3.1 and theorem 5.3.
 
     Args:
         inv_freq: (pairs,) [rad/token].
@@ -61,13 +61,13 @@ def positional_head(inv_freq: Table, psi: Features, offset: int) -> tuple[Featur
 
 
 def wendler_head(inv_freq: Table, alpha: float = 1.0) -> tuple[Features, Features]:
-    """Return W25's previous-token head: ``key = (1…1, 0…0)`` and ``query = alpha R^-1 key``.
+    """Return Wendler's previous-token head: ``key = (1…1, 0…0)`` and ``query = alpha R^-1 key``.
 
     Its activation for a query at ``m`` and a key at ``n`` is ``alpha sum_l cos((m - 1 - n) inv_freq_l)``, with its peak
-    ``alpha pairs`` (W25's ``alpha d / 2``) at ``n = m - 1``; ``alpha`` is the inverse temperature. As weights the two
-    need a feature of the hidden state that is the same for every token, or biases.
+    ``alpha pairs`` (Wendler's ``alpha d / 2``) at ``n = m - 1``; ``alpha`` is the inverse temperature. As weights the
+    two need a feature of the hidden state that is the same for every token, or biases.
 
-    *Source*: W25, ``W_q = alpha R^-1 W_k``. W25 writes the key ``(1, 0, 1, 0, …)`` in the interleaved layout.
+    *Source*: Wendler, ``W_q = alpha R^-1 W_k``. Wendler writes the key ``(1, 0, 1, 0, …)`` in the interleaved layout.
 
     >>> table = torch.tensor([1.0, 0.1])
     >>> activation_curve(table, 3, *wendler_head(table, 10.0)).round(decimals=3).tolist()
@@ -83,7 +83,7 @@ def peak_is_unique(inv_freq: Table, psi: Features) -> bool:
 
     One such pair is enough: a float is a rational number and pi is not, so no whole number of steps is a whole turn.
 
-    *Source*: B24 lemma A.1, here for any psi and any table.
+    *Source*: Barbero et al. lemma A.1, here for any psi and any table.
 
     >>> peak_is_unique(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0, 1.0]))  # psi only where nothing turns
     False
@@ -98,9 +98,9 @@ def head_mass(
 
     All tokens have the same key, as in :func:`positional_head` and :func:`wendler_head`; attention is causal. Without
     rotation the coefficient at position ``m`` is ``1 / (m + 1)`` whatever the vectors, and in any NoPE head two equal
-    tokens share what they get, so neither has more than 1/2 (B24 proposition 5.2).
+    tokens share what they get, so neither has more than 1/2 (Barbero et al. proposition 5.2).
 
-    *Source*: B24 theorem 5.3. Linear in ``length``.
+    *Source*: Barbero et al. theorem 5.3. Linear in ``length``.
 
     Args:
         inv_freq: (pairs,) [rad/token].
@@ -133,7 +133,7 @@ def sharpness_for(
     Theorem 5.3 says that it exists; this is its value. At most ``ln(mass (length - 1) / (1 - mass))`` over the lead of
     the peak, and far less when only a few neighbours come close.
 
-    *Source*: B24 theorem 5.3, W25 (its temperature is the inverse); the value is ours.
+    *Source*: Barbero et al. theorem 5.3, Wendler (its temperature is the inverse); the value is ours.
 
     Args:
         inv_freq: (pairs,) [rad/token].
@@ -178,7 +178,7 @@ def necessary_lead(mass: float) -> float:
 
     Positive above 1/2: there, only the largest logit can have it.
 
-    *Source*: B24 lemma A.3, made quantitative.
+    *Source*: Barbero et al. lemma A.3, made quantitative.
 
     >>> necessary_lead(0.5), round(necessary_lead(0.99), 3)
     (0.0, 4.595)
@@ -198,7 +198,8 @@ def worst_lead(
     cannot: once it has made half a turn the target can stand where its activation is <= 0 and the rival where its own
     is >= 0. Still pairs keep the lead they have at distance 0: p-RoPE's escape.
 
-    *Source*: B24 theorem 6.1 (one pair, and any number of pairs here). Linear in ``length``, all contexts at once.
+    *Source*: Barbero et al. theorem 6.1 (one pair, and any number of pairs here). Linear in ``length``, all contexts
+    at once.
 
     Args:
         inv_freq: (pairs,) [rad/token].
@@ -229,7 +230,8 @@ def robust_length(
 ) -> int:
     """Return the longest context up to ``length`` in which the target can keep a coefficient of ``mass`` everywhere.
 
-    *Source*: B24 theorem 6.1. 1 if two tokens are too many already; ``length`` if the lead never falls that low.
+    *Source*: Barbero et al. theorem 6.1. 1 if two tokens are too many already; ``length`` if the lead never falls
+    that low.
 
     >>> head = torch.tensor([9.0, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0])
     >>> [robust_length(torch.tensor([f]), *head, mass=0.9, length=10**5) for f in (1e-2, 1e-3, 0.0)]

@@ -1,6 +1,6 @@
 """How an activation depends on distance: all-ones, Gaussian and random-position queries and keys.
 
-*Source*: B24, arXiv:2410.06205, proposition 3.2 and figures 2, 8, 9: an activation decays with distance when
+*Source*: Barbero et al., arXiv:2410.06205, proposition 3.2 and figures 2, 8, 9: an activation decays with distance when
 query and key are one constant vector, and does not when they are independent.
 """
 
@@ -26,9 +26,9 @@ def activation(
     """Return the activation ``query^T R^-distance key`` at each distance.
 
     Pair by pair it is ``|query| |key| cos(angle(key) - angle(query) - inv_freq distance)``. For the all-ones query and
-    key, which stand for None, it is ``2 sum cos(inv_freq distance)``: B24's figure 2 on the left.
+    key, which stand for None, it is ``2 sum cos(inv_freq distance)``: Barbero et al.'s figure 2 on the left.
 
-    *Source*: B24, figure 2; not divided by ``sqrt(head_dim)``.
+    *Source*: Barbero et al., figure 2; not divided by ``sqrt(head_dim)``.
 
     Args:
         inv_freq: (pairs,) [rad/token].
@@ -87,7 +87,7 @@ def gaussian_moments(inv_freq: Table, distances: Distances, *, shared: bool = Fa
     decay from) and the variance ``2 pairs``. One vector as both: the mean is the all-ones curve, the variance
     ``4 sum cos(inv_freq distance)^2``, since the squared norm of a pair is chi-squared with two degrees of freedom.
 
-    *Source*: B24 proposition 3.2 for the mean; the variances are ours.
+    *Source*: Barbero et al. proposition 3.2 for the mean; the variances are ours.
 
     Args:
         inv_freq: (pairs,) [rad/token].
@@ -112,7 +112,7 @@ def gaussian_activation(
     """Return sampled activations of independent standard normal queries and keys.
 
     With a fresh pair of vectors at every distance the values jump about zero; with one pair repeated along the sequence
-    they are a smooth curve, which starts anywhere and need not decay (B24 figures 2, 8, 9).
+    they are a smooth curve, which starts anywhere and need not decay (Barbero et al. figures 2, 8, 9).
 
     Args:
         inv_freq: (pairs,) [rad/token].
@@ -163,7 +163,7 @@ def randpos_activation(
     Two tokens ``r`` apart in the sequence are then ``t`` apart in position with probability
     ``C(t - 1, r - 1) C(limit - t, tokens - r) / C(limit, tokens)``, and the mean is taken over that: no sampling.
 
-    *Source*: Ruoss et al., arXiv:2305.16843; B24's figures for the curve. The probability is ours.
+    *Source*: Ruoss et al., arXiv:2305.16843; Barbero et al.'s figures for the curve. The probability is ours.
 
     Args:
         inv_freq: (pairs,) [rad/token].

@@ -1,7 +1,7 @@
 """Distances between the images of one vector at different positions.
 
 The images of ``x`` under RoPE lie on a curve on a sphere; how close two of them come says how well positions can be
-told apart, and how far a patched table's images lie from those the model was trained on. *Source*: X23,
+told apart, and how far a patched table's images lie from those the model was trained on. *Source*: Xiong et al.,
 arXiv:2309.16039, appendix B. ``x`` is scaled to norm 1, and by default all its pairs have equal norm. An attention
 scaling would change the norm of every image alike: it is divided out.
 """
@@ -72,10 +72,10 @@ def image_distance(inv_freq: Table, apart: Distances, x: Features | None = None)
 def separation(inv_freq: Table, length: int, x: Features | None = None) -> Separation:
     """Return q: the smallest distance between two images within ``length`` positions, and how far apart they are.
 
-    X23 takes consecutive images for the closest. That holds if ``apart`` is 1, and fails when the fast pairs come round
-    before the slow ones have moved: for few pairs, or a very large base (:func:`breaking_beta`).
+    Xiong et al. take consecutive images for the closest. That holds if ``apart`` is 1, and fails when the fast pairs
+    come round before the slow ones have moved: for few pairs, or a very large base (:func:`breaking_beta`).
 
-    *Source*: X23 appendix B, ``q(f)``. It needs every difference once: linear in ``length``.
+    *Source*: Xiong et al. appendix B, ``q(f)``. It needs every difference once: linear in ``length``.
 
     Args:
         inv_freq: (pairs,) [rad/token].
@@ -99,7 +99,7 @@ def breaking_beta(rope_theta: float, rotary_dim: int, length: int, betas: Iterab
     and it comes almost round after 6 tokens: those are nearer than 1 once neighbouring frequencies differ by more than
     about 6.5 times, a base of ``6.5 ** (rotary_dim / 2)``. That is 3e6 at 16 features and 1e52 at 128.
 
-    *Source*: the assumption is X23's, appendix B; where it ends is ours.
+    *Source*: the assumption is Xiong et al.'s, appendix B; where it ends is ours.
 
     Args:
         rope_theta: base of the geometric table.
@@ -126,8 +126,8 @@ def nearest_old(
 ) -> tuple[Curve, Tensor]:
     """Return how far each new image is from the nearest old one, and that one's position.
 
-    *Source*: X23 appendix B, ``d(f, f_hat)``. It depends on ``old k - new j``, so it costs ``old_length`` × positions
-    × pairs multiplications; memory is bounded by blocks.
+    *Source*: Xiong et al. appendix B, ``d(f, f_hat)``. It depends on ``old k - new j``, so it costs ``old_length`` ×
+    positions × pairs multiplications; memory is bounded by blocks.
 
     Args:
         old: (pairs,) the table the model was trained with [rad/token].
@@ -169,11 +169,11 @@ def nearest_old(
 def farthest_image(old: Table, new: Table, *, old_length: int, new_length: int, x: Features | None = None) -> Gap:
     """Return the new image that is farthest from every old one: how foreign the foreign-most position is.
 
-    X23 prints ``d`` as a smallest distance over both positions, which is 0 for every method, since the images at 0
-    coincide. This is the largest distance from a *new* image to its nearest old one. The other direction, swapped
+    Xiong et al. print ``d`` as a smallest distance over both positions, which is 0 for every method, since the images
+    at 0 coincide. This is the largest distance from a *new* image to its nearest old one. The other direction, swapped
     arguments, is 0 for interpolation and for extrapolation, whose images include every old one.
 
-    *Source*: X23 appendix B, ``d(f, f_hat)``, changed as said; cost as :func:`nearest_old`.
+    *Source*: Xiong et al. appendix B, ``d(f, f_hat)``, changed as said; cost as :func:`nearest_old`.
 
     Args:
         old: (pairs,) the table the model was trained with [rad/token].
@@ -194,8 +194,8 @@ def farthest_image(old: Table, new: Table, *, old_length: int, new_length: int, 
 def helix(speed: float, times: Float[Tensor, " times"]) -> Float[Tensor, "times 3"]:
     """Return the points ``(cos t, sin t, sin(speed t))``: two pairs of RoPE drawn in three dimensions.
 
-    *Source*: X23 figure 8. A smaller ``speed`` (interpolation slows both angles, an adjusted base the slow one alone)
-    flattens the curve, so that windings come closer to each other.
+    *Source*: Xiong et al. figure 8. A smaller ``speed`` (interpolation slows both angles, an adjusted base the slow
+    one alone) flattens the curve, so that windings come closer to each other.
 
     Args:
         speed: of the slow angle relative to the fast one.

@@ -47,7 +47,8 @@ class Entry(NamedTuple):
         return None if self.printed is None else (self.printed - self.ours) / abs(self.ours)
 
 
-# B24 section E.1: a head of Gemma 7B that looks for content. The paper counts pairs from 1 and calls this one 119.
+# Barbero et al. section E.1: a head of Gemma 7B that looks for content. The paper counts pairs from 1 and calls this
+# one 119.
 PAIR, QUERY, KEY, BOS = 118, (-4.1, 11.3), (11.2, -3.5), (-2.5, 1.3)
 
 
@@ -71,19 +72,21 @@ def _barbero() -> Iterator[Entry]:
     table = geometric(1e4, 256)
     step = float(table[PAIR])
     slowest = float(turns(torch.tensor([1e-4]), 128000))
-    yield Entry("B24", "turns of a pair of 1e-4 rad/token in 128000 tokens", slowest, 2.04)
-    yield Entry("B24", "frequency of pair 119 of Gemma 7B [rad/token]", step, 2.05e-4, "the paper counts from 1")
-    yield Entry("B24", "its angle after 8000 tokens [rad]", 8000 * step, 1.64)
+    yield Entry("Barbero et al.", "turns of a pair of 1e-4 rad/token in 128000 tokens", slowest, 2.04)
+    yield Entry(
+        "Barbero et al.", "frequency of pair 119 of Gemma 7B [rad/token]", step, 2.05e-4, "the paper counts from 1"
+    )
+    yield Entry("Barbero et al.", "its angle after 8000 tokens [rad]", 8000 * step, 1.64)
     slow = float(geometric(5e5, 128)[40])
-    yield Entry("B24", "500000^(−40/64) [rad/token]", slow, 1e-4, "printed as 0.0001: 2.7 times too small")
+    yield Entry("Barbero et al.", "500000^(−40/64) [rad/token]", slow, 1e-4, "printed as 0.0001: 2.7 times too small")
     places = torch.tensor([0, 8000, -8000])
     for name, vector, printed in (("the token's key", KEY, -85.5), ("BOS", BOS, 24.9)):
         here, ahead, mirrored = theory.activation(table, places, in_pair(QUERY), in_pair(vector)).tolist()
         curve = theory.activation_curve(table, 20000, in_pair(QUERY), in_pair(vector))
         first = int((curve * here < 0).long().argmax())
-        yield Entry("B24 §E.1", f"pair 119, query with {name}: activation", here, printed)
+        yield Entry("Barbero et al. §E.1", f"pair 119, query with {name}: activation", here, printed)
         yield Entry(
-            "B24 §E.1",
+            "Barbero et al. §E.1",
             f"the same with the key 8000 tokens before the query ({name})",
             ahead,
             None,
@@ -95,7 +98,11 @@ def _barbero() -> Iterator[Entry]:
     alike = theory.head_mass(torch.zeros(1), torch.ones(2), torch.ones(2), length=2)[1]
     less = "less as soon as there is another token, as in [bos, x, x]"
     yield Entry(
-        "B24 prop. 5.2", "without rotation: most attention one of two equal tokens can get", float(alike), 0.5, less
+        "Barbero et al. prop. 5.2",
+        "without rotation: most attention one of two equal tokens can get",
+        float(alike),
+        0.5,
+        less,
     )
 
 
@@ -113,13 +120,17 @@ def _xiong() -> Iterator[Entry]:
         ),
     ]
     for name, limit, printed, remark in limits:
-        yield Entry("X23 thm 1", f"{name}: mean sine of consecutive images, d → ∞", limit, printed, remark)
-        yield Entry("X23 thm 1", f"{name}: the same, d = 128", granularity(tables[name]))
-    yield Entry("X23", "ABF 50 slows pair 1 by, d = 128", float(plain[1] / tables["ABF 50"][1]), 1.06, "“only 6 %”")
+        yield Entry("Xiong et al. thm 1", f"{name}: mean sine of consecutive images, d → ∞", limit, printed, remark)
+        yield Entry("Xiong et al. thm 1", f"{name}: the same, d = 128", granularity(tables[name]))
+    yield Entry(
+        "Xiong et al.", "ABF 50 slows pair 1 by, d = 128", float(plain[1] / tables["ABF 50"][1]), 1.06, "“only 6 %”"
+    )
     for name, table in (tables | {"NTK 4": geometric(ntk_theta(1e4, 4.0, 128), 128)}).items():
         gap = theory.farthest_image(plain, table, old_length=512, new_length=2048)
         remark = "d as printed, smallest over both positions, is 0 for every method" if name == "RoPE" else ""
-        yield Entry("X23 d(f, f̂)", f"{name}: farthest new image, 512 → 2048 tokens", gap.distance, None, remark)
+        yield Entry(
+            "Xiong et al. d(f, f̂)", f"{name}: farthest new image, 512 → 2048 tokens", gap.distance, None, remark
+        )
 
 
 def _jonasson() -> Iterator[Entry]:
@@ -127,7 +138,11 @@ def _jonasson() -> Iterator[Entry]:
         table = geometric(1e4, dim)
         under = table < offset_frequency_bound(context)
         bounds = offset_angle_bound(table.double(), context)[under]
-        yield Entry("J25 eq. 15", f"{name}: share of pairs without a full turn", float(under.double().mean()), share)
-        yield Entry("J25 eq. 16", f"{name}: mean lower angle bound [rad]", float(bounds.mean()), mean)
+        yield Entry(
+            "Jonasson eq. 15", f"{name}: share of pairs without a full turn", float(under.double().mean()), share
+        )
+        yield Entry("Jonasson eq. 16", f"{name}: mean lower angle bound [rad]", float(bounds.mean()), mean)
     angle = 2048 * float(geometric(1e4, 32)[10])
-    yield Entry("J25", "Phi-1: L·f of pair 10 [rad]", angle, 6.38, "6.380 is its angle bound π + L·f/2; both exceed 2π")
+    yield Entry(
+        "Jonasson", "Phi-1: L·f of pair 10 [rad]", angle, 6.38, "6.380 is its angle bound π + L·f/2; both exceed 2π"
+    )
