@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.cli import demo
+from rope_patch.cli import bundled as demo
 from rope_patch.methods import METHODS
 from rope_patch.plots import base as plots
 

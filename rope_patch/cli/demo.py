@@ -1,142 +1,67 @@
-"""``rope-patch demo``: every method at four times the trained context, on the bundled checkpoints."""
+"""``rope-patch demo``."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass
+import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import typer
 
-from rope_patch import checkpoints
-from rope_patch.evaluation.compare import Comparison, compare
-from rope_patch.evaluation.compare import tokens_to_read as read_by_comparison
-from rope_patch.files import write_atomically
-from rope_patch.packaged import data_path
-from rope_patch.patching.apply import patched
-
-FACTOR = 4
-SHAPES = ("llama", "gemma3")
-METHODS = (
-    "default",
-    f"yarn:factor={FACTOR}",
-    f"ntk:factor={FACTOR}",
-    "abf:factor=50",
-    f"llama3:factor={FACTOR}",
-    f"longrope:factor={FACTOR}",
-    "p_rope:p=0.5",
-    "truncated",
-    "partial:p=0.5",
-    f"pi:factor={FACTOR}",
-    "p_rope_reversed:p=0.5",
-    "nope",
-)
-"""Every method at four times the trained context; ``table`` alone is missing, since it is whatever one gives it."""
-
-# What a user without this package does. Importing rope_patch there would fail.
-PLAIN_RELOAD = """
-import sys
-sys.modules["rope_patch"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-folder, ids, out = sys.argv[1:]
-with torch.no_grad():
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    save_file({"logits": model(load_file(ids)["ids"], use_cache=False).logits.contiguous()}, out)
-"""
+from rope_patch.cli.compare import print_table
+from rope_patch.cli.loading import check_device
+from rope_patch.cli.options import Json, command_line, print_json
 
 
-@dataclass(frozen=True)
-class Demo:
-    """What one checkpoint showed.
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-demo"),
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="llama or gemma3; both by default.", show_default=False)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Three methods, few prompts: under a minute.")] = False,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda …")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the passkey prompts.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads; more only help on an idle machine.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Compare every method at 4x the trained context on the bundled checkpoints; save and reload the best."""
+    import torch
+    from tqdm import tqdm
+    from transformers.utils import logging as hf_logging
 
-    Attributes:
-        shape: of the checkpoint, ``llama`` or ``gemma3``.
-        comparison: the scores.
-        saved: the folder of the best method's checkpoint; plain transformers gave the same logits from it.
-    """
+    from rope_patch.cli import bundled
+    from rope_patch.reports import comparison as page
 
-    shape: str
-    comparison: Comparison
-    saved: Path
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in types:
+        raise ValueError(f"dtype must be one of {', '.join(types)}, got {dtype!r}")
+    for name in shape or ():
+        if name not in bundled.SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(bundled.SHAPES)}, got {name!r}")
+    if device == "auto":
+        raise ValueError("device must be one of torch's here, such as cpu or cuda, got 'auto'")
+    check_device(device)
+    torch.set_num_threads(threads)
+    hf_logging.disable_progress_bar()  # ours tells enough
+    results = []
+    for name in shape or bundled.SHAPES:
+        with tqdm(total=bundled.tokens_to_read(quick), unit="tok", unit_scale=True, desc=name) as bar:
 
+            def told(method: str, tokens: int, bar: Any = bar) -> None:
+                bar.set_postfix_str(method, refresh=False)
+                bar.update(tokens)
 
-def run(
-    shape: str,
-    out: Path,
-    *,
-    quick: bool = False,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    progress: Any = lambda name, tokens: None,
-) -> Demo:
-    """Compare the methods on a bundled checkpoint, save the best, and reload it plainly.
-
-    Args:
-        shape: ``"llama"`` or ``"gemma3"``.
-        out: folder for the JSON and the saved checkpoint.
-        quick: three methods and few prompts, in seconds.
-        device: to run on.
-        dtype: of the weights.
-        seed: of the prompts.
-        progress: told the method and the tokens it has just read.
-
-    Raises:
-        RuntimeError: the saved checkpoint does not reload with equal logits.
-    """
-    source = data_path("assets") / shape
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    model = model.to(device).eval()
-    comparison = compare(model, tokenizer, methods(quick), seed=seed, progress=progress, **sizes(quick))
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / f"{shape}.json", comparison.to_json())
-    best = comparison.best()
-    saved = out / f"{shape}-{best.method.replace(':', '-').replace('=', '')}"
-    with patched(model, best.method, target_length=max(comparison.lengths)):
-        checkpoints.save(model, saved, tokenizer=tokenizer)
-        if not reloads_equal(model, saved):
-            raise RuntimeError(f"{saved} does not give the same logits in plain transformers: please report this")
-    return Demo(shape, comparison, saved)
-
-
-def methods(quick: bool) -> tuple[str, ...]:
-    """Return the methods a run compares."""
-    return METHODS[:2] + METHODS[-1:] if quick else METHODS
-
-
-def sizes(quick: bool) -> dict[str, Any]:
-    """Return the lengths and counts that :func:`~rope_patch.evaluation.compare.compare` runs at."""
-    if quick:
-        return {"lengths": (256, 1024), "windows": 2, "depths": (0.1, 0.9), "samples": 2}
-    return {"lengths": (256, 512, 1024), "windows": 10, "depths": (0.0, 0.25, 0.5, 0.75, 1.0), "samples": 3}
-
-
-def tokens_to_read(quick: bool) -> int:
-    """Return the tokens a checkpoint's comparison reads, for the progress bar."""
-    size = sizes(quick)
-    return read_by_comparison(
-        len(methods(quick)), size["lengths"], size["windows"], len(size["depths"]), size["samples"]
-    )
-
-
-def reloads_equal(model: Any, folder: Path) -> bool:
-    """Tell whether plain transformers, in a process of its own, gives bit-equal float32 logits from the folder."""
-    ids = torch.arange(3, 203)[None] % model.config.vocab_size
-    reference = model.to("cpu", torch.float32)  # a patched table does not mind the cast
-    with torch.no_grad():
-        ours = reference(ids, use_cache=False).logits
-    with tempfile.TemporaryDirectory() as scratch:
-        save_file({"ids": ids}, f"{scratch}/ids")
-        command = [sys.executable, "-c", PLAIN_RELOAD, str(folder), f"{scratch}/ids", f"{scratch}/logits"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")
-        return torch.equal(load_file(f"{scratch}/logits")["logits"], ours)
+            options: dict[str, Any] = {"quick": quick, "device": device, "dtype": types[dtype], "seed": seed}
+            shown = bundled.run(name, output, **options, progress=told)
+        results.append(shown)
+        if as_json:
+            continue
+        print_table(shown.comparison)
+        print(f"best retrieval at the end: {shown.comparison.best().method}, saved to {shown.saved}")
+        print("reloaded by plain transformers in a process without rope_patch: logits equal, bit for bit\n")
+    page.write(output / "report.html", [shown.comparison for shown in results], command=command_line())
+    if as_json:
+        print_json({r.shape: json.loads(r.comparison.to_json()) | {"saved": str(r.saved)} for r in results})
+        return
+    print(f"report: {output / 'report.html'}")

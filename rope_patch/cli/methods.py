@@ -1,0 +1,30 @@
+"""``rope-patch methods``."""
+
+from __future__ import annotations
+
+from rope_patch.cli.options import Json, print_json
+
+
+def methods(as_json: Json = False) -> None:
+    """List the methods, with their parameters and defaults."""
+    from dataclasses import fields
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from rope_patch.methods import METHODS, field_help
+
+    rows = [
+        (name, [field_help(f) for f in fields(cls)], (cls.__doc__ or "").strip().splitlines()[0])
+        for name, cls in METHODS.items()
+    ]
+    if as_json:
+        print_json([{"method": name, "defaults": METHODS[name]().to_dict(), "what": what} for name, _, what in rows])
+        return
+    table = Table(
+        "method", "parameters", "what it does", box=box.SIMPLE_HEAD, caption="NAME[:key=value…], chained with +"
+    )
+    for name, parameters, what in rows:
+        table.add_row(name, "\n".join(parameters), what.replace("``", ""))
+    Console().print(table)

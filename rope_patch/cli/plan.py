@@ -1,0 +1,97 @@
+"""``rope-patch plan``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from rope_patch.cli.loading import items
+from rope_patch.cli.options import Json
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder, hub id, or a name such as Llama-3.1-8B.", show_default=False)
+    ],
+    length: Annotated[str, typer.Option(help="Of a sequence, 131072 or 128k [tokens].", show_default=False)],
+    gpus: Annotated[int, typer.Option(help="Weights and states are divided among them (FSDP).")] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="Of one GPU, as nvidia-smi counts it [GiB].")] = 80,
+    batch: Annotated[int, typer.Option(help="Sequences per step, in each group that shares one.")] = 1,
+    full: Annotated[bool, typer.Option("--full", help="Train every weight, not LoRA.")] = False,
+    lora_rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
+    target_modules: Annotated[str, typer.Option(help='Such as "q_proj v_proj".')] = "all-linear",
+    long_lora: Annotated[bool, typer.Option("--long-lora", help="Train embeddings and norms too.")] = False,
+    quantization: Annotated[str, typer.Option(help="Of frozen weights: none, 8bit or nf4.")] = "none",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit or sgd.")] = "adamw",
+    checkpointing: Annotated[bool, typer.Option(help="Compute each layer again in the backward pass.")] = True,
+    loss: Annotated[str, typer.Option(help="fused (logits in slices) or naive (all at once).")] = "fused",
+    attention: Annotated[str, typer.Option(help="flash, sdpa or eager.")] = "flash",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    context_parallel: Annotated[int, typer.Option(help="GPUs that share one sequence.")] = 1,
+    tflops: Annotated[float, typer.Option(help="Dense peak of one GPU; an H100's in bfloat16.")] = 989,
+    mfu: Annotated[float, typer.Option(help="Share of it reached, recomputation counted.")] = 0.45,
+    as_json: Json = False,
+) -> None:
+    """Say what fine-tuning at a length takes, by part, and what to turn on when it does not fit.
+
+    Only the config is read; those of common models ship with the package. Nothing is downloaded or run.
+
+    Example: **rope-patch plan Llama-3.1-8B --length 128k --gpu-memory 141**
+    """
+    from rope_patch import planning
+    from rope_patch.words import parse_length
+
+    if not 0 < gpu_memory < float("inf"):
+        raise ValueError(f"gpu-memory must be > 0 GiB, got {gpu_memory}")
+    options: dict[str, Any] = {"quantization": quantization, "optimizer": optimizer, "checkpointing": checkpointing}
+    options |= {"loss": loss, "attention": attention, "dtype": dtype, "batch": batch, "long_lora": long_lora}
+    options |= {"lora_rank": None if full else lora_rank, "target_modules": tuple(items(target_modules))}
+    options |= {"gpus": gpus, "context_parallel": context_parallel, "tflops": tflops, "mfu": mfu}
+    planned = planning.plan(model, length=parse_length(length), **options)
+    if as_json:
+        print(planned.to_json(gpu_memory=gpu_memory))
+    else:
+        _print_plan(planned, gpu_memory)
+
+
+def _print_plan(planned: Any, gpu_memory: float) -> None:
+    """Print a plan for people: the parts, whether they fit, what to turn on, and the time."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    o, done, gib = planned.options, planned.compute, 2.0**30
+    title = f"{planned.shape.name}, {o.batch} x {o.length} tokens, {o.gpus} GPU{'s' * (o.gpus > 1)}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for head, side in (("part", "left"), ("GiB per GPU", "right"), ("what", "left")):
+        table.add_column(head, justify=side)  # type: ignore[arg-type]
+    largest = max(part.bytes for part in planned.parts if part.turns)
+    for part in planned.parts:
+        idle = part.turns and part.bytes < largest
+        what = f"{part.what}; at another time, not counted" if idle else part.what
+        if part.bytes:
+            table.add_row(part.name, f"{part.bytes / gib:.2f}", what, style="dim" if idle else None)
+    table.add_section()
+    table.add_row("peak", f"{planned.total / gib:.2f}", f"of {gpu_memory:g}", style="bold")
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    steps = planned.advice(gpu_memory)
+    print("fits" if planned.fits(gpu_memory) else "does not fit" + (". Turn on, in this order:" if steps else ""))
+    for step in steps:
+        print(f"  {step.option}: {step.total / gib:.1f} GiB{', fits' * step.fits} ({step.cost})")
+    if not planned.fits(gpu_memory) and not (steps and steps[-1].fits):
+        print("  nothing else here makes it fit: take a shorter length or a smaller model")
+    longest = planned.longest(gpu_memory)
+    print(f"longest sequence that fits with these options: {f'{longest} tokens' if longest else 'none'}")
+    print(
+        f"evaluation at this length: {planned.kv_cache / gib:.2f} GiB of keys and values per sequence, beside weights"
+    )
+    print(
+        f"time: {done.seconds:.3g} s per step, {done.tokens_per_second:.0f} tokens/s, if {o.mfu:.0%} of {o.tflops:g} "
+        f"TFLOP/s per GPU are reached"
+    )
+    print(
+        f"  without recomputation {done.model_flops_share:.0%}; by PaLM's formula, 6 N + 12 L H Q T per token, an MFU "
+        f"of {done.palm_mfu:.0%} ({done.palm_mfu_causal:.0%} with causal attention)"
+    )
