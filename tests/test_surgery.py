@@ -538,7 +538,7 @@ def test_text_decoder_of_a_multimodal_model():
         (("pi",), {"factor": 0}, "factor must be >= 1, got 0.0"),
         (("pi",), {"factor": -2}, "factor must be >= 1, got -2.0"),
         (("table",), {"values": [1.0, 0.5]}, "values needs one number per pair: model.rotary_emb has 8, got 2"),
-        (("table",), {"values": [-1.0] * 8}, "frequencies must be >= 0 rad/token, got -1.0"),
+        (("table",), {"values": [-1.0] * 8}, "values must be >= 0 rad/token, got -1.0"),
         (("prope",), {}, "unknown method 'prope'. Did you mean 'p_rope'?"),
         (("p_rope",), {"P": 0.5}, "p_rope has no parameter 'P'. It takes: p"),
         (("yarn",), {"facter": 2}, "yarn has no parameter 'facter'. Did you mean 'factor'?"),
