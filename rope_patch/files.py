@@ -210,8 +210,13 @@ def _places(out: Path) -> tuple[tuple[Path, str], tuple[Path, str]]:
 def _left_by_a_kill(out: Path) -> bool:
     """Tell whether all that stands at an output was put there by this very command, which was killed thereafter."""
     out = Path(os.path.realpath(out))
-    for place, prefix in _places(out):
-        with contextlib.suppress(OSError), (place / f"{prefix}{_LOCK}").open("rb") as file:
+    mine: dict[Path, _Claim] = _mine.__dict__.get("claims", {})
+    for lock in (place / f"{prefix}{_LOCK}" for place, prefix in _places(out)):
+        if lock in mine:
+            if mine[lock].left:
+                return True
+            continue
+        with contextlib.suppress(OSError), lock.open("rb") as file:
             if _try(file.fileno(), wait=False) and _published(file.fileno(), out):
                 return True
     return False

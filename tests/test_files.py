@@ -294,6 +294,22 @@ with folder_in_one_move(args[0], overwrite=False) as folder:
     } == {"mine"}
 
 
+def test_a_kill_while_the_folder_of_work_on_the_way_is_removed(tmp_path):
+    """The output stands already: work on the way claims it before it is asked whether it is free."""
+    code = """
+with scratch_folder(args[0]):
+    with folder_in_one_move(args[0], overwrite=False) as folder:
+        (folder / "config.json").write_text("killed")
+    os.kill(os.getpid(), 9)"""
+    killed(code, tmp_path / "out")
+    assert not holds_files(tmp_path / "out")
+    with scratch_folder(tmp_path / "out"):
+        assert not holds_files(tmp_path / "out")
+        with folder_in_one_move(tmp_path / "out", overwrite=False) as folder:
+            fill(folder)
+    assert names(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == "new"
+
+
 def test_what_a_kill_left_stays_until_the_next_run_is_done(tmp_path):
     code = """
 stock = os.replace
