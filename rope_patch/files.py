@@ -144,6 +144,18 @@ def scratch_folder(out: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Keep other processes from an output while long work goes on that ends in writing it.
+
+    Raises:
+        BlockingIOError: another process is writing it.
+        OSError: the place cannot be written.
+    """
+    with _claimed_folder(Path(os.path.realpath(out))):
+        yield
+
+
+@contextlib.contextmanager
 def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
     """Make a folder before long work, for this process alone, and see that its files can be written.
 

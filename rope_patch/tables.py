@@ -49,8 +49,8 @@ class RotaryTable:
         original_max_position_embeddings: the context before scaling, where the config states one.
         layer_type: ``None``, ``"full_attention"``, ``"sliding_attention"`` …
         path: module path of the rotary embedding.
-        rope_parameters: how transformers could spell this table; None where no native spelling is known.
-        other_keys: keys of the config's own that every spelling keeps (Phi's ``partial_rotary_factor``).
+        rope_parameters: how transformers itself encodes this table; None where no such encoding is known.
+        other_keys: keys of the config's own that every encoding keeps (Phi's ``partial_rotary_factor``).
     """
 
     inv_freq: Tensor
@@ -71,7 +71,7 @@ class RotaryTable:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of features the table covers; still pairs included."""
+        """Number of features the table covers; unrotated pairs included."""
         return 2 * self.pairs
 
     @property
@@ -94,21 +94,21 @@ class RotaryTable:
         plain = geometric(self.rope_theta, self.rotary_dim)
         if torch.equal(settle(plain), self.inv_freq) and self.attention_scaling == 1.0:
             return self
-        spelling = {"rope_type": "default", "rope_theta": self.rope_theta}
-        return self.becomes(plain, spelling=spelling, attention_scaling=1.0)
+        said = {"rope_type": "default", "rope_theta": self.rope_theta}
+        return self.becomes(plain, rope_parameters=said, attention_scaling=1.0)
 
     def becomes(
         self,
         inv_freq: Tensor,
         *,
-        spelling: Mapping[str, Any] | None = None,
+        rope_parameters: Mapping[str, Any] | None = None,
         attention_scaling: float | None = None,
     ) -> RotaryTable:
         """Return the table with new numbers.
 
         Args:
             inv_freq: (pairs,) float32 [rad/token].
-            spelling: native ``rope_parameters`` for it, without ``other_keys``; None where transformers has none.
+            rope_parameters: transformers' own encoding of it, without ``other_keys``; None where it has none.
             attention_scaling: new factor on cos and sin; by default the present one.
         """
         scaling = self.attention_scaling if attention_scaling is None else attention_scaling
@@ -116,14 +116,14 @@ class RotaryTable:
             raise ValueError(f"the table of {self.path} would hold infinite, NaN or negative frequencies")
         if not (math.isfinite(scaling) and scaling > 0):
             raise ValueError(f"attention_scaling must be a finite number > 0, got {scaling}")
-        native = None if spelling is None else {**self.other_keys, **spelling}
+        found = rope_parameters
         return replace(
             self,
             inv_freq=settle(inv_freq),
             attention_scaling=scaling,
-            rope_theta=float(spelling["rope_theta"]) if spelling is not None else self.rope_theta,
-            rope_type=str(spelling["rope_type"]) if spelling is not None else "custom",
-            rope_parameters=native,
+            rope_theta=self.rope_theta if found is None else float(found["rope_theta"]),
+            rope_type="custom" if found is None else str(found["rope_type"]),
+            rope_parameters=None if found is None else {**self.other_keys, **found},
         )
 
     def __str__(self) -> str:

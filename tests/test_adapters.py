@@ -324,3 +324,15 @@ def test_weights_of_another_format_go_with_the_adapter_they_belong_to(made, tmp_
     rope_patch.save(rope_patch.load(root / "two"), tmp_path, safe_serialization=False)
     assert [path.name for path in tmp_path.glob("adapter_model.*")] == ["adapter_model.bin"]
     assert torch.equal(logits(rope_patch.load(tmp_path).eval()), wanted["two"])
+
+
+def test_the_revision_beside_an_adapter_on_this_disk_is_its_bases(made, monkeypatch):
+    root, wanted = made
+    asked, stock = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda source, revision=None, **options: asked.append(revision) or stock(source, **options),
+    )
+    assert torch.equal(logits(rope_patch.load(root / "one", revision="v2").eval()), wanted["one"])
+    assert asked == ["v2"]

@@ -33,6 +33,15 @@ def fill(folder: Path, text: str = "new") -> None:
         (folder / name).write_text(text)
 
 
+KILLED_AFTER_THE_MOVE = """
+stock = os.replace
+def replace(source, target):
+    stock(source, target)
+    os.kill(os.getpid(), 9)
+os.replace = replace
+"""
+
+
 def killed(code: str, *args: Path) -> None:
     """Run lines of Python in a process of their own that is killed at their end."""
     head = (
@@ -228,14 +237,11 @@ write_atomically(args[0] / "record.json", "half")"""
 
 
 def test_a_kill_after_a_file_has_appeared(tmp_path):
-    code = """
-stock = os.replace
-def replace(source, target):
-    stock(source, target)
-    os.kill(os.getpid(), 9)
-os.replace = replace
-with file_in_one_move(args[0]) as path:
+    code = (
+        KILLED_AFTER_THE_MOVE
+        + """with file_in_one_move(args[0]) as path:
     path.write_text("killed")"""
+    )
     killed(code, tmp_path / "model.gguf")
     assert (tmp_path / "model.gguf").exists() and not file_stands(tmp_path / "model.gguf")
     with file_in_one_move(tmp_path / "model.gguf") as path:
@@ -245,15 +251,12 @@ with file_in_one_move(args[0]) as path:
 
 @pytest.mark.parametrize("mine", [False, True])
 def test_a_kill_after_the_folder_has_appeared(tmp_path, mine):
-    code = """
-stock = os.replace
-def replace(source, target):
-    stock(source, target)
-    os.kill(os.getpid(), 9)
-os.replace = replace
-with folder_in_one_move(args[0], overwrite=False) as folder:
+    code = (
+        KILLED_AFTER_THE_MOVE
+        + """with folder_in_one_move(args[0], overwrite=False) as folder:
     for name in ("model.safetensors", "config.json", "extra"):
         (folder / name).write_text("killed")"""
+    )
     killed(code, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").is_file()
     if mine:  # the user has taken the folder for whole, and worked in it
@@ -275,15 +278,12 @@ def test_another_folder_in_its_place_is_not_taken_for_what_a_kill_left(tmp_path)
     """Of the same names, and older: moved there by the user, after he had removed what the killed command had put."""
     (tmp_path / "mine").mkdir()
     fill(tmp_path / "mine", "mine")
-    code = """
-stock = os.replace
-def replace(source, target):
-    stock(source, target)
-    os.kill(os.getpid(), 9)
-os.replace = replace
-with folder_in_one_move(args[0], overwrite=False) as folder:
+    code = (
+        KILLED_AFTER_THE_MOVE
+        + """with folder_in_one_move(args[0], overwrite=False) as folder:
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         (folder / name).write_text("killed")"""
+    )
     killed(code, tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "mine").rename(tmp_path / "out")
@@ -311,14 +311,11 @@ with scratch_folder(args[0]):
 
 
 def test_what_a_kill_left_stays_until_the_next_run_is_done(tmp_path):
-    code = """
-stock = os.replace
-def replace(source, target):
-    stock(source, target)
-    os.kill(os.getpid(), 9)
-os.replace = replace
-with folder_in_one_move(args[0], overwrite=False) as folder:
+    code = (
+        KILLED_AFTER_THE_MOVE
+        + """with folder_in_one_move(args[0], overwrite=False) as folder:
     (folder / "config.json").write_text("killed")"""
+    )
     killed(code, tmp_path / "out")
     with pytest.raises(OSError, match="disk"), folder_in_one_move(tmp_path / "out", overwrite=False):
         raise OSError("the disk is full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import math
@@ -867,3 +868,25 @@ def test_wrong_arguments(folder, tmp_path, changes, message):
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         command(*words(folder, tmp_path / "out"), *changes)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_second_fit_into_one_output_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):
+    """It would compute for minutes, and then find that the other one has written."""
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "rope-patch",
+            "fit",
+            str(rope_patch.data_path("assets") / "llama"),
+            "--length",
+            "512",
+            "-o",
+            str(tmp_path / "out"),
+        ],
+    )
+    monkeypatch.setattr("rope_patch.cli.fit.load_model", lambda *_: pytest.fail("a model was loaded"))
+    with (tmp_path / ".out.rope-patch.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit):
+            cli.main()
+    assert "another command writes" in capsys.readouterr().err

@@ -24,17 +24,9 @@ from rope_patch.patching.record import PatchRecord, same_tables
 from rope_patch.patching.verify import verify
 
 RECORD_FILE = "rope_patch.json"
-
-
 CONFIG_FILE = "config.json"
-
-
 ADAPTER_FILE = "adapter_config.json"
-
-
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-
-
 WEIGHTS_KEY = "adapter_weights"
 """In ``rope_patch.json``: the hash of the adapter that the record is of."""
 

@@ -109,9 +109,6 @@ def _warn_of_precision(record: PatchRecord) -> None:
         )
 
 
-_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-
-
 def load(
     source: str | Path,
     method: MethodLike | None = None,
@@ -127,7 +124,8 @@ def load(
         method: a patch to apply to a model that has none.
         apply_options: options of :func:`rope_patch.apply` for ``method`` (``target_length``, ``layer_types`` …).
         **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``; remote code is off unless asked for. For an
-            adapter also ``adapter_name`` and ``is_trainable``; ``revision`` and ``subfolder`` are then the adapter's.
+            adapter also ``adapter_name`` and ``is_trainable``; of one on the hub ``revision`` and ``subfolder`` are its
+            own, of a folder on this disk ``revision`` is its base's.
 
     Returns:
         The model; for an adapter, a ``PeftModel`` over its patched base.
@@ -142,13 +140,14 @@ def load(
             apply(model, method, **(apply_options or {}))
         return model
     source, from_pretrained = _in_subfolder(source, from_pretrained)
-    hub = {key: value for key, value in from_pretrained.items() if key in HUB_OPTIONS}
+    local = Path(source).is_dir()
+    hub = {} if local else {key: value for key, value in from_pretrained.items() if key in HUB_OPTIONS}
     if is_adapter(source, **hub):
         base, record = adapter_base(source, **hub), read_record(source, **hub)
-        for name in ("revision", "subfolder"):  # of the adapter
+        for name in () if local else ("revision", "subfolder"):  # of the adapter; a folder on this disk has none
             from_pretrained.pop(name, None)
         if revision := adapter_config(source, **hub).revision:
-            from_pretrained["revision"] = revision  # of the base it was trained on
+            from_pretrained.setdefault("revision", revision)  # of the base it was trained on
         trained = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}
         if method is not None and record is not None:
             raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
@@ -169,7 +168,8 @@ def load(
     config = config_json(source, **from_pretrained)
     model = _reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
     was = (model.config.architectures or [""])[0]
-    if was.endswith(_HEADS):
+    head, got = was.partition("For")[2], type(model).__name__.partition("For")[2]
+    if head not in ("", got):
         warnings.warn(
             f"{source} was saved as {was} and is loaded as {type(model).__name__}, without its head: load it with its "
             "own class of transformers, and rope_patch.verify that model",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.cli.loading import check_device, check_dtype, items, load_model, load_tokenizer
+from rope_patch.cli.options import command_line
 from rope_patch.packaged import name_of
 
 SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
@@ -151,7 +151,7 @@ def analyze(
             write_atomically(output / "differences.json", before_after.to_json(found, made[1].name))
             names += ["differences.json", "against/"]
         if report:
-            command = shlex.join(["rope-patch", *sys.argv[1:]])
+            command = command_line()
             page.write(
                 output / "analysis.html", made[0], against=made[1] if against is not None else None, command=command
             )

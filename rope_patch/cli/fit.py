@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.cli.loading import check_device, check_dtype, check_source, depth, items, load_model, load_tokenizer
+from rope_patch.cli.options import command_line
 
 NOTE = "fit.json"
 
@@ -81,7 +81,7 @@ def fit(
     from rope_patch.checkpoints.adapters import is_adapter
     from rope_patch.checkpoints.offline import check_free, patch_folder
     from rope_patch.evaluation.compare import environment
-    from rope_patch.files import write_atomically
+    from rope_patch.files import claimed, write_atomically
     from rope_patch.words import parse_length
 
     if figure:
@@ -96,7 +96,7 @@ def fit(
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
     place = Path(os.path.abspath(output))  # "." has no name
-    work, command = place.with_name(f"{place.name}.fit.jsonl"), shlex.join(["rope-patch", *sys.argv[1:]])
+    work, command = place.with_name(f"{place.name}.fit.jsonl"), command_line()
     overwrite = force or (work.exists() and _command_of(output / NOTE) == command)  # killed after the folder appeared
     check_free(output, overwrite)
     if data is not None and not data.exists():
@@ -111,56 +111,57 @@ def fit(
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
-    tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-    options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "replace": replace}
-    try:
-        with tqdm(unit="tok", unit_scale=True, disable=as_json) as bar:
+    with claimed(output):
+        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
+        options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "replace": replace}
+        try:
+            with tqdm(unit="tok", unit_scale=True, disable=as_json) as bar:
 
-            def told(stage: str, tokens: int) -> None:
-                bar.set_postfix_str(stage, refresh=False)
-                bar.update(tokens)
+                def told(stage: str, tokens: int) -> None:
+                    bar.set_postfix_str(stage, refresh=False)
+                    bar.update(tokens)
 
-            patch = fitting.fit(
-                loaded,
-                tokenizer,
-                data,
-                target_length=target,
-                init=starts,
-                objective=objective,
-                constraint=constraint,
-                steps=steps,
-                batch_tokens=batch_tokens,
-                learning_rate=learning_rate,
-                checks=checks,
-                patience=patience,
-                windows=windows,
-                depths=[depth(item) for item in items(depths)],
-                samples=samples,
-                checkpointing=checkpointing,
-                seed=seed,
-                resume=work,
-                progress=told,
-                **options,
-            )
-    except KeyboardInterrupt:
-        if work.exists():
-            print(f"what was finished is kept in {work}: the same command goes on from there", file=sys.stderr)
-        raise
-    found = {
-        "command": command,
-        **patch.to_dict(),
-        "settings": {"target_length": target, "objective": asdict(objective), "constraint": asdict(constraint),
-                     "steps": steps, "learning_rate": learning_rate, "seed": seed},
-        "environment": environment(loaded),
-    }  # fmt: skip
+                patch = fitting.fit(
+                    loaded,
+                    tokenizer,
+                    data,
+                    target_length=target,
+                    init=starts,
+                    objective=objective,
+                    constraint=constraint,
+                    steps=steps,
+                    batch_tokens=batch_tokens,
+                    learning_rate=learning_rate,
+                    checks=checks,
+                    patience=patience,
+                    windows=windows,
+                    depths=[depth(item) for item in items(depths)],
+                    samples=samples,
+                    checkpointing=checkpointing,
+                    seed=seed,
+                    resume=work,
+                    progress=told,
+                    **options,
+                )
+        except KeyboardInterrupt:
+            if work.exists():
+                print(f"what was finished is kept in {work}: the same command goes on from there", file=sys.stderr)
+            raise
+        found = {
+            "command": command,
+            **patch.to_dict(),
+            "settings": {"target_length": target, "objective": asdict(objective), "constraint": asdict(constraint),
+                         "steps": steps, "learning_rate": learning_rate, "seed": seed},
+            "environment": environment(loaded),
+        }  # fmt: skip
 
-    def finish(folder: Path) -> None:
-        write_atomically(folder / NOTE, json.dumps(found, indent=1, allow_nan=False))
-        if figure:
-            write_atomically(folder / "fit.svg", plots.svg(_drawn(patch, target)))
+        def finish(folder: Path) -> None:
+            write_atomically(folder / NOTE, json.dumps(found, indent=1, allow_nan=False))
+            if figure:
+                write_atomically(folder / "fit.svg", plots.svg(_drawn(patch, target)))
 
-    patch_folder(model, patch.method, output, overwrite=overwrite, finish=finish, target_length=target, **options)
-    work.unlink(missing_ok=True)
+        patch_folder(model, patch.method, output, overwrite=overwrite, finish=finish, target_length=target, **options)
+        work.unlink(missing_ok=True)
     if as_json:
         print(json.dumps(found, indent=1, allow_nan=False))
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.cli.loading import check_device, check_dtype, depth, items, load_model, load_tokenizer
+from rope_patch.cli.options import command_line
 from rope_patch.packaged import name_of
 
 KEPT = "kept.jsonl"
@@ -165,7 +165,7 @@ def kv_check(
     else:
         _print(checked)
     if report:
-        page.write(output / "kv-check.html", checked, command=shlex.join(["rope-patch", *sys.argv[1:]]))
+        page.write(output / "kv-check.html", checked, command=command_line())
     if not as_json:
         print(f"wrote {', '.join(files)} in {output}")
 

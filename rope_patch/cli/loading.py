@@ -82,7 +82,7 @@ def load_tokenizer(source: str) -> Any:
     except ValueError as error:
         if Path(source).exists():
             raise
-        reason = str(error).partition("loaded: ")[2]
+        reason = str(error.__cause__).partition("\n")[0]
         raise FileNotFoundError(f"no folder {source}, and the hub gives no tokenizer of that name: {reason}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +21,6 @@ KEPT = "kept.jsonl"
 
 def command_line() -> str:
     """The command as it was typed."""
-    import shlex
-
     return shlex.join(["rope-patch", *sys.argv[1:]])
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from rope_patch.cli.options import command_line
 
 
 def theory(
@@ -43,7 +44,7 @@ def theory(
     with folder_to_write(output, ["theory.json", *["theory.html"] * report]):
         write_atomically(output / "theory.json", made.to_json())
         if report:
-            page.write(output / "theory.html", made, command=shlex.join(["rope-patch", *sys.argv[1:]]))
+            page.write(output / "theory.html", made, command=command_line())
     if as_json:
         print(made.to_json())
         return

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rope_patch import frequencies
-from rope_patch.methods import longrope_spelling
+from rope_patch.methods import longrope_parameters
 from rope_patch.patching.base_tables import READ_GLOBAL, base_of, config_with, scaling_of, settings_of, stock_rotary
 from rope_patch.patching.locate import RotarySite, stock_tables
 from rope_patch.tables import RotaryTable
@@ -40,7 +40,7 @@ def spelling(slot: RotaryTable, model_type: str, *, everywhere: bool) -> dict[st
     if kind == "proportional" and model_type == "gemma4_text" and plain:
         return spelled
     factors = frequencies.longrope_factors(slot.inv_freq, slot.rope_theta)
-    form = longrope_spelling(factors, slot, attention_scaling=slot.attention_scaling)
+    form = longrope_parameters(factors, slot, attention_scaling=slot.attention_scaling)
     mscale = {"short_mscale": slot.attention_scaling, "long_mscale": slot.attention_scaling}
     return {**slot.other_keys, **form, **mscale}
 

@@ -20,7 +20,7 @@ from rope_patch.methods.base import (
 from rope_patch.methods.p_rope import Default, NoPE, Partial, PRope, PRopeReversed  # isort: skip
 from rope_patch.methods.base_frequency import ABF, NTK  # isort: skip
 from rope_patch.methods.interpolation import PI, Llama3, Yarn  # isort: skip
-from rope_patch.methods.longrope import LongRope, longrope_spelling  # isort: skip
+from rope_patch.methods.longrope import LongRope, longrope_parameters  # isort: skip
 from rope_patch.methods.clipping import Truncated  # isort: skip
 from rope_patch.methods.table import Table  # isort: skip
 
@@ -47,6 +47,6 @@ __all__ = [
     "create",
     "field_help",
     "from_dict",
-    "longrope_spelling",
+    "longrope_parameters",
     "parse",
 ]

@@ -114,7 +114,7 @@ class Method:
         inv_freq, scaling = self.inv_freq(table), self.scaling(table)
         if torch.equal(frequencies.settle(inv_freq), table.inv_freq) and scaling == table.attention_scaling:
             return table
-        return table.becomes(inv_freq, spelling=self.rope_parameters(table), attention_scaling=scaling)
+        return table.becomes(inv_freq, rope_parameters=self.rope_parameters(table), attention_scaling=scaling)
 
     @property
     def needs_target(self) -> bool:

@@ -14,11 +14,11 @@ from rope_patch.tables import RotaryTable
 
 @dataclass(frozen=True)
 class Truncated(Method, name="truncated"):
-    """Truncated basis: still the slow pairs.
+    """Truncated basis: zero the slow frequencies.
 
     Two forms. ``cutoff_low``, ``cutoff_high`` and ``floor`` [rad/token] are Giraffe's: ``f >= high`` is kept,
-    ``low < f < high`` becomes ``floor``, ``f <= low`` is still (Pal et al., arXiv:2308.10882). ``context`` [tokens]
-    stills every pair that never completes a turn within it, ``f < 2 pi / context`` (Jonasson, arXiv:2503.01832, eq. 15,
+    ``low < f < high`` becomes ``floor``, ``f <= low`` becomes zero (Pal et al., arXiv:2308.10882). ``context`` [tokens]
+    zeroes every pair that never completes a turn within it, ``f < 2 pi / context`` (Jonasson, arXiv:2503.01832, eq. 15,
     used as a cut; also HoPE and the critical dimension of Liu et al. 2024); it defaults to the trained context.
     """
 

@@ -53,7 +53,7 @@ class Yarn(Scaling, name="yarn"):
     *Source*: Peng et al., arXiv:2309.00071. The ramp is transformers', linear in the pair index (the paper's is linear
     in turns; the tables differ by up to 1.9 times at factor 4, more at larger ones). ``attention_factor`` overrides the
     scaling; ``mscale`` and ``mscale_all_dim`` together give DeepSeek's ratio. The scaling multiplies *every* pair, so
-    in a chain with p-RoPE the logits of the still pairs grow by its square.
+    in a chain with p-RoPE the logits of the unrotated pairs grow by its square.
     """
 
     beta_fast: float = number(32.0, above=0)

@@ -61,13 +61,13 @@ class LongRope(Method, name="longrope"):
         """Type ``longrope``, which divides plain RoPE alone."""
         if not table.is_geometric:
             return None
-        return longrope_spelling(self._factors(table), table, attention_scaling=self.scaling(table))
+        return longrope_parameters(self._factors(table), table, attention_scaling=self.scaling(table))
 
     def _factors(self, table: RotaryTable) -> tuple[float, ...]:
         return (1.0,) * table.pairs if self.factors is None else self.factors
 
 
-def longrope_spelling(factors: Sequence[float], table: RotaryTable, *, attention_scaling: float) -> dict[str, Any]:
+def longrope_parameters(factors: Sequence[float], table: RotaryTable, *, attention_scaling: float) -> dict[str, Any]:
     """Return the longrope form that every stock loader rebuilds one fixed table from.
 
     Both lists are equal, so nothing switches; ``original_max_position_embeddings`` equals ``max_position_embeddings``,

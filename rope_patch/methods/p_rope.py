@@ -1,4 +1,4 @@
-"""Methods that stop pairs: p-RoPE, reversed, partial and none at all; and the one that does nothing."""
+"""Methods that leave pairs unrotated: p-RoPE, reversed, partial and none at all; and the one that does nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NoPE(Method, name="nope"):
     """
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Still every pair."""
+        """Zero every frequency."""
         return torch.zeros_like(table.inv_freq)
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
@@ -40,7 +40,7 @@ class NoPE(Method, name="nope"):
 
 @dataclass(frozen=True)
 class PRope(Method, name="p_rope"):
-    """p-RoPE: keep the fastest fraction ``p`` of the pairs, still the rest.
+    """p-RoPE: rotate the fastest fraction ``p`` of the pairs, leave the rest unrotated.
 
     The slowest pairs carry the semantic channels that long contexts break; without rotation they cannot break.
     *Source*: Barbero et al., arXiv:2410.06205, appendix D. ``int(p * rotary_dim // 2)`` pairs rotate: floor, so
@@ -50,7 +50,7 @@ class PRope(Method, name="p_rope"):
     p: float = number(0.75, least=0, most=1)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Still pairs from ``int(p * rotary_dim // 2)`` on."""
+        """Zero the frequencies from pair ``int(p * rotary_dim // 2)`` on."""
         return torch.where(_index(table) < int(self.p * table.rotary_dim // 2), table.inv_freq, 0)
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
@@ -62,7 +62,7 @@ class PRope(Method, name="p_rope"):
 
 @dataclass(frozen=True)
 class PRopeReversed(Method, name="p_rope_reversed"):
-    """Reversed p-RoPE: keep the *slowest* fraction ``p`` of the pairs, still the fastest.
+    """Reversed p-RoPE: rotate the *slowest* fraction ``p`` of the pairs, leave the fastest unrotated.
 
     *Source*: arXiv:2410.06205, table 2 ("0.75-RoPE reversed"). The paper gives no rounding; the floor is our choice.
     """
@@ -70,17 +70,17 @@ class PRopeReversed(Method, name="p_rope_reversed"):
     p: float = number(0.75, least=0, most=1)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Still all but the last ``int(p * rotary_dim // 2)`` pairs."""
+        """Zero all but the last ``int(p * rotary_dim // 2)`` frequencies."""
         return torch.where(_index(table) >= table.pairs - int(self.p * table.rotary_dim // 2), table.inv_freq, 0)
 
 
 @dataclass(frozen=True)
 class Partial(Method, name="partial"):
-    """Partial rotary: the first pairs rotate with a whole geometric sequence of their own, the rest are still.
+    """Partial rotary: the first pairs rotate with a whole geometric sequence of their own, the rest do not rotate.
 
     With ``r = int(p * rotary_dim // 2)`` pairs, exponents run over the smaller dimension: ``rope_theta ** (-2i / 2r)``.
     *Source*: arXiv:2410.06205, table 2 ("RoPE partial"), as in GPT-NeoX. In the half-split layout of the full head the
-    still features are ``r … d/2`` of each half; GPT-NeoX leaves the last ``d - 2r`` features of the head unrotated.
+    unrotated features are ``r … d/2`` of each half; GPT-NeoX leaves the last ``d - 2r`` features of the head unrotated.
     """
 
     p: float = number(0.75, least=0, most=1)

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_patch import frequencies
 from rope_patch.errors import blamed_on
-from rope_patch.methods import longrope_spelling
+from rope_patch.methods import longrope_parameters
 from rope_patch.patching.locate import (
     PatchError,
     RotarySite,
@@ -262,12 +262,12 @@ def _freeze(slot: RotaryTable, config: PreTrainedConfig, length: int) -> RotaryT
     spelled = slot.rope_parameters or {}
     if slot.rope_type == "longrope":
         factors = spelled["long_factor" if length > slot.context else "short_factor"]
-        native = longrope_spelling(factors, slot, attention_scaling=scaling)
+        native = longrope_parameters(factors, slot, attention_scaling=scaling)
     else:
         grown = spelled["factor"] * max(length, slot.max_position_embeddings) / slot.max_position_embeddings
         theta = frequencies.ntk_theta(slot.rope_theta, grown - (spelled["factor"] - 1), slot.rotary_dim)
         native = {"rope_type": "default", "rope_theta": theta}
-    frozen = slot.becomes(table, spelling=native, attention_scaling=scaling)
+    frozen = slot.becomes(table, rope_parameters=native, attention_scaling=scaling)
     return replace(frozen, rope_theta=slot.rope_theta)  # a method that starts anew starts there
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from rope_patch import frequencies
 from rope_patch.files import write_atomically
-from rope_patch.methods import longrope_spelling
+from rope_patch.methods import longrope_parameters
 from rope_patch.patching.base_tables import (
     READ_GLOBAL,
     Slots,
@@ -94,7 +94,7 @@ def _spellings(slot: RotaryTable) -> Iterator[RotaryTable]:
                 rope_parameters={k: v for k, v in slot.rope_parameters.items() if k not in slot.other_keys},
             )
     factors = frequencies.longrope_factors(slot.inv_freq, slot.rope_theta)
-    form = longrope_spelling(factors, slot, attention_scaling=slot.attention_scaling)
+    form = longrope_parameters(factors, slot, attention_scaling=slot.attention_scaling)
     table = frequencies.settle(frequencies.longrope(slot.rope_theta, factors))
     scaling = {"short_mscale": slot.attention_scaling, "long_mscale": slot.attention_scaling}
     for own in (slot.other_keys, {}, scaling):  # which Phi-MoE asks for, also where it is 1
