@@ -11,7 +11,7 @@ import statistics
 import pytest
 import torch
 from scored import CAPPED, Caches, bold_model, naive, spy, spy_ids
-from test_surgery import method_for
+from test_apply import method_for
 from tiny import ARCHITECTURES, ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig

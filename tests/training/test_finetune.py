@@ -21,7 +21,7 @@ from rope_patch.training import finetune as module
 from rope_patch.training.finetune import arguments, collator, finetune
 from rope_patch.training.options import read
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
 LLAMA = rope_patch.data_path("assets") / "llama"
 SMALL = [

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 LIVE = ("llama", "gpt2", "qwen2")
 RELOAD = "import json, sys, families; print(json.dumps([families.reload_folders(folder) for folder in sys.argv[1:]]))"

@@ -45,10 +45,14 @@ def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     bold_model().save_pretrained(folder / "base")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    tests = Path(__file__).parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    tests = Path(__file__).parents[1]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests / "modeling"), str(tests.parent)]),
+    }
     done = subprocess.run(
-        [*command, str(tests / "distributed_child.py"), str(folder)],
+        [*command, str(tests / "training" / "distributed_child.py"), str(folder)],
         env=environment,
         capture_output=True,
         text=True,

@@ -26,7 +26,7 @@ import rope_patch
 from rope_patch.exporting import export
 from rope_patch.exporting.engines import ENGINES
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.engines,
@@ -137,7 +137,7 @@ def test_transformers_4_gives_equal_logits(family, tmp_path, monkeypatch):
         model = AutoModelForCausalLM.from_pretrained(base)
         rope_patch.apply(model, method, target_length=256)
         wanted[str(number)] = logits(model, tokens)
-    script = Path(__file__).with_name("stock_reload.py")
+    script = Path(__file__).parents[1] / "stock_reload.py"
     environment = os.environ | {"PYTHONPATH": os.environ["TRANSFORMERS_4"]}
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), *wanted],

@@ -17,7 +17,7 @@ from rope_patch.methods import as_method
 from rope_patch.training.options import SECTIONS, DataOptions, ModelOptions, Options, read
 from rope_patch.training.sources import plan_stages
 
-CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
+CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 BASE = {"model": {"name": "llama"}, "data": {"lengths": "512"}, "output": "x"}
 every_config = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 

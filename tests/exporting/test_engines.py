@@ -35,7 +35,7 @@ from rope_patch.exporting.gguf_weights import pieces_from, weights_of  # noqa: E
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 ASSETS = rope_patch.data_path("assets")
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 FOLDERS = {"llama": ASSETS / "llama", "stories260K": DATA / "checkpoints" / "stories260K"}
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
 TOKENS = 700

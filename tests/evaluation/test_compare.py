@@ -18,7 +18,7 @@ import pytest
 import torch
 from scipy import stats
 from scored import spy_ids
-from test_surgery import module_of
+from test_apply import module_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 

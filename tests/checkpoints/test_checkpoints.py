@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_surgery import method_for, module_of
+from test_apply import method_for, module_of
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -42,7 +42,7 @@ def reloaded(tmp_path_factory):
             with rope_patch.patched(model, method, target_length=256 if name == "yarn" else None):
                 model.save_pretrained(root / folder)
                 ours[folder] = logits(model)
-    script = Path(__file__).with_name("stock_reload.py")
+    script = Path(__file__).parents[1] / "stock_reload.py"
     done = subprocess.run([sys.executable, script, root, *ours], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return root, ours, load_file(root / "stock.safetensors")

@@ -1,7 +1,7 @@
 """Training that is killed: no broken checkpoint is ever the latest, and a resumed run is that of one never stopped.
 
-The runs live in processes of their own. ``python tests/test_training_safety.py`` is a server that has everything
-imported and forks for each job it reads, a line of JSON; so a killed run costs a fraction of a second.
+The runs live in processes of their own. ``python tests/training/test_training_safety.py`` is a server that has
+everything imported and forks for each job it reads, a line of JSON; so a killed run costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def do(tmp_path_factory):
     """A function that runs a job and returns what came of it, None when it was killed."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     log = tmp_path_factory.mktemp("server") / "log"
     paths = os.pathsep.join([str(root), str(root / "tests")])
     with (

@@ -16,7 +16,7 @@ import pytest
 from rope_patch.planning import plan
 from rope_patch.training.options import read
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "adapt.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="not in the source distribution")
 

@@ -46,7 +46,7 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.methods.base import METHODS, parse
 from rope_patch.modeling.scoring import Reader, losses
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = rope_patch.data_path("eval_tasks")
 RULER = Path(lm_eval.tasks.__file__).parent / "ruler"
 LLAMA = str(rope_patch.data_path("assets") / "llama")

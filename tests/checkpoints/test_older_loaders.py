@@ -19,7 +19,7 @@ from rope_patch import PatchError
 from rope_patch.checkpoints import offline as folders
 from rope_patch.patching.encoding import OLDER_FAIL, older_differences, older_keys
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "older_loaders.json"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "older_loaders.json"
 
 
 def config_of(folder):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from test_surgery import cos_sin, method_for, module_of
+from test_apply import cos_sin, method_for, module_of
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -20,7 +20,7 @@ from rope_patch.evaluation.text import builtin_text
 
 pytest.importorskip("lm_eval")
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")]
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation.text import builtin_text
 
-SCRIPT = Path(__file__).parents[1] / "recipes" / "pretrain_reference.py"
+SCRIPT = Path(__file__).parents[2] / "recipes" / "pretrain_reference.py"
 
 
 def load_recipe() -> ModuleType:

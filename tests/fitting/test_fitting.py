@@ -694,7 +694,8 @@ print(json.dumps([patch.losses, patch.chosen, patch.after[None].inv_freq.tolist(
 
 
 def test_two_processes_do_what_one_does(tokenizer, tmp_path):
-    code = CHILD.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    tests = Path(__file__).parents[1]
+    code = CHILD.format(path=[str(folder) for folder in (tests.parent, tests, tests / "analysis", tests / "fitting")])
     asked = [(0, 2), (1, 2), (0, 1)]
     store = str(tmp_path / "store")
     running = [

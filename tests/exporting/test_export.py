@@ -178,7 +178,7 @@ def test_plain_transformers_gives_equal_logits_in_a_fresh_process(base, tmp_path
         model = AutoModelForCausalLM.from_pretrained(base)
         rope_patch.apply(model, method)
         wanted[to] = logits(model)
-    script = Path(__file__).with_name("stock_reload.py")
+    script = Path(__file__).parents[1] / "stock_reload.py"
     subprocess.run([sys.executable, str(script), str(tmp_path), *wanted], check=True, capture_output=True)
     found = load_file(tmp_path / "stock.safetensors")
     assert all(torch.equal(found[to], wanted[to]) for to in wanted)
