@@ -695,7 +695,9 @@ print(json.dumps([patch.losses, patch.chosen, patch.after[None].inv_freq.tolist(
 
 def test_two_processes_do_what_one_does(tokenizer, tmp_path):
     tests = Path(__file__).parents[1]
-    code = CHILD.format(path=[str(folder) for folder in (tests.parent, tests, tests / "analysis", tests / "fitting")])
+    code = CHILD.format(
+        path=list(map(str, [tests.parent, tests, *(tests / name for name in ("analysis", "fitting", "modeling"))]))
+    )
     asked = [(0, 2), (1, 2), (0, 1)]
     store = str(tmp_path / "store")
     running = [
