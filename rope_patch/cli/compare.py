@@ -63,7 +63,7 @@ def compare(
     from rope_patch.checkpoints.adapters import is_adapter
     from rope_patch.errors import blamed_on
     from rope_patch.evaluation import compare as engine
-    from rope_patch.evaluation.prompts import find_task
+    from rope_patch.evaluation.tasks import find_task
     from rope_patch.evaluation.retrieval import check_asked
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.methods import as_method

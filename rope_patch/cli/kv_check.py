@@ -89,7 +89,7 @@ def kv_check(
     from transformers.utils import logging as hf_logging
 
     from rope_patch.evaluation.compare import tokens_to_read
-    from rope_patch.evaluation.prompts import find_task
+    from rope_patch.evaluation.tasks import find_task
     from rope_patch.evaluation.retrieval import check_asked
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.kv_evaluation import run as engine

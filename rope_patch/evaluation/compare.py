@@ -20,9 +20,11 @@ from torch import nn
 from rope_patch import __version__
 from rope_patch.evaluation.documents import Source, spread_windows
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
-from rope_patch.evaluation.journal import Journal, finite
+from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
-from rope_patch.evaluation.prompts import TASKS, Haystack, PromptMaker
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.retrieval import RetrievalResult, check_asked, retrieval
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.methods import Default, Method, MethodLike
@@ -317,7 +319,7 @@ def compare(
     for method in wanted:  # a method that does not fit this model fails before the first is measured
         with under(model, method, found_patch is not None, shared):
             pass
-    kept = Journal(resume) if isinstance(resume, str | Path) else resume
+    kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     rows = []
     for method in wanted:
         told = functools.partial(progress, str(method))

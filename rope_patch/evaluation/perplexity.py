@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.journal import Journal, key
+from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
 
@@ -214,7 +214,7 @@ def perplexity(
     reader = Reader(model)
     kept: MutableMapping[str, Any] = {}
     if resume is not None:
-        kept = Journal(resume) if isinstance(resume, str | Path) else resume
+        kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     identity = {"edges": edges, "chunk": chunk, "model": fingerprint(model) if resume is not None else ""} | known
     tally = _Tally(edges)
     with in_eval_mode(model):

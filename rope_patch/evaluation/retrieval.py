@@ -14,8 +14,10 @@ from torch import nn
 
 from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.intervals import wilson
-from rope_patch.evaluation.journal import Journal, key
-from rope_patch.evaluation.prompts import Haystack, Prompt, PromptMaker, find_task
+from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.tasks import find_task
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
 
@@ -180,7 +182,7 @@ def retrieval(
     maker = haystack if isinstance(haystack, PromptMaker) else PromptMaker(tokenizer, haystack, bos)
     kept: MutableMapping[str, Any] = {}
     if resume is not None:
-        kept = Journal(resume) if isinstance(resume, str | Path) else resume
+        kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     identity = fingerprint(model) if resume is not None else ""
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:

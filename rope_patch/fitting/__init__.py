@@ -17,8 +17,9 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.documents import Source, spread_windows
-from rope_patch.evaluation.journal import Journal, finite
-from rope_patch.evaluation.prompts import Haystack, PromptMaker
+from rope_patch.evaluation.result_cache import ResultCache, finite
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import check_asked
 from rope_patch.fitting.judging import SEED, Candidate, Judging, best
 from rope_patch.fitting.rows import Objective, Rows, split_text
@@ -166,7 +167,7 @@ def fit(
     for length in lengths:
         judged.maker.prompts(objective.task, length, depths, seed=SEED + seed)
     rows.check()
-    kept = Journal(resume) if isinstance(resume, str | Path) else resume
+    kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     if processes()[0]:
         kept = None  # the first process keeps the work of all
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "target_length": target_length}

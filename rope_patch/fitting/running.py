@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.journal import key
+from rope_patch.evaluation.result_cache import key
 from rope_patch.fitting.judging import Candidate, Judging, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.tables import Constraint, TrainableTable

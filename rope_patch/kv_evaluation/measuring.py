@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rope_patch import frequencies
 from rope_patch.evaluation.compare import Row, named
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.journal import finite, key
+from rope_patch.evaluation.result_cache import finite, key
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rope_patch.evaluation.journal import finite
+from rope_patch.evaluation.result_cache import finite
 from rope_patch.kv_cache.packed import PackedCache
 from rope_patch.kv_cache.schemes import FORMATS, Scheme
 from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, change, judge, longest_keys, percent, relative

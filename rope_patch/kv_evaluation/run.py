@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import environment, named, under
 from rope_patch.evaluation.documents import Source, spread_windows
-from rope_patch.evaluation.journal import Journal
-from rope_patch.evaluation.prompts import Haystack, PromptMaker
+from rope_patch.evaluation.result_cache import ResultCache
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import check_asked
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.kv_cache.packed import check_packed, packed_caches
@@ -201,7 +202,7 @@ def kv_check(
         {"samples": samples, "seed": seed, "task": task},
         chunk,
         context,
-        Journal(resume) if isinstance(resume, str | Path) else resume,
+        ResultCache(resume) if isinstance(resume, str | Path) else resume,
         progress,
     )
     means: dict[str, Mapping[int, Tensor] | None] = dict.fromkeys(labels)

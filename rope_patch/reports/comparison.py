@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.evaluation.compare import Column, Comparison, Row
-from rope_patch.evaluation.prompts import TASKS
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.retrieval import RetrievalCell
 from rope_patch.files import write_atomically
 from rope_patch.frequencies import still, wavelength

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_type_hints
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rope_patch.evaluation.prompts import find_task
+from rope_patch.evaluation.tasks import find_task
 from rope_patch.evaluation.retrieval import check_asked
 from rope_patch.methods import as_method
 from rope_patch.training.data import Boundaries

@@ -26,9 +26,9 @@ import rope_patch
 from rope_patch.cli.app import app
 from rope_patch.evaluation.compare import Comparison, Row, compare, tokens_to_read
 from rope_patch.evaluation.documents import spread_windows
-from rope_patch.evaluation.journal import Journal
+from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
-from rope_patch.evaluation.prompts import Haystack
+from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.verify import look
@@ -465,10 +465,10 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
 @pytest.mark.parametrize("torn", [b"{", b'{"ke', b'{"key": "b", "val', b"\0\0\0\0"])
 def test_a_line_cut_short_anywhere_is_dropped_and_the_next_one_is_whole(tmp_path, torn):
     path = tmp_path / "kept.jsonl"
-    Journal(path)["a"] = 1
+    ResultCache(path)["a"] = 1
     with path.open("ab") as file:
         file.write(torn)
-    journal = Journal(path)
+    journal = ResultCache(path)
     assert dict(journal) == {"a": 1}
     journal["c"] = 3
-    assert dict(Journal(path)) == {"a": 1, "c": 3}
+    assert dict(ResultCache(path)) == {"a": 1, "c": 3}

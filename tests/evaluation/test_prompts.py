@@ -12,11 +12,14 @@ from test_recipes import recipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rope_patch
-from rope_patch.evaluation.prompts import MULTIKEY, NAMES, NOISE, TASKS, Haystack, PromptMaker
+from rope_patch.evaluation.haystack import NOISE, Haystack
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.tasks import TASKS
+from rope_patch.evaluation.tasks.base import NAMES
 from rope_patch.evaluation.text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-EVERY = [(task, "single") for task in TASKS] + [(task, "multikey") for task in MULTIKEY]
+EVERY = [(name, mode) for name, task in TASKS.items() for mode in task.modes]
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
 MAKER = PromptMaker(TOKENIZER, HAY)

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import rope_patch
 from rope_patch.evaluation.answering import Answer, answer, fork
-from rope_patch.evaluation.prompts import Haystack, Prompt, PromptMaker
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, grade, retrieval
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.modeling.scoring import Reader

@@ -28,7 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Mixt
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.documents import TokenDocument, encode
-from rope_patch.evaluation.prompts import NEEDLES, Haystack, Prompt, PromptMaker
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.tasks import NEEDLES
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.modeling.loss import IGNORED
 from rope_patch.patching.locate import PatchError, find_rotary
