@@ -38,7 +38,7 @@ from rope_patch.patching.apply import apply, hashes, reapply
 from rope_patch.patching.encoding import older_differences, text_part
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, same_tables
-from rope_patch.patching.verify import verify
+from rope_patch.patching.verify import verify_model
 from rope_patch.processes import first_alone
 
 
@@ -85,7 +85,7 @@ def save(
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
     trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
     with first_alone(f"save to {os.path.realpath(out)}") as here:
-        record = verify(model)
+        record = verify_model(model)
         check_adapters(model, record, trusted, save_options.get("selected_adapters"))
         _warn_of_precision(record)
         if not (here and save_options.get("is_main_process", True)):
@@ -186,7 +186,7 @@ def load(
     if method is not None:
         apply(model, method, **(apply_options or {}))
     elif own is not None:
-        verify(model)  # what the stock loader built, before ours takes its place
+        verify_model(model)  # what the stock loader built, before ours takes its place
         reapply(model, own)
     return model
 
@@ -284,7 +284,7 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
                 f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
                 "and apply the adapter's"
             )
-        verify(model)
+        verify_model(model)
     made: Any = model
     if holder is None:
         wrapped: Any = model

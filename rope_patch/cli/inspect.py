@@ -12,14 +12,14 @@ def inspect(model: Model, as_json: Json = False) -> None:
     """
     from rope_patch.checkpoints.offline import skeleton
     from rope_patch.frequencies import wavelength
-    from rope_patch.patching.verify import look
+    from rope_patch.patching.verify import inspect_model
 
     if model.lower().endswith(".gguf"):
         from rope_patch.exporting.gguf import read_gguf
 
         seen = read_gguf(model)
     else:
-        seen = look(skeleton(model))
+        seen = inspect_model(skeleton(model))
     if not as_json:
         print(seen)
         return
@@ -35,7 +35,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
             "wavelength": [None if w == float("inf") else w for w in wavelength(slot.inv_freq).tolist()],
             "hash": slot.fingerprint,
         }
-        for slot in seen.slots
+        for slot in seen.tables
     ]
     record = seen.record.to_dict() if seen.record else None
-    print_json({"model": seen.model_class, "tables": slots, "record": record, "notes": list(seen.remarks)})
+    print_json({"model": seen.model_class, "tables": slots, "record": record, "notes": list(seen.warnings)})

@@ -112,7 +112,7 @@ class Method:
             )
         self.check_table(table)
         inv_freq, scaling = self.inv_freq(table), self.scaling(table)
-        if torch.equal(frequencies.settle(inv_freq), table.inv_freq) and scaling == table.attention_scaling:
+        if torch.equal(frequencies.zero_unrotated(inv_freq), table.inv_freq) and scaling == table.attention_scaling:
             return table
         return table.becomes(inv_freq, rope_parameters=self.rope_parameters(table), attention_scaling=scaling)
 

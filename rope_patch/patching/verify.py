@@ -13,16 +13,16 @@ from torch import nn
 
 from rope_patch import frequencies
 from rope_patch.patching.base_tables import (
-    Slots,
+    Tables,
     call_rotary,
     config_with,
-    read_slots,
+    original_rotary,
+    read_tables,
     settings_of,
-    stock_rotary,
     where,
 )
-from rope_patch.patching.encoding import spell
-from rope_patch.patching.locate import PatchError, RotarySite, device_of, find_rotary, holds_adapters_twice
+from rope_patch.patching.encoding import encode
+from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary, holds_adapters_twice
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import PatchRecord, TableRecord, key_of
 from rope_patch.tables import RotaryTable
@@ -33,15 +33,15 @@ class Inspection:
     """What :func:`inspect` found: the tables in use, the record if any, and remarks on what is odd."""
 
     model_class: str
-    slots: tuple[RotaryTable, ...]
+    tables: tuple[RotaryTable, ...]
     record: PatchRecord | None
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = [f"{self.model_class}: {'not patched' if not self.record else f'patched, {self.record.to_method()}'}"]
-        for slot in self.slots:
+        for slot in self.tables:
             length = frequencies.wavelength(slot.inv_freq)
-            resting = int(frequencies.still(slot.inv_freq).sum())
+            resting = int(frequencies.unrotated(slot.inv_freq).sum())
             never = int((frequencies.turns(slot.inv_freq, slot.max_position_embeddings) < 1).sum())
             turning = length[torch.isfinite(length)]
             span = f"{turning.min():.4g} to {turning.max():.4g} tokens" if len(turning) else "none turns"
@@ -50,26 +50,26 @@ class Inspection:
                 f"    wavelengths {span}; {never} of {slot.pairs} pairs make no full turn within "
                 f"{slot.max_position_embeddings} tokens, {resting} of them still",
             ]
-        return "\n".join([*lines, *(f"  note: {remark}" for remark in self.remarks)])
+        return "\n".join([*lines, *(f"  note: {remark}" for remark in self.warnings)])
 
 
 def inspect(model: nn.Module) -> Inspection:
     """Print the rotary tables a model uses, patched or not, and return them."""
-    seen = look(model)
+    seen = inspect_model(model)
     print(seen)
     return seen
 
 
-def look(model: nn.Module) -> Inspection:
+def inspect_model(model: nn.Module) -> Inspection:
     """Return what :func:`inspect` prints."""
     site = find_rotary(model)
     if isinstance(site.module, PatchedRotary):
-        ours = tuple(site.module.slots.values())
+        ours = tuple(site.module.tables.values())
         remarks = [*_scaling_remarks(ours), *(["patched, but its config has lost the record"] * (site.record is None))]
         return Inspection(type(site.model).__name__, ours, site.record, tuple(remarks))
     record = site.record
     # Read what the config in force describes, patched or not, without the record's base.
-    slots, remarks = read_slots(_without_record(site), strict=False)
+    slots, remarks = read_tables(_without_record(site), strict=False)
     if record is not None:
         remarks += _differences(record.tables, {key_of(k): TableRecord.of(s) for k, s in slots.items()}, "record")
     found = tuple(slots.values())
@@ -90,7 +90,7 @@ def _cast_remarks(slots: Sequence[RotaryTable], dtype: torch.dtype | None) -> It
     """What casting would do to a stock table; ours does not mind."""
     if dtype not in (torch.bfloat16, torch.float16):
         return
-    turning = torch.cat([slot.inv_freq[~frequencies.still(slot.inv_freq)] for slot in slots])
+    turning = torch.cat([slot.inv_freq[~frequencies.unrotated(slot.inv_freq)] for slot in slots])
     if len(turning):
         error = float(((turning.to(dtype).float() - turning).abs() / turning).max())
         yield (
@@ -99,13 +99,13 @@ def _cast_remarks(slots: Sequence[RotaryTable], dtype: torch.dtype | None) -> It
         )
 
 
-def _without_record(site: RotarySite) -> RotarySite:
+def _without_record(site: RotaryLocation) -> RotaryLocation:
     config = copy.deepcopy(site.config)
     config.__dict__.pop("rope_patch", None)
     return replace(site, configs=(config,))
 
 
-def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
+def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
     """Check that the model really uses the tables its record describes; raise with the difference if not.
 
     The method is applied again to the base table, the config is read as a stock loader would, and the rotary module is
@@ -138,8 +138,8 @@ def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
         problems += _differences(own.base_tables, {key_of(k): TableRecord.of(s) for k, s in base.items()}, "base table")
         problems += _differences(own.tables, {key_of(k): TableRecord.of(s) for k, s in redone.items()}, "method")
         length = own.target_length or int(own.base_config["max_position_embeddings"])
-        module_class = type(site.module.stock if isinstance(site.module, PatchedRotary) else site.module)
-        said = stock_rotary(module_class, config_with(site.config, settings_of(site.config)))
+        module_class = type(site.module.original if isinstance(site.module, PatchedRotary) else site.module)
+        said = original_rotary(module_class, config_with(site.config, settings_of(site.config)))
         problems += [f"config: {p}" for p in measure(said, own.tables, torch.device("cpu"))]
         if site.config.max_position_embeddings != length:
             problems.append(
@@ -155,16 +155,19 @@ def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
     return expected
 
 
-def _redone(site: RotarySite, record: PatchRecord) -> tuple[Slots, Slots, dict[str, Any]]:
+verify = verify_model
+
+
+def _redone(site: RotaryLocation, record: PatchRecord) -> tuple[Tables, Tables, dict[str, Any]]:
     """Apply a record's method again: the base tables, the tables, and the config that says them."""
-    base, _ = read_slots(site, freeze_at=record.freeze_at)
+    base, _ = read_tables(site, freeze_at=record.freeze_at)
     again = {kind: record.to_method()(slot) if kind in record.layer_types else slot for kind, slot in base.items()}
     length = record.target_length or int(record.base_config["max_position_embeddings"])
-    redone, settings = spell(site, base, again, length)
+    redone, settings = encode(site, base, again, length)
     return base, redone, settings
 
 
-def edits_since(site: RotarySite) -> list[str]:
+def edits_since(site: RotaryLocation) -> list[str]:
     """Return what somebody has changed in a patched model's config since the patch, a line for each key."""
     record = site.record
     if record is None:

@@ -9,58 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from rope_patch.files import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import LOST, CheckRow, counted, relative, spans, windows_of
 from rope_patch.reports import kv_pictures as pictures
-from rope_patch.reports.comparison import Cell, Picture, number_text, perplexity_text, render
-
-
-class Line(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        name: of the row.
-        cells: behind it.
-        kind: ``"remedy"``, ``"first"`` of a group, or "".
-    """
-
-    name: str
-    cells: list[Cell]
-    kind: str = ""
-
-
-class Table(NamedTuple):
-    """Rows under a caption.
-
-    Attributes:
-        name: above it; "" where the section's heading says it.
-        caption: how to read it.
-        columns: their heads; the first one is of the rows' names.
-        lines: the rows.
-    """
-
-    name: str
-    caption: str
-    columns: tuple[str, ...]
-    lines: list[Line]
-
-
-class Section(NamedTuple):
-    """A part of the page.
-
-    Attributes:
-        name: in addresses.
-        heading: above it.
-        blocks: in order: paragraphs, figures, tables.
-    """
-
-    name: str
-    heading: str
-    blocks: list[str | Picture | Table]
+from rope_patch.reports.blocks import Block, SchemeRow, SchemeTable, Section
+from rope_patch.reports.comparison import Cell, number_text, perplexity_text, render
 
 
 def write(path: str | Path, check: KVCheck, *, command: str | None = None) -> None:
@@ -115,7 +71,7 @@ def _results(check: KVCheck) -> Section:
     return Section("results", "What survives", [words, *(_table(check, length) for length in check.lengths)])
 
 
-def _table(check: KVCheck, length: int) -> Table:
+def _table(check: KVCheck, length: int) -> SchemeTable:
     asked = check.rows[0].scores.retrieval
     columns = ("Scheme", "Bits", "Perplexity", "Change", asked.task.capitalize(), "Change", "KL [nats/token]",
                "Top choice kept", "Verdict")  # fmt: skip
@@ -126,12 +82,12 @@ def _table(check: KVCheck, length: int) -> Table:
             if row.divergence is None:
                 cells = [Cell("16"), Cell(perplexity_text(score)), Cell("–"), Cell(number_text(found))]
                 cells += [Cell("–")] * 3
-                lines.append(Line(f"{method}: full precision", [*cells, Cell("", mark="text")], "first"))
+                lines.append(SchemeRow(f"{method}: full precision", [*cells, Cell("", mark="text")], "first"))
                 continue
             verdict = check.verdict(row, length)
             change, low, high = check.change(row, length, "retrieval")
             lines.append(
-                Line(
+                SchemeRow(
                     _called(row),
                     [
                         _bits(row, length),
@@ -156,12 +112,12 @@ def _table(check: KVCheck, length: int) -> Table:
         f"chance). KL of the next token’s distribution, full precision to quantized, "
         f"and how often both prefer the same token, at all positions of {_windows(check.compared, max(check.lengths))}."
     )
-    return Table(f"{length} tokens", caption, columns, lines)
+    return SchemeTable(f"{length} tokens", caption, columns, lines)
 
 
 def _tradeoffs(check: KVCheck) -> Section:
     shares = pictures.shares(check)
-    blocks: list[str | Picture | Table] = [
+    blocks: list[Block] = [
         *pictures.tradeoffs(check, max(check.lengths)),
         pictures.by_layer(check),
         pictures.by_wavelength(check),
@@ -192,10 +148,10 @@ def _schemes(check: KVCheck) -> Section:
         "(under the first method, where methods differ)."
     )
     columns = ("Scheme", "Text", "Bits of keys", "of values", "Residual [tokens]", "Sinks [tokens]", "Source")
-    return Section("schemes", "What the schemes mean", [words, Table("", caption, columns, lines)])
+    return Section("schemes", "What the schemes mean", [words, SchemeTable("", caption, columns, lines)])
 
 
-def _explained(row: CheckRow) -> Line:
+def _explained(row: CheckRow) -> SchemeRow:
     preset, scheme = PRESETS.get(row.scheme), Scheme.parse(row.spelled)
     cells = [
         Cell(row.spelled, mark="text"),
@@ -205,7 +161,7 @@ def _explained(row: CheckRow) -> Line:
         Cell(str(scheme.sinks)),
         Cell("a remedy" if row.remedy_of else preset.source if preset else "given as a text", mark="long"),
     ]
-    return Line(_called(row), cells, "remedy" if row.remedy_of is not None else "")
+    return SchemeRow(_called(row), cells, "remedy" if row.remedy_of is not None else "")
 
 
 def _blame(check: KVCheck) -> Section:
@@ -225,10 +181,10 @@ def _blame(check: KVCheck) -> Section:
         "longest of these: the safe one of fewest bits, or the one of least perplexity. The tables above have them all."
     )
     columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why", "Best remedy")
-    return Section("blame", "What is to blame", [words, Table("", caption, columns, lines)])
+    return Section("blame", "What is to blame", [words, SchemeTable("", caption, columns, lines)])
 
 
-def _blamed(check: KVCheck, row: CheckRow) -> Line | None:
+def _blamed(check: KVCheck, row: CheckRow) -> SchemeRow | None:
     found = [verdict for length in check.lengths if (verdict := check.verdict(row, length)).kind == "unsafe"]
     if not found:
         return None
@@ -259,12 +215,12 @@ def _blamed(check: KVCheck, row: CheckRow) -> Line | None:
         Cell(why + rest, mark="sentence"),
         remedy,
     ]
-    return Line(row.scheme, cells)
+    return SchemeRow(row.scheme, cells)
 
 
 def _prediction(check: KVCheck) -> Section:
     lines = [
-        Line(row.scheme, [Cell(row.method, mark="text"), *(Cell(_correlation(value)) for value in row.prediction)])
+        SchemeRow(row.scheme, [Cell(row.method, mark="text"), *(Cell(_correlation(value)) for value in row.prediction)])
         for row in pictures.given(check)
     ]
     words = (
@@ -277,7 +233,7 @@ def _prediction(check: KVCheck) -> Section:
         "part of the logit with the one and with the other; 1 is the same order, 0 none. A dash: nothing varies."
     )
     columns = ("Scheme", "Method", "Length of the mean key × norm of the query", "Under the bound")
-    return Section("prediction", "What could have been predicted", [words, Table("", caption, columns, lines)])
+    return Section("prediction", "What could have been predicted", [words, SchemeTable("", caption, columns, lines)])
 
 
 def _packed(check: KVCheck) -> Section | None:
@@ -289,7 +245,7 @@ def _packed(check: KVCheck) -> Section | None:
         "to keys before rounding. Their groups are features of one token."
     )
     lines = [
-        Line(
+        SchemeRow(
             item.name,
             [
                 Cell(number_text(item.bits), "of 16"),
@@ -306,7 +262,7 @@ def _packed(check: KVCheck) -> Section | None:
         f"At {check.packed[0].tokens} tokens. Bits of the whole cache, where the model’s own precision counts as 16. "
         "Same tokens: decoded until one differs."
     )
-    return Section("packed", "Packed caches", [words, Table("", caption, columns, lines)])
+    return Section("packed", "Packed caches", [words, SchemeTable("", caption, columns, lines)])
 
 
 def _how(check: KVCheck) -> Section:

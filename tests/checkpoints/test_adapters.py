@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import rope_patch
 from rope_patch import PatchError, checkpoints
 from rope_patch.checkpoints.offline import patch_folder, skeleton, verify_folder
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_a_folder_with_an_adapter_and_its_base_is_verified(tmp_path):
 
 
 def look_at(folder):
-    return look(skeleton(folder))
+    return inspect_model(skeleton(folder))
 
 
 # --- weights that are put into an adapter -----------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_a_trained_table_is_saved_as_it_became(trained):
     model = rope_patch.load(folder, dtype=torch.float32)
     assert rope_patch.verify(model).to_method() == read_record(folder).to_method()
     module_ = find_rotary(model).module
-    assert torch.allclose(module_.slots[None].inv_freq.double().log(), values(folder), atol=1e-7)
+    assert torch.allclose(module_.tables[None].inv_freq.double().log(), values(folder), atol=1e-7)
     again = module.Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
     assert again(model).metrics() == pytest.approx(trained.results["after"], abs=1e-5)
     assert "The rotary table was trained with them." in (folder / "README.md").read_text()
