@@ -112,7 +112,7 @@ def measure(cell: Cell, root: Path, adapters: Path, quick: bool) -> Cell:
     for row in checked.rows:
         score, found = row.scores.perplexity, row.scores.retrieval
         rows[names.get(row.scheme, "none")] = {
-            "scheme": row.spelled,
+            "scheme": row.scheme_text,
             "key_bits": row.key_bits,
             "value_bits": row.value_bits,
             "nll": [sum(document.nll) / sum(document.tokens) for document in score.documents],

@@ -40,8 +40,8 @@ def kv_check(
     lengths: Annotated[str, typer.Option(help='Prompt lengths, "4k 16k" [tokens].', show_default=False)],
     compare: Annotated[str, typer.Option(help='Methods, "default p_rope:p=0.5 yarn:factor=4".')] = "default",
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-kv-check"),
-    remedies: Annotated[
-        bool, typer.Option("--remedies", help="Where a scheme is unsafe, measure changes of it that may help.")
+    mitigations: Annotated[
+        bool, typer.Option("--mitigations", help="Where a scheme is unsafe, measure changes of it that may help.")
     ] = False,
     packed: Annotated[
         str,
@@ -125,7 +125,7 @@ def kv_check(
 
                 def told(stage: str, tokens: int) -> None:
                     seen.add(stage)
-                    bar.total = max(bar.total, each * len(seen))  # remedies are not known before
+                    bar.total = max(bar.total, each * len(seen))  # mitigations are not known before
                     bar.set_postfix_str(stage, refresh=False)
                     bar.update(tokens)
 
@@ -145,7 +145,7 @@ def kv_check(
                     context=bound,
                     tolerance=tolerance,
                     chunk=chunk,
-                    try_remedies=remedies,
+                    mitigate=mitigations,
                     packed=items(packed),
                     layer_types=layer_types,
                     name=name_of(model),
@@ -216,7 +216,7 @@ def _print(checked: Any) -> None:
                 change, low, high = checked.change(row, length)
                 verdict = checked.verdict(row, length).kind
                 word = "rounds nothing" if verdict == "undecided" and checked.idle(row, length) else verdict
-                name = f"  {row.scheme.removeprefix(row.remedy_of)}" if row.remedy_of else row.scheme
+                name = f"  {row.scheme.removeprefix(row.mitigation_of)}" if row.mitigation_of else row.scheme
                 table.add_row(
                     "",
                     escape(name),

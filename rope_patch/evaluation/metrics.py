@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
+from rope_patch.evaluation.perplexity import PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
@@ -251,14 +252,14 @@ def spans_at(spec: EvalSpec, length: int) -> Iterator[tuple[Metric, Span]]:
             yield metric, span
 
 
-def _text_of(result: EvalResult):  # type: ignore[no-untyped-def]
+def _text_of(result: EvalResult) -> PerplexityResult:
     if result.perplexity is None:
         raise ValueError("no window of text was measured: give windows >= 1")
     return result.perplexity
 
 
 def _prompts_of(result: EvalResult, span: Span) -> RetrievalResult:
-    if span.task not in result.retrieval:
+    if span.task is None or span.task not in result.retrieval:
         raise ValueError(f"no task {span.task!r} was measured. Known: {', '.join(result.retrieval)}")
     return result.retrieval[span.task]
 

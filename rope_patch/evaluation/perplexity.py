@@ -171,7 +171,7 @@ def perplexity(
     window: int | None = None,
     batch: int = 1,
     resume: str | Path | MutableMapping[str, Any] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> PerplexityResult:
     """Score a text under a causal language model: log-probabilities in float32 over slices of the last hidden state.
 
@@ -193,7 +193,7 @@ def perplexity(
         batch: windows per forward pass; shorter ones are padded on the right.
         resume: file (or mapping) in which scored windows are kept, so that an interrupted run goes on where it was.
             With a ``cache`` only if that has an ``identity``, a text that tells it from others.
-        progress: told the number of tokens done after each window.
+        on_progress: called with the number of tokens done after each window.
 
     Returns:
         The result.
@@ -228,7 +228,7 @@ def perplexity(
                 if resume is not None and name not in kept:
                     kept[name] = fresh[name]
                 tally.add(item, kept[name] if name in kept else fresh[name])
-                progress(item.stop - item.start)
+                on_progress(item.stop - item.start)
     return tally.result(window=window, stride=stride, chunk=chunk)
 
 

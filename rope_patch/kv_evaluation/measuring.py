@@ -24,7 +24,7 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
 from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
-from rope_patch.kv_evaluation.verdicts import Causes, CheckRow, Divergence, blame, longest_keys
+from rope_patch.kv_evaluation.verdicts import Attribution, CheckRow, Divergence, blame, longest_keys
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
@@ -213,16 +213,16 @@ def _bits(here: Setting, now: Patched, scheme: Scheme) -> tuple[float, float, di
     return math.fsum(bits[0]) / len(bits[0]), math.fsum(bits[1]) / len(bits[1]), whole
 
 
-def causes(here: Setting, now: Patched, row: CheckRow, tolerance: float) -> Causes:
+def attribution(here: Setting, now: Patched, row: CheckRow, tolerance: float) -> Attribution:
     """Measure what parts of a scheme cost on the compared windows."""
-    model, scheme = here.model, Scheme.parse(row.spelled)
+    model, scheme = here.model, Scheme.parse(row.scheme_text)
     mark = ""
     if here.kept is not None:
         about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in here.texts[:COMPARED]]}
-        mark = key(kind="causes", cache=_identity(here, now, scheme), chunk=here.chunk, limit=tolerance, **about)
+        mark = key(kind="attribution", cache=_identity(here, now, scheme), chunk=here.chunk, limit=tolerance, **about)
         if mark in here.kept:
             found = here.kept[mark]
-            return Causes(**{**found, "layers": {int(index): cost for index, cost in found["layers"].items()}})
+            return Attribution(**{**found, "layers": {int(index): cost for index, cost in found["layers"].items()}})
 
     def loss(change: Callable[[LayerPlan], LayerPlan] | None) -> float:
         with quantized(model, scheme, **now.options(here)) as factory:
@@ -236,7 +236,7 @@ def causes(here: Setting, now: Patched, row: CheckRow, tolerance: float) -> Caus
         return lambda plan: plan if plan.keys_of == layer else replace(plan, key=Side(), value=Side())
 
     full = loss(lambda plan: replace(plan, key=Side(), value=Side()))
-    made = Causes(
+    made = Attribution(
         whole=loss(None) - full,
         keys=loss(lambda plan: replace(plan, value=Side())) - full,
         values=loss(lambda plan: replace(plan, key=Side())) - full,

@@ -74,13 +74,13 @@ class KVCheck:
         return f"{method}: {self.loaded}, as loaded" if method == "default" and self.loaded else method
 
     def of(self, method: str) -> tuple[CheckRow, ...]:
-        """Return the rows of a method: full precision first, each scheme with the remedies tried for it behind."""
+        """Return the rows of a method: full precision first, each scheme with the mitigations tried for it behind."""
         rows = [row for row in self.rows if row.method == method]
         return tuple(
             item
             for row in rows
-            if row.remedy_of is None
-            for item in (row, *(other for other in rows if other.remedy_of == row.scheme))
+            if row.mitigation_of is None
+            for item in (row, *(other for other in rows if other.mitigation_of == row.scheme))
         )
 
     def change(self, row: CheckRow, length: int, kind: str = "perplexity") -> tuple[float, float, float]:
@@ -111,12 +111,12 @@ class KVCheck:
         """Return whether a scheme rounds nothing of a cache of a length, such as one that its residual window holds."""
         return row.divergence is not None and row.cache_bits[length] == FORMATS["none"]
 
-    def remedies(self, row: CheckRow, length: int) -> list[tuple[CheckRow, Verdict]]:
+    def mitigations(self, row: CheckRow, length: int) -> list[tuple[CheckRow, Verdict]]:
         """Return what was tried for a scheme, best first: safe ones by bits, then the others by perplexity.
 
-        What rounds nothing at the length is no remedy there.
+        What rounds nothing at the length is no mitigation there.
         """
-        others = [other for other in self.of(row.method) if other.remedy_of == row.scheme]
+        others = [other for other in self.of(row.method) if other.mitigation_of == row.scheme]
         tried = [(other, self.verdict(other, length)) for other in others if not self.idle(other, length)]
         safe = sorted((item for item in tried if item[1].kind == "safe"), key=lambda item: item[0].cache_bits[length])
         rest = [item for item in tried if item[1].kind != "safe"]
@@ -126,7 +126,7 @@ class KVCheck:
         """Return what to do: what is safe everywhere, then a sentence per method and length."""
         made = self._everywhere()
         for method in self.methods:
-            given = [row for row in self.of(method)[1:] if row.remedy_of is None]
+            given = [row for row in self.of(method)[1:] if row.mitigation_of is None]
             for length in self.lengths:
                 found = [(row, self.verdict(row, length)) for row in given]
                 parts = [self._unsafe(row, verdict) for row, verdict in found if verdict.kind == "unsafe"]
@@ -150,7 +150,7 @@ class KVCheck:
             return []
         kinds: dict[str, set[str]] = {}
         for row in self.rows:
-            if row.divergence is not None and row.remedy_of is None:
+            if row.divergence is not None and row.mitigation_of is None:
                 found = kinds.setdefault(row.scheme, set())
                 found |= {self.verdict(row, length).kind for length in self.lengths}
         names = [name for name, found in kinds.items() if found == {"safe"}]
@@ -160,13 +160,13 @@ class KVCheck:
 
     def _unsafe(self, row: CheckRow, verdict: Verdict) -> str:
         """Say what is to blame for an unsafe scheme, and what helps."""
-        tried = self.remedies(row, verdict.length)
+        tried = self.mitigations(row, verdict.length)
         text = f"{row.scheme} is unsafe ({self._harm(row, verdict.length)}; {verdict.cause}"
         if tried and tried[0][1].kind == "safe":
             text += f"; {_spelled(tried[0][0])} is safe"
         elif tried:
             best = tried[0][0]
-            text += f"; no remedy is surely safe, the best is {_spelled(best)}: {self._harm(best, verdict.length)}"
+            text += f"; no mitigation is surely safe, the best is {_spelled(best)}: {self._harm(best, verdict.length)}"
         return text + ")"
 
     def _harm(self, row: CheckRow, length: int) -> str:
@@ -182,8 +182,8 @@ class KVCheck:
             for length in self.lengths:
                 line: dict[str, Any] = {
                     **{name: getattr(row, name) for name in ("method", "scheme")},
-                    "text": row.spelled,
-                    "remedy_of": row.remedy_of,
+                    "text": row.scheme_text,
+                    "mitigation_of": row.mitigation_of,
                     "length": length,
                     **{name: getattr(row, name) for name in ("key_bits", "value_bits", "bits")},
                     "cache_bits": row.cache_bits[length],
@@ -214,8 +214,8 @@ class KVCheck:
         return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
-        scheme, asked = Scheme.parse(row.spelled), row.scores.retrieval
-        made: dict[str, Any] = {name: getattr(row, name) for name in ("method", "scheme", "spelled", "remedy_of")}
+        scheme, asked = Scheme.parse(row.scheme_text), row.scores.retrieval
+        made: dict[str, Any] = {name: getattr(row, name) for name in ("method", "scheme", "scheme_text", "mitigation_of")}
         made |= {"residual": scheme.residual, "sinks": scheme.sinks, "skip": scheme.skip}
         made |= {name: getattr(row, name) for name in ("key_bits", "value_bits", "bits", "prediction")}
         made |= {"task": asked.task, "seed": asked.seed, "chunk": row.scores.perplexity.chunk}
@@ -248,8 +248,8 @@ _COMPARED = (
 
 
 def _spelled(row: CheckRow) -> str:
-    """A remedy, whose name is no text, with its text."""
-    return f"{row.scheme} ({row.spelled})"
+    """A mitigation, whose name is no text, with its text."""
+    return f"{row.scheme} ({row.scheme_text})"
 
 
 def _numbers(name: str, value: Any) -> Any:

@@ -26,7 +26,7 @@ from rope_patch.evaluation.text import builtin_text
 from rope_patch.kv_cache.packed import check_packed, packed_caches
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.measuring import COMPARED, Patched, Setting, causes, means_of, measure, possible
+from rope_patch.kv_evaluation.measuring import COMPARED, Patched, Setting, attribution, means_of, measure, possible
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow, judge, long_keys
 from rope_patch.methods import MethodLike
@@ -41,7 +41,7 @@ MORE = {"int2": "int4", "int3": "int4", "int4": "int8"}
 """Formats of values that another may help."""
 
 
-def remedies(name: str) -> dict[str, Scheme]:
+def mitigations(name: str) -> dict[str, Scheme]:
     """Return what may help a scheme that is unsafe, by a name of its own: each a change of one thing.
 
     Args:
@@ -131,7 +131,7 @@ def kv_check(
     tolerance: float = TOLERANCE,
     confidence: float = 0.95,
     chunk: int | None = None,
-    try_remedies: bool = False,
+    mitigate: bool = False,
     packed: Sequence[str] = (),
     layer_types: Sequence[str] | None = None,
     name: str | None = None,
@@ -157,7 +157,7 @@ def kv_check(
         tolerance: rise of perplexity that a safe scheme may cost, relative.
         confidence: of the intervals.
         chunk: tokens per forward pass; whole windows and prompts by default.
-        try_remedies: measure what may help, too, wherever a scheme is unsafe at any of the lengths.
+        mitigate: measure what may help, too, wherever a scheme is unsafe at any of the lengths.
         packed: caches of transformers to decode with, in the model as it is, for their bytes and speed; see
             :mod:`rope_patch.kv_cache.packed`.
         layer_types: which tables are patched, on mixed models.
@@ -190,7 +190,7 @@ def kv_check(
     record = find_rotary(model).record
     again = record is not None
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": None}
-    centred = try_remedies or any(scheme.key.centre for scheme in given.values())
+    centred = mitigate or any(scheme.key.centre for scheme in given.values())
     learnt = calibration(tokenizer, model) if centred else None
     here = Setting(
         model,
@@ -227,10 +227,10 @@ def kv_check(
                 if any(judge(row, base, length, tolerance, confidence).kind == "unsafe" for length in lengths)
             ]
             rows += [
-                replace(row, causes=causes(here, now, row, tolerance)) if row in unsafe else row for row in measured
+                replace(row, attribution=attribution(here, now, row, tolerance)) if row in unsafe else row for row in measured
             ]
-            for row in unsafe if try_remedies else ():
-                rows += measure(here, now, possible(here, now, remedies(row.scheme)), row.scheme)
+            for row in unsafe if mitigate else ():
+                rows += measure(here, now, possible(here, now, mitigations(row.scheme)), row.scheme)
     own = str(getattr(model.config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]
     return KVCheck(
         model=name or own or type(model).__name__,

@@ -37,7 +37,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Causes:
+class Attribution:
     """What parts of a scheme cost on the compared windows, each the rise of the loss over full precision [nats/token].
 
     Attributes:
@@ -74,7 +74,7 @@ class Verdict:
         pairs: to blame.
         induced: share of those layers' squared logit error that lies in other pairs and goes when the pairs to blame,
             those of long mean keys, are kept in full precision; None where half of the error is in the pairs to blame.
-        causes: what parts of the scheme cost; None where that was not measured.
+        attribution: what parts of the scheme cost; None where that was not measured.
     """
 
     method: str
@@ -85,16 +85,16 @@ class Verdict:
     layers: tuple[int, ...] = ()
     pairs: tuple[int, ...] = ()
     induced: float | None = None
-    causes: Causes | None = None
+    attribution: Attribution | None = None
 
     @property
     def cause(self) -> str:
         """What is to blame, in words."""
-        if self.causes is not None and self.causes.by_values:
+        if self.attribution is not None and self.attribution.by_values:
             return f"values of {listed('layer', self.layers)}"
         places = f"{listed('layer', self.layers)}, {listed('pair', self.pairs)}"
-        if self.causes is not None and self.causes.left is not None:
-            places += f" ({percent(self.causes.left)} with these in full precision)"
+        if self.attribution is not None and self.attribution.left is not None:
+            places += f" ({percent(self.attribution.left)} with these in full precision)"
         if self.induced is not None:
             return f"{places}, whose long keys cost other pairs {self.induced:.0%} of the logit error"
         return places
@@ -107,7 +107,7 @@ class CheckRow:
     Attributes:
         method: in the grammar.
         scheme: its name, as it was given.
-        spelled: its text.
+        scheme_text: its text.
         scores: perplexity by position and retrieval.
         divergence: from full precision; None for full precision itself.
         key_bits: effective bits per element of the part that is quantized, mean over layers.
@@ -117,13 +117,13 @@ class CheckRow:
         errors: by layer; empty for full precision.
         prediction: Spearman's rank correlation over all pairs of all heads: of a pair's logit error with its mean key's
             radius times its mean query norm, and with lying under the frequency bound; None where nothing varies.
-        remedy_of: the unsafe scheme that this one was tried for, or None.
-        causes: what parts of it cost, where it is unsafe at some length; None elsewhere, and of remedies.
+        mitigation_of: the unsafe scheme that this one was tried for, or None.
+        attribution: what parts of it cost, where it is unsafe at some length; None elsewhere, and of mitigations.
     """
 
     method: str
     scheme: str
-    spelled: str
+    scheme_text: str
     scores: Row
     divergence: Divergence | None
     key_bits: float
@@ -131,8 +131,8 @@ class CheckRow:
     cache_bits: Mapping[int, float]
     errors: tuple[LayerErrors, ...]
     prediction: tuple[float | None, float | None]
-    remedy_of: str | None = None
-    causes: Causes | None = None
+    mitigation_of: str | None = None
+    attribution: Attribution | None = None
 
     @property
     def bits(self) -> float:
@@ -179,8 +179,8 @@ def judge(
         f"perplexity {percent(estimate)} ({between(low, high)}), retrieval {found:+.2f} ({worse:+.2f} to {better:+.2f})"
     )
     if low > limit or better < 0:
-        named = blame(row.errors, marked, row.causes, tolerance)
-        return Verdict(row.method, row.scheme, length, "unsafe", measured, *named, row.causes)
+        named = blame(row.errors, marked, row.attribution, tolerance)
+        return Verdict(row.method, row.scheme, length, "unsafe", measured, *named, row.attribution)
     if row.cache_bits[length] == FORMATS["none"]:
         return Verdict(row.method, row.scheme, length, "undecided", f"nothing is quantized at {length} tokens")
     kind = "safe" if high <= limit and found >= -LOST else "undecided"
@@ -206,7 +206,7 @@ def longest_keys(seen: Capture) -> dict[int, Tensor]:
 def blame(
     errors: Sequence[LayerErrors],
     marked: Mapping[int, Tensor] | None = None,
-    causes: Causes | None = None,
+    attribution: Attribution | None = None,
     tolerance: float = math.inf,
 ) -> tuple[tuple[int, ...], tuple[int, ...], float | None]:
     """Return the layers to blame for the harm of a scheme, and the pairs behind it.
@@ -220,7 +220,7 @@ def blame(
     Args:
         errors: by layer.
         marked: pairs of long keys by layer, from :func:`longest_keys`: (key heads, pairs) bool.
-        causes: what parts of the scheme cost.
+        attribution: what parts of the scheme cost.
         tolerance: rise of perplexity that a safe scheme may cost, relative.
 
     Returns:
@@ -230,14 +230,14 @@ def blame(
     if not errors:
         return (), (), None
     harm = torch.stack([error.output.mean() for error in errors]).nan_to_num()
-    if causes is not None:
-        harm = torch.tensor([causes.layers.get(error.layer, 0.0) for error in errors], dtype=torch.float64)
+    if attribution is not None:
+        harm = torch.tensor([attribution.layers.get(error.layer, 0.0) for error in errors], dtype=torch.float64)
     least = BLAMED * float(harm.max())
-    if causes is not None:
+    if attribution is not None:
         least = min(least, math.log1p(tolerance))
     worst = [error for error, own in zip(errors, harm.tolist(), strict=True) if own >= least]
     layers = tuple(error.layer for error in worst)
-    if causes is not None and causes.by_values:
+    if attribution is not None and attribution.by_values:
         return layers, (), None
     energy = torch.zeros(max(error.pair.shape[1] for error in worst), dtype=torch.float64)
     long: set[int] = set()

@@ -103,7 +103,7 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
                             verdict.kind,
                         ),
                     ],
-                    "remedy" if row.remedy_of is not None else "",
+                    "mitigation" if row.mitigation_of is not None else "",
                 )
             )
     caption = (
@@ -133,7 +133,7 @@ def _schemes(check: KVCheck) -> Section:
     lines = [
         _explained(row)
         for owner in owners
-        for row in (first[owner], *(row for row in reversed(first.values()) if row.remedy_of == owner))
+        for row in (first[owner], *(row for row in reversed(first.values()) if row.mitigation_of == owner))
     ]
     words = (
         "k is of keys, v of values: a format, what shares a scale (the features of a token, or of a group of them; "
@@ -152,22 +152,22 @@ def _schemes(check: KVCheck) -> Section:
 
 
 def _explained(row: CheckRow) -> SchemeRow:
-    preset, scheme = PRESETS.get(row.scheme), Scheme.parse(row.spelled)
+    preset, scheme = PRESETS.get(row.scheme), Scheme.parse(row.scheme_text)
     cells = [
-        Cell(row.spelled, mark="text"),
+        Cell(row.scheme_text, mark="text"),
         Cell(number_text(row.key_bits)),
         Cell(number_text(row.value_bits)),
         Cell(str(scheme.residual)),
         Cell(str(scheme.sinks)),
-        Cell("a remedy" if row.remedy_of else preset.source if preset else "given as a text", mark="long"),
+        Cell("a mitigation" if row.mitigation_of else preset.source if preset else "given as a text", mark="long"),
     ]
-    return SchemeRow(_called(row), cells, "remedy" if row.remedy_of is not None else "")
+    return SchemeRow(_called(row), cells, "mitigation" if row.mitigation_of is not None else "")
 
 
 def _blame(check: KVCheck) -> Section:
     lines = [line for row in pictures.given(check) if (line := _blamed(check, row)) is not None]
     if not lines:
-        return Section("blame", "What is to blame", ["No scheme that was asked for is unsafe: nothing is to blame."])
+        return Section("attribution", "What is to blame", ["No scheme that was asked for is unsafe: nothing is to blame."])
     words = (
         "Layers: those that cost more than is tolerated when they alone are quantized, or at least two thirds of what "
         f"the worst layer alone does, in perplexity over {_windows(check.compared, max(check.lengths))}. Values are "
@@ -177,11 +177,11 @@ def _blame(check: KVCheck) -> Section:
         "All of it over the same windows."
     )
     caption = (
-        "Schemes that were asked for, and the lengths at which they are unsafe. Of the remedies tried, the best at the "
+        "Schemes that were asked for, and the lengths at which they are unsafe. Of the mitigations tried, the best at the "
         "longest of these: the safe one of fewest bits, or the one of least perplexity. The tables above have them all."
     )
-    columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why", "Best remedy")
-    return Section("blame", "What is to blame", [words, SchemeTable("", caption, columns, lines)])
+    columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why", "Best mitigation")
+    return Section("attribution", "What is to blame", [words, SchemeTable("", caption, columns, lines)])
 
 
 def _blamed(check: KVCheck, row: CheckRow) -> SchemeRow | None:
@@ -189,10 +189,10 @@ def _blamed(check: KVCheck, row: CheckRow) -> SchemeRow | None:
     if not found:
         return None
     last = found[-1]
-    left = last.causes.left if last.causes is not None else None
+    left = last.attribution.left if last.attribution is not None else None
     rest = "" if left is None else f"; with these in full precision the scheme costs {_share(left)} %"
-    if last.causes is not None and last.causes.by_values:
-        keys, values = (_share(part) for part in (last.causes.keys, last.causes.values))
+    if last.attribution is not None and last.attribution.by_values:
+        keys, values = (_share(part) for part in (last.attribution.keys, last.attribution.values))
         why = f"values alone cost {values} %, keys alone {keys} %"
     elif last.induced is not None:
         why = f"long keys there cost other pairs {100 * last.induced:.0f} % of the logit error"
@@ -200,20 +200,20 @@ def _blamed(check: KVCheck, row: CheckRow) -> SchemeRow | None:
         why = "they carry half of the logit error"
     else:
         why = "no key is rounded: values are to blame"
-    tried = check.remedies(row, last.length)
-    remedy = Cell("none was tried", mark="sentence")
+    tried = check.mitigations(row, last.length)
+    mitigation = Cell("none was tried", mark="sentence")
     if tried:
         best, verdict = tried[0]
         change = _percent(*check.change(best, last.length)).text
         told = f"perplexity {change}, {number_text(best.cache_bits[last.length])} bits"
-        remedy = Cell(f"{_called(best)}: {verdict.kind}", told, mark=verdict.kind)
+        mitigation = Cell(f"{_called(best)}: {verdict.kind}", told, mark=verdict.kind)
     cells = [
         Cell(row.method, mark="text"),
         Cell(", ".join(str(verdict.length) for verdict in found)),
         Cell(spans(last.layers), mark="sentence"),
         Cell(spans(last.pairs) or "–", mark="sentence"),
         Cell(why + rest, mark="sentence"),
-        remedy,
+        mitigation,
     ]
     return SchemeRow(row.scheme, cells)
 
@@ -327,8 +327,8 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
 
 
 def _called(row: CheckRow) -> str:
-    """A scheme's name; of a remedy what it adds."""
-    return row.scheme if row.remedy_of is None else row.scheme.removeprefix(row.remedy_of)
+    """A scheme's name; of a mitigation what it adds."""
+    return row.scheme if row.mitigation_of is None else row.scheme.removeprefix(row.mitigation_of)
 
 
 def _windows(count: int, size: int) -> str:

@@ -23,7 +23,7 @@ COLORS = "A scheme has one colour in all figures."
 
 def given(check: KVCheck) -> list[CheckRow]:
     """Return the rows of the schemes that were asked for, full precision left out."""
-    return [row for method in check.methods for row in check.of(method) if row.errors and row.remedy_of is None]
+    return [row for method in check.methods for row in check.of(method) if row.errors and row.mitigation_of is None]
 
 
 def schemes(check: KVCheck) -> dict[str, str]:
@@ -43,7 +43,7 @@ def tradeoffs(check: KVCheck, length: int) -> list[Picture]:
     front_said = (
         "Grey steps are the front: nothing that was tried lies beyond them. Vertical lines are intervals. Bits are of "
         f"the whole cache at {length} tokens: scales, sinks, the residual window and unfinished blocks are in them. "
-        "Hollow points are remedies, in the colour of the scheme that they were tried for; those on the front are "
+        "Hollow points are mitigations, in the colour of the scheme that they were tried for; those on the front are "
         f"named, and their intervals are in the table. {COLORS}"
     )
     lost = [name for method, name in methods(check).items() if not _answers(check, method, length)]
@@ -97,13 +97,13 @@ def _spots(check: KVCheck, method: str, length: int, kind: str) -> list[Spot]:
             change, verdict = (0.0, 0.0, 0.0), ""
         if kind == "perplexity":
             change = tuple(100 * relative(nats) for nats in change)  # type: ignore[assignment]
-        owner = row.remedy_of or row.scheme
-        label = row.scheme.removeprefix(owner) if row.remedy_of else names.get(row.scheme, "")
-        remedy = row.remedy_of is not None
-        made.append(Spot(label, row.cache_bits[length], *change, verdict, names.get(owner, ""), remedy))
+        owner = row.mitigation_of or row.scheme
+        label = row.scheme.removeprefix(owner) if row.mitigation_of else names.get(row.scheme, "")
+        mitigation = row.mitigation_of is not None
+        made.append(Spot(label, row.cache_bits[length], *change, verdict, names.get(owner, ""), mitigation))
     sign = 1 if kind == "perplexity" else -1
     best = front([(spot.bits, sign * spot.value) for spot in made])
-    return [spot if not spot.remedy or i in best else spot._replace(label="") for i, spot in enumerate(made)]
+    return [spot if not spot.mitigation or i in best else spot._replace(label="") for i, spot in enumerate(made)]
 
 
 def by_wavelength(check: KVCheck) -> Picture | str:

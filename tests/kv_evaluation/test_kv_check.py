@@ -28,8 +28,8 @@ from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
 from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.run import kv_check, remedies
-from rope_patch.kv_evaluation.verdicts import Causes, CheckRow, Divergence, blame, longest_keys
+from rope_patch.kv_evaluation.run import kv_check, mitigations
+from rope_patch.kv_evaluation.verdicts import Attribution, CheckRow, Divergence, blame, longest_keys
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_rows_are_what_the_engines_measure(tokenizer, checked):
     means = key_means(model, calibration(tokenizer, model))
     assert made.calibration == calibration(tokenizer, model).numel() == 512 and made.text == "text of the user's own"
     for row, scheme in zip(made.of("default"), ("none", *SCHEMES), strict=True):
-        assert (row.scheme, row.spelled) == (scheme, str(Scheme.parse(scheme)))
+        assert (row.scheme, row.scheme_text) == (scheme, str(Scheme.parse(scheme)))
         with quantized(model, scheme, means=means) as factory:
             cache = None if scheme == "none" else factory
             score = perplexity(model, texts, window=56, buckets=[0, 40, 56], cache=cache)
@@ -160,11 +160,11 @@ def error(layer, output, logit=(1.0, 1.0), pair=None, direct=math.nan, induced=m
     return LayerErrors(layer, torch.tensor(logit).double(), torch.ones(2).double(), pair.double(), *parts)
 
 
-def by_hand(scheme, losses, hits=None, errors=(), remedy_of=None, bits=4.0, method="m"):
+def by_hand(scheme, losses, hits=None, errors=(), mitigation_of=None, bits=4.0, method="m"):
     made = None if scheme == "none" else Divergence(0.1, 0.9, 8)
     cache = dict.fromkeys((4, 8), 16.0 if scheme == "none" else bits)
     scores = scored(method, losses, hits)
-    return CheckRow(method, scheme, "none", scores, made, bits, bits, cache, tuple(errors), (None, None), remedy_of)
+    return CheckRow(method, scheme, "none", scores, made, bits, bits, cache, tuple(errors), (None, None), mitigation_of)
 
 
 def check_of(*rows, **changes):
@@ -213,11 +213,11 @@ def test_the_summary_says_what_to_do():
     broken = off(0.5, 0.51, 0.49, 0.5)
     errors = [error(0, 0.9, pair=[[3.0, 1.0, 0.0]] * 2), error(1, 0.1)]
     rows = [by_hand("none", BASE), by_hand("a", broken, errors=errors), by_hand("b", BASE, bits=8.0)]
-    rows += [by_hand("a+x", BASE, remedy_of="a", bits=6.0), by_hand("a+y", BASE, remedy_of="a", bits=5.0)]
-    rows += [by_hand("a+z", broken, remedy_of="a", bits=3.0)]
+    rows += [by_hand("a+x", BASE, mitigation_of="a", bits=6.0), by_hand("a+y", BASE, mitigation_of="a", bits=5.0)]
+    rows += [by_hand("a+z", broken, mitigation_of="a", bits=3.0)]
     check = check_of(*rows)
     assert [row.scheme for row in check.of("m")] == ["none", "a", "a+x", "a+y", "a+z", "b"]
-    assert [row.scheme for row, _ in check.remedies(rows[1], 8)] == ["a+y", "a+x", "a+z"]
+    assert [row.scheme for row, _ in check.mitigations(rows[1], 8)] == ["a+y", "a+x", "a+z"]
     assert check.summary() == [
         "Safe at every length: b.",
         *(
@@ -227,10 +227,10 @@ def test_the_summary_says_what_to_do():
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
     rows = [by_hand("none", BASE), by_hand("a", broken, lost, errors)]
-    rows += [by_hand("a+z", off(0.2, 0.2, 0.2, 0.2), remedy_of="a")]
+    rows += [by_hand("a+z", off(0.2, 0.2, 0.2, 0.2), mitigation_of="a")]
     (sentence,) = check_of(*rows, lengths=(8,)).summary()
     assert sentence == (
-        "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no remedy is surely safe, "
+        "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no mitigation is surely safe, "
         "the best is a+z (none): perplexity +22.1%)."
     )
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
@@ -253,14 +253,14 @@ def test_blame_by_hand():
 
 def test_blame_by_what_was_measured():
     some = [error(0, 0.9, pair=[[0, 2, 1], [0, 2, 1.0]]), error(1, 0.1, pair=[[9, 0, 0], [9, 0, 0.0]]), error(2, 0.9)]
-    causes = Causes(whole=0.5, keys=0.4, values=0.1, layers={0: 0.1, 1: 0.3, 2: 0.2})
-    assert blame(some, None, causes) == ((1, 2), (0,), None)  # not by the largest error of outputs
-    assert blame(some, None, causes, 0.02)[0] == (0, 1, 2)  # each alone costs more than is tolerated
-    assert blame(some, None, replace(causes, values=0.5)) == ((1, 2), (), None)
+    attribution = Attribution(whole=0.5, keys=0.4, values=0.1, layers={0: 0.1, 1: 0.3, 2: 0.2})
+    assert blame(some, None, attribution) == ((1, 2), (0,), None)  # not by the largest error of outputs
+    assert blame(some, None, attribution, 0.02)[0] == (0, 1, 2)  # each alone costs more than is tolerated
+    assert blame(some, None, replace(attribution, values=0.5)) == ((1, 2), (), None)
     rows = [by_hand("none", BASE), by_hand("a", off(0.5, 0.51, 0.49, 0.5), errors=some)]
     said = []
-    for found in (causes, replace(causes, left=0.02), replace(causes, values=0.5)):
-        check = check_of(rows[0], replace(rows[1], causes=found), lengths=(8,), tolerance=0.25)
+    for found in (attribution, replace(attribution, left=0.02), replace(attribution, values=0.5)):
+        check = check_of(rows[0], replace(rows[1], attribution=found), lengths=(8,), tolerance=0.25)
         said.append(check.verdict(check.rows[1], 8).cause)
     assert said == [
         "layers 1-2, pair 0",
@@ -284,14 +284,14 @@ def test_causes_are_what_happens_without(tokenizer):
 
     full = 0.0
     full = cost("none")
-    assert row.causes.whole == pytest.approx(cost("k=int2.token;v=int3.token"), abs=1e-6)
-    assert row.causes.keys == pytest.approx(cost("k=int2.token;v=none"), abs=1e-6)
-    assert row.causes.values == pytest.approx(cost("k=none;v=int3.token"), abs=1e-6)
+    assert row.attribution.whole == pytest.approx(cost("k=int2.token;v=int3.token"), abs=1e-6)
+    assert row.attribution.keys == pytest.approx(cost("k=int2.token;v=none"), abs=1e-6)
+    assert row.attribution.values == pytest.approx(cost("k=none;v=int3.token"), abs=1e-6)
     for layer, other in ((0, 1), (1, 0)):
         wanted = cost(f"k=int2.token;v=int3.token;skip={other}")
-        assert row.causes.layers[layer] == pytest.approx(wanted, abs=1e-6)
-    assert 0 < row.causes.left < row.causes.whole and base.causes is None
-    assert made.rows[0].causes is None and json.loads(made.to_json())["rows"][1]["lengths"]["56"]["verdict"]["causes"]
+        assert row.attribution.layers[layer] == pytest.approx(wanted, abs=1e-6)
+    assert 0 < row.attribution.left < row.attribution.whole and base.attribution is None
+    assert made.rows[0].attribution is None and json.loads(made.to_json())["rows"][1]["lengths"]["56"]["verdict"]["attribution"]
 
 
 def test_longest_keys_are_those_that_set_the_range():
@@ -305,7 +305,7 @@ def test_longest_keys_are_those_that_set_the_range():
 
 
 def test_remedies_change_one_thing():
-    made = remedies("int4-token")
+    made = mitigations("int4-token")
     assert {name.partition("+")[2]: str(scheme) for name, scheme in made.items()} == {
         "pre": "k=int4.token.pre;v=int4.token",
         "hadamard": "k=int4.token.hadamard;v=int4.token",
@@ -320,7 +320,7 @@ def test_remedies_change_one_thing():
         "residual=128": "k=int4.token;v=int4.token;residual=128",
     }
     # Hadamard mixes features, which have scales of their own in kivi-2; its residual window is 128 already.
-    words = [name.partition("+")[2] for name in remedies("kivi-2")]
+    words = [name.partition("+")[2] for name in mitigations("kivi-2")]
     assert words == ["pre", "centre", "centreall", "pre.centreall", "keep8", "v.int4", "sinks=4"]
 
 
@@ -336,29 +336,29 @@ def test_remedies_change_one_thing():
 def test_remedies_that_do_nothing_on_a_model_are_left_out(tokenizer, monkeypatch, family, method, left):
     monkeypatch.setattr(engine, "judge", lambda row, *_: SimpleNamespace(kind="unsafe"))
     options = {**ASKED, "lengths": [40], "windows": 1, "depths": [0.5]}
-    made = kv_check(small(family), tokenizer, ["int2.token"], methods=[method], try_remedies=True, **options)
-    tried = [row.scheme.partition("+")[2] for row in made.rows if row.remedy_of == "int2.token"]
-    assert set(tried) == {name.partition("+")[2] for name in remedies("int2.token")} - left - {"residual=128"}
+    made = kv_check(small(family), tokenizer, ["int2.token"], methods=[method], mitigate=True, **options)
+    tried = [row.scheme.partition("+")[2] for row in made.rows if row.mitigation_of == "int2.token"]
+    assert set(tried) == {name.partition("+")[2] for name in mitigations("int2.token")} - left - {"residual=128"}
 
 
 @pytest.mark.parametrize("bad", [40, 56, None])
 def test_remedies_are_tried_where_a_scheme_is_unsafe_at_any_length(tokenizer, monkeypatch, bad):
     kinds = {True: "unsafe", False: "safe"}
     monkeypatch.setattr(engine, "judge", lambda row, base, length, *_: SimpleNamespace(kind=kinds[length == bad]))
-    monkeypatch.setattr(engine, "remedies", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
-    made = kv_check(small(), tokenizer, ["int4-token"], try_remedies=True, **{**ASKED, "windows": 1})
-    assert [row.remedy_of for row in made.rows] == [None, None, *["int4-token"] * (bad is not None)]
+    monkeypatch.setattr(engine, "mitigations", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
+    made = kv_check(small(), tokenizer, ["int4-token"], mitigate=True, **{**ASKED, "windows": 1})
+    assert [row.mitigation_of for row in made.rows] == [None, None, *["int4-token"] * (bad is not None)]
 
 
 def test_what_rounds_nothing_is_said_and_no_remedy():
     broken, idle = off(0.5, 0.51, 0.49, 0.5), {"bits": 16.0}
-    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("a+wide", BASE, remedy_of="a", **idle)]
-    rows += [by_hand("a+x", off(0.2, 0.2, 0.2, 0.2), remedy_of="a"), by_hand("b", BASE, **idle)]
+    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("a+wide", BASE, mitigation_of="a", **idle)]
+    rows += [by_hand("a+x", off(0.2, 0.2, 0.2, 0.2), mitigation_of="a"), by_hand("b", BASE, **idle)]
     rows += [by_hand("c", off(0.1, -0.1, 0.1, -0.1)), by_hand("d", BASE, **idle)]
     check = check_of(*rows, lengths=(8,))
     assert check.verdict(check.rows[4], 8).measured == "nothing is quantized at 8 tokens"
     assert [check.idle(row, 8) for row in check.rows] == [False, False, True, False, True, False, True]
-    assert [row.scheme for row, _ in check.remedies(check.rows[1], 8)] == ["a+x"]
+    assert [row.scheme for row, _ in check.mitigations(check.rows[1], 8)] == ["a+x"]
     (sentence,) = check.summary()
     assert sentence.endswith("+22.1%); c is undecided; b, d round nothing at 8 tokens.")
     (sentence,) = check_of(*rows[:1], rows[4], lengths=(8,)).summary()
@@ -489,17 +489,17 @@ def test_a_planted_fault_is_named_and_a_remedy_found(tokenizer):
     options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": TEXT}
     without = kv_check(planted((0, 2), (14, 15), 0.0), tokenizer, ["int4-token"], **options)
     assert without.verdict(without.rows[1], 96).kind == "safe"
-    made = kv_check(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], try_remedies=True, **options)
+    made = kv_check(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], mitigate=True, **options)
     plain, broken = made.rows[:2]
     assert plain.scores.perplexity.nll == pytest.approx(without.rows[0].scores.perplexity.nll, abs=1e-3)
     verdict = made.verdict(broken, 96)
     assert (verdict.kind, verdict.layers, verdict.pairs) == ("unsafe", (0, 2), (14, 15))
     assert verdict.induced > 0.9 and made.change(broken, 96)[0] > 0.1
-    remedy, good = made.remedies(broken, 96)[0]
-    assert good.kind == "safe" and remedy.bits == broken.bits
-    assert made.change(remedy, 96)[2] < math.log1p(0.05)
+    mitigation, good = made.mitigations(broken, 96)[0]
+    assert good.kind == "safe" and mitigation.bits == broken.bits
+    assert made.change(mitigation, 96)[2] < math.log1p(0.05)
     (sentence,) = made.summary()
     assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\), whose long", sentence)
-    assert f"{remedy.scheme} ({remedy.spelled}) is safe" in sentence
+    assert f"{mitigation.scheme} ({mitigation.scheme_text}) is safe" in sentence
     centred = next(row for row in made.rows if row.scheme == "int4-token+pre.centreall")
     assert made.verdict(centred, 96).kind == "safe"

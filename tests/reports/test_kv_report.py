@@ -62,11 +62,11 @@ def errors(size=1.0):
 
 
 def unsafe(checked, scheme="a", **changes):
-    """A check with one scheme that is unsafe, and remedies that are safe, unsafe and undecided."""
+    """A check with one scheme that is unsafe, and mitigations that are safe, unsafe and undecided."""
     broken = off(0.5, 0.51, 0.49, 0.5)
     rows = [by_hand("none", BASE), by_hand(scheme, broken, errors=errors())]
-    rows += [by_hand(f"{scheme}+ok", BASE, errors=errors(0.1), remedy_of=scheme, bits=5.0)]
-    rows += [by_hand(f"{scheme}+bad", broken, errors=errors(), remedy_of=scheme, bits=6.0)]
+    rows += [by_hand(f"{scheme}+ok", BASE, errors=errors(0.1), mitigation_of=scheme, bits=5.0)]
+    rows += [by_hand(f"{scheme}+bad", broken, errors=errors(), mitigation_of=scheme, bits=6.0)]
     rows += [by_hand("b", off(0.1, -0.1, 0.1, -0.1), errors=errors(0.5), bits=8.0)]
     given = {"rows": tuple(rows), "lengths": (4, 8), "captures": {"m": checked.captures["default"]}, **changes}
     return replace(checked, **given)
@@ -115,7 +115,7 @@ def test_tradeoff_by_hand():
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])  # two points are one
     assert len(second.lines) == 1 + 2 + 2 + 1  # steps, two lines across, two points, one bar
     legend = [text.get_text() for text in figure.legends[0].texts]
-    assert legend == [*names, "safe", "undecided", "unsafe", "full precision", "hollow: a remedy"]
+    assert legend == [*names, "safe", "undecided", "unsafe", "full precision", "hollow: a mitigation"]
     up = tradeoff({"m": spots()[:2]}, ["one"], title="t", ylabel="y", lower=False)
     assert up.axes[0].get_yscale() == "linear" and up.axes[0].lines[0].get_xydata().tolist() == [[4, 5]]
     assert plots.svg(figure) == plots.svg(
@@ -253,7 +253,7 @@ def test_what_is_unsafe_is_named_with_its_remedy(checked, undrawn):
     blamed = next([text for _, text in cells] for cells in page.rows if cells[0][1] == "a" and cells[1][1] == "m")
     assert blamed[:6] == ["a", "m", "4, 8", "0-1", "3", "they carry half of the logit error"]
     assert blamed[6] == "+ok: safeperplexity +0.00 %, 5.00 bits"
-    assert [attributes.get("class") for attributes in page.all("tr")].count("remedy") == 2 * 2 + 2
+    assert [attributes.get("class") for attributes in page.all("tr")].count("mitigation") == 2 * 2 + 2
     spoilt = error(0, 0.9, direct=0.1, induced=0.8, pair=[[1.0] * 8] * 2)
     rows = by_hand("none", BASE), by_hand("a", off(0.5, 0.5, 0.51, 0.5), errors=[spoilt])
     long = unsafe(checked, rows=rows)
@@ -274,7 +274,7 @@ def test_hostile_names_infinities_and_nothing_to_blame(checked, undrawn):
     one = unsafe(checked, rows=(by_hand("none", [1.0]), by_hand("a", [900.0], errors=errors())))
     said = "".join(Page(kv_report.page(one)).text)
     assert not re.search(r"\b(nan|inf|None)\b", said) and "+∞ %" in said
-    assert "nothing is to blame" in said and "No remedy" not in said
+    assert "nothing is to blame" in said and "No mitigation" not in said
     bare = [replace(item, direct=torch.full((2,), math.nan), induced=torch.full((2,), math.nan)) for item in errors()]
     quiet = unsafe(checked, rows=(by_hand("none", BASE), by_hand("a", BASE, errors=bare)))
     assert "No head has outlier pairs" in "".join(Page(kv_report.page(quiet)).text)
