@@ -19,12 +19,14 @@ def compare(
     lengths: Annotated[str, typer.Option(help='Prompt lengths, "4k 16k 32k" [tokens].', show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-compare"),
     adapter: Annotated[str | None, typer.Option(help="PEFT adapter to measure under every method.")] = None,
-    task: Annotated[str, typer.Option(help="passkey, niah, multivalue, multiquery or vt.")] = "passkey",
+    task: Annotated[
+        str, typer.Option(help="passkey, niah, multivalue, multiquery, vt, or several of them.")
+    ] = "passkey",
     mode: Annotated[
         str, typer.Option(help="single (a needle per prompt) or multikey (one at every depth).")
     ] = "single",
     depths: Annotated[str, typer.Option(help="Of the needles: 0 is the start, 1 the end.")] = "0 0.25 0.5 0.75 1",
-    samples: Annotated[int, typer.Option(help="Haystacks per length; each is asked at every depth.")] = 5,
+    samples: Annotated[int, typer.Option(help="Haystacks per length; each is asked at every depth.")] = 4,
     windows: Annotated[
         int | None, typer.Option(help="Windows of text, as long as the longest length; 16, or as many as there are.")
     ] = None,
@@ -63,8 +65,7 @@ def compare(
     from rope_patch.checkpoints.adapters import is_adapter
     from rope_patch.errors import blamed_on
     from rope_patch.evaluation import compare as engine
-    from rope_patch.evaluation.tasks import find_task
-    from rope_patch.evaluation.retrieval import check_asked
+    from rope_patch.evaluation.spec import EvalSpec, check_paths
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.methods import as_method
     from rope_patch.words import parse_length
@@ -77,11 +78,21 @@ def compare(
     check_device(device)
     if not wanted or not sizes:
         raise ValueError("give at least one method and one length")
-    check_asked(task, mode, sizes, places, samples, chunk)
-    hay = haystack if haystack in ("builtin", "noise") else Path(haystack)
-    for path in (text, hay):
-        if isinstance(path, Path) and not path.exists():
-            raise FileNotFoundError(f"no file or folder {str(path)!r}")
+    spec = EvalSpec(
+        sizes,
+        depths=places,
+        samples=samples,
+        windows=windows,
+        tasks=items(task),
+        mode=mode,
+        text=None if text is None else str(text),
+        haystack=haystack,
+        bucket=bucket,
+        chunk=chunk,
+        batch_tokens=batch_tokens,
+        seed=seed,
+    )
+    check_paths(spec)
     if adapter is not None and not Path(adapter).exists() and adapter.count("/") != 1:
         raise FileNotFoundError(f"no adapter folder {adapter!r}")
     if adapter is not None and is_adapter(model):
@@ -103,12 +114,11 @@ def compare(
             print(f"adapter {notes['adapter']}: measured under every method", file=sys.stderr)
             with blamed_on(f"{adapter}: PEFT cannot load this adapter onto {type(loaded).__name__}"):
                 loaded = PeftModel.from_pretrained(loaded, adapter)
-        prompts = 1 if find_task(task, mode).joined else len(places)
-        total = engine.tokens_to_read(len(wanted), sizes, windows or 16, prompts, samples)
+        total = len(wanted) * spec.tokens_to_read()
         try:
             with tqdm(total=total, unit="tok", unit_scale=True, desc=task, disable=as_json) as bar:
 
-                def told(method: str, tokens: int) -> None:
+                def on_progress(method: str, tokens: int) -> None:
                     bar.set_postfix_str(method, refresh=False)
                     bar.update(tokens)
 
@@ -116,22 +126,11 @@ def compare(
                     loaded.eval(),
                     tokenizer,
                     wanted,
-                    lengths=sizes,
-                    windows=windows,
-                    bucket=bucket,
-                    depths=places,
-                    samples=samples,
-                    seed=seed,
-                    task=task,
-                    mode=mode,
-                    text=text,
-                    haystack=hay,
-                    chunk=chunk,
-                    batch_tokens=batch_tokens,
+                    spec,
                     layer_types=layer_types,
                     freeze_at=freeze_at,
                     resume=output / KEPT,
-                    progress=told,
+                    on_progress=on_progress,
                 )
         except KeyboardInterrupt:
             if (output / KEPT).exists():
@@ -155,15 +154,16 @@ def print_table(comparison: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from rope_patch.evaluation.metrics import METRICS
+
     columns = comparison.columns()
-    task = comparison.rows[0].retrieval.task
-    heads = [f"ppl {c.start}-{c.stop}" if c.kind == "perplexity" else f"{task} {c.stop}" for c in columns]
+    heads = [column.heading for column in columns]
     title = escape(f"{comparison.model}, trained at {comparison.trained_length} tokens")
     table = Table("method", *heads, title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for i, row in enumerate(comparison.rows):
         cells = []
         for column in columns:
-            value = f"{column.values[i]:.1f}" if column.kind == "perplexity" else f"{column.values[i]:.2f}"
+            value = METRICS[column.metric].format(column.values[i])
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
         table.add_row(row.method, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)

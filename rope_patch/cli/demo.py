@@ -53,7 +53,7 @@ def demo(
                 bar.update(tokens)
 
             options: dict[str, Any] = {"quick": quick, "device": device, "dtype": types[dtype], "seed": seed}
-            shown = bundled.run(name, output, **options, progress=told)
+            shown = bundled.run(name, output, **options, on_progress=told)
         results.append(shown)
         if as_json:
             continue

@@ -108,6 +108,7 @@ def fit(
     if family is not None and (init is not None or steps):
         raise ValueError("--family scans its own starts without a step: leave --init and --steps out")
     steps = 0 if family else 40 if steps is None else steps
+    schedule = fitting.Schedule(steps, batch_tokens, learning_rate, checks, patience, checkpointing, seed)
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
@@ -129,18 +130,19 @@ def fit(
                     init=starts,
                     objective=objective,
                     constraint=constraint,
-                    steps=steps,
-                    batch_tokens=batch_tokens,
-                    learning_rate=learning_rate,
-                    checks=checks,
-                    patience=patience,
-                    windows=windows,
-                    depths=[depth(item) for item in items(depths)],
-                    samples=samples,
-                    checkpointing=checkpointing,
-                    seed=seed,
+                    schedule=schedule,
+                    spec=fitting.held_out_spec(
+                        loaded,
+                        target,
+                        task=task,
+                        seed=seed,
+                        freeze_at=freeze_at,
+                        windows=windows,
+                        depths=[depth(item) for item in items(depths)],
+                        samples=samples,
+                    ),
                     resume=work,
-                    progress=told,
+                    on_progress=told,
                     **options,
                 )
         except KeyboardInterrupt:

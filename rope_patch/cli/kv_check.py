@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,15 +85,16 @@ def kv_check(
     Example: **rope-patch kv-check ./llama --schemes "kivi-2 int4-token fp8" --compare "default yarn:factor=4"
     --lengths "4k 16k" -o ./kv**
     """
+    from dataclasses import replace
+
     import torch
     from tqdm import tqdm
     from transformers.utils import logging as hf_logging
 
-    from rope_patch.evaluation.compare import tokens_to_read
-    from rope_patch.evaluation.tasks import find_task
-    from rope_patch.evaluation.retrieval import check_asked
+    from rope_patch.evaluation.spec import EvalSpec, check_paths
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.kv_evaluation import run as engine
+    from rope_patch.kv_evaluation.verdicts import Limits
     from rope_patch.methods import as_method
     from rope_patch.words import parse_length
 
@@ -103,29 +105,36 @@ def kv_check(
     bound = parse_length(context) if context is not None else None
     if not wanted or not sizes:
         raise ValueError("give at least one method and one length")
-    check_asked(task, "single", sizes, places, samples, chunk)
-    engine.check_limits(sizes, windows, bound, tolerance)
+    spec = EvalSpec(
+        sizes,
+        depths=places,
+        samples=samples,
+        windows=windows,
+        tasks=items(task),
+        text=None if text is None else str(text),
+        haystack=haystack,
+        bucket=max(sizes),
+        chunk=chunk,
+        seed=seed,
+    )
+    limits = Limits(tolerance, context=bound)
     check_dtype(dtype)
     check_device(device)
-    hay = haystack if haystack in ("builtin", "noise") else Path(haystack)
-    for path in (text, hay):
-        if isinstance(path, Path) and not path.exists():
-            raise FileNotFoundError(f"no file or folder {str(path)!r}")
+    check_paths(spec)
     if threads is not None:
         torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
     files = ["kv-check.json", "kv-check.csv", *["kv-check.html"] * report]
-    seen: set[str] = set()
+    stages: set[str] = set()
     with folder_to_write(output, [*files, KEPT]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-        prompts = 1 if find_task(task, "single").joined else len(places)
-        each = tokens_to_read(1, sizes, windows or 16, prompts, samples)
+        each = spec.tokens_to_read()
         try:
             with tqdm(total=each * len(names) * len(wanted), unit="tok", unit_scale=True, disable=as_json) as bar:
 
-                def told(stage: str, tokens: int) -> None:
-                    seen.add(stage)
-                    bar.total = max(bar.total, each * len(seen))  # mitigations are not known before
+                def on_progress(stage: str, tokens: int) -> None:
+                    stages.add(stage)
+                    bar.total = max(bar.total, each * len(stages))  # mitigations are not known before
                     bar.set_postfix_str(stage, refresh=False)
                     bar.update(tokens)
 
@@ -133,25 +142,16 @@ def kv_check(
                     loaded,
                     tokenizer,
                     list(names),
-                    lengths=sizes,
+                    spec,
                     methods=wanted,
-                    windows=windows,
-                    depths=places,
-                    samples=samples,
-                    seed=seed,
-                    task=task,
-                    text=text,
-                    haystack=hay,
-                    context=bound,
-                    tolerance=tolerance,
-                    chunk=chunk,
+                    limits=limits,
                     mitigate=mitigations,
                     packed=items(packed),
                     layer_types=layer_types,
-                    name=name_of(model),
                     resume=output / KEPT,
-                    progress=told,
+                    on_progress=on_progress,
                 )
+                checked = replace(checked, model=name_of(model))
                 bar.total = bar.n
         except KeyboardInterrupt:
             if (output / KEPT).exists():
@@ -189,61 +189,58 @@ def _print(checked: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from rope_patch.kv_evaluation.verdicts import between, counted, percent, windows_of
+    from rope_patch.evaluation.metrics import spans_at
+    from rope_patch.kv_evaluation.captions import counted, windows_of
+    from rope_patch.kv_evaluation.results import answered
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     colors = {"safe": "green", "unsafe": "red", "undecided": "yellow"}
-    task = checked.rows[0].scores.retrieval.task
     for method in checked.methods:
         if checked.meant(method) != method:
             console.print(escape(checked.meant(method)), soft_wrap=True)
     for length in checked.lengths:
+        metrics = list(spans_at(checked.spec, length))
         title = f"{checked.model} at {length} tokens"
         table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
         for head in ("method", "scheme"):
             table.add_column(head)
-        for head in ("bits", "ppl", "change", "interval", task, "change", "KL", "top-1"):
+        heads = [head for metric, span in metrics for head in (span.task or metric.name, "change", "interval")]
+        for head in ("bits", *heads, "KL", "top-1"):
             table.add_column(head, justify="right", no_wrap=True)
         table.add_column("verdict")
         for method in checked.methods:
+            base = checked.of(method)[0]
             for row in checked.of(method):
-                scores = row.scores
-                cells = [f"{row.cache_bits[length]:.2f}", f"{scores.perplexity.between(0, length):.2f}"]
-                found = f"{scores.retrieval.accuracy(length):.2f}"
+                cells = [f"{row.cache_bits[length]:.2f}"]
+                for metric, span in metrics:
+                    value, moved, interval = f"{metric.value(row.scores, span):.2f}", "", ""
+                    if row.divergence is not None:
+                        change = metric.difference(row.scores, base.scores, span, checked.limits.confidence)
+                        moved, low, high = map(metric.format_change, change)
+                        interval = f"{low} to {high}" if math.isfinite(change.high - change.low) else "one window"
+                    cells += [value, moved, interval]
                 if row.divergence is None:
-                    table.add_row(escape(method), "full precision", *cells, "", "", found, style="bold")
+                    table.add_row(escape(method), "full precision", *cells, style="bold")
                     continue
-                change, low, high = checked.change(row, length)
                 verdict = checked.verdict(row, length).kind
                 word = "rounds nothing" if verdict == "undecided" and checked.idle(row, length) else verdict
                 name = f"  {row.scheme.removeprefix(row.mitigation_of)}" if row.mitigation_of else row.scheme
-                table.add_row(
-                    "",
-                    escape(name),
-                    *cells,
-                    percent(change),
-                    between(low, high),
-                    found,
-                    f"{checked.change(row, length, 'retrieval')[0]:+.2f}",
-                    f"{row.divergence.kl:.4f}",
-                    f"{row.divergence.top1:.1%}",
-                    f"[{colors[verdict]}]{word}[/]",
-                )
+                divergence = (f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}")
+                table.add_row("", escape(name), *cells, *divergence, f"[{colors[verdict]}]{word}[/]")
             table.add_section()
         console.print(table)
     for sentence in checked.summary():
         console.print(f"- {escape(sentence)}")
     for item in checked.packed:
         console.print(f"- {item}")
-    told = f"{checked.calibration} tokens of calibration" if checked.calibration else "no calibration"
+    calibration = f"{checked.calibration} tokens of calibration" if checked.calibration else "no calibration"
     print(
-        f"{windows_of(checked.windows, max(checked.lengths))}; {told}; "
+        f"{windows_of(checked.windows, max(checked.lengths))}; {calibration}; "
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
     )
-    asked = checked.rows[0].scores.retrieval
     for length in checked.lengths:
-        prompts, blind = counted(len(asked.samples(length)), "prompt"), checked.blind(length)
-        print(f"{prompts} of {length} tokens: a loss below {blind:.0%} would not be told from chance")
+        prompts, loss = counted(len(answered(checked.rows[0], length)), "prompt"), checked.detectable_loss(length)
+        print(f"{prompts} of {length} tokens: a loss below {loss:.0%} would not be told from chance")
 
 
 def _print_presets() -> None:

@@ -16,12 +16,10 @@ import transformers
 from torch import nn
 
 from rope_patch import __version__
-from rope_patch.evaluation.documents import Source
-from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
-from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite
 from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.patching.apply import for_target, patched
 from rope_patch.patching.locate import find_rotary
@@ -221,10 +219,8 @@ def compare(
     model: nn.Module,
     tokenizer: Any,
     methods: Sequence[MethodLike],
-    spec: EvalSpec,
+    spec: EvalSpec | EvalSuite,
     *,
-    text: Source | None = None,
-    haystack: Haystack | None = None,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
@@ -240,9 +236,7 @@ def compare(
         tokenizer: its tokenizer.
         methods: what to compare; ``"default"`` is the model as it is. A factor that is left out is taken from the
             longest length.
-        spec: what is measured.
-        text: a text in memory, in place of the spec's, as :func:`~rope_patch.evaluation.documents.documents` reads it.
-        haystack: a haystack in memory, in place of the spec's.
+        spec: what is measured, or a suite of it with texts in memory.
         layer_types: which tables are patched; as :func:`rope_patch.apply` chooses by default.
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
         resume: file (or mapping) in which finished windows and haystacks are kept: after Ctrl-C or a crash the same
@@ -256,13 +250,13 @@ def compare(
         ``compare(model, tokenizer, ["default", "yarn"], EvalSpec(lengths=[4096, 16384]))``
     """
     if not methods:
-        raise ValueError("give at least one method and one length")
+        raise ValueError("give at least one method")
     shared: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
-    resolved = [for_target(model, method, spec.longest, **shared) for method in methods]
+    suite = as_suite(spec, tokenizer)
+    resolved = [for_target(model, method, suite.spec.longest, **shared) for method in methods]
     names = [str(method) for method in resolved]
     if len(set(names)) < len(names):
         raise ValueError(f"methods must differ from each other, got {', '.join(names)}")
-    suite = EvalSuite(spec, tokenizer, text=text, haystack=haystack)
     record = find_rotary(model).record
     for method in resolved:  # a method that does not fit this model fails before the first is measured
         with under(model, method, record is not None, shared):
@@ -279,7 +273,7 @@ def compare(
             rows.append(Row(name, scores, tables))
     return Comparison(
         rows=tuple(rows),
-        spec=spec,
+        spec=suite.spec,
         trained_length=inspect_model(model).tables[0].max_position_embeddings,
         text=suite.text_sha256,
         text_name=suite.text_name,

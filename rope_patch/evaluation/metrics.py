@@ -66,13 +66,11 @@ class Metric(ABC):
 
     Attributes:
         name: key of :data:`METRICS`, and of results as JSON.
-        title: heading of its columns in reports.
         unit: of its differences.
         lower_is_better: its direction.
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]
     unit: ClassVar[str]
     lower_is_better: ClassVar[bool]
 
@@ -121,9 +119,21 @@ class Metric(ABC):
         """Return the head of a column in a printed table."""
         return f"{self.name} {self.span_text(span)}"
 
+    def title(self, span: Span, *, of_differences: bool = False) -> str:
+        """Return what stands above neighbouring columns in a report.
+
+        Args:
+            span: of one of them.
+            of_differences: the columns hold differences.
+        """
+        of = f", {span.task}," if span.task else ""
+        return f"{self.name.capitalize()}{of} at {'length' if span.start is None else 'positions'} [tokens]" + (
+            f", {self.unit}" if of_differences else ""
+        )
+
     def span_text(self, span: Span) -> str:
         """Return positions or length as text [tokens]."""
-        return str(span.stop) if span.start is None else f"{span.start}-{span.stop}"
+        return str(span.stop) if span.start is None else f"{span.start}–{span.stop}"
 
     def format(self, value: float) -> str:
         """Return a value for a printed table."""
@@ -137,6 +147,14 @@ class Metric(ABC):
         """Return a difference, or an end of its interval, with its sign."""
         return number_text(value, 2, sign=True)
 
+    def relative_change(self, value: float) -> float:
+        """Return a difference, or an end of its interval, as tables state it: by default as it is."""
+        return value
+
+    def format_change(self, value: float) -> str:
+        """Return what :meth:`relative_change` gives, for a report."""
+        return number_text(value, 2, sign=True)
+
     def describe(self, change: PairedDifference) -> str:
         """Return a change in words, with its interval."""
         return f"{self.name} {change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
@@ -146,7 +164,6 @@ class Perplexity(Metric):
     """Perplexity of text by position; its differences are those of the loss."""
 
     name = "perplexity"
-    title = "Perplexity at positions [tokens]"
     unit = "nats/token"
     lower_is_better = True
 
@@ -177,7 +194,7 @@ class Perplexity(Metric):
 
     def heading(self, span: Span) -> str:
         """Return the head of a column in a printed table."""
-        return f"ppl {self.span_text(span)}"
+        return f"ppl {span.start}-{span.stop}"
 
     def format(self, value: float) -> str:
         """Return a perplexity with one decimal."""
@@ -191,6 +208,16 @@ class Perplexity(Metric):
         """Return a difference of the loss [nats/token]."""
         return number_text(value, 4, sign=True)
 
+    def relative_change(self, value: float) -> float:
+        """Return a difference of the loss as one of perplexity, as a share of it."""
+        return relative(value)
+
+    def format_change(self, value: float) -> str:
+        """Return a difference of the loss as one of perplexity [%]."""
+        share = 100 * relative(value)
+        digits = 2 if abs(share) < 10 else 1 if abs(share) < 1000 else 0
+        return f"{number_text(share, digits, sign=True)} %"
+
     def describe(self, change: PairedDifference) -> str:
         """Return a change of the loss as one of perplexity, relative."""
         ends = f"{percent(change.low)} to {percent(change.high)}"
@@ -202,7 +229,6 @@ class Retrieval(Metric):
     """Share of the prompts that are answered exactly."""
 
     name = "retrieval"
-    title = "Retrieval in prompts of length [tokens]"
     unit = "share of prompts"
     lower_is_better = False
 

@@ -151,6 +151,11 @@ class EvalSuite:
         return EvalResult(spec, score, answers)
 
 
+def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:
+    """Return the suite of a spec; one that is made already stays as it is."""
+    return spec if isinstance(spec, EvalSuite) else EvalSuite(spec, tokenizer)
+
+
 def _name(source: Source) -> str:
     match source:
         case Corpus():

@@ -9,10 +9,10 @@ from rope_patch.analysis.before_after import Difference
 from rope_patch.analysis.heads import MAJORITY, SINK, LayerHeads
 from rope_patch.analysis.outliers import RATIO, OutlierPair, recall
 from rope_patch.analysis.run import Analysis
+from rope_patch.evaluation.metrics import number_text, perplexity_text
 from rope_patch.modeling.statistics import Capture
 from rope_patch.reports.analysis_words import all_heads, named, relative, spans_of, word
 from rope_patch.reports.blocks import AnalysisTable, TextCell
-from rope_patch.reports.comparison import number_text, perplexity_text
 from rope_patch.theory.tables import text
 
 OUTLIERS = 24

@@ -26,9 +26,9 @@ import rope_patch
 from rope_patch.cli.app import app
 from rope_patch.evaluation.compare import Comparison, Row, compare, tokens_to_read
 from rope_patch.evaluation.documents import spread_windows
-from rope_patch.evaluation.result_cache import ResultCache
-from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
 from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
+from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.verify import inspect_model

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rope_patch.fitting.judging import best as best_of
 from test_analyze import small
 from test_capture import model_of
 from tiny import ids, tiny_model
@@ -24,7 +25,6 @@ from rope_patch import fitting
 from rope_patch.cli import app as cli
 from rope_patch.evaluation.compare import compare
 from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, fit, running
-from rope_patch.fitting.judging import best as best_of
 from rope_patch.fitting.rows import Rows, split_text
 from rope_patch.frequencies import table_of, unrotated
 from rope_patch.methods import Chain, Default, Table

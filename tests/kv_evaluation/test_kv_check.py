@@ -291,7 +291,10 @@ def test_causes_are_what_happens_without(tokenizer):
         wanted = cost(f"k=int2.token;v=int3.token;skip={other}")
         assert row.attribution.layers[layer] == pytest.approx(wanted, abs=1e-6)
     assert 0 < row.attribution.left < row.attribution.whole and base.attribution is None
-    assert made.rows[0].attribution is None and json.loads(made.to_json())["rows"][1]["lengths"]["56"]["verdict"]["attribution"]
+    assert (
+        made.rows[0].attribution is None
+        and json.loads(made.to_json())["rows"][1]["lengths"]["56"]["verdict"]["attribution"]
+    )
 
 
 def test_longest_keys_are_those_that_set_the_range():

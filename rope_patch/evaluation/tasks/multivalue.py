@@ -15,8 +15,6 @@ class MultiValue(Task, name="multivalue"):
         """Return the one question that asks for all numbers."""
         values = draw.numbers(len(depths), 7)
         (name,) = draw.names(1)
-        hidden = [
-            (depth, f" One magic number of {name} is {value}.") for depth, value in zip(depths, values, strict=True)
-        ]
+        needles = [f" One magic number of {name} is {value}." for value in values]
         text = f" What are all the magic numbers of {name}? In order, the magic numbers of {name} are"
         return [Question(tuple(zip(depths, needles, strict=True)), text, tuple(values), tuple(depths))]
