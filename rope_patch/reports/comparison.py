@@ -308,7 +308,7 @@ def _wavelengths(comparison: Comparison, names: Sequence[str]) -> list[Picture |
 
 
 def _tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Method; layers, wavelengths of the fastest and the slowest rotated pair, unrotated pairs, scaling, fingerprint."""
+    """Method; layers, wavelengths of the fastest and the slowest rotated pair, unrotated pairs, factor, fingerprint."""
     made = []
     for name, row in zip(names, rows, strict=True):
         for slot in row.tables:

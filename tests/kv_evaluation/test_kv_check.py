@@ -230,8 +230,8 @@ def test_the_summary_says_what_to_do():
     rows += [by_hand("a+z", off(0.2, 0.2, 0.2, 0.2), mitigation_of="a")]
     (sentence,) = check_of(*rows, lengths=(8,)).summary()
     assert sentence == (
-        "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no mitigation is surely safe, "
-        "the best is a+z (none): perplexity +22.1%)."
+        "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no mitigation is safe, the "
+        "best is a+z (none): perplexity +22.1%)."
     )
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
     assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
