@@ -94,7 +94,7 @@ def smoke_options(options: Options) -> dict[str, Any]:
 
 def describe(options: Options, gpu_memory: float) -> str:
     """Return the options and what the run takes, from the config alone."""
-    from rope_patch.planning import Shape, plan
+    from rope_patch.planning import plan, shape_of
     from rope_patch.training.advice import changes
     from rope_patch.training.models import resolve
     from rope_patch.training.sources import plan_stages, reading_processes
@@ -107,7 +107,7 @@ def describe(options: Options, gpu_memory: float) -> str:
     lines += [
         f"  {items // per_step} steps with {items * per} rows of {length} tokens" for length, items, per in stages
     ]
-    shape = Shape.of(resolve(options.model.name))
+    shape = shape_of(resolve(options.model.name))
     planned = plan(
         shape,
         length=longest,

@@ -34,7 +34,7 @@ from rope_patch.evaluation.tasks import NEEDLES
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.modeling.loss import IGNORED
 from rope_patch.patching.locate import PatchError, find_rotary
-from rope_patch.planning.shapes import Shape
+from rope_patch.planning import shape_of
 from rope_patch.training import sources
 from rope_patch.training.collators import Collator, PackedCollator
 from rope_patch.training.data import WeightedDocument, conversation, mix, pack, prompt_row
@@ -753,7 +753,7 @@ def test_targets_are_read_from_the_model(family):
     fused = {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"}
     assert set(every) == (fused if family == "phi3" else LINEAR)
     assert set(attention) == {name for name in every if name in {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}}
-    planned = {x.name.rpartition(".")[2] for layer in Shape.of(model).kinds for x in layer.linears}
+    planned = {x.name.rpartition(".")[2] for layer in shape_of(model).kinds for x in layer.linears}
     assert set(every) == planned, "what the plan counts"
     inside = {
         name
