@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoints import lora
+from patches import lora
 from tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from patches import module_of
 from scipy import stats
 from scored import spy_ids
-from test_apply import module_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 

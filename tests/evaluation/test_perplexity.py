@@ -10,8 +10,8 @@ import statistics
 
 import pytest
 import torch
+from patches import method_for
 from scored import CAPPED, Caches, bold_model, naive, spy, spy_ids
-from test_apply import method_for
 from tiny import ARCHITECTURES, ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig

@@ -8,7 +8,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recipes import recipe
+from reference_recipe import recipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rope_patch

@@ -13,22 +13,19 @@ import sys
 
 import pytest
 import torch
+from prompting import ANSWER, HAY, MAKER, TOKENIZER, bold
+from reference_recipe import recipe
 from scored import Caches, spy, spy_ids
-from test_recipes import recipe
 from tiny import ARCHITECTURES, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import rope_patch
 from rope_patch.evaluation.answering import Answer, answer, fork
-from rope_patch.evaluation.prompts import Haystack, Prompt, PromptMaker
+from rope_patch.evaluation.prompts import Haystack, Prompt
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, grade, retrieval
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.modeling.scoring import Reader
 
-TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
-HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
-MAKER = PromptMaker(TOKENIZER, HAY)
-ANSWER = 6  # a space and five digits, in this tokenizer
 ASKED = {"lengths": [72], "depths": [0.0, 0.5, 1.0], "samples": 4, "haystack": HAY}
 EVERY = [
     ("passkey", "single"),
@@ -37,14 +34,6 @@ EVERY = [
     ("multivalue", "single"),
     ("vt", "single"),
 ]
-
-
-def bold(family="llama", **changes):
-    """A tiny model with the tokenizer's vocabulary, whose attention is far from uniform."""
-    if family == "gemma4":
-        changes["vocab_size_per_layer_input"] = recipe.VOCABULARY
-    special = {"bos_token_id": recipe.BOS, "eos_token_id": recipe.EOS, "pad_token_id": recipe.PAD}
-    return tiny_model(family, vocab_size=recipe.VOCABULARY, initializer_range=0.2, **special, **changes)
 
 
 def bundled(shape):

@@ -6,6 +6,7 @@ import fcntl
 import functools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_analyze import small
-from test_capture import model_of
-from tiny import ids, tiny_model
+from fits import ASKED, ASSETS, TEXT, fitted
+from states import model_of
+from tiny import ids, small, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from typer.testing import CliRunner
 
@@ -32,19 +33,10 @@ from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.scoring import Reader
 from rope_patch.patching.locate import find_rotary
 
-ASSETS = Path(rope_patch.data_path("assets"))
-TEXT = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS / "domains").glob("*.txt")))
-ASKED = {"target_length": 96, "steps": 4, "checks": 2, "windows": 2, "samples": 1, "depths": (0.0, 1.0),
-         "batch_tokens": 192}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ASSETS / "llama")
-
-
-def fitted(model, tokenizer, **changes):
-    return fit(model, tokenizer, TEXT, **{**ASKED, "init": "yarn", **changes})
 
 
 FREE = Constraint(scaling=True)
@@ -679,36 +671,18 @@ def test_gradients_pass_through_four_bits(tokenizer, tmp_path):
     assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, packed)
 
 
-CHILD = """
-import json, sys, torch
-sys.path[:0] = {path!r}
-import torch.distributed as dist
-from test_fitting import ASSETS, AutoTokenizer, fitted, small
-rank, size = int(sys.argv[1]), int(sys.argv[2])
-if size > 1:
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size)
-torch.set_num_threads(1)
-patch = fitted(small(), AutoTokenizer.from_pretrained(ASSETS / "llama"))
-print(json.dumps([patch.losses, patch.chosen, patch.after[None].inv_freq.tolist()]))
-"""
-
-
 def test_two_processes_do_what_one_does(tokenizer, tmp_path):
     tests = Path(__file__).parents[1]
-    code = CHILD.format(
-        path=list(map(str, [tests.parent, tests, *(tests / name for name in ("analysis", "fitting", "modeling"))]))
-    )
-    asked = [(0, 2), (1, 2), (0, 1)]
-    store = str(tmp_path / "store")
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(size), store], stdout=subprocess.PIPE, text=True)
-        for rank, size in asked
-    ]
-    found = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in running]
-    assert found[0] == found[1]
-    for one, other in zip(found[0][0]["yarn:factor=1.5"], found[2][0]["yarn:factor=1.5"], strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
-    assert found[0][1] == found[2][1] and found[0][2] == pytest.approx(found[2][2], rel=1e-4)
+    command = [sys.executable, tests / "fitting_child.py", tmp_path]
+    shared = os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(map(str, [tests.parent, tests]))}
+    running = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}) for rank in range(2)]
+    patch = fitted(small(), tokenizer)
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    losses, chosen, table = one
+    assert losses["yarn:factor=1.5"] == pytest.approx(patch.losses["yarn:factor=1.5"], abs=1e-5)
+    assert chosen == patch.chosen and table == pytest.approx(patch.after[None].inv_freq.tolist(), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
+from recipe_runs import LLAMA, SMALL, losses
 from safetensors import safe_open
-from test_finetune import LLAMA, SMALL, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch

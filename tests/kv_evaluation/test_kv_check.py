@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_analyze import small
-from test_report import row as scored
+from kv_rows import BASE, by_hand, error, off
+from tiny import small
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch
@@ -26,10 +26,9 @@ from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
-from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import kv_check, remedies
-from rope_patch.kv_evaluation.verdicts import Causes, CheckRow, Divergence, blame, longest_keys
+from rope_patch.kv_evaluation.verdicts import Causes, blame, longest_keys
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -153,31 +152,10 @@ def test_json_says_all_and_is_standard(checked):
 # --- what is concluded
 
 
-def error(layer, output, logit=(1.0, 1.0), pair=None, direct=math.nan, induced=math.nan):
-    """Errors of a layer of two query heads and three pairs."""
-    pair = torch.ones(2, 3) if pair is None else torch.tensor(pair)
-    parts = [torch.full((2,), value, dtype=torch.float64) for value in (output, direct, induced)]
-    return LayerErrors(layer, torch.tensor(logit).double(), torch.ones(2).double(), pair.double(), *parts)
-
-
-def by_hand(scheme, losses, hits=None, errors=(), remedy_of=None, bits=4.0, method="m"):
-    made = None if scheme == "none" else Divergence(0.1, 0.9, 8)
-    cache = dict.fromkeys((4, 8), 16.0 if scheme == "none" else bits)
-    scores = scored(method, losses, hits)
-    return CheckRow(method, scheme, "none", scores, made, bits, bits, cache, tuple(errors), (None, None), remedy_of)
-
-
 def check_of(*rows, **changes):
     given = {"model": "tiny", "lengths": (4, 8), "windows": 4, "text": "a text", "digest": "ab" * 32, "calibration": 0}
     given |= {"compared": 2, "context": None, "captures": {}, "tolerance": 0.02, "confidence": 0.95}
     return KVCheck(**{**given, "rows": rows, "environment": {}, **changes})
-
-
-BASE = [1.0, 1.1, 0.9, 1.05]
-
-
-def off(*shifts):
-    return [loss + shift for loss, shift in zip(BASE, shifts, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_analyze import small
-from test_kv_check import BASE, TEXT, by_hand, error, off
-from test_report import Page
+from kv_rows import BASE, by_hand, error, off
+from report_pages import Page
+from tiny import small
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -33,6 +33,7 @@ from rope_patch.reports import kv as kv_report
 from rope_patch.reports import kv_pictures
 
 SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
+TEXT = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
 ASKED = {"windows": 3, "samples": 1, "text": TEXT, "haystack": "noise", "depths": (0.0, 1.0)}
 
 
