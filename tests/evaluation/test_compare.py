@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
 import signal
 import statistics
-import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
+from forks import forked
 from patches import module_of
+from prompting import HAY
 from scipy import stats
 from scored import spy_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app
+from rope_patch.cli.app import app, main
 from rope_patch.evaluation.compare import Comparison, Row, compare, tokens_to_read
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.journal import Journal
@@ -34,7 +33,8 @@ from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.verify import look
 
 ASSETS = rope_patch.data_path("assets")
-SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8)}
+TEXT = builtin_text("heldout").text[:20_000]
+SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +79,11 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled, tmp_p
 
 def test_its_numbers_are_those_of_the_engines(bundled):
     model, tokenizer = bundled
-    result = compare(model, tokenizer, ["default", "yarn:factor=4"], **SMALL)
+    result = compare(model, tokenizer, ["default", "yarn:factor=4"], **{**SMALL, "text": None})
     stream = tokenizer(builtin_text("heldout").text, add_special_tokens=False, verbose=False)["input_ids"]
     starts = [0, round((len(stream) - 127) / 2), len(stream) - 127]
     rows = torch.tensor([[tokenizer.bos_token_id, *stream[i : i + 127]] for i in starts])
-    asked = {"lengths": (64, 128), "depths": (0.2, 0.8), "samples": 2}
+    asked = {"lengths": (64, 128), "depths": (0.2, 0.8), "samples": 2, "haystack": HAY}
     for row, method in zip(result.rows, ("default", "yarn:factor=4"), strict=True):
         with rope_patch.patched(model, method):
             assert row.perplexity.nll == pytest.approx(perplexity(model, rows).nll, abs=1e-6)
@@ -253,7 +253,7 @@ def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(bundled):
 
 def test_windows_are_as_many_as_there_is_text_for(bundled):
     model, tokenizer = bundled
-    options = {"lengths": (128,), "samples": 1, "depths": (0.5,)}
+    options = {"lengths": (128,), "samples": 1, "depths": (0.5,), "haystack": HAY}
     short = compare(model, tokenizer, ["default"], **options, text="Some words to read. " * 60)
     assert 1 < short.rows[0].perplexity.windows < 16
     assert short.rows[0].perplexity.bits_per_byte > 0
@@ -330,7 +330,7 @@ def test_the_bundled_checkpoint_orders_the_methods_as_it_should(bundled):
     """At four times its context: the default collapses, YaRN holds, NTK fails past twice, PI fails at once."""
     model, tokenizer = bundled
     names = ["default", "yarn:factor=4", "ntk:factor=4", "pi:factor=4"]
-    result = compare(model, tokenizer, names, lengths=(256, 512, 1024), windows=10, samples=5)
+    result = compare(model, tokenizer, names, lengths=(256, 512, 1024), windows=8, samples=4)
     for worse in ("default", "ntk:factor=4", "pi:factor=4"):
         found = result.difference(worse, "yarn:factor=4", "retrieval", 1024)
         assert found.high < 0, (worse, found)
@@ -344,6 +344,15 @@ def test_the_bundled_checkpoint_orders_the_methods_as_it_should(bundled):
 
 
 # --- the command
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Short texts in place of the built-in ones, which take a second to read."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "hay.txt").write_text(HAY.text)
+    return ["--text", str(folder / "text.txt"), "--haystack", str(folder / "hay.txt")]
 
 
 def command(*arguments):
@@ -363,7 +372,7 @@ def test_the_command_writes_json_and_a_report(tmp_path):
     assert json.loads(again.stdout) == data
 
 
-def test_an_adapter_is_measured_under_every_method(tmp_path):
+def test_an_adapter_is_measured_under_every_method(tmp_path, texts):
     from peft import LoraConfig, get_peft_model
 
     folder, out = tmp_path / "adapter", tmp_path / "out"
@@ -372,7 +381,19 @@ def test_an_adapter_is_measured_under_every_method(tmp_path):
     torch.manual_seed(0)
     tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     rope_patch.save(tuned, folder)
-    asked = ["--methods", "default yarn:factor=4", "--lengths", "64", "--samples", "1", "--windows", "1", "-o", out]
+    asked = [
+        "--methods",
+        "default yarn:factor=4",
+        "--lengths",
+        "64",
+        "--samples",
+        "1",
+        "--windows",
+        "1",
+        "-o",
+        out,
+        *texts,
+    ]
     result = command(ASSETS / "llama", *asked, "--adapter", folder, "--no-report")
     assert result.exit_code == 0, result.output
     data = json.loads((out / "comparison.json").read_text())
@@ -430,33 +451,32 @@ def test_the_command_refuses_in_one_line(tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
-    out = tmp_path / "out"
-    asked = [
-        *("compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4 pi:factor=4", "--lengths", "64 512"),
-        *("--samples", "4", "--windows", "4", "-o", str(out), "--no-report", "--threads", "1"),
-    ]
-    # A background job of a shell ignores SIGINT, and so would what the tests start there.
-    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = [sys.executable, "-c", f"{listen}; from rope_patch.cli.app import main; main()", *asked]
-    running = subprocess.Popen(
-        program, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
-    )
-    journal = out / "kept.jsonl"
-    until = time.monotonic() + 60
-    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 8) and time.monotonic() < until:
-        time.sleep(0.02)
-    running.send_signal(kind)
-    _, said = running.communicate(timeout=60)
+def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, texts, monkeypatch, kind):
+    out, said = tmp_path / "out", tmp_path / "said.txt"
+    asked = ["compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4 pi:factor=4", "--lengths", "64 128"]
+    asked += ["--samples", "4", "--windows", "4", "-o", str(out), "--no-report", "--threads", "1", *texts]
+    monkeypatch.setattr(sys, "argv", ["rope-patch", *asked])
+    journal, written = out / "kept.jsonl", []
+
+    def the_ninth_is_written(event, args):
+        if event != "open" or str(args[0]) != str(journal):
+            return False
+        written.append(args)
+        return len(written) == 9
+
+    def run():
+        sys.stderr = said.open("w", buffering=1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+        main()
+
+    status = forked(run, at=the_ninth_is_written, kind=kind)
+    assert status == (130 if kind == signal.SIGINT else -kind)
     if kind == signal.SIGINT:
-        assert running.returncode == 130
-        assert "the same command goes on from there" in said and "Traceback" not in said
-    lines = journal.read_bytes().count(b"\n")
-    assert 8 <= lines < 3 * (4 + 2 * 4), "it was stopped on the way"
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
-    assert "comparison.json" in done.stdout
+        assert "the same command goes on from there" in said.read_text() and "Traceback" not in said.read_text()
+    assert journal.read_bytes().count(b"\n") == 8, "it was stopped on the way"
+    done = command(*asked[1:])
+    assert done.exit_code == 0 and "comparison.json" in done.output
     assert journal.read_bytes().count(b"\n") == 3 * (4 + 2 * 4), "nothing was measured twice"
     data = json.loads((out / "comparison.json").read_text())
     assert all(math.isfinite(row["perplexity"]["nll"]) for row in data["rows"])
