@@ -77,7 +77,7 @@ def test_contributing_adds_a_method():
         exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), space)
         (name,) = set(METHODS) - before
         method = METHODS[name]()
-        from test_apply import tiny_model
+        from tiny import tiny_model
 
         import rope_patch
 

@@ -19,9 +19,7 @@ def compare(
     lengths: Annotated[str, typer.Option(help='Prompt lengths, "4k 16k 32k" [tokens].', show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-compare"),
     adapter: Annotated[str | None, typer.Option(help="PEFT adapter to measure under every method.")] = None,
-    task: Annotated[
-        str, typer.Option(help="passkey, niah, multivalue, multiquery, vt, or several.")
-    ] = "passkey",
+    task: Annotated[str, typer.Option(help="passkey, niah, multivalue, multiquery, vt, or several.")] = "passkey",
     mode: Annotated[
         str, typer.Option(help="single (a needle per prompt) or multikey (one at every depth).")
     ] = "single",

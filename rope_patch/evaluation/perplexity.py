@@ -162,7 +162,7 @@ class _Window:
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
-    token_ids: Tensor | Iterable[TokenDocument],
+    token_ids: Tensor | Sequence[int] | Iterable[TokenDocument],
     *,
     stride: int | None = None,
     chunk: int | None = None,
@@ -182,7 +182,7 @@ def perplexity(
 
     Args:
         model: a causal language model of transformers.
-        token_ids: (tokens,) one text; (windows, tokens) rows, each a document that is one window; or an iterable of
+        token_ids: (tokens,) one text, a tensor or a list of ids; (windows, tokens) rows, each a document that is one window; or an iterable of
             documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read one at a time.
         stride: tokens between window starts; the window by default (no overlap).
         chunk: tokens per forward pass; the window by default.
@@ -233,8 +233,10 @@ def perplexity(
 
 
 def _as_documents(
-    token_ids: Tensor | Iterable[TokenDocument], window: int | None, stride: int | None
+    token_ids: Tensor | Sequence[int] | Iterable[TokenDocument], window: int | None, stride: int | None
 ) -> tuple[Iterable[TokenDocument], int, int]:
+    if isinstance(token_ids, list | tuple) and token_ids and all(isinstance(i, int) for i in token_ids):
+        token_ids = torch.tensor(token_ids)
     if isinstance(token_ids, Tensor):
         if token_ids.ndim not in (1, 2):
             raise ValueError(f"token_ids must have one or two axes, got shape {tuple(token_ids.shape)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import YARN, tiny_model
+from tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -33,11 +33,6 @@ TEXTS = {"one": TEXT[:2500], "two": TEXT[2500:5000]}
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ASSETS / "llama")
-
-
-def small(family="llama", **changes):
-    """A tiny model that reads the bundled tokenizer's ids."""
-    return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
 
 
 # --- the text

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 import torch
+from patches import edit_json, lora
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
-from test_checkpoints import edit_json, lora
 from tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -6,58 +6,20 @@ A forked process is killed at its n-th change of the file system, for n over the
 from __future__ import annotations
 
 import hashlib
-import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoints import lora
+from forks import forked
+from patches import lora
 from tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.cli.app import app
 from rope_patch.exporting import export
-
-CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
-"""Audit events of Python that change files; ``open`` for writing is one more."""
-
-
-def forked(call, stop: int | None = None, within: Path | None = None, at=None) -> int:
-    """Run a call in a forked process, killed at its n-th change below a folder, or at an audit event of a kind."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    try:
-        count = 0
-
-        def audit(event, args):
-            nonlocal count
-            if at is not None:
-                return os.kill(os.getpid(), signal.SIGKILL) if at(event, args) else None
-            if event == "open":
-                if not isinstance(args[1], str) and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                    return
-                if isinstance(args[1], str) and not set(args[1]) & set("wax+"):
-                    return
-            elif event not in CHANGES:
-                return
-            if str(within) in os.path.abspath(str(args[0])):
-                count += 1
-                if count == stop:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        if stop is not None or at is not None:
-            sys.addaudithook(audit)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        call()
-        os._exit(0)
-    except SystemExit as stopped:
-        os._exit(int(stopped.code or 0))
-    except BaseException:
-        os._exit(77)
 
 
 def contents(folder: Path) -> dict[str, str]:

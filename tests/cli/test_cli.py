@@ -7,35 +7,17 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import fail, run
 from peft import LoraConfig, get_peft_model
 from tiny import YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app as cli
 from rope_patch.methods.base import METHODS
-
-
-def run(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(cli.app, [*map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def fail(monkeypatch, capsys, *arguments: str | Path) -> str:
-    """Run as the console script does; return the error line."""
-    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 @pytest.fixture

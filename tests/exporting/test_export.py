@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from commands import fail, run
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_cli import fail, run
 from tiny import ARCHITECTURES, SIZE, YARN, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaForCausalLM, PhiConfig, StableLmConfig
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf_files import rewritten, saved, sentencepiece
 from tiny import LLAMA3, YARN, ids, tiny_model
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, StableLmConfig
 
 import rope_patch
@@ -39,29 +40,11 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def saved(folder: Path, method: str | None = None, family: str = "llama", **changes) -> Path:
-    """A folder of a tiny random model, patched where a method is given."""
-    model = tiny_model(family, vocab_size=1024, **changes)
-    if method is None:
-        model.save_pretrained(folder)
-    else:
-        rope_patch.apply(model, method, target_length=256)
-        rope_patch.save(model, folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tokenizer) -> Path:
     """A GGUF of the tiny Llama, plain."""
     folder = tmp_path_factory.mktemp("base")
     return export_gguf(saved(folder / "llama"), folder / "base.gguf", dtype="float32", tokenizer=tokenizer)
-
-
-def rewritten(path: Path, out: Path, keys=None, pieces=None, drop=()) -> Path:
-    """A copy of a GGUF with other keys or tensors."""
-    reader = open_gguf(path)
-    keys = {key.name: key for key in [*keys_of(reader), *(keys or [])] if not key.name.startswith(tuple(drop) or "\0")}
-    return write_gguf(out, list(keys.values()), list(pieces_of(reader)) if pieces is None else pieces, overwrite=True)
 
 
 def tensors(path: Path) -> dict[str, tuple[str, bytes]]:
@@ -449,24 +432,6 @@ def test_a_byte_level_vocabulary(base, tokenizer):
     assert listed == tokenizer.convert_ids_to_tokens(range(1024))
     assert value_of(reader, "tokenizer.ggml.token_type")[:4] == [3, 3, 3, 1]  # control, and a normal one
     assert value_of(reader, "tokenizer.ggml.add_bos_token") == (tokenizer("a").input_ids[0] == tokenizer.bos_token_id)
-
-
-def sentencepiece(normalizer=None):
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "ab", "▁ab"]
-    backend = Tokenizer(
-        models.BPE(
-            {piece: i for i, piece in enumerate(pieces)},
-            [("a", "b"), ("▁", "ab")],
-            byte_fallback=True,
-            unk_token="<unk>",
-            fuse_unk=True,
-        )
-    )
-    backend.normalizer = normalizer or normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}"
-    )
 
 
 def test_a_sentencepiece_vocabulary(tmp_path):

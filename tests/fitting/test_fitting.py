@@ -6,6 +6,7 @@ import fcntl
 import functools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -13,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rope_patch.fitting.judging import best as best_of
-from test_analyze import small
-from test_capture import model_of
-from tiny import ids, tiny_model
+from fits import ASKED, ASSETS, TEXT, fit_by_name, fitted
+from states import model_of
+from tiny import ids, small, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from typer.testing import CliRunner
 
@@ -24,7 +24,11 @@ import rope_patch
 from rope_patch import fitting
 from rope_patch.cli import app as cli
 from rope_patch.evaluation.compare import compare
-from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, fit, running
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, running
+from rope_patch.fitting.candidates import SEED, Evaluator
+from rope_patch.fitting.candidates import best as best_of
 from rope_patch.fitting.rows import Rows, split_text
 from rope_patch.frequencies import table_of, unrotated
 from rope_patch.methods import Chain, Default, Table
@@ -32,19 +36,10 @@ from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.scoring import Reader
 from rope_patch.patching.locate import find_rotary
 
-ASSETS = Path(rope_patch.data_path("assets"))
-TEXT = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS / "domains").glob("*.txt")))
-ASKED = {"target_length": 96, "steps": 4, "checks": 2, "windows": 2, "samples": 1, "depths": (0.0, 1.0),
-         "batch_tokens": 192}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ASSETS / "llama")
-
-
-def fitted(model, tokenizer, **changes):
-    return fit(model, tokenizer, TEXT, **{**ASKED, "init": "yarn", **changes})
 
 
 FREE = Constraint(scaling=True)
@@ -453,7 +448,7 @@ def test_the_average_is_of_steps_that_were_judged(tokenizer, monkeypatch):
 
 
 def test_a_fit_that_learns_nothing_is_stopped_early(tokenizer, monkeypatch):
-    monkeypatch.setattr(fitting.Judging, "loss", lambda self, candidate: 1.0)
+    monkeypatch.setattr(Evaluator, "loss", lambda self, candidate: 1.0)
     patch = fitted(small(), tokenizer, steps=8, checks=4, patience=2)
     assert patch.stopped == {"yarn:factor=1.5": "no better after step 4"} and len(patch.losses["yarn:factor=1.5"]) == 4
 
@@ -499,7 +494,7 @@ def test_a_check_changes_the_weight_of_answers(tokenizer, monkeypatch, now, shar
 
     monkeypatch.setattr(running.Run, "_step", noted)
     monkeypatch.setattr(running.Run, "_judge", told)
-    monkeypatch.setattr(fitting.Judging, "__call__", lambda *_: candidate("start", (10, 5), (2.0, 3.0), 0.1))
+    monkeypatch.setattr(Evaluator, "__call__", lambda *_: candidate("start", (10, 5), (2.0, 3.0), 0.1))
     fitted(small(), tokenizer, steps=8, checks=2, objective=Objective(retrieval=0.5))
     shares = [answer / (plain + answer) for plain, answer in rates]
     assert shares == pytest.approx([0.5] * 4 + [share] * 4)
@@ -554,26 +549,20 @@ def test_each_goal_has_its_own_moments(tokenizer, monkeypatch):
 
 def test_what_decides_was_not_fitted_to(tokenizer, monkeypatch):
     """Held-out windows and haystacks are of the last tenth, and no prompt is of a training seed."""
-    made, asked = [], []
-    judging, maker = fitting.Judging, fitting.PromptMaker.prompts
+    suites = []
 
-    def noted(*args):
-        made.append(judging(*args))
-        return made[-1]
+    def noted(*args, **kwargs):
+        suites.append(EvalSuite(*args, **kwargs))
+        return suites[-1]
 
-    def prompts(self, *args, **kwargs):
-        asked.append((self, kwargs["seed"]))
-        return maker(self, *args, **kwargs)
-
-    monkeypatch.setattr(fitting, "Judging", noted)
-    monkeypatch.setattr(fitting.PromptMaker, "prompts", prompts)
+    monkeypatch.setattr(fitting, "EvalSuite", noted)
     fitted(small(), tokenizer, steps=0)
-    (judged,), (_, held) = made, split_text(TEXT)
-    for window in judged.texts:
+    (suite,), (_, held) = suites, split_text(TEXT)
+    for window in suite.windows:
         words = tokenizer.decode(window.ids[1:]).strip()[20:-20]
         assert words in held and words not in split_text(TEXT)[0]
-    assert judged.maker.haystack.text == held
-    assert all(seed >= fitting.SEED for who, seed in asked if who is judged.maker)
+    assert suite.prompts.haystack.text == held
+    assert suite.spec.seed >= SEED
 
 
 def test_an_infinite_loss_stops_a_fit(tokenizer, monkeypatch):
@@ -679,36 +668,18 @@ def test_gradients_pass_through_four_bits(tokenizer, tmp_path):
     assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, packed)
 
 
-CHILD = """
-import json, sys, torch
-sys.path[:0] = {path!r}
-import torch.distributed as dist
-from test_fitting import ASSETS, AutoTokenizer, fitted, small
-rank, size = int(sys.argv[1]), int(sys.argv[2])
-if size > 1:
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size)
-torch.set_num_threads(1)
-patch = fitted(small(), AutoTokenizer.from_pretrained(ASSETS / "llama"))
-print(json.dumps([patch.losses, patch.chosen, patch.after[None].inv_freq.tolist()]))
-"""
-
-
 def test_two_processes_do_what_one_does(tokenizer, tmp_path):
     tests = Path(__file__).parents[1]
-    code = CHILD.format(
-        path=list(map(str, [tests.parent, tests, *(tests / name for name in ("analysis", "fitting", "modeling"))]))
-    )
-    asked = [(0, 2), (1, 2), (0, 1)]
-    store = str(tmp_path / "store")
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(size), store], stdout=subprocess.PIPE, text=True)
-        for rank, size in asked
-    ]
-    found = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in running]
-    assert found[0] == found[1]
-    for one, other in zip(found[0][0]["yarn:factor=1.5"], found[2][0]["yarn:factor=1.5"], strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
-    assert found[0][1] == found[2][1] and found[0][2] == pytest.approx(found[2][2], rel=1e-4)
+    command = [sys.executable, tests / "fitting_child.py", tmp_path]
+    shared = os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(map(str, [tests.parent, tests]))}
+    running = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}) for rank in range(2)]
+    patch = fitted(small(), tokenizer)
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one == other
+    losses, chosen, table = one
+    assert losses["yarn:factor=1.5"] == pytest.approx(patch.losses["yarn:factor=1.5"], abs=1e-5)
+    assert chosen == patch.chosen and table == pytest.approx(patch.after[None].inv_freq.tolist(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -740,7 +711,7 @@ def test_errors_before_anything_is_changed(tokenizer, changes, message):
 
 def test_a_text_that_is_too_short(tokenizer):
     with pytest.raises(ValueError, match="2 windows of 96 tokens need"):
-        fit(small(), tokenizer, TEXT[:900], **ASKED)
+        fit_by_name(small(), tokenizer, TEXT[:900], **ASKED)
 
 
 def test_a_patched_model_needs_replace(tokenizer):
@@ -757,11 +728,11 @@ def test_a_patched_model_needs_replace(tokenizer):
 def test_fitting_helps_the_bundled_checkpoint(tokenizer):
     """A dozen steps at four times the length: better than YaRN on text and prompts that the choice never saw."""
     model = rope_patch.load(ASSETS / "llama", dtype=torch.float32).eval()
-    patch = fit(model, tokenizer, target_length=1024, steps=12, checks=2, windows=4, samples=2)
+    patch = fit_by_name(model, tokenizer, target_length=1024, steps=12, checks=2, windows=4, samples=2)
     assert patch.chosen != "yarn:factor=4, start"
     patch.restore()
     methods = ["yarn:factor=4", patch.method]
-    made = compare(model, tokenizer, methods, lengths=[256, 1024], windows=8, bucket=256)
+    made = compare(model, tokenizer, methods, EvalSpec([256, 1024], windows=8, bucket=256))
     for low, high in ((0, 256), (256, 1024)):
         assert made.difference(str(patch.method), methods[0], "perplexity", high, low).high < 0
     for length in (256, 1024):

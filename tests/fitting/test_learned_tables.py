@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 import torch
+from fits import fit_by_name
+from recipe_runs import LLAMA, SMALL, losses
 from safetensors import safe_open
-from test_finetune import LLAMA, SMALL, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -57,7 +58,7 @@ def test_the_recipe_fits_to_its_own_text_what_fit_would(text, tmp_path):
     result = finetune(options(tmp_path / "run", *FITTED, f"data.source={text}", "data.allow_short=true"))
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    found = rope_patch.fit(
+    found = fit_by_name(
         model,
         tokenizer,
         [text.read_text()],

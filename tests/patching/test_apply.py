@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from patches import cos_sin, method_for, module_of
 from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, ids, logits, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -13,30 +14,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import METHODS, PatchError
-from rope_patch.methods import Scaling, create
 from rope_patch.patching.locate import find_rotary
 
-PLAIN_ONLY = ("partial", "abf", "ntk", "yarn", "llama3")
 IDENTITIES = ("default", "longrope", "table")
 every_case = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
-
-
-def method_for(family: str, name: str):
-    """The method at its defaults, its factor at 4; on Gemma 4, whose stock table is p-RoPE already, over the base."""
-    params = {"factor": 4} if issubclass(METHODS[name], Scaling) else {}
-    if family == "gemma4" and name in PLAIN_ONLY:
-        params["replace_scaling"] = True
-    return create(name, **params)
-
-
-def module_of(model):
-    return find_rotary(model).module
-
-
-def cos_sin(model, positions, layer_type=None):
-    x = torch.zeros(1)
-    module = module_of(model)
-    return module(x, positions) if layer_type is None else module(x, positions, layer_type=layer_type)
 
 
 def last_layer_type(family):

@@ -8,8 +8,8 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from patches import cos_sin, method_for, module_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from test_apply import cos_sin, method_for, module_of
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

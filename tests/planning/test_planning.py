@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from commands import fail, run
 from peft import LoraConfig, get_peft_model
-from test_cli import fail, run
 from tiny import SIZE as TINY
 from tiny import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
