@@ -133,6 +133,7 @@ def kv_check(
     try_remedies: bool = False,
     packed: Sequence[str] = (),
     layer_types: Sequence[str] | None = None,
+    freeze_at: int | None = None,
     name: str | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
     progress: Callable[[str, int], None] = lambda stage, tokens: None,
@@ -160,6 +161,7 @@ def kv_check(
         packed: caches of transformers to decode with, in the model as it is, for their bytes and speed; see
             :mod:`rope_patch.kv_cache.packed`.
         layer_types: which tables are patched, on mixed models.
+        freeze_at: length at which a dynamic table is frozen, as in :func:`rope_patch.apply` [tokens].
         name: of the model; by default what its config calls itself, which for an adapter is its base.
         resume: file (or mapping) in which finished work is kept: the same call goes on where it was, and reads again
             only the windows that radii come from.
@@ -173,7 +175,9 @@ def kv_check(
     given = find_schemes(schemes)
     if not methods or not lengths:
         raise ValueError("give at least one method and one length")
-    wanted = [for_target(model, method, max(lengths), layer_types=layer_types) for method in methods]
+    wanted = [
+        for_target(model, method, max(lengths), layer_types=layer_types, freeze_at=freeze_at) for method in methods
+    ]
     labels = [str(method) for method in wanted]
     if len(set(labels)) < len(labels):
         raise ValueError(f"methods must differ from each other, got {', '.join(labels)}")
@@ -188,7 +192,7 @@ def kv_check(
         maker.prompts(task, length, depths, seed=seed)
     record = find_rotary(model).record
     again = record is not None
-    options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": None}
+    options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     centred = try_remedies or any(scheme.key.centre for scheme in given.values())
     learnt = calibration(tokenizer, model) if centred else None
     here = Setting(

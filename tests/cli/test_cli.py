@@ -121,7 +121,7 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
         (("restore", "{base}", "-o", "{out}"), "carries no patch record"),
         (("recipes", "copy", "{full}"), "is not empty"),
         (("demo", "--shape", "mamba"), "shape must be one of llama, gemma3, got 'mamba'"),
-        (("demo", "--dtype", "int8"), "dtype must be one of float32, bfloat16"),
+        (("demo", "--dtype", "int8"), "dtype must be one of auto, float32"),
         (("apply", "{base}", "yarn:factor=4,truncate=false", "-o", "{out}"), "parameters are separated by ':'"),
         (("apply", "{base}", "table", "values=1,2", "-o", "{out}"), "the numbers of a list by '/'"),
     ],
@@ -163,7 +163,7 @@ def test_interrupted(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 130
-    assert capsys.readouterr().err.strip() == "interrupted: nothing was left half written"
+    assert capsys.readouterr().err.strip() == "interrupted: no file was left half written"
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_ctrl_c_in_the_demo(tmp_path):
     running.send_signal(signal.SIGINT)
     _, rest = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert rest.strip().splitlines()[-1] == "interrupted: nothing was left half written"
+    assert rest.strip().splitlines()[-1] == "interrupted: no file was left half written"
     assert not (tmp_path / "out").exists()
 
 

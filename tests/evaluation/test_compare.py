@@ -452,7 +452,7 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
     _, said = running.communicate(timeout=60)
     if kind == signal.SIGINT:
         assert running.returncode == 130
-        assert "the same command goes on from there" in said and "Traceback" not in said
+        assert "Run the same command again to continue" in said and "Traceback" not in said
     lines = journal.read_bytes().count(b"\n")
     assert 8 <= lines < 3 * (4 + 2 * 4), "it was stopped on the way"
     done = subprocess.run(program, capture_output=True, text=True, check=True)

@@ -159,7 +159,7 @@ def test_an_unpatched_and_an_already_patched_folder(base, tmp_path):
 def test_an_unknown_family_is_unverified(tmp_path):
     first = saved(tiny_neox(), tmp_path / "base")
     printed = run("export", first, "--to", "vllm", "--method", "pi:factor=2", "-o", tmp_path / "out")
-    assert "unverified: no version of vLLM was seen to read such tables on gpt_neox" in printed
+    assert "unverified: no version of vLLM was checked to read such tables on gpt_neox" in printed
     said = json.loads((tmp_path / "out" / "export.json").read_text())
     assert said["checked_against"] == UNVERIFIED and said["shown_by"] is None
 
