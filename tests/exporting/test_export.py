@@ -151,7 +151,7 @@ def test_an_unpatched_and_an_already_patched_folder(base, tmp_path):
     printed = run("export", tmp_path / "patched", "--to", "vllm", "-o", tmp_path / "out")
     assert f"checked against vLLM {ENGINES['vllm'].version}" in printed and "written as longrope" in printed
     assert "patched with p_rope:p=0.5" in run("verify", tmp_path / "out")
-    assert "4 still" in run("inspect", tmp_path / "out")
+    assert "4 unrotated" in run("inspect", tmp_path / "out")
     said = json.loads(run("export", tmp_path / "patched", "--to", "hf", "-o", tmp_path / "out2", "--json"))
     assert said["engine"] == "transformers" and said["output"] == str(tmp_path / "out2")
 

@@ -366,7 +366,7 @@ def test_saved_it_loads_in_plain_transformers(tokenizer, tmp_path, monkeypatch, 
     with torch.no_grad():
         assert torch.equal(stock(rows).logits, model(rows).logits)
     again = rope_patch.load(tmp_path, dtype=torch.float32)
-    assert rope_patch.verify(again).to_method() == patch.method
+    assert rope_patch.verify(again).record.to_method() == patch.method
 
 
 @pytest.mark.parametrize("good", ["step 2", "halfway", "quarter", "eighth"])
@@ -750,7 +750,7 @@ def test_a_patched_model_needs_replace(tokenizer):
         fitted(model, tokenizer)
     patch = fitted(model, tokenizer, replace=True)
     patch.restore()
-    assert str(rope_patch.verify(model).to_method()) == "pi:factor=2"
+    assert str(rope_patch.verify(model).record.to_method()) == "pi:factor=2"
 
 
 @pytest.mark.slow
