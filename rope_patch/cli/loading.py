@@ -193,7 +193,7 @@ def load_model(
 
     spread: dict[str, Any] = {"device_map": BALANCED} if device == BALANCED else {}
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
-    loaded: Any = load(source, method, apply_options=apply_options, dtype=kind, **spread)
+    loaded: Any = load(source, method, dtype=kind, **apply_options, **spread)
     if not spread:
         place = torch.device(choose_device(device))
         if any(not _lies_on(parameter.device, place) for parameter in loaded.parameters()):

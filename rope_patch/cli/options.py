@@ -79,7 +79,7 @@ def tokens(option: str, description: str, **settings: Any) -> Any:
 
 def _import(modules: list[str] | None) -> list[str] | None:
     if modules:
-        from rope_patch.methods import import_methods  # type: ignore[attr-defined]
+        from rope_patch.methods import import_methods
 
         import_methods(modules)
     return modules

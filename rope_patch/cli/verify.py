@@ -12,11 +12,10 @@ def verify(model: Model, imports: Import = None, as_json: Json = False) -> None:
 
     Example: **rope-patch verify ./llama-abf**
     """
-    from rope_patch.checkpoints.offline import verify_folder
+    from rope_patch import checkpoints
 
-    record = verify_folder(model)
+    verified = checkpoints.verify(model)
     if as_json:
-        print_json({"verified": True, "record": record.to_dict()})
+        print_json({"verified": True, "record": verified.record.to_dict()})
         return
-    tables = ", ".join(f"{key} {table.hash}" for key, table in record.tables.items())
-    print(f"{model}: patched with {record.to_method()}, as recorded (tables: {tables})")
+    print(verified)

@@ -28,7 +28,7 @@ from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.patching.apply import for_target, patched
 from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 
 SCHEMA = 2
@@ -352,7 +352,7 @@ def compare(
     return Comparison(
         rows=tuple(rows),
         lengths=tuple(lengths),
-        trained_length=look(model).slots[0].max_position_embeddings,
+        trained_length=inspect_model(model).tables[0].max_position_embeddings,
         text=digest,
         text_name=_name(source),
         python_version=source.python_version if isinstance(source, Corpus) else maker.haystack.python_version,
@@ -380,7 +380,7 @@ def environment(model: nn.Module) -> dict[str, str]:
 def under(model: nn.Module, method: Method, again: bool, options: dict[str, Any]) -> Iterator[tuple[RotaryTable, ...]]:
     """Measure under a method; gives the tables in use."""
     if again and isinstance(method, Default):
-        yield look(model).slots
+        yield inspect_model(model).tables
         return
     with patched(model, method, replace=again, **options) as patch:
         yield tuple(patch.after.values())

@@ -19,7 +19,7 @@ from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 TARGETS = (*ENGINES, "gguf")
 FORMS = ("table", "partial")
@@ -101,7 +101,7 @@ def export(
                 overwrite=overwrite,
                 progress=progress,
             )
-            plain = all(slot.is_geometric for slot in look(model).slots)
+            plain = all(slot.is_geometric for slot in inspect_model(model).tables)
             lost = (
                 f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(out)!r}) reads all"
             )

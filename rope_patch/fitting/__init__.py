@@ -27,7 +27,7 @@ from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.apply import Patch, apply, for_target
-from rope_patch.patching.base_tables import read_slots
+from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary
 from rope_patch.processes import processes
 from rope_patch.words import did_you_mean
@@ -146,7 +146,7 @@ def fit(
         raise ValueError("init names no table to start from")
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         raise ValueError(f"learning_rate must be > 0, got {learning_rate}")
-    slots, _ = read_slots(find_rotary(model), freeze_at=freeze_at)
+    slots, _ = read_tables(find_rotary(model), freeze_at=freeze_at)
     trained = min(slot.context for slot in slots.values())
     if target_length < trained:
         raise ValueError(f"the target of {target_length} tokens lies below the trained length of {trained}")

@@ -56,7 +56,7 @@ class Run:
         self.options, self.kept, self.about, self.progress = options, kept, about, progress
         self.site = find_rotary(model)
         module: Any = self.site.module
-        kinds = [kind for kind in module.slots if kind in self.site.record.layer_types]  # type: ignore[union-attr]
+        kinds = [kind for kind in module.tables if kind in self.site.record.layer_types]  # type: ignore[union-attr]
         self.table = TrainableTable(module, kinds, constraint).to(device_of(model))
         self.parameters = [p for p in self.table.parameters() if p.requires_grad]
         self.parts = [[torch.zeros_like(p, requires_grad=True) for p in self.parameters] for _ in range(rows.goals)]

@@ -61,7 +61,7 @@ def without_imports(words: list[str]) -> list[str]:
     parser.add_argument("--import", action="append", dest="modules", metavar="MODULE", default=[])
     known, others = parser.parse_known_args(words)
     if known.modules:
-        from rope_patch.methods import import_methods  # type: ignore[attr-defined]
+        from rope_patch.methods import import_methods
 
         import_methods(known.modules)
     return others

@@ -20,7 +20,7 @@ from rope_patch.evaluation.compare import Column, Comparison, Row
 from rope_patch.evaluation.prompts import TASKS
 from rope_patch.evaluation.retrieval import RetrievalCell
 from rope_patch.files import write_atomically
-from rope_patch.frequencies import still, wavelength
+from rope_patch.frequencies import unrotated, wavelength
 from rope_patch.packaged import data_path
 from rope_patch.plots import base as plots
 
@@ -288,7 +288,7 @@ def _tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[s
     made = []
     for name, row in zip(names, rows, strict=True):
         for slot in row.slots:
-            rests = still(slot.inv_freq)
+            rests = unrotated(slot.inv_freq)
             turning = wavelength(slot.inv_freq.double())[~rests]
             edges = [float(turning.min()), float(turning.max())] if len(turning) else [math.nan, math.nan]
             ends = [f"{edge:,.0f}" if edge >= 1000 else number_text(edge) for edge in edges]

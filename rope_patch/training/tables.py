@@ -25,7 +25,7 @@ from rope_patch.methods import Method
 from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, same_tables
-from rope_patch.patching.verify import verify
+from rope_patch.patching.verify import verify_model
 from rope_patch.training.options import FIT, Options
 from rope_patch.training.sources import open_source, plain_texts
 
@@ -163,11 +163,11 @@ class TableTraining(RopePatchCallback):
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
         super().__init__()
         self.model, self.learning_rate = model, learning_rate
-        self.begun = verify(model)
+        self.begun = verify_model(model)
         self.site = find_rotary(model)
         self.settled: nn.Module = self.site.module
         start: Any = self.site.module
-        self.table = TrainableTable(start, [kind for kind in start.slots if kind in self.begun.layer_types],
+        self.table = TrainableTable(start, [kind for kind in start.tables if kind in self.begun.layer_types],
                                     Constraint())  # fmt: skip
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import rope_patch
 from rope_patch import PatchError, checkpoints
 from rope_patch.checkpoints.offline import patch_folder, skeleton, verify_folder
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(made, tmp_
     edit_json(tmp_path / "out" / "rope_patch.json", lambda data: data.pop("adapter_weights"))
     with pytest.raises(PatchError, match="is not of the adapter beside it"):
         rope_patch.load(tmp_path / "out")
-    checkpoints.write_record(rope_patch.verify(tuned), tmp_path / "out")
+    checkpoints.write_record(rope_patch.verify(tuned).record, tmp_path / "out")
     rope_patch.load(tmp_path / "out")
 
 
@@ -247,7 +247,7 @@ def test_a_folder_with_an_adapter_and_its_base_is_verified(tmp_path):
 
 
 def look_at(folder):
-    return look(skeleton(folder))
+    return inspect_model(skeleton(folder))
 
 
 # --- weights that are put into an adapter -----------------------------------------------------------------------------

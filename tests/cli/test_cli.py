@@ -60,7 +60,7 @@ def test_inspect(checkpoint, tmp_path):
     assert "note:" not in printed
     tiny_model(rope_parameters=YARN).bfloat16().save_pretrained(tmp_path / "scaled")
     printed = run("inspect", tmp_path / "scaled")
-    assert "note: model.rotary_emb multiplies cos and sin of every pair by 1.13863, still pairs included" in printed
+    assert "note: model.rotary_emb multiplies cos and sin of every pair by 1.13863, unrotated pairs included" in printed
     assert "note: weights are torch.bfloat16: load them with dtype=; casting" in printed
     tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
     tables = json.loads(run("inspect", tmp_path / "mixed", "--json"))["tables"]
@@ -98,9 +98,10 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     rope_patch.save(tuned, tmp_path / "adapter")
     assert "patched with yarn:factor=4" in run("verify", tmp_path / "adapter")
+    assert "patched, yarn:factor=4" in run("inspect", tmp_path / "adapter")
     (tmp_path / "adapter" / "rope_patch.json").unlink()
     assert "carries no rope_patch.json" in fail(monkeypatch, capsys, "verify", tmp_path / "adapter")
-    assert "is an adapter: give its base model" in fail(monkeypatch, capsys, "inspect", tmp_path / "adapter")
+    assert "carries no rope_patch.json: these are the tables of its base" in run("inspect", tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def dynamic(tmp_path_factory):
 
 
 def frozen(folder):
-    return rope_patch.load(folder, "default", apply_options={"freeze_at": 1024})
+    return rope_patch.load(folder, "default", freeze_at=1024)
 
 
 MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report")

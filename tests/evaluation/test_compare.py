@@ -31,7 +31,7 @@ from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityRe
 from rope_patch.evaluation.prompts import Haystack
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 ASSETS = rope_patch.data_path("assets")
 SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8)}
@@ -264,7 +264,7 @@ def test_a_failure_names_its_method(bundled):
     model, tokenizer = bundled
 
     def spoil(module, args, logits):
-        return logits * (float("nan") if str(look(model).record.to_method()) == "pi:factor=4" else 1.0)
+        return logits * (float("nan") if str(inspect_model(model).record.to_method()) == "pi:factor=4" else 1.0)
 
     handle = model.lm_head.register_forward_hook(spoil)
     try:

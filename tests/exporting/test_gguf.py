@@ -69,7 +69,7 @@ def tensors(path: Path) -> dict[str, tuple[str, bytes]]:
 
 
 def table_of(path: Path):
-    (slot,) = read_gguf(path).slots
+    (slot,) = read_gguf(path).tables
     return slot
 
 
@@ -94,11 +94,14 @@ def test_every_table_is_read_back(base, tmp_path, method):
     lists = {"longrope": ":factors=1/1/2/2/3/3/4/4", "table": ":values=1/0.5/0.2/0.1/0.05/0.02/0.01/0"}
     folder = saved(tmp_path / "m", f"{method}{lists.get(method, '')}")
     seen = read_gguf(export_gguf(folder, tmp_path / "m.gguf", base=base))
-    (slot,), (want,) = seen.slots, rope_patch.patching.verify.look(AutoModelForCausalLM.from_pretrained(folder)).slots
+    (slot,), (want,) = (
+        seen.tables,
+        rope_patch.patching.verify.inspect_model(AutoModelForCausalLM.from_pretrained(folder)).tables,
+    )
     torch.testing.assert_close(slot.inv_freq, want.inv_freq, rtol=3e-7, atol=0)
     assert slot.attention_scaling == pytest.approx(want.attention_scaling, rel=1e-7)
     assert slot.max_position_embeddings == 256
-    assert seen.record is not None and seen.record.to_method().name == method and not seen.remarks
+    assert seen.record is not None and seen.record.to_method().name == method and not seen.warnings
     assert "GGUF" in str(seen) and method in str(seen)
 
 
@@ -184,7 +187,7 @@ def test_files_of_others_without_a_table(tmp_path, architecture, keys, message):
 def test_a_table_changed_after_us_is_remarked(base, tmp_path):
     out = export_gguf(saved(tmp_path / "m", "pi:factor=4"), tmp_path / "m.gguf", base=base)
     changed = rewritten(out, tmp_path / "c.gguf", [Key.of("llama.rope.freq_base", 20000.0, "FLOAT32")])
-    assert "says another table: pi:factor=4" in read_gguf(changed).remarks[0]
+    assert "says another table: pi:factor=4" in read_gguf(changed).warnings[0]
 
 
 # --- onto a base

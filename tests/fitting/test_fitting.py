@@ -26,7 +26,7 @@ from rope_patch.evaluation.compare import compare
 from rope_patch.fitting import Candidate, Constraint, Objective, TrainableTable, fit, running
 from rope_patch.fitting.judging import best as best_of
 from rope_patch.fitting.rows import Rows, split_text
-from rope_patch.frequencies import still, table_of
+from rope_patch.frequencies import table_of, unrotated
 from rope_patch.methods import Chain, Default, Table
 from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.scoring import Reader
@@ -87,7 +87,7 @@ def test_untrained_it_computes_what_the_patch_computes(name, method):
         for got, wanted in zip(table(x, places, *where), site.module(x, places, *where), strict=True):
             assert torch.equal(got, wanted)
     (first, *_) = table.kinds
-    assert torch.equal(table_of(table.method().values), site.module.slots[first].inv_freq)
+    assert torch.equal(table_of(table.method().values), site.module.tables[first].inv_freq)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_gradients_are_finite_differences(name, method, constraint):
 def test_still_pairs_stay_still_and_constraints_hold():
     model = tiny_model("llama")
     _, table = trainable(model, "p_rope:p=0.5")
-    rests = still(find_rotary(model).module.slots[None].inv_freq)
+    rests = unrotated(find_rotary(model).module.tables[None].inv_freq)
     with torch.no_grad():
         table.log_factors[0].normal_(0, 2, generator=torch.Generator().manual_seed(0))
     made = table_of(table.method().values)
@@ -343,7 +343,7 @@ def test_fitting_touches_nothing_but_the_table(tokenizer, monkeypatch):
     assert isinstance(patch.method, Table) and len(patch.losses["yarn:factor=1.5"]) == 4
     start = small()
     rope_patch.apply(start, "yarn:factor=1.5")
-    moved = patch.after[None].inv_freq / find_rotary(start).module.slots[None].inv_freq
+    moved = patch.after[None].inv_freq / find_rotary(start).module.tables[None].inv_freq
     assert 0.01 < float(moved.log().abs().max()) < 0.2  # by less than 4 steps of .04
     assert rope_patch.verify(model)
     patch.restore()
@@ -366,7 +366,7 @@ def test_saved_it_loads_in_plain_transformers(tokenizer, tmp_path, monkeypatch, 
     with torch.no_grad():
         assert torch.equal(stock(rows).logits, model(rows).logits)
     again = rope_patch.load(tmp_path, dtype=torch.float32)
-    assert rope_patch.verify(again).to_method() == patch.method
+    assert rope_patch.verify(again).record.to_method() == patch.method
 
 
 @pytest.mark.parametrize("good", ["step 2", "halfway", "quarter", "eighth"])
@@ -750,7 +750,7 @@ def test_a_patched_model_needs_replace(tokenizer):
         fitted(model, tokenizer)
     patch = fitted(model, tokenizer, replace=True)
     patch.restore()
-    assert str(rope_patch.verify(model).to_method()) == "pi:factor=2"
+    assert str(rope_patch.verify(model).record.to_method()) == "pi:factor=2"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.frequencies import still
+from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
@@ -85,7 +85,7 @@ def test_each_method_has_its_own_table(checked):
     _, made = checked
     for method, resting in (("default", 0), ("p_rope:p=0.5", 4)):
         (slot,) = made.of(method)[0].scores.slots
-        assert int(still(slot.inv_freq).sum()) == resting
+        assert int(unrotated(slot.inv_freq).sum()) == resting
         assert torch.equal(made.captures[method].layers[0].inv_freq, slot.inv_freq)
     one, other = (made.of(method)[0].scores.perplexity.nll for method in made.methods)
     assert one != other
@@ -367,7 +367,7 @@ def test_what_rounds_nothing_is_said_and_no_remedy():
 
 def test_the_patch_that_a_model_came_with_is_told(tokenizer, checked):
     model, _ = checked
-    (plain,) = rope_patch.inspect(model).slots
+    (plain,) = rope_patch.inspect(model).tables
     with rope_patch.patched(model, "yarn:factor=4") as patch:
         options = {"methods": ["default", "p_rope:p=0.5"], **ASKED, "windows": 1, "depths": (0.5,)}
         made = kv_check(model, tokenizer, ["int4-token"], name="tuned", **options)
@@ -384,7 +384,7 @@ def test_the_patch_that_a_model_came_with_is_told(tokenizer, checked):
 
 def test_without_a_patch_default_is_the_table_as_it_is(checked):
     model, made = checked
-    (slot,) = rope_patch.inspect(model).slots
+    (slot,) = rope_patch.inspect(model).tables
     assert made.loaded is None and made.meant("default") == "default" and made.model == "LlamaForCausalLM"
     assert json.loads(made.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
 
