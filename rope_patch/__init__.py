@@ -19,8 +19,7 @@ _HOME = {
     "patching.module": "PatchedRotary",
     "patching.apply": "Patch apply patched restore",
     "patching.locate": "PatchError",
-    "patching.verify": "inspect verify",
-    "checkpoints": "RopePatchCallback load load_adapter save",
+    "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
     "packaged": "data_path",
@@ -30,6 +29,8 @@ __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
     from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
+    from rope_patch.checkpoints.checking import inspect as inspect
+    from rope_patch.checkpoints.checking import verify as verify
     from rope_patch.checkpoints.save_load import load as load
     from rope_patch.checkpoints.save_load import load_adapter as load_adapter
     from rope_patch.checkpoints.save_load import save as save
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from rope_patch.patching.apply import restore as restore
     from rope_patch.patching.locate import PatchError as PatchError
     from rope_patch.patching.module import PatchedRotary as PatchedRotary
-    from rope_patch.patching.verify import inspect as inspect
-    from rope_patch.patching.verify import verify as verify
     from rope_patch.planning import Plan as Plan
     from rope_patch.planning import plan as plan
     from rope_patch.tables import RotaryTable as RotaryTable

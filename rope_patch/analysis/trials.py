@@ -142,7 +142,7 @@ def run_trials(
         The table as found, and each p.
     """
     seen = inspect_model(model)
-    before = f"{seen.record.to_method()}+" if seen.record else ""
+    before = () if seen.record is None else (seen.record.to_method(),)
     resting = {slot.layer_type: unrotated(slot.inv_freq) for slot in seen.tables}
 
     def score(stage: str) -> PerplexityResult:
@@ -160,7 +160,7 @@ def run_trials(
     spans = list(itertools.pairwise(edges))
     made = [Trial(1.0, {}, 0.0, 0.0, 0.0, 0.0, tuple(found.between(*span) for span in spans), len(windows), None)]
     for p in shares:
-        with patched(model, f"{before}p_rope:p={p:g}", replace=True) as patch:
+        with patched(model, (*before, f"p_rope:p={p:g}"), replace=True) as patch:
             result = score(f"p = {p:g}")
             rests = {kind: unrotated(slot.inv_freq) & ~resting[kind] for kind, slot in patch.after.items()}
         changes = []

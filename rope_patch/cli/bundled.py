@@ -54,7 +54,7 @@ with torch.no_grad():
 
 @dataclass(frozen=True)
 class Demo:
-    """What one checkpoint showed.
+    """The result on one checkpoint.
 
     Attributes:
         shape: of the checkpoint, ``llama`` or ``gemma3``.
@@ -73,7 +73,7 @@ def run(
     *,
     quick: bool = False,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     seed: int = 0,
     on_progress: Any = lambda method, tokens: None,
 ) -> Demo:
@@ -84,7 +84,7 @@ def run(
         out: folder for the JSON and the saved checkpoint.
         quick: three methods and few prompts, in seconds.
         device: to run on.
-        dtype: of the weights.
+        dtype: of the weights; ``"auto"`` for the one they are stored in.
         seed: of the prompts.
         on_progress: called with the method and the number of tokens it has just read.
 

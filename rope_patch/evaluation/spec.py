@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from rope_patch.evaluation.tasks import find_task
@@ -31,7 +30,7 @@ class EvalSpec:
         tasks: retrieval tasks, keys of :data:`rope_patch.evaluation.tasks.TASKS`.
         mode: ``"single"``, one needle in each prompt, or ``"multikey"``, a needle at every depth in all prompts.
         text: file or folder (``*.txt``) for perplexity; None for the held-out part of the text that ships with Python.
-        haystack: ``"builtin"``, ``"noise"``, or a file or folder.
+        haystack: ``"builtin"``, ``"noise"``, or a file or folder; None for the text of perplexity itself.
         bucket: width of the position buckets of the perplexity curve; None for a sixteenth of the longest length
             [tokens].
         chunk: tokens per forward pass, which bounds memory; None for whole windows and prompts [tokens].
@@ -53,7 +52,7 @@ class EvalSpec:
     tasks: Sequence[str] = ("passkey",)
     mode: str = "single"
     text: str | None = None
-    haystack: str = "builtin"
+    haystack: str | None = "builtin"
     bucket: int | None = None
     chunk: int | None = None
     batch_tokens: int = 16384
@@ -128,17 +127,6 @@ class EvalSpec:
         if unknown:
             raise ValueError(f"EvalSpec has no {', '.join(sorted(unknown))}")
         return cls(**values)
-
-
-def check_paths(spec: EvalSpec) -> None:
-    """Raise unless the files that a spec names exist.
-
-    Raises:
-        FileNotFoundError: one that does not.
-    """
-    for path in (spec.text, spec.haystack if spec.haystack not in ("builtin", "noise") else None):
-        if path is not None and not Path(path).exists():
-            raise FileNotFoundError(f"no file or folder {path!r}")
 
 
 def check_retrieval(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.documents import Source, TokenDocument, spread_windows
+from rope_patch.evaluation.documents import Source, TokenDocument, documents, spread_windows
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
 from rope_patch.evaluation.prompts import PromptMaker
@@ -80,8 +80,7 @@ class EvalSuite:
         self.text_sha256 = ""
         if spec.windows != 0:
             self.windows, self.text_sha256 = spread_windows(tokenizer, source, spec.longest, spec.windows)
-        named = spec.haystack if spec.haystack in ("builtin", "noise") else Path(spec.haystack)
-        self.prompts = PromptMaker(tokenizer, named if haystack is None else haystack)
+        self.prompts = PromptMaker(tokenizer, haystack or _haystack(spec.haystack, source, self.text_name))
         for task in spec.tasks:
             for length in spec.lengths:
                 self.prompts.prompts(task, length, spec.depths, mode=spec.mode, seed=spec.seed)
@@ -154,6 +153,12 @@ class EvalSuite:
 def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:
     """Return the suite of a spec; one that is made already stays as it is."""
     return spec if isinstance(spec, EvalSuite) else EvalSuite(spec, tokenizer)
+
+
+def _haystack(name: str | None, source: Source, text_name: str) -> str | Path | Haystack:
+    if name is None:
+        return Haystack("\n\n".join(document.text for document in documents(source)), text_name)
+    return name if name in ("builtin", "noise") else Path(name)
 
 
 def _name(source: Source) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.documents import Source
-from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
@@ -145,6 +144,7 @@ def held_out_spec(
     if target_length < trained:
         raise ValueError(f"the target of {target_length} tokens lies below the trained length of {trained}")
     given: dict[str, Any] = {"windows": 8, "tasks": (task,), "bucket": target_length, "seed": SEED + seed}
+    given["haystack"] = None  # prompts hide their needles in the held-out text
     return EvalSpec(_doubling(trained, target_length), **given | changes)
 
 
@@ -179,7 +179,7 @@ def fit(
         constraint: what the table may be; by default anything.
         schedule: how it is trained; by default :class:`Schedule` as it is.
         spec: what tables are evaluated on; by default :func:`held_out_spec`. Its longest length must be the target,
-            and its task the objective's. Where it names no text or haystack, they are the held-out part of the data.
+            and its task the objective's. Where it names no text, that is the held-out part of the data.
         layer_types: which tables are fitted, on mixed models; as :func:`rope_patch.apply` chooses by default.
         freeze_at: as in ``apply``.
         replace: replace an earlier patch, starting again from the base table.
@@ -211,12 +211,7 @@ def fit(
     if len(set(labels)) < len(labels):
         raise ValueError(f"starts must differ from each other, got {', '.join(labels)}")
     fitted, held_out = split_text(data)
-    suite = EvalSuite(
-        spec,
-        tokenizer,
-        text=held_out if spec.text is None else None,
-        haystack=Haystack(held_out, "held-out text") if spec.haystack == "builtin" else None,
-    )
+    suite = EvalSuite(spec, tokenizer, text=held_out if spec.text is None else None)
     tokens = schedule.batch_tokens or max(4096, 2 * target_length)
     rows = Rows(tokenizer, fitted, objective, usual.lengths[0], target_length, tokens, schedule.seed)
     rows.check()

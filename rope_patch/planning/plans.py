@@ -92,7 +92,7 @@ class Plan:
 
         Options that change nothing about the result come first, then those that cost precision, then more GPUs. Each
         total is that of a new plan with this and all earlier steps. A step that saves under 2 % is left out, and so is
-        one that later steps made needless. If the last step does not fit, nothing known here makes it fit.
+        one that later steps made needless. If the last step does not fit, no option makes it fit.
         """
         chosen: list[_Candidate] = []
         for candidate in _candidates(self):

@@ -371,6 +371,6 @@ def test_what_cannot_be_compared_fails_before_anything_is_read(folder, tmp_path)
     ],
 )
 def test_wrong_words(folder, tmp_path, given, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         command(folder, *given, "--no-report", "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -206,7 +206,7 @@ def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(made, tmp_
     edit_json(tmp_path / "out" / "rope_patch.json", lambda data: data.pop("adapter_weights"))
     with pytest.raises(PatchError, match="is not of the adapter beside it"):
         rope_patch.load(tmp_path / "out")
-    checkpoints.write_record(rope_patch.verify(tuned), tmp_path / "out")
+    checkpoints.write_record(rope_patch.verify(tuned).record, tmp_path / "out")
     rope_patch.load(tmp_path / "out")
 
 

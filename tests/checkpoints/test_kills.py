@@ -127,7 +127,16 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
 @pytest.mark.slow
 def test_a_fit_killed_just_after_its_output_appeared_runs_again(tmp_path, monkeypatch):
     out = tmp_path / "out"
-    words = ["fit", str(rope_patch.data_path("assets") / "llama"), "--length", "512", "--steps", "0", "-o", str(out)]
+    words = [
+        "fit",
+        str(rope_patch.data_path("assets") / "llama"),
+        "--target-length",
+        "512",
+        "--steps",
+        "0",
+        "-o",
+        str(out),
+    ]
     words += ["--windows", "1", "--samples", "1", "--depths", "0.5", "--no-figure", "--threads", "1"]
 
     def fit(*words):

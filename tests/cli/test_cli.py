@@ -42,7 +42,7 @@ def test_inspect(checkpoint, tmp_path):
     assert "note:" not in printed
     tiny_model(rope_parameters=YARN).bfloat16().save_pretrained(tmp_path / "scaled")
     printed = run("inspect", tmp_path / "scaled")
-    assert "note: model.rotary_emb multiplies cos and sin of every pair by 1.13863, still pairs included" in printed
+    assert "note: model.rotary_emb multiplies cos and sin of every pair by 1.13863, unrotated pairs included" in printed
     assert "note: weights are torch.bfloat16: load them with dtype=; casting" in printed
     tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
     tables = json.loads(run("inspect", tmp_path / "mixed", "--json"))["tables"]
@@ -80,9 +80,10 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     rope_patch.save(tuned, tmp_path / "adapter")
     assert "patched with yarn:factor=4" in run("verify", tmp_path / "adapter")
+    assert "patched, yarn:factor=4" in run("inspect", tmp_path / "adapter")
     (tmp_path / "adapter" / "rope_patch.json").unlink()
     assert "carries no rope_patch.json" in fail(monkeypatch, capsys, "verify", tmp_path / "adapter")
-    assert "is an adapter: give its base model" in fail(monkeypatch, capsys, "inspect", tmp_path / "adapter")
+    assert "carries no rope_patch.json: these are the tables of its base" in run("inspect", tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
         (("restore", "{base}", "-o", "{out}"), "carries no patch record"),
         (("recipes", "copy", "{full}"), "is not empty"),
         (("demo", "--shape", "mamba"), "shape must be one of llama, gemma3, got 'mamba'"),
-        (("demo", "--dtype", "int8"), "dtype must be one of float32, bfloat16"),
+        (("demo", "--dtype", "int8"), "dtype must be one of auto, float32"),
         (("apply", "{base}", "yarn:factor=4,truncate=false", "-o", "{out}"), "parameters are separated by ':'"),
         (("apply", "{base}", "table", "values=1,2", "-o", "{out}"), "the numbers of a list by '/'"),
     ],
@@ -145,7 +146,7 @@ def test_interrupted(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 130
-    assert capsys.readouterr().err.strip() == "interrupted: nothing was left half written"
+    assert capsys.readouterr().err.strip() == "interrupted: no file was left half written"
 
 
 @pytest.mark.slow
@@ -161,7 +162,7 @@ def test_ctrl_c_in_the_demo(tmp_path):
     running.send_signal(signal.SIGINT)
     _, rest = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert rest.strip().splitlines()[-1] == "interrupted: nothing was left half written"
+    assert rest.strip().splitlines()[-1] == "interrupted: no file was left half written"
     assert not (tmp_path / "out").exists()
 
 

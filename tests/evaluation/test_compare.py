@@ -478,7 +478,7 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, texts, m
     status = forked(run, at=the_ninth_is_written, kind=kind)
     assert status == (130 if kind == signal.SIGINT else -kind)
     if kind == signal.SIGINT:
-        assert "the same command goes on from there" in said.read_text() and "Traceback" not in said.read_text()
+        assert "Run the same command again to continue" in said.read_text() and "Traceback" not in said.read_text()
     assert journal.read_bytes().count(b"\n") == 8, "it was stopped on the way"
     done = command(*asked[1:])
     assert done.exit_code == 0 and "comparison.json" in done.output

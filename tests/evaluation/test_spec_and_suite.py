@@ -17,7 +17,7 @@ import rope_patch
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.spec import EvalSpec, check_paths
+from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.verdicts import Limits, find_verdict
 from rope_patch.reports import comparison as report
@@ -77,10 +77,15 @@ def test_an_unknown_field_is_named():
         EvalSpec.from_dict({"lenghts": [4]})
 
 
-def test_files_that_are_not_there_are_said(tmp_path):
-    check_paths(EvalSpec([256], haystack="noise"))
+@pytest.mark.parametrize("name", ["text", "haystack"])
+def test_files_that_are_not_there_are_said(tokenizer, tmp_path, name):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        check_paths(EvalSpec([256], text=tmp_path / "nowhere"))
+        EvalSuite(EvalSpec([256], **{name: tmp_path / "nowhere"}), tokenizer)
+
+
+def test_without_a_haystack_needles_are_hidden_in_the_text(tokenizer):
+    suite = EvalSuite(EvalSpec([64], windows=1, haystack=None), tokenizer, text=TEXT)
+    assert suite.prompts.haystack.text == TEXT
 
 
 # --- the suite

@@ -151,7 +151,7 @@ def test_an_unpatched_and_an_already_patched_folder(base, tmp_path):
     printed = run("export", tmp_path / "patched", "--to", "vllm", "-o", tmp_path / "out")
     assert f"checked against vLLM {ENGINES['vllm'].version}" in printed and "written as longrope" in printed
     assert "patched with p_rope:p=0.5" in run("verify", tmp_path / "out")
-    assert "4 still" in run("inspect", tmp_path / "out")
+    assert "4 unrotated" in run("inspect", tmp_path / "out")
     said = json.loads(run("export", tmp_path / "patched", "--to", "hf", "-o", tmp_path / "out2", "--json"))
     assert said["engine"] == "transformers" and said["output"] == str(tmp_path / "out2")
 
@@ -159,7 +159,7 @@ def test_an_unpatched_and_an_already_patched_folder(base, tmp_path):
 def test_an_unknown_family_is_unverified(tmp_path):
     first = saved(tiny_neox(), tmp_path / "base")
     printed = run("export", first, "--to", "vllm", "--method", "pi:factor=2", "-o", tmp_path / "out")
-    assert "unverified: no version of vLLM was seen to read such tables on gpt_neox" in printed
+    assert "unverified: no version of vLLM was checked to read such tables on gpt_neox" in printed
     said = json.loads((tmp_path / "out" / "export.json").read_text())
     assert said["checked_against"] == UNVERIFIED and said["shown_by"] is None
 

@@ -361,7 +361,7 @@ def test_saved_it_loads_in_plain_transformers(tokenizer, tmp_path, monkeypatch, 
     with torch.no_grad():
         assert torch.equal(stock(rows).logits, model(rows).logits)
     again = rope_patch.load(tmp_path, dtype=torch.float32)
-    assert rope_patch.verify(again).to_method() == patch.method
+    assert rope_patch.verify(again).record.to_method() == patch.method
 
 
 @pytest.mark.parametrize("good", ["step 2", "halfway", "quarter", "eighth"])
@@ -721,7 +721,7 @@ def test_a_patched_model_needs_replace(tokenizer):
         fitted(model, tokenizer)
     patch = fitted(model, tokenizer, replace=True)
     patch.restore()
-    assert str(rope_patch.verify(model).to_method()) == "pi:factor=2"
+    assert str(rope_patch.verify(model).record.to_method()) == "pi:factor=2"
 
 
 @pytest.mark.slow
@@ -758,7 +758,7 @@ def command(*words):
 
 
 def words(folder, out):
-    asked = ("--length", 96, "--data", folder.parent / "text.txt", "--steps", 4, "--checks", 2, "--windows", 2)
+    asked = ("--target-length", 96, "--text", folder.parent / "text.txt", "--steps", 4, "--checks", 2, "--windows", 2)
     return (folder, *asked, "--samples", 1, "--depths", "0 1", "--batch-tokens", 192, "-o", out)
 
 
@@ -830,16 +830,16 @@ def test_a_family_is_scanned(folder, tmp_path):
     ("changes", "message"),
     [
         (("--family", "yarm"), "unknown family 'yarm'. Known: p_rope"),
-        (("--length", "8kk"), "a length is a number"),
-        (("--data", "/nowhere"), "no file or folder '/nowhere'"),
+        (("--target-length", "8kk"), "a length is a number"),
+        (("--text", "/nowhere"), "no file or folder '/nowhere'"),
         (("--dtype", "int3"), "dtype must be one of"),
         (("--band", "0.5"), "band must be a factor > 1"),
         (("--retrieval", "1"), "retrieval must be in"),
-        (("--length", "32"), "lies below the trained length of 64"),
+        (("--target-length", "32"), "lies below the trained length of 64"),
     ],
 )
 def test_wrong_arguments(folder, tmp_path, changes, message):
-    with pytest.raises((ValueError, OSError), match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError, OSError), match=re.escape(message)):
         command(*words(folder, tmp_path / "out"), *changes)
     assert not list(tmp_path.iterdir())
 
@@ -852,7 +852,7 @@ def test_a_second_fit_into_one_output_is_refused_before_it_begins(tmp_path, monk
             "rope-patch",
             "fit",
             str(rope_patch.data_path("assets") / "llama"),
-            "--length",
+            "--target-length",
             "512",
             "-o",
             str(tmp_path / "out"),

@@ -122,7 +122,7 @@ def test_a_trained_table_is_saved_as_it_became(trained):
     assert values(folder / "work" / "checkpoint-2").tolist() != values(folder).tolist()
     assert values(folder / "work" / "checkpoint-4").tolist() == values(folder).tolist()
     model = rope_patch.load(folder, dtype=torch.float32)
-    assert rope_patch.verify(model).to_method() == read_record(folder).to_method()
+    assert rope_patch.verify(model).record.to_method() == read_record(folder).to_method()
     module_ = find_rotary(model).module
     assert torch.allclose(module_.tables[None].inv_freq.double().log(), values(folder), atol=1e-7)
     again = module.Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
@@ -215,7 +215,7 @@ def test_the_group_of_a_table(trained):
         with pytest.raises(ValueError, match="found no rotary table"):
             rope_patch.verify(model)
         with table.as_it_is() as record:
-            assert rope_patch.verify(model) == record
+            assert rope_patch.verify(model).record == record
     assert rope_patch.verify(model).tables  # of float32: the start's own, spelled as values
     with safe_open(trained.folder / "work" / "checkpoint-2" / TABLE_FILE, framework="pt") as opened:
         assert "yarn" in opened.metadata()["begun"]

@@ -43,7 +43,7 @@ from rope_patch.harness import tasks as lm_eval_tasks
 from rope_patch.harness.model import PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.methods.base import METHODS, parse
+from rope_patch.methods import METHODS, parse
 from rope_patch.modeling.scoring import Reader, losses
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,7 +33,7 @@ def assert_table(model, patch):
         for got, want in ((cos, angles.cos()), (sin, angles.sin())):
             assert torch.equal(got[..., :pairs], want * slot.attention_scaling)
             assert torch.equal(got[..., pairs:], got[..., :pairs])
-    assert rope_patch.verify(model) == patch.record
+    assert rope_patch.verify(model).record == patch.record
 
 
 def test_a_stock_table_does_not_survive():

@@ -349,7 +349,7 @@ def given(tmp_path_factory):
         "--text",
         path,
     )
-    return ("--schemes", " ".join(SCHEMES), "--compare", "default p_rope:p=0.5", *words)
+    return ("--schemes", " ".join(SCHEMES), "--methods", "default p_rope:p=0.5", *words)
 
 
 def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
@@ -437,7 +437,7 @@ def test_help_and_list_name_every_preset():
         (("--schemes", "kivi2"), "Did you mean 'kivi-2'"),
         (("--schemes", "fp8 k=int4.token;v=int4.tokn"), r"\n  k=int4.token;v=int4.tokn\n {22}\^{4}\n"),
         (("--schemes", "none"), "at least one scheme beside none"),
-        (("--compare", "prope"), "Did you mean 'p_rope'"),
+        (("--methods", "prope"), "Did you mean 'p_rope'"),
         (("--lengths", "4 k"), "k"),
         (("--lengths", ""), "one length"),
         (("--depths", "half"), "a depth is a number"),
@@ -563,5 +563,5 @@ def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, ca
         cli.main()
     assert raised.value.code == 130
     said = capsys.readouterr().err
-    assert f"what was finished is kept in {tmp_path / 'out'}" in said and "interrupted" in said
+    assert f"Finished work is saved in {tmp_path / 'out' / 'kept.jsonl'}" in said and "interrupted" in said
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.jsonl"]
