@@ -78,7 +78,8 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
     if not path.exists():
         source, factor, seed, file = cell
         model, tokenizer = opened(source)
-        small: dict[str, Any] = {"steps": 2, "checks": 1, "windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+        small: dict[str, Any] = {"steps": 2, "checks": 1, "windows": 1, "samples": 1, "depths": [0.5],
+                                 "batch_tokens": 2048} if quick else {}  # fmt: skip
         if file is not None:
             small |= {"objective": Objective(retrieval=0)}
         began, clock = time.process_time(), time.perf_counter()

@@ -466,7 +466,7 @@ def test_force_replaces_and_an_error_leaves_the_old(base, tmp_path, monkeypatch)
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "_check", break_off)
+        patch.setattr(folders, "write_atomically", break_off)
         with pytest.raises(OSError, match="no space left"):
             export(base, out, to="vllm", method="abf", overwrite=True)
     assert (out / "config.json").read_text() == old
