@@ -78,7 +78,7 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
     if not path.exists():
         source, factor, seed, file = cell
         model, tokenizer = opened(source)
-        schedule = Schedule(steps=2, checks=1, seed=seed) if quick else Schedule(seed=seed)
+        schedule = Schedule(steps=2, checks=1, batch_tokens=2048, seed=seed) if quick else Schedule(seed=seed)
         small: dict[str, Any] = {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
         objective = None if file is None else Objective(retrieval=0)
         began, clock = time.process_time(), time.perf_counter()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -182,8 +182,8 @@ def perplexity(
 
     Args:
         model: a causal language model of transformers.
-        token_ids: (tokens,) one text, a tensor or a list of ids; (windows, tokens) rows, each a document that is one window; or an iterable of
-            documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read one at a time.
+        token_ids: (tokens,) one text, a tensor or a list of ids; (windows, tokens) rows, each a document that is one
+            window; or an iterable of documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read one at a time.
         stride: tokens between window starts; the window by default (no overlap).
         chunk: tokens per forward pass; the window by default.
         buckets: inner and outer position edges, such as (0, 64, 256, 1024); one bucket by default. Those that no
@@ -253,7 +253,7 @@ def _as_documents(
     else:
         if window is None:
             raise ValueError("documents need window=: how many tokens a forward pass may see")
-        documents = token_ids
+        documents = cast("Iterable[TokenDocument]", token_ids)
     if window < 2:
         raise ValueError(f"a window needs at least 2 tokens to predict one, got {window}")
     stride = window if stride is None else stride

@@ -6,6 +6,7 @@ A forked process is killed at its n-th change of the file system, for n over the
 from __future__ import annotations
 
 import hashlib
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -90,8 +91,9 @@ def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("new", ["model", "adapter"])
-def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
+def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new, every):
     """What loads is the old one whole or the new one whole; in between it does not load."""
     out = tmp_path / "place" / "out"
     old = rope_patch.load(sources / "base", "yarn:factor=4").eval()
@@ -104,8 +106,10 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
     before = lora(old, seed=5) if new == "adapter" else old
     either = [logits(before), logits(fresh)]
     seen = set()
-    for stop in range(1, 1000):
-        rope_patch.save(before, out)
+    rope_patch.save(before, tmp_path / "before")
+    for stop in range(1, 1000, every):
+        shutil.rmtree(tmp_path / "place", ignore_errors=True)
+        shutil.copytree(tmp_path / "before", out)
         status = forked(lambda: rope_patch.save(fresh, out), stop, tmp_path / "place")
         try:
             found = logits(rope_patch.load(out).eval())
@@ -127,16 +131,9 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
 @pytest.mark.slow
 def test_a_fit_killed_just_after_its_output_appeared_runs_again(tmp_path, monkeypatch):
     out = tmp_path / "out"
-    words = [
-        "fit",
-        str(rope_patch.data_path("assets") / "llama"),
-        "--target-length",
-        "512",
-        "--steps",
-        "0",
-        "-o",
-        str(out),
-    ]
+    assets = rope_patch.data_path("assets")
+    words = ["fit", str(assets / "llama"), "--target-length", "512", "--steps", "0", "-o", str(out)]
+    words += ["--text", str(assets / "domains")]
     words += ["--windows", "1", "--samples", "1", "--depths", "0.5", "--no-figure", "--threads", "1"]
 
     def fit(*words):

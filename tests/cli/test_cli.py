@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import sys
 import pytest
 import torch
 from commands import fail, run
+from forks import forked
 from peft import LoraConfig, get_peft_model
 from tiny import YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM
@@ -149,20 +151,33 @@ def test_interrupted(monkeypatch, capsys):
     assert capsys.readouterr().err.strip() == "interrupted: no file was left half written"
 
 
-@pytest.mark.slow
-def test_ctrl_c_in_the_demo(tmp_path):
-    command = [sys.executable, "-m", "rope_patch.cli.app", "demo", "-o", str(tmp_path / "out")]
-    # A job in the background ignores the signal, and so would its children.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
-    assert running.stderr is not None
-    seen = ""
-    while "default" not in seen:  # the first progress of the first method
-        seen += running.stderr.read(1)
-    running.send_signal(signal.SIGINT)
-    _, rest = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert rest.strip().splitlines()[-1] == "interrupted: no file was left half written"
+class Impatient(io.StringIO):
+    """A stderr that sends Ctrl-C as soon as the first method shows progress, and keeps all in a file."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.sent = path, False
+
+    def write(self, text):
+        with self.path.open("a") as file:
+            file.write(text)
+        if "default" in text and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(text)
+
+
+def test_ctrl_c_in_the_demo(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rope-patch", "demo", "-o", str(tmp_path / "out")])
+
+    def demo():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+        sys.stderr = Impatient(tmp_path / "said.txt")
+        cli.main()
+
+    assert forked(demo) == 130
+    lines = (tmp_path / "said.txt").read_text().strip().splitlines()
+    assert lines[-1] == "interrupted: no file was left half written"
     assert not (tmp_path / "out").exists()
 
 

@@ -73,9 +73,8 @@ def from_logits(model, prompt):
 # --- asking: identical to asking alone
 
 
-@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+@pytest.mark.parametrize(("shape", "method"), [("llama", "yarn:factor=4"), ("gemma3", "default")])
 @pytest.mark.parametrize(("task", "mode"), EVERY)
-@pytest.mark.parametrize("method", ["default", "yarn:factor=4"])
 def test_answers_are_those_of_stock_generation_of_each_prompt_alone(shape, task, mode, method):
     """The trained checkpoints: their sliding windows (64) are far shorter than the prompts."""
     model, reader_rows = bundled(shape), []

@@ -530,7 +530,7 @@ class Mallinfo(ctypes.Structure):
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc what is allocated")
 @pytest.mark.parametrize("onto_base", [True, False])
 def test_one_tensor_at_a_time(tmp_path, tokenizer, onto_base):
-    folder = saved(tmp_path / "m", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, head_dim=128)
+    folder = saved(tmp_path / "m", hidden_size=512, intermediate_size=2048, num_hidden_layers=4, head_dim=128)
     own = export_gguf(folder, tmp_path / "base.gguf", dtype="float32", tokenizer=tokenizer) if onto_base else None
     mallinfo, held = ctypes.CDLL(None).mallinfo2, []
     mallinfo.restype = Mallinfo
@@ -542,8 +542,8 @@ def test_one_tensor_at_a_time(tmp_path, tokenizer, onto_base):
     gc.collect()
     measure("before anything is read")
     out = export_gguf(folder, tmp_path / "out.gguf", base=own, dtype="float32", tokenizer=tokenizer, progress=measure)
-    assert out.stat().st_size > 100 * 2**20
-    assert max(held) - held[0] < 40  # MiB; a tensor has 4, and is copied a few times
+    assert out.stat().st_size > 50 * 2**20
+    assert max(held) - held[0] < 20  # MiB; a tensor has 4, and is copied a few times
 
 
 # --- adapters

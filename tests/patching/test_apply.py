@@ -541,17 +541,22 @@ def test_unknown_layer_type():
         rope_patch.apply(tiny_model("gemma3"), "p_rope", layer_types=["global"])
 
 
-def test_atomic_when_the_swap_fails(monkeypatch):
+def test_atomic_when_the_swap_fails():
+    """The record is refused, after the module was put in and the table was written into the config."""
     model = tiny_model()
-    stock, config = module_of(model), model.config.to_json_string()
+    stock, config, plain = module_of(model), model.config.to_json_string(), type(model.config)
 
-    def boom(*_):
-        raise RuntimeError("boom")
+    class Refusing(plain):
+        def __setattr__(self, name, value):
+            if name == "rope_patch":
+                assert module_of(model) is not stock and self.rope_parameters["rope_type"] == "proportional"
+                raise RuntimeError("boom")
+            super().__setattr__(name, value)
 
-    monkeypatch.setattr("rope_patch.patching.apply._write", boom)
+    model.config.__class__ = Refusing
     with pytest.raises(RuntimeError, match="boom"):
         rope_patch.apply(model, "p_rope")
-    monkeypatch.undo()
+    model.config.__class__ = plain
     assert module_of(model) is stock
     assert model.config.to_json_string() == config
 
