@@ -7,7 +7,8 @@ from tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.evaluation.prompts import Haystack, PromptMaker
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.text import builtin_text
 
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")

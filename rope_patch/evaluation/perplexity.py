@@ -183,7 +183,8 @@ def perplexity(
     Args:
         model: a causal language model of transformers.
         token_ids: (tokens,) one text, a tensor or a list of ids; (windows, tokens) rows, each a document that is one
-            window; or an iterable of documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read one at a time.
+            window; or an iterable of documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read
+            one at a time.
         stride: tokens between window starts; the window by default (no overlap).
         chunk: tokens per forward pass; the window by default.
         buckets: inner and outer position edges, such as (0, 64, 256, 1024); one bucket by default. Those that no
