@@ -193,18 +193,18 @@ def test_a_dynamic_table_is_refused_unless_it_is_frozen(dynamic, tmp_path, monke
     assert "freeze" in fail(monkeypatch, capsys, command, dynamic, *rest, "-o", out)
     run(command, dynamic, *rest, "-o", out, "--freeze-at", "1k")
     text = (out / file).read_text()
-    (table,) = rope_patch.verify(frozen(dynamic)).tables.values()
+    (table,) = rope_patch.verify(frozen(dynamic)).record.tables.values()
     assert table.hash in text or f"{table.inv_freq[-1]}\n" in text
 
 
 def test_export_freezes_a_table_and_patches_the_layer_type_that_it_is_told(dynamic, tmp_path):
     run("export", dynamic, "--to", "hf", "--method", "default", "--freeze-at", "1k", "-o", tmp_path / "frozen")
     exported = rope_patch.load(tmp_path / "frozen")
-    assert rope_patch.verify(exported).tables == rope_patch.verify(frozen(dynamic)).tables
+    assert rope_patch.verify(exported).record.tables == rope_patch.verify(frozen(dynamic)).tables
     tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
     words = ("--to", "hf", "--method", "pi:factor=4", "--layer-type", "sliding_attention")
     run("export", tmp_path / "mixed", *words, "-o", tmp_path / "out")
-    record = rope_patch.verify(rope_patch.load(tmp_path / "out"))
+    record = rope_patch.verify(rope_patch.load(tmp_path / "out")).record
     assert record.layer_types == ("sliding_attention",)
 
 
@@ -218,5 +218,5 @@ def test_options_of_a_patch_need_a_method(tmp_path, monkeypatch, capsys, command
 
 def test_a_patch_of_an_option_is_in_place_when_a_command_measures():
     model = load_model(str(BUNDLED), "pi", "cpu", "float32", target_length=1024)
-    assert str(rope_patch.verify(model).to_method()) == "pi:factor=4"
+    assert str(rope_patch.verify(model).record.to_method()) == "pi:factor=4"
     assert next(model.parameters()).dtype == torch.float32
