@@ -62,8 +62,12 @@ def opened(source: str) -> tuple[Any, Any]:
     return rope_patch.load(folder, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def halves(file: str | None, tokenizer: Any) -> list[str | None]:
-    """Return the text to fit to and the text to judge by; None for the built-in ones."""
+def halves(file: str | None, tokenizer: Any, quick: bool = False) -> list[str | None]:
+    """Return the text to fit to and the text to judge by; None for the built-in ones; ``quick`` takes parts of them."""
+    if file is None and quick:
+        from rope_patch.evaluation.text import builtin_text
+
+        return [builtin_text("train").text[:300_000], builtin_text("heldout").text[:50_000]]
     if file is None:
         return [None, None]
     whole = Path(file).read_text(encoding="utf-8").replace("<|endoftext|>", tokenizer.bos_token)
@@ -84,7 +88,7 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
             small |= {"objective": Objective(retrieval=0)}
         began, clock = time.process_time(), time.perf_counter()
         target = factor * int(model.config.max_position_embeddings)
-        patch = fit(model, tokenizer, halves(file, tokenizer)[0], target_length=target, seed=seed, **small)
+        patch = fit(model, tokenizer, halves(file, tokenizer, quick)[0], target_length=target, seed=seed, **small)
         seconds = {"cpu_s": time.process_time() - began, "wall_s": time.perf_counter() - clock}
         (tried,) = patch.candidates.values()
         found = {**seconds, "chosen": patch.chosen, "tried": [candidate.name for candidate in tried],
@@ -106,8 +110,8 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     lengths = [trained * 2**i for i in range(factor.bit_length())]
     yarn, own = f"yarn:factor={factor}", rope_patch.parse(made["method"])
     methods = ["default", yarn] if own == rope_patch.parse(yarn) else ["default", yarn, own]
-    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "text": halves(file, tokenizer)[1]}
-    options |= {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "text": halves(file, tokenizer, quick)[1]}
+    options |= {"windows": 1, "samples": 1, "depths": [0.5], "haystack": "noise"} if quick else {}
     judged = compare(model, tokenizer, methods, lengths=lengths, bucket=lengths[-1], seed=100 + seed, **options)
     ours = str(judged.rows[-1].method)
     rows = {}
