@@ -62,8 +62,12 @@ def opened(source: str) -> tuple[Any, Any]:
     return rope_patch.load(folder, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def halves(file: str | None, tokenizer: Any) -> list[str | None]:
-    """Return the text to fit to and the text to judge by; None for the built-in ones."""
+def halves(file: str | None, tokenizer: Any, quick: bool = False) -> list[str | None]:
+    """Return the text to fit to and the text to judge by; None for the built-in ones; ``quick`` takes parts of them."""
+    if file is None and quick:
+        from rope_patch.evaluation.text import builtin_text
+
+        return [builtin_text("train").text[:300_000], builtin_text("heldout").text[:50_000]]
     if file is None:
         return [None, None]
     whole = Path(file).read_text(encoding="utf-8").replace("<|endoftext|>", tokenizer.bos_token)
@@ -86,7 +90,7 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
         patch = fit(
             model,
             tokenizer,
-            halves(file, tokenizer)[0],
+            halves(file, tokenizer, quick)[0],
             target_length=target,
             objective=objective,
             schedule=schedule,
@@ -116,9 +120,9 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     yarn, own = f"yarn:factor={factor}", rope_patch.parse(made["method"])
     methods = ["default", yarn] if own == rope_patch.parse(yarn) else ["default", yarn, own]
     options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES}
-    options |= {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+    options |= {"windows": 1, "samples": 1, "depths": [0.5], "haystack": "noise"} if quick else {}
     spec = EvalSpec(lengths, bucket=lengths[-1], seed=100 + seed, **options)
-    judged = compare(model, tokenizer, methods, EvalSuite(spec, tokenizer, text=halves(file, tokenizer)[1]))
+    judged = compare(model, tokenizer, methods, EvalSuite(spec, tokenizer, text=halves(file, tokenizer, quick)[1]))
     ours = str(judged.rows[-1].method)
     rows = {}
     for name, method in (("default", "default"), ("yarn", yarn), ("fitted", ours)):
