@@ -168,7 +168,7 @@ def analyze(
 def _config(source: str) -> Any:
     """Return the config of a checkpoint's text model, or of an adapter's base."""
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.save_load import load_config
+    from rope_patch.checkpoints.reading import load_config
 
     return load_config(adapter_base(source) if is_adapter(source) else source).get_text_config()
 

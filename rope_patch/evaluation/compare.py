@@ -26,8 +26,9 @@ from rope_patch.evaluation.prompts import TASKS, Haystack, PromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, check_asked, retrieval
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.methods import Default, Method, MethodLike
-from rope_patch.patching.apply import for_target, patched
+from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 

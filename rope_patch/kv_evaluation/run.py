@@ -31,8 +31,8 @@ from rope_patch.kv_evaluation.verdicts import CheckRow, judge, long_keys
 from rope_patch.methods import MethodLike
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.statistics import Capture
-from rope_patch.patching.apply import for_target
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
 
 TOLERANCE = 0.02
 """Rise of perplexity that a safe scheme may cost, relative."""

@@ -567,7 +567,7 @@ def test_atomic_when_the_swap_fails(monkeypatch):
     def boom(*_):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("rope_patch.patching.apply._write", boom)
+    monkeypatch.setattr("rope_patch.patching.apply.write_config", boom)
     with pytest.raises(RuntimeError, match="boom"):
         rope_patch.apply(model, "p_rope")
     monkeypatch.undo()
