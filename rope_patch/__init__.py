@@ -21,6 +21,12 @@ _HOME = {
     "patching.undo": "Patch restore",
     "patching.locate": "PatchError",
     "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
+    "evaluation.perplexity": "perplexity",
+    "evaluation.retrieval": "retrieval",
+    "evaluation.compare": "compare",
+    "evaluation.spec": "EvalSpec",
+    "evaluation.suite": "EvalSuite",
+    "kv_evaluation.run": "kv_check",
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
     "packaged": "data_path",
@@ -35,8 +41,14 @@ if TYPE_CHECKING:
     from rope_patch.checkpoints.save_load import load as load
     from rope_patch.checkpoints.save_load import load_adapter as load_adapter
     from rope_patch.checkpoints.save_load import save as save
+    from rope_patch.evaluation.compare import compare as compare
+    from rope_patch.evaluation.perplexity import perplexity as perplexity
+    from rope_patch.evaluation.retrieval import retrieval as retrieval
+    from rope_patch.evaluation.spec import EvalSpec as EvalSpec
+    from rope_patch.evaluation.suite import EvalSuite as EvalSuite
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit
+    from rope_patch.kv_evaluation.run import kv_check as kv_check
     from rope_patch.methods import ABF as ABF
     from rope_patch.methods import METHODS as METHODS
     from rope_patch.methods import NTK as NTK

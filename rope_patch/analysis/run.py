@@ -31,7 +31,7 @@ from rope_patch.analysis.trials import (
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows
-from rope_patch.evaluation.journal import Journal, finite, key
+from rope_patch.evaluation.result_cache import ResultCache, finite, key
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.verify import inspect_model
@@ -172,7 +172,7 @@ def analyze(
     check(model.config, layers=layers, heads=heads, shares=shares, tolerance=tolerance, chunk=chunk)  # type: ignore[arg-type]
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-    kept = Journal(keep / "kept.jsonl") if keep is not None else None
+    kept = ResultCache(keep / "kept.jsonl") if keep is not None else None
     identity = {"model": fingerprint(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
 
     def part(kind: Any, stage: str, make: Callable[[], Any], **options: Any) -> Any:

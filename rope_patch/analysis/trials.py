@@ -153,7 +153,7 @@ def run_trials(
             buckets=edges,
             chunk=min(CHUNK, edges[-1]),
             resume=resume,
-            progress=lambda tokens: progress(stage, tokens),
+            on_progress=lambda tokens: progress(stage, tokens),
         )
 
     found = score("as found")

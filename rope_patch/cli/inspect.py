@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Json, Model, print_json
+from rope_patch.cli.options import Import, Json, Model, print_json
 
 
-def inspect(model: Model, as_json: Json = False) -> None:
-    """Show the rotary tables of a checkpoint: type, wavelengths, pairs that never turn, scaling, patch record.
+def inspect(model: Model, imports: Import = None, as_json: Json = False) -> None:
+    """Show the rotary tables of a checkpoint or adapter: type, wavelengths, scaling, and the patch that made them.
 
-    Only the config is read, or the header of a GGUF file, so this is instant at any size.
+    MODEL may also be a GGUF file. Only the config or the header of the file is read, not the weights.
+
+    Example: **rope-patch inspect ./llama**
     """
     from rope_patch import checkpoints
     from rope_patch.frequencies import wavelength

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Json, Model, print_json
+from rope_patch.cli.options import Import, Json, Model, print_json
 
 
-def verify(folder: Model, as_json: Json = False) -> None:
-    """Check that a patched checkpoint or adapter folder still says and gives what was applied to it."""
+def verify(model: Model, imports: Import = None, as_json: Json = False) -> None:
+    """Check that a patched checkpoint or adapter still has the rotary tables that were recorded when it was patched.
+
+    The command fails if the patch was lost or changed, or if a file of weights is damaged.
+
+    Example: **rope-patch verify ./llama-abf**
+    """
     from rope_patch import checkpoints
 
-    verified = checkpoints.verify(folder)
+    verified = checkpoints.verify(model)
     if as_json:
         print_json({"verified": True, "record": verified.record.to_dict()})
         return

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from patches import edit_json, lora, method_for, module_of
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from test_apply import method_for, module_of
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -92,12 +92,6 @@ def test_load_with_a_method(tmp_path):
         rope_patch.load(tmp_path / "patched", "yarn:factor=4")
 
 
-def edit_json(path, change):
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -145,12 +139,6 @@ def test_double_precision_is_kept_by_us_and_warned_about(tmp_path):
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
-
-
-def lora(model, seed=1):
-    torch.manual_seed(seed)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(model, config).eval()
 
 
 @pytest.fixture

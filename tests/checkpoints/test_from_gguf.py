@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from test_gguf import BUNDLED, LLAMA3, rewritten, saved
-from tiny import ids, logits, tiny_model
+from gguf_files import rewritten, saved
+from tiny import LLAMA3, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -26,7 +26,7 @@ TOKENS = ids(48) % 96
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(BUNDLED)
+    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 
 
 def written(tmp_path, tokenizer, method=None, **changes):
