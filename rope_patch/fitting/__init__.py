@@ -26,9 +26,11 @@ from rope_patch.fitting.running import Run, plain_weights
 from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.patching.apply import Patch, apply, for_target
+from rope_patch.patching.apply import apply
 from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
+from rope_patch.patching.undo import Patch
 from rope_patch.processes import processes
 from rope_patch.words import did_you_mean
 

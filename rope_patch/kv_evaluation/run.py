@@ -39,8 +39,8 @@ from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, find_verdict
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.statistics import Capture
-from rope_patch.patching.apply import for_target
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
 
 _Patches = dict[str, tuple[nn.Module, Method, bool, dict[str, Any]]]
 """What :func:`~rope_patch.evaluation.compare.under` takes for each method, by its method string."""
