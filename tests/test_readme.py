@@ -92,7 +92,8 @@ def test_contributing_adds_a_metric(tiny_suite):
     model, suite = tiny_suite
     known = dict(EVALUATED)
     try:
-        exec(compile(contributed("answer_logprob"), "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "added"})
+        code = compile(contributed("answer_logprob"), "CONTRIBUTING.md", "exec", dont_inherit=True)
+        exec(code, {"__name__": "added"})
         from rope_patch.evaluation.compare import compare
 
         made = compare(model, None, ["default"], suite(text="Some words to read. " * 60))
@@ -119,7 +120,7 @@ def test_contributing_adds_a_task(tiny_suite):
 
 
 def test_contributing_adds_a_method():
-    code = contributed("name=\"slower\"")
+    code = contributed('name="slower"')
     assert len(code.splitlines()) <= 24
     space: dict[str, object] = {"__name__": "contributing"}
     before = set(METHODS)
