@@ -92,8 +92,8 @@ def test_contributing_adds_a_metric(tiny_suite):
     model, suite = tiny_suite
     known = dict(EVALUATED)
     try:
-        code = compile(contributed("answer_logprob"), "CONTRIBUTING.md", "exec", dont_inherit=True)
-        exec(code, {"__name__": "added"})
+        code = contributed("answer_logprob")
+        exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "added"})
         from rope_patch.evaluation.compare import compare
 
         made = compare(model, None, ["default"], suite(text="Some words to read. " * 60))

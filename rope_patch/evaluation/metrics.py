@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
-from rope_patch.evaluation.perplexity import PerplexityResult
+from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult

@@ -26,9 +26,11 @@ from rope_patch.fitting.running import Run, plain_weights
 from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.patching.apply import Patch, apply, for_target
+from rope_patch.patching.apply import apply
 from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
+from rope_patch.patching.undo import Patch
 from rope_patch.processes import processes
 from rope_patch.words import did_you_mean
 
@@ -226,33 +228,36 @@ def fit(
         "schedule": asdict(schedule) | {"batch_tokens": tokens, "checkpointing": None},
         "spec": spec.to_dict(),
     }
-    candidates: dict[str, tuple[Candidate, ...]] = {}
-    losses: dict[str, tuple[float, ...]] = {}
-    stopped: dict[str, str] = {}
     evaluator = Evaluator(model, suite, objective, on_progress)
     first = apply(model, methods[0], replace=replace, **options)
     try:
+        runs: dict[str, Run] = {}
+        candidates: dict[str, tuple[Candidate, ...]] = {}
         with plain_weights(model):
             for label, method in zip(labels, methods, strict=True):
                 apply(model, method, replace=True, **options)
                 identity = {"fit": label, "model": fingerprint(model), **about}
-                run = Run(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
-                candidates[label] = run(
+                runs[label] = Run(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
+                candidates[label] = runs[label](
                     schedule.steps,
                     schedule.learning_rate,
                     schedule.checks,
                     schedule.patience,
                     schedule.checkpointing,
                 )
-                losses[label], stopped[label] = tuple(run.losses), run.stopped
-            label, winner = choose(candidates)
+        label, winner = choose(candidates)
         last = apply(model, winner.method, replace=True, **options)
     except BaseException:
         first._state.reinstate()
         raise
     known = {f.name: getattr(last, f.name) for f in fields(Patch)} | {"_state": first._state}  # what restore() gives
-    name = f"{label}, {winner.name}"
-    return FittedPatch(**known, candidates=candidates, chosen=name, losses=losses, stopped=stopped)
+    return FittedPatch(
+        **known,
+        candidates=candidates,
+        chosen=f"{label}, {winner.name}",
+        losses={label: tuple(run.losses) for label, run in runs.items()},
+        stopped={label: run.stopped for label, run in runs.items()},
+    )
 
 
 def family(name: str) -> list[str]:

@@ -27,7 +27,8 @@ from rope_patch.cli.app import app, main
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
 from rope_patch.evaluation.text import builtin_text

@@ -527,15 +527,15 @@ def test_an_interrupted_fit_goes_on(tokenizer, tmp_path):
     """The model is as it was; the same call takes up what its file holds, another call does not."""
     kept, told = tmp_path / "kept.jsonl", []
 
-    def interrupt(name, tokens):
-        told.append(name)
-        if name.endswith("fitting") and "step 2: judging" in told:
+    def interrupt(stage, tokens):
+        told.append(stage)
+        if stage.endswith(": fitting") and "step 2: evaluation" in told:
             raise KeyboardInterrupt
 
     whole, model = fitted(small(), tokenizer), small()
     stock = find_rotary(model).module
     with pytest.raises(KeyboardInterrupt):
-        fitted(model, tokenizer, resume=kept, progress=interrupt)
+        fitted(model, tokenizer, resume=kept, on_progress=interrupt)
     assert find_rotary(model).module is stock and rope_patch.inspect(model).record is None
     assert all(p.requires_grad for p in model.parameters())
     patch = fitted(model, tokenizer, resume=kept)
