@@ -23,16 +23,20 @@ _HOME = {
     "checkpoints": "RopePatchCallback load load_adapter save",
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
+    "analysis.run": "analyze",
+    "exporting.run": "export",
     "packaged": "data_path",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
+    from rope_patch.analysis.run import analyze as analyze
     from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
     from rope_patch.checkpoints.save_load import load as load
     from rope_patch.checkpoints.save_load import load_adapter as load_adapter
     from rope_patch.checkpoints.save_load import save as save
+    from rope_patch.exporting.run import export as export
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit
     from rope_patch.methods import ABF as ABF

@@ -66,7 +66,7 @@ def analyze(
     from tqdm import tqdm
     from transformers.utils import logging as hf_logging
 
-    from rope_patch.analysis import before_after
+    from rope_patch.analysis import before_after, result
     from rope_patch.analysis import run as engine
     from rope_patch.evaluation.documents import documents
     from rope_patch.evaluation.domains import read_rows
@@ -80,7 +80,7 @@ def analyze(
         "layers": _layers(layers),
         "heads": list(dict.fromkeys(_head(word) for word in items(heads))),
     }
-    wanted["shares"] = list(dict.fromkeys(_share(word) for word in items(p)))
+    wanted["p_values"] = list(dict.fromkeys(_share(word) for word in items(p)))
     size = parse_length(window) if window is not None else None
     total = parse_length(tokens)
     if total < 2:
@@ -113,7 +113,7 @@ def analyze(
             loaded = load_model(source, method if folder == output else None, device, dtype)
             find_rotary(loaded)
             folder.mkdir(exist_ok=True)
-            read = engine.tokens_to_read(rows, wanted["shares"], context)
+            read = engine.tokens_to_read(rows, wanted["p_values"], context)
             with tqdm(total=read, unit="tok", unit_scale=True, desc=name_of(source), disable=as_json) as bar:
 
                 def told(stage: str, done: int, bar: Any = bar) -> None:
@@ -122,16 +122,16 @@ def analyze(
 
                 try:
                     made.append(
-                        engine.analyze(
+                        engine.analyze_rows(
                             loaded,
                             tokenizer,
                             rows,
                             name=name_of(source),
-                            trial_source=named,
+                            text=named,
                             tolerance=tolerance,
                             chunk=chunk,
-                            keep=folder,
-                            progress=told,
+                            resume=folder,
+                            on_progress=told,
                             **wanted,
                         )
                     )
@@ -159,7 +159,7 @@ def analyze(
     if as_json:
         print(made[0].to_json())
         return
-    _print(made[0], engine)
+    _print(made[0], result.findings(made[0]))
     for sentence in sentences:
         print(f"- {sentence}")
     print(f"wrote {', '.join(names)} in {output}")
@@ -212,33 +212,33 @@ def _head(word: str) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-def _print(made: Any, engine: Any) -> None:
-    """Print what matters most, and what each p would cost."""
+def _print(analysis: Any, findings: list[str]) -> None:
+    """Print the main findings, and what each p of the sweep costs."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for sentence in engine.findings(made):
+    for sentence in findings:
         console.print(f"- {escape(sentence)}")
-    if not made.trials:
+    if not analysis.p_sweep:
         return
-    spans = [f"{low}-{high}" for low, high in itertools.pairwise(made.trial_positions)]
+    spans = [f"{low}-{high}" for low, high in itertools.pairwise(analysis.p_sweep_positions)]
     table = Table(
-        title=f"p-RoPE untrained, on {escape(made.trial_text)}; shares are of the layers whose table changes",
+        title=f"p-RoPE without training on {escape(analysis.p_sweep_text)}; shares of the layers whose table changes",
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )
-    for head in ("p", "pairs stopped", "share of logits", "turned", *(f"ppl {span}" for span in spans)):
+    for head in ("p", "pairs zeroed", "share of logits", "by distance", *(f"ppl {span}" for span in spans)):
         table.add_column(head, justify="right")
-    for trial in made.trials:
-        stopped = sum(len(pairs) for pairs in trial.stopped.values())
+    for point in analysis.p_sweep:
+        stopped = sum(len(pairs) for pairs in point.stopped.values())
         table.add_row(
-            "as found" if trial.change is None else f"{trial.p:g}",
+            "unchanged" if point.change is None else f"{point.p:g}",
             str(stopped),
-            f"{trial.logit_share:.1%}",
-            f"{trial.turned:.1%}",
-            *(f"{value:.2f}" for value in trial.perplexity),
+            f"{point.logit_share:.1%}",
+            f"{point.turned:.1%}",
+            *(f"{value:.2f}" for value in point.perplexity),
         )
     console.print(table)

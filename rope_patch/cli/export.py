@@ -65,11 +65,11 @@ def export(
         form=form,
         method=method,
         target_length=None if target_length is None else parse_length(target_length),
-        base=gguf,
+        base_gguf=gguf,
         dtype=dtype,
         lora=lora,
         overwrite=force,
-        progress=lambda name: print(f"copying {name}", file=sys.stderr),
+        on_progress=lambda name: print(f"copying {name}", file=sys.stderr),
     )
     if as_json:
         print(json.dumps(said | {"output": str(output)}, indent=1, allow_nan=False))

@@ -62,7 +62,7 @@ def remedies(name: str) -> dict[str, Scheme]:
     made = {
         "pre": changed(pre=True),
         "hadamard": changed(hadamard=True),
-        "centre": changed(centre="still"),
+        "centre": changed(centre="unrotated"),
         "centreall": changed(centre="all"),
         "pre.centreall": changed(pre=True, centre="all"),
         "keep8": changed(keep=8),

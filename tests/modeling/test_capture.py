@@ -40,8 +40,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
 from rope_patch.modeling import streaming
+from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.capture import Capture, capture
-from rope_patch.modeling.sources import ROLES
 
 GEMMA4 = {
     **{**SIZE, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
