@@ -72,18 +72,26 @@ def halves(file: str | None, tokenizer: Any) -> list[str | None]:
 
 def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
     """Return the table that is fitted for a cell, and what it took; found in the folder, or fitted now."""
-    from rope_patch.fitting import Objective, fit
+    from rope_patch.fitting import Objective, Schedule, fit, held_out_spec
 
     path = root / f"table-{place(root, cell).name}"
     if not path.exists():
         source, factor, seed, file = cell
         model, tokenizer = opened(source)
-        small: dict[str, Any] = {"steps": 2, "checks": 1, "windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
-        if file is not None:
-            small |= {"objective": Objective(retrieval=0)}
+        schedule = Schedule(steps=2, checks=1, batch_tokens=2048, seed=seed) if quick else Schedule(seed=seed)
+        small: dict[str, Any] = {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+        objective = None if file is None else Objective(retrieval=0)
         began, clock = time.process_time(), time.perf_counter()
         target = factor * int(model.config.max_position_embeddings)
-        patch = fit(model, tokenizer, halves(file, tokenizer)[0], target_length=target, seed=seed, **small)
+        patch = fit(
+            model,
+            tokenizer,
+            halves(file, tokenizer)[0],
+            target_length=target,
+            objective=objective,
+            schedule=schedule,
+            spec=held_out_spec(model, target, seed=seed, **small),
+        )
         seconds = {"cpu_s": time.process_time() - began, "wall_s": time.perf_counter() - clock}
         (tried,) = patch.candidates.values()
         found = {**seconds, "chosen": patch.chosen, "tried": [candidate.name for candidate in tried],
@@ -97,6 +105,8 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     """Fit, compare, and write a cell."""
     import rope_patch
     from rope_patch.evaluation.compare import compare
+    from rope_patch.evaluation.spec import EvalSpec
+    from rope_patch.evaluation.suite import EvalSuite
 
     made = fitted(cell, root, quick)
     source, factor, seed, file = cell
@@ -105,23 +115,24 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     lengths = [trained * 2**i for i in range(factor.bit_length())]
     yarn, own = f"yarn:factor={factor}", rope_patch.parse(made["method"])
     methods = ["default", yarn] if own == rope_patch.parse(yarn) else ["default", yarn, own]
-    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "text": halves(file, tokenizer)[1]}
+    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES}
     options |= {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
-    judged = compare(model, tokenizer, methods, lengths=lengths, bucket=lengths[-1], seed=100 + seed, **options)
+    spec = EvalSpec(lengths, bucket=lengths[-1], seed=100 + seed, **options)
+    judged = compare(model, tokenizer, methods, EvalSuite(spec, tokenizer, text=halves(file, tokenizer)[1]))
     ours = str(judged.rows[-1].method)
     rows = {}
     for name, method in (("default", "default"), ("yarn", yarn), ("fitted", ours)):
         row = next(row for row in judged.rows if row.method == method)
+        text, prompts = row.scores.perplexity, row.scores.retrieval["passkey"]
         rows[name] = {
             "nll": {
                 str(high): [
-                    sum(d.nll[i] for i in row.perplexity.inside(low, high))
-                    / sum(d.tokens[i] for i in row.perplexity.inside(low, high))
-                    for d in row.perplexity.documents
+                    sum(d.nll[i] for i in text.inside(low, high)) / sum(d.tokens[i] for i in text.inside(low, high))
+                    for d in text.documents
                 ]
                 for low, high in itertools.pairwise([0, *lengths])
             },
-            "correct": {str(n): [sample.correct for sample in row.retrieval.samples(n)] for n in lengths},
+            "correct": {str(n): [sample.correct for sample in prompts.samples(n)] for n in lengths},
         }
     differences = {
         f"{kind} {stop}": [found.estimate, found.low, found.high]

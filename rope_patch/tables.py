@@ -128,9 +128,9 @@ class RotaryTable:
 
     def __str__(self) -> str:
         where = self.path if self.layer_type is None else f"{self.path} [{self.layer_type}]"
-        rests = int(unrotated(self.inv_freq).sum())
+        slow = int(unrotated(self.inv_freq).sum())
         return (
-            f"{where}: {self.rope_type}, {self.pairs} pairs ({rests} still), rope_theta {self.rope_theta:g}, "
+            f"{where}: {self.rope_type}, {self.pairs} pairs ({slow} unrotated), rope_theta {self.rope_theta:g}, "
             f"attention_scaling {self.attention_scaling:g}, table {self.fingerprint}"
         )
 

@@ -149,7 +149,7 @@ def sweep_p(
         The unchanged table first, then each p.
     """
     inspection = inspect_model(model)
-    before = f"{inspection.record.to_method()}+" if inspection.record else ""
+    before = () if inspection.record is None else (inspection.record.to_method(),)
     unrotated_before = {slot.layer_type: unrotated(slot.inv_freq) for slot in inspection.tables}
 
     def score(step: str) -> PerplexityResult:
@@ -160,7 +160,7 @@ def sweep_p(
             buckets=edges,
             chunk=min(CHUNK, edges[-1]),
             resume=resume,
-            progress=lambda tokens: on_progress(step, tokens),
+            on_progress=lambda tokens: on_progress(step, tokens),
         )
 
     unchanged = score("unchanged table")
@@ -169,7 +169,7 @@ def sweep_p(
         SweepPoint(1.0, {}, 0.0, 0.0, 0.0, 0.0, tuple(unchanged.between(*span) for span in spans), len(windows), None)
     ]
     for p in p_values:
-        with patched(model, f"{before}p_rope:p={p:g}", replace=True) as patch:
+        with patched(model, (*before, f"p_rope:p={p:g}"), replace=True) as patch:
             result = score(f"p = {p:g}")
             zeroed = {kind: unrotated(table.inv_freq) & ~unrotated_before[kind] for kind, table in patch.after.items()}
         changes = []

@@ -29,7 +29,7 @@ from rope_patch.analysis.sinks import Sinks, sinks
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows, read_rows
-from rope_patch.evaluation.journal import Journal, key
+from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.verify import inspect_model
@@ -211,7 +211,7 @@ class _Parts:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self.cache_file = folder / "kept.jsonl"
-            self.cache = Journal(self.cache_file)
+            self.cache = ResultCache(self.cache_file)
 
     def load_or_measure(self, kind: type[Arrays], step: str, measure: Callable[[], Arrays], **options: Any) -> Arrays:
         """Return a part from its file if that is whole and of the same model, text and options; else measure it."""

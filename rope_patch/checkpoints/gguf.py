@@ -49,7 +49,7 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     _say_dequantized(model)
     record = seen.record if seen.record is not None and not seen.warnings else None
     for remark in seen.warnings:
-        warnings.warn(f"{path}: {remark}", stacklevel=3)
+        warnings.warn(f"{path}: {remark}", stacklevel=4)
     if record is not None:
         _as_recorded(model, record)
     elif not same_table(TableRecord.of(_slot(model, wanted)), TableRecord.of(wanted)):

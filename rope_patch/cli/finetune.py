@@ -6,9 +6,12 @@ import os
 import shlex
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from rope_patch.cli.options import GpuMemory, Import, Threads, resumable
 
 if TYPE_CHECKING:
     from rope_patch.planning import Shape
@@ -30,24 +33,39 @@ SMOKE: dict[str, Any] = {
     },
     "evaluation": {"lengths": "256 1024", "samples": 1, "depths": [0.1, 0.9], "windows": 2, "patience": 0},
 }
-"""What ``--smoke`` puts over any recipe: the bundled checkpoint, few and short rows; method and ways to train stay."""
+"""What ``--smoke`` changes in any recipe: the bundled checkpoint, few and short rows; the method and the rest stay."""
 
 
 def finetune(
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE.yaml | key=value]...", help="Options, later ones over earlier."),
+        typer.Argument(
+            metavar="[FILE.yaml | KEY=VALUE]...",
+            help="The options of the run, as YAML files and as single values. Later ones replace earlier ones.",
+        ),
     ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A bundled checkpoint, few steps: a CPU minute.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print options and plan; load and write nothing.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Throw away an earlier run in the output folder.")] = False,
-    gpu_memory: Annotated[float, typer.Option(help="Of one GPU, for --dry-run [GiB].")] = 80,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option(
+            "--smoke", help="Try the run in about a minute on a CPU: a small bundled checkpoint and few steps."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the options and the estimated memory and time, and stop."),
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Delete an earlier run in the output folder and start again.")
+    ] = False,
+    gpu_memory: GpuMemory = 80,
+    threads: Threads = None,
+    imports: Import = None,
 ) -> None:
-    """Fine-tune a patched checkpoint at longer contexts with LoRA or QLoRA; leave an adapter with its patch and scores.
+    """Fine-tune a patched checkpoint at a longer context with LoRA or QLoRA.
 
-    The same command goes on where an interrupted run stopped. **lora.yaml** of **rope-patch recipes copy** names all
-    options.
+    The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
+    run the same command again to continue from the last checkpoint. All options are listed in **lora.yaml**, which
+    **rope-patch recipes copy** copies.
 
     Example: **rope-patch finetune model.name=./llama patch.method=yarn:factor=4 data.lengths=16k output=out**
     """
@@ -58,18 +76,14 @@ def finetune(
     words = [word for word in given if word not in files]
     if smoke:
         bare = {"model": {"name": "llama"}, "data": {"lengths": "512"}, "output": "build/finetuned"}
-        asked = read(words=words, base=smoke_options(read(files, words, bare)))
+        chosen = read(words=words, base=smoke_options(read(files, words, bare)))
     else:
-        asked = read(files, words)
+        chosen = read(files, words)
     if dry_run:
-        print(describe(asked, gpu_memory))
+        print(describe(chosen, gpu_memory))
         return
-    try:
-        _run(asked, restart, threads)
-    except KeyboardInterrupt:
-        again = "the same command without --restart" if restart else "the same command"
-        print(f"finished checkpoints are kept: {again} goes on from the last", file=sys.stderr)
-        raise
+    with resumable(Path(chosen.output), again="the same command without --restart" if restart else "the same command"):
+        _run(chosen, restart, threads)
 
 
 def smoke_options(options: Options) -> dict[str, Any]:
@@ -86,15 +100,15 @@ def smoke_options(options: Options) -> dict[str, Any]:
         "data": {**SMOKE["data"], "lengths": "256" if positions != "full" else "256:0.5 512" if stages > 1 else "512"},
         "evaluation": {**SMOKE["evaluation"], "every": 0 if packed else 2, "before": not packed},
     }
-    made = options.to_dict() | {"output": f"{options.output}-smoke"}
+    values = options.to_dict() | {"output": f"{options.output}-smoke"}
     if options.patch.method == FIT:
         changes["fit"] = {"steps": 2, "windows": 1, "samples": 1, "batch_tokens": None}
-    return made | {section: made[section] | values for section, values in changes.items()}
+    return values | {section: values[section] | changed for section, changed in changes.items()}
 
 
 def describe(options: Options, gpu_memory: float) -> str:
     """Return the options and what the run takes, from the config alone."""
-    from rope_patch.planning import Shape, plan
+    from rope_patch.planning import plan, shape_of
     from rope_patch.training.advice import changes
     from rope_patch.training.models import resolve
     from rope_patch.training.sources import plan_stages, reading_processes
@@ -107,7 +121,7 @@ def describe(options: Options, gpu_memory: float) -> str:
     lines += [
         f"  {items // per_step} steps with {items * per} rows of {length} tokens" for length, items, per in stages
     ]
-    shape = Shape.of(resolve(options.model.name))
+    shape = shape_of(resolve(options.model.name))
     planned = plan(
         shape,
         length=longest,
@@ -139,13 +153,13 @@ def describe(options: Options, gpu_memory: float) -> str:
 
 def _targets(options: Options, shape: Shape) -> tuple[str, ...]:
     """The projections with adapters, as the plan names them."""
-    wanted = options.lora.target_modules
-    if options.lora.rank and wanted == "attention":
+    modules = options.lora.target_modules
+    if options.lora.rank and modules == "attention":
         linears = [linear for layer in shape.kinds for linear in layer.linears if linear.place.startswith("attention")]
         return tuple(dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears))
     if not options.lora.rank:
         return ("all-linear",)
-    return (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    return (modules,) if isinstance(modules, str) else tuple(modules)
 
 
 def _run(options: Options, restart: bool, threads: int | None) -> None:
@@ -167,7 +181,7 @@ def _run(options: Options, restart: bool, threads: int | None) -> None:
     except Exception:
         print(file=sys.stderr)  # below the progress bar
         raise
-    if not result.results:  # another process tells
+    if not result.results:  # another process prints
         return
     if result.again:
         print(f"{result.folder} was finished before: nothing was run")
@@ -175,5 +189,5 @@ def _run(options: Options, restart: bool, threads: int | None) -> None:
     for name in list(after)[1:]:
         was = f"{before[name]:.3g} -> " if name in before else ""
         print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {was}{after[name]:.3g}")
-    made = "it is in" if result.again else "wrote"
-    print(f"{made} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")
+    verb = "it is in" if result.again else "wrote"
+    print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.journal import Journal, key
+from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
 
@@ -162,7 +162,7 @@ class _Window:
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
-    token_ids: Tensor | Iterable[TokenDocument],
+    token_ids: Tensor | Sequence[int] | Iterable[TokenDocument],
     *,
     stride: int | None = None,
     chunk: int | None = None,
@@ -171,7 +171,7 @@ def perplexity(
     window: int | None = None,
     batch: int = 1,
     resume: str | Path | MutableMapping[str, Any] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> PerplexityResult:
     """Score a text under a causal language model: log-probabilities in float32 over slices of the last hidden state.
 
@@ -182,8 +182,9 @@ def perplexity(
 
     Args:
         model: a causal language model of transformers.
-        token_ids: (tokens,) one text; (windows, tokens) rows, each a document that is one window; or an iterable of
-            documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read one at a time.
+        token_ids: (tokens,) one text, a tensor or a list of ids; (windows, tokens) rows, each a document that is one
+            window; or an iterable of documents as :func:`~rope_patch.evaluation.documents.encode` yields them, read
+            one at a time.
         stride: tokens between window starts; the window by default (no overlap).
         chunk: tokens per forward pass; the window by default.
         buckets: inner and outer position edges, such as (0, 64, 256, 1024); one bucket by default. Those that no
@@ -193,7 +194,7 @@ def perplexity(
         batch: windows per forward pass; shorter ones are padded on the right.
         resume: file (or mapping) in which scored windows are kept, so that an interrupted run goes on where it was.
             With a ``cache`` only if that has an ``identity``, a text that tells it from others.
-        progress: told the number of tokens done after each window.
+        on_progress: called with the number of tokens done after each window.
 
     Returns:
         The result.
@@ -214,7 +215,7 @@ def perplexity(
     reader = Reader(model)
     kept: MutableMapping[str, Any] = {}
     if resume is not None:
-        kept = Journal(resume) if isinstance(resume, str | Path) else resume
+        kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     identity = {"edges": edges, "chunk": chunk, "model": fingerprint(model) if resume is not None else ""} | known
     tally = _Tally(edges)
     with in_eval_mode(model):
@@ -228,13 +229,15 @@ def perplexity(
                 if resume is not None and name not in kept:
                     kept[name] = fresh[name]
                 tally.add(item, kept[name] if name in kept else fresh[name])
-                progress(item.stop - item.start)
+                on_progress(item.stop - item.start)
     return tally.result(window=window, stride=stride, chunk=chunk)
 
 
 def _as_documents(
-    token_ids: Tensor | Iterable[TokenDocument], window: int | None, stride: int | None
+    token_ids: Tensor | Sequence[int] | Iterable[TokenDocument], window: int | None, stride: int | None
 ) -> tuple[Iterable[TokenDocument], int, int]:
+    if isinstance(token_ids, list | tuple) and token_ids and all(isinstance(i, int) for i in token_ids):
+        token_ids = torch.tensor(token_ids)
     if isinstance(token_ids, Tensor):
         if token_ids.ndim not in (1, 2):
             raise ValueError(f"token_ids must have one or two axes, got shape {tuple(token_ids.shape)}")
@@ -251,7 +254,7 @@ def _as_documents(
     else:
         if window is None:
             raise ValueError("documents need window=: how many tokens a forward pass may see")
-        documents = token_ids
+        documents = cast("Iterable[TokenDocument]", token_ids)
     if window < 2:
         raise ValueError(f"a window needs at least 2 tokens to predict one, got {window}")
     stride = window if stride is None else stride

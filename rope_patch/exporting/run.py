@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ TYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What an export shall write; the attributes are the arguments of :func:`export`."""
+    """What an export shall write; the attributes are the arguments of :func:`export`, ``options`` the last of them."""
 
     to: str
     form: str
     method: MethodLike | None
-    target_length: int | None
+    options: Mapping[str, Any]
     base_gguf: str | Path | None
     dtype: str
     lora: bool
@@ -74,8 +74,9 @@ class ExportRequest:
             )
         if self.method is not None and adapter:
             raise ValueError("an adapter fits the tables it was trained under: leave method out")
-        if self.target_length is not None and self.method is None:
-            raise ValueError("target_length goes with a method; this checkpoint states its context itself")
+        given = [name for name, value in self.options.items() if value is not None]
+        if given and self.method is None:
+            raise ValueError(f"{given[0]} goes with a method: name one, or leave {given[0]} out")
 
 
 def export(
@@ -85,12 +86,12 @@ def export(
     to: str,
     form: str = "table",
     method: MethodLike | None = None,
-    target_length: int | None = None,
     base_gguf: str | Path | None = None,
     dtype: str = "auto",
     lora: bool = False,
     overwrite: bool = False,
     on_progress: Callable[[str], None] = lambda name: None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write a checkpoint so that another engine runs it with the very rotary tables it has here.
 
@@ -105,12 +106,13 @@ def export(
         to: engine: ``"hf"`` (transformers 5 and 4), ``"vllm"``, ``"sglang"`` or ``"gguf"`` (llama.cpp).
         form: ``"table"``, or ``"partial"`` for p-RoPE on families that rotate a part of each head.
         method: patch to apply on the way, for a model that has none.
-        target_length: context length to state with ``method`` [tokens].
         base_gguf: for ``to="gguf"``, a GGUF file of the base model to copy the tensors from.
         dtype: of merged weights, and of those of a GGUF file written without ``base_gguf``.
         lora: keep an adapter an adapter.
         overwrite: write into a folder that holds files.
         on_progress: called with the name of each file before it is copied.
+        **options: of :func:`rope_patch.apply` for ``method``: ``target_length``, ``layer_types``, ``freeze_at``, or
+            the method's own parameters.
 
     Returns:
         What was written, and the version of the engine in which such a table was seen to be read correctly. For folders
@@ -130,7 +132,7 @@ def export(
         ('vLLM', ['longrope'])
     """
     output = Path(output)
-    request = ExportRequest(to, form, method, target_length, base_gguf, dtype, lora, overwrite)
+    request = ExportRequest(to, form, method, options, base_gguf, dtype, lora, overwrite)
     if not isinstance(model, nn.Module):
         source = Path(model) if Path(model).exists() else model
         return _export(source, output, request, name_of(str(source)), on_progress)
@@ -165,7 +167,7 @@ def _export(
     merging = _as_model(source, output, request, on_progress)
     with merging if adapter else contextlib.nullcontext((skeleton(source), source)) as (model, weights):
         if request.method is not None:
-            apply(model, request.method, target_length=request.target_length)
+            apply(model, request.method, **request.options)
         if request.to != "gguf":
             return _folder(model, weights, source, output, request, adapter and request.lora, on_progress)
         from rope_patch.exporting import gguf

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.journal import key
-from rope_patch.fitting.judging import Candidate, Judging, best
+from rope_patch.evaluation.result_cache import key
+from rope_patch.fitting.candidates import Candidate, Evaluator, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method
@@ -45,7 +45,7 @@ class Run:
         model: nn.Module,
         method: Method,
         rows: Rows,
-        judged: Judging,
+        judged: Evaluator,
         constraint: Constraint,
         options: Mapping[str, Any],
         kept: MutableMapping[str, Any] | None,

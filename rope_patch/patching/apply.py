@@ -30,7 +30,7 @@ from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, fi
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.probe import check_use
 from rope_patch.patching.record import PatchRecord, TableRecord, key_of, same_tables
-from rope_patch.patching.verify import edits_since, measure
+from rope_patch.patching.verify import edits_since, measure, method_of
 from rope_patch.tables import RotaryTable
 
 logger = hf_logging.get_logger("rope_patch")
@@ -446,9 +446,10 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
         PatchError: the model's base tables are not those the record was made on.
     """
     layer_types = None if record.layer_types == (None,) else tuple(str(kind) for kind in record.layer_types)
+    record.warn_of_missing()
     patch = _apply(
         model,
-        record.to_method(),
+        method_of(find_rotary(model), record),
         layer_types=layer_types,
         target_length=record.target_length,
         precision=record.precision,

@@ -48,7 +48,7 @@ class SchemeRow(NamedTuple):
     Attributes:
         name: first cell of the row.
         cells: the cells behind it.
-        kind: ``"remedy"``, ``"first"`` of a group, or "".
+        kind: ``"mitigation"``, ``"first"`` of a group, or "".
     """
 
     name: str

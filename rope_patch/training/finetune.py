@@ -21,7 +21,7 @@ from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rope_patch import __version__, checkpoints
-from rope_patch.evaluation.journal import Journal
+from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.files import write_atomically
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.locate import find_rotary
@@ -257,7 +257,7 @@ class Judged:
     """
 
     def __init__(self, judge: Judge, path: Path) -> None:
-        self.judge, self.log = judge, Journal(path)
+        self.judge, self.log = judge, ResultCache(path)
         self.made: dict[int, Judgement] = {}
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:

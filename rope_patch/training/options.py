@@ -12,8 +12,8 @@ from typing import Any, Literal, get_type_hints
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rope_patch.evaluation.prompts import find_task
-from rope_patch.evaluation.retrieval import check_asked
+from rope_patch.evaluation.spec import check_retrieval
+from rope_patch.evaluation.tasks import find_task
 from rope_patch.methods import as_method
 from rope_patch.training.data import Boundaries
 from rope_patch.words import did_you_mean, parse_length
@@ -361,7 +361,7 @@ class Options:
     def _check_questions(self) -> None:
         asked = self.evaluation
         try:
-            check_asked(asked.task, asked.mode, self.evaluation_lengths, asked.depths, asked.samples, asked.chunk)
+            check_retrieval(asked.task, asked.mode, self.evaluation_lengths, asked.depths, asked.samples, asked.chunk)
             if not all(0 <= depth <= 1 for depth in asked.depths):
                 raise ValueError(f"depths must be in [0, 1], got {asked.depths}")
         except ValueError as error:

@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from rope_patch.checkpoints.adapters import RopePatchCallback, read_record, write_record
 from rope_patch.files import write_atomically
-from rope_patch.fitting import Constraint, Objective, TrainableTable, fit
+from rope_patch.fitting import Constraint, Objective, Schedule, TrainableTable, fit, held_out_spec
 from rope_patch.fitting.rows import LIMIT, VALIDATION
 from rope_patch.methods import Method
 from rope_patch.patching.apply import apply
@@ -99,16 +99,25 @@ def fit_table(model: Any, tokenizer: Any, options: Options, work: Path) -> Metho
         init=asked.init.split(),
         objective=Objective(asked.retrieval, asked.task),
         constraint=Constraint(asked.band, asked.monotone, asked.curve, asked.scaling),
-        steps=asked.steps,
-        batch_tokens=asked.batch_tokens,
-        learning_rate=asked.learning_rate,
-        windows=asked.windows,
-        samples=asked.samples,
+        schedule=Schedule(
+            steps=asked.steps,
+            batch_tokens=asked.batch_tokens,
+            learning_rate=asked.learning_rate,
+            checkpointing=options.train.checkpointing,
+            seed=options.train.seed,
+        ),
+        spec=held_out_spec(
+            model,
+            options.target_length,
+            task=asked.task,
+            seed=options.train.seed,
+            freeze_at=patch.freeze_at,
+            windows=asked.windows,
+            samples=asked.samples,
+        ),
         layer_types=patch.layer_types,
         freeze_at=patch.freeze_at,
         replace=patch.replace,
-        checkpointing=options.train.checkpointing,
-        seed=options.train.seed,
         resume=work / JOURNAL,
     )
     found.restore()

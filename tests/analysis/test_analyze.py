@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import YARN, tiny_model
+from tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -34,11 +34,6 @@ TEXTS = {"one": TEXT[:2500], "two": TEXT[2500:5000]}
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ASSETS / "llama")
-
-
-def small(family="llama", **changes):
-    """A tiny model that reads the bundled tokenizer's ids."""
-    return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
 
 
 # --- the text
@@ -400,6 +395,6 @@ def test_what_cannot_be_compared_fails_before_anything_is_read(folder, tmp_path)
     ],
 )
 def test_wrong_words(folder, tmp_path, given, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         command(folder, *given, "--no-report", "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 import torch
+from patches import edit_json, lora
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
-from test_checkpoints import edit_json, lora
 from tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -206,7 +206,7 @@ def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(made, tmp_
     edit_json(tmp_path / "out" / "rope_patch.json", lambda data: data.pop("adapter_weights"))
     with pytest.raises(PatchError, match="is not of the adapter beside it"):
         rope_patch.load(tmp_path / "out")
-    checkpoints.write_record(rope_patch.verify(tuned), tmp_path / "out")
+    checkpoints.write_record(rope_patch.verify(tuned).record, tmp_path / "out")
     rope_patch.load(tmp_path / "out")
 
 

@@ -265,7 +265,7 @@ def test_an_output_below_a_file(made, tmp_path, monkeypatch, capsys, command):
         "theory": ("theory", "--no-report"),
         "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
         "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE[:-2]),
-        "fit": ("fit", BUNDLED, "--length", "512", "--steps", "0", "--no-figure"),
+        "fit": ("fit", BUNDLED, "--target-length", "512", "--steps", "0", "--no-figure"),
         "export": ("export", made / "base", "--to", "hf"),
     }[command]
     line = refused(monkeypatch, capsys, tmp_path, *words, "-o", "file/out")

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_gguf import sentencepiece
+from gguf_files import sentencepiece
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf_files import rewritten, saved, sentencepiece
 from tiny import LLAMA3, YARN, ids, tiny_model
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, StableLmConfig
 
 import rope_patch
@@ -39,29 +40,11 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def saved(folder: Path, method: str | None = None, family: str = "llama", **changes) -> Path:
-    """A folder of a tiny random model, patched where a method is given."""
-    model = tiny_model(family, vocab_size=1024, **changes)
-    if method is None:
-        model.save_pretrained(folder)
-    else:
-        rope_patch.apply(model, method, target_length=256)
-        rope_patch.save(model, folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tokenizer) -> Path:
     """A GGUF of the tiny Llama, plain."""
     folder = tmp_path_factory.mktemp("base")
     return export_gguf(saved(folder / "llama"), folder / "base.gguf", dtype="float32", tokenizer=tokenizer)
-
-
-def rewritten(path: Path, out: Path, keys=None, pieces=None, drop=()) -> Path:
-    """A copy of a GGUF with other keys or tensors."""
-    reader = open_gguf(path)
-    keys = {key.name: key for key in [*keys_of(reader), *(keys or [])] if not key.name.startswith(tuple(drop) or "\0")}
-    return write_gguf(out, list(keys.values()), list(pieces_of(reader)) if pieces is None else pieces, overwrite=True)
 
 
 def tensors(path: Path) -> dict[str, tuple[str, bytes]]:
@@ -451,24 +434,6 @@ def test_a_byte_level_vocabulary(base, tokenizer):
     assert value_of(reader, "tokenizer.ggml.add_bos_token") == (tokenizer("a").input_ids[0] == tokenizer.bos_token_id)
 
 
-def sentencepiece(normalizer=None):
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "ab", "▁ab"]
-    backend = Tokenizer(
-        models.BPE(
-            {piece: i for i, piece in enumerate(pieces)},
-            [("a", "b"), ("▁", "ab")],
-            byte_fallback=True,
-            unk_token="<unk>",
-            fuse_unk=True,
-        )
-    )
-    backend.normalizer = normalizer or normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}"
-    )
-
-
 def test_a_sentencepiece_vocabulary(tmp_path):
     path = export_gguf(tiny_model("llama", vocab_size=270), tmp_path / "m.gguf", tokenizer=sentencepiece())
     reader = open_gguf(path)
@@ -565,7 +530,7 @@ class Mallinfo(ctypes.Structure):
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc what is allocated")
 @pytest.mark.parametrize("onto_base", [True, False])
 def test_one_tensor_at_a_time(tmp_path, tokenizer, onto_base):
-    folder = saved(tmp_path / "m", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, head_dim=128)
+    folder = saved(tmp_path / "m", hidden_size=512, intermediate_size=2048, num_hidden_layers=4, head_dim=128)
     own = export_gguf(folder, tmp_path / "base.gguf", dtype="float32", tokenizer=tokenizer) if onto_base else None
     mallinfo, held = ctypes.CDLL(None).mallinfo2, []
     mallinfo.restype = Mallinfo
@@ -579,8 +544,8 @@ def test_one_tensor_at_a_time(tmp_path, tokenizer, onto_base):
     out = export_gguf(
         folder, tmp_path / "out.gguf", base=own, dtype="float32", tokenizer=tokenizer, on_progress=measure
     )
-    assert out.stat().st_size > 100 * 2**20
-    assert max(held) - held[0] < 40  # MiB; a tensor has 4, and is copied a few times
+    assert out.stat().st_size > 50 * 2**20
+    assert max(held) - held[0] < 20  # MiB; a tensor has 4, and is copied a few times
 
 
 # --- adapters

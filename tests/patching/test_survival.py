@@ -8,8 +8,8 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from patches import cos_sin, method_for, module_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from test_apply import cos_sin, method_for, module_of
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -33,7 +33,7 @@ def assert_table(model, patch):
         for got, want in ((cos, angles.cos()), (sin, angles.sin())):
             assert torch.equal(got[..., :pairs], want * slot.attention_scaling)
             assert torch.equal(got[..., pairs:], got[..., :pairs])
-    assert rope_patch.verify(model) == patch.record
+    assert rope_patch.verify(model).record == patch.record
 
 
 def test_a_stock_table_does_not_survive():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from recipe_runs import LLAMA, SMALL, losses
 from tiny import ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,33 +24,10 @@ from rope_patch.training.options import read
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
-LLAMA = rope_patch.data_path("assets") / "llama"
-SMALL = [
-    "model.name=llama",
-    "model.dtype=float32",
-    "patch.method=yarn:factor=4",
-    "patch.target_length=1024",
-    "data.lengths=128",
-    "train.steps=4",
-    "train.batch=1",
-    "train.accumulate=2",
-    "train.warmup=1",
-    "train.precision=float32",
-    "train.learning_rate=0.01",
-    "train.log_every=1",
-    "evaluation.lengths=128 256",
-    "evaluation.depths=[0.2,0.8]",
-    "evaluation.samples=1",
-    "evaluation.windows=2",
-]
 
 
 def options(out, *words):
     return read(words=[*SMALL, f"output={out}", *words])
-
-
-def losses(result):
-    return [entry["loss"] for entry in result.results["losses"]]
 
 
 @pytest.fixture(scope="module")
