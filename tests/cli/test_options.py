@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from test_cli import fail, run
+from commands import fail, run
 from tiny import tiny_model
 from typer.main import get_command
 
