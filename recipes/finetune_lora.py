@@ -1,4 +1,4 @@
-"""Fine-tune a patched checkpoint at longer contexts with LoRA or QLoRA, judge it, and leave an adapter with its patch.
+"""Fine-tune a patched checkpoint at longer contexts with LoRA or QLoRA, and save an adapter with its patch.
 
     python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke           # all of it in a CPU minute
     python recipes/finetune_lora.py recipes/configs/lora.yaml --dry-run         # what it takes, from the config alone
