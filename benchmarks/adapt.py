@@ -66,7 +66,7 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
     import transformers
 
     from rope_patch.training.finetune import finetune
-    from rope_patch.training.options import read
+    from rope_patch.training.reading import read
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()

@@ -23,9 +23,9 @@ from rope_patch.evaluation.retrieval import check_asked
 from rope_patch.fitting.judging import SEED, Candidate, Judging, best
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import Run, plain_weights
-from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
+from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import Patch, apply, for_target
 from rope_patch.patching.base_tables import read_slots
 from rope_patch.patching.locate import find_rotary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ class Judge:
             except ValueError as error:
                 raise ValueError(f"evaluation.text: {error}") from error
 
-    def __call__(self, model: Any) -> Judgement:
-        """Return the scores of a model; it is left in the mode it was in."""
+    def __call__(self, model: Any, on_progress: Callable[[int], Any] = lambda tokens: None) -> Judgement:
+        """Return the scores of a model; it is left in the mode it was in. ``on_progress`` gets the tokens just read."""
         longest, chunk = max(self.lengths), self.options.chunk
         score = None
         if self.windows:
@@ -98,6 +99,7 @@ class Judge:
                 buckets=(0, *self.lengths),
                 chunk=None if chunk is None else min(chunk, longest),
                 batch=1 if chunk else max(1, 4096 // longest),
+                progress=on_progress,
             )
         found = retrieval(
             model,
@@ -110,5 +112,6 @@ class Judge:
             mode=self.options.mode,
             haystack=self.maker,
             chunk=chunk,
+            progress=on_progress,
         )
         return Judgement(found, score)
