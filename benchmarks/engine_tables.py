@@ -35,7 +35,7 @@ from rope_patch.checkpoints.offline import patch_folder, skeleton
 from rope_patch.exporting import export
 from rope_patch.exporting.engines import UNVERIFIED
 from rope_patch.methods import MethodLike, Table, as_method
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 CONTEXT, TARGET = 256, 1024
 SIZE = {
@@ -98,7 +98,7 @@ def checkpoint(family: str, folder: Path) -> Path:
 
 def method_of(name: str, base: Path) -> MethodLike:
     """Return a method; "learned" is a table no formula gives, with a scaling of its own."""
-    slot = look(skeleton(base)).slots[0]
+    slot = inspect_model(skeleton(base)).tables[0]
     if name == "learned":
         rough = [f * (1 + 0.2 * math.sin(3 * i)) for i, f in enumerate(slot.inv_freq.tolist())]
         return Table(values=tuple(rough), attention_scaling=1.07)
@@ -110,7 +110,7 @@ def method_of(name: str, base: Path) -> MethodLike:
 
 def difference(engine: str, folder: Path) -> float:
     """Return the largest difference between an engine's cos and sin and ours, over the context of a folder."""
-    slots = look(skeleton(folder)).slots
+    slots = inspect_model(skeleton(folder)).tables
     context = slots[0].max_position_embeddings
     theirs = engine_code.tables(engine, folder, context)
     worst = 0.0

@@ -59,7 +59,7 @@ def run_checks(job: tuple[str, str]) -> Report:
         return report | {"result": "not built", "reason": describe(error)}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            slots = rope_patch.inspect(model).slots
+            slots = rope_patch.inspect(model).tables
     except Exception as error:
         return report | classify(error, model)
     trial = Trial(model, original, Path(folder), {slot.layer_type: slot for slot in slots})
@@ -262,6 +262,6 @@ def cos_and_sin(model: Any) -> list[Tensor]:
     tables: list[Tensor] = []
     for module in model.modules():
         if isinstance(module, rope_patch.PatchedRotary):
-            for kind in module.slots:
+            for kind in module.tables:
                 tables += module(torch.zeros(1), positions, **({} if kind is None else {"layer_type": kind}))
     return tables

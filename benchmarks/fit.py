@@ -3,9 +3,9 @@
     python benchmarks/fit.py -o benchmarks/results/fit.json
     python benchmarks/fit.py --quick
 
-Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed (study_methods.py reads
-its tables from here too). Then both tables and the original one are compared on held-out text and prompts that the fit
-has not used (`evaluation.compare`).
+Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed (study_methods.py takes
+its tables from here too), then both tables and the original one on held-out text and prompts that the fit and its
+choice have not used (`evaluation.compare`).
 Another checkpoint that cannot copy, such as llama2xs281K, is fitted at factor 4 to the first half of its own text,
 stories divided by <|endoftext|>, and compared on the second: `--also FOLDER --text FILE`. Finished cells are in
 build/fit, and are not measured again.
@@ -62,8 +62,12 @@ def opened(source: str) -> tuple[Any, Any]:
     return rope_patch.load(folder, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def halves(file: str | None, tokenizer: Any) -> list[str | None]:
-    """Return the text to fit to and the text to compare on; None for the built-in ones."""
+def halves(file: str | None, tokenizer: Any, quick: bool = False) -> list[str | None]:
+    """Return the text to fit to and the text to compare on; None for the built-in ones; ``quick`` takes parts."""
+    if file is None and quick:
+        from rope_patch.evaluation.text import builtin_text
+
+        return [builtin_text("train").text[:300_000], builtin_text("heldout").text[:50_000]]
     if file is None:
         return [None, None]
     whole = Path(file).read_text(encoding="utf-8").replace("<|endoftext|>", tokenizer.bos_token)
@@ -72,18 +76,26 @@ def halves(file: str | None, tokenizer: Any) -> list[str | None]:
 
 def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
     """Return the fitted table of a cell and its cost, from the folder if it is there, else fitted now."""
-    from rope_patch.fitting import Objective, fit
+    from rope_patch.fitting import Objective, Schedule, fit, held_out_spec
 
     path = root / f"table-{place(root, cell).name}"
     if not path.exists():
         source, factor, seed, file = cell
         model, tokenizer = opened(source)
-        small: dict[str, Any] = {"steps": 2, "checks": 1, "windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
-        if file is not None:
-            small |= {"objective": Objective(retrieval=0)}
+        schedule = Schedule(steps=2, checks=1, batch_tokens=2048, seed=seed) if quick else Schedule(seed=seed)
+        small: dict[str, Any] = {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+        objective = None if file is None else Objective(retrieval=0)
         cpu_start, wall_start = time.process_time(), time.perf_counter()
         target = factor * int(model.config.max_position_embeddings)
-        patch = fit(model, tokenizer, halves(file, tokenizer)[0], target_length=target, seed=seed, **small)
+        patch = fit(
+            model,
+            tokenizer,
+            halves(file, tokenizer, quick)[0],
+            target_length=target,
+            objective=objective,
+            schedule=schedule,
+            spec=held_out_spec(model, target, seed=seed, **small),
+        )
         seconds = {"cpu_s": time.process_time() - cpu_start, "wall_s": time.perf_counter() - wall_start}
         (tried,) = patch.candidates.values()
         result = {**seconds, "chosen": patch.chosen, "tried": [candidate.name for candidate in tried],
@@ -97,6 +109,8 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     """Fit, compare, and write a cell."""
     import rope_patch
     from rope_patch.evaluation.compare import compare
+    from rope_patch.evaluation.spec import EvalSpec
+    from rope_patch.evaluation.suite import EvalSuite
 
     fit_result = fitted(cell, root, quick)
     source, factor, seed, file = cell
@@ -105,23 +119,24 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     lengths = [trained * 2**i for i in range(factor.bit_length())]
     yarn, own = f"yarn:factor={factor}", rope_patch.parse(fit_result["method"])
     methods = ["default", yarn] if own == rope_patch.parse(yarn) else ["default", yarn, own]
-    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "text": halves(file, tokenizer)[1]}
-    options |= {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
-    comparison = compare(model, tokenizer, methods, lengths=lengths, bucket=lengths[-1], seed=100 + seed, **options)
+    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES}
+    options |= {"windows": 1, "samples": 1, "depths": [0.5], "haystack": "noise"} if quick else {}
+    spec = EvalSpec(lengths, bucket=lengths[-1], seed=100 + seed, **options)
+    comparison = compare(model, tokenizer, methods, EvalSuite(spec, tokenizer, text=halves(file, tokenizer, quick)[1]))
     ours = str(comparison.rows[-1].method)
     rows = {}
     for name, method in (("default", "default"), ("yarn", yarn), ("fitted", ours)):
         row = next(row for row in comparison.rows if row.method == method)
+        text, prompts = row.scores.perplexity, row.scores.retrieval["passkey"]
         rows[name] = {
             "nll": {
                 str(high): [
-                    sum(d.nll[i] for i in row.perplexity.inside(low, high))
-                    / sum(d.tokens[i] for i in row.perplexity.inside(low, high))
-                    for d in row.perplexity.documents
+                    sum(d.nll[i] for i in text.inside(low, high)) / sum(d.tokens[i] for i in text.inside(low, high))
+                    for d in text.documents
                 ]
                 for low, high in itertools.pairwise([0, *lengths])
             },
-            "correct": {str(n): [sample.correct for sample in row.retrieval.samples(n)] for n in lengths},
+            "correct": {str(n): [sample.correct for sample in prompts.samples(n)] for n in lengths},
         }
     differences = {
         f"{kind} {stop}": [found.estimate, found.low, found.high]

@@ -86,6 +86,7 @@ def measure(cell: Cell, root: Path, adapters: Path, quick: bool) -> Cell:
     import transformers
 
     import rope_patch
+    from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.kv_evaluation.run import kv_check
 
     torch.set_num_threads(1)
@@ -99,20 +100,23 @@ def measure(cell: Cell, root: Path, adapters: Path, quick: bool) -> Cell:
         model,
         transformers.AutoTokenizer.from_pretrained(base),
         list(schemes.values()),
-        lengths=[256 if quick else LENGTH],
+        EvalSpec(
+            [256 if quick else LENGTH],
+            bucket=256 if quick else LENGTH,
+            windows=2 if quick else WINDOWS,
+            depths=[i / (DEPTHS - 1) for i in range(DEPTHS)],
+            samples=1 if quick else SAMPLES,
+        ),
         methods=[METHODS[arm] if seed is None else "default"],
-        windows=2 if quick else WINDOWS,
-        depths=[i / (DEPTHS - 1) for i in range(DEPTHS)],
-        samples=1 if quick else SAMPLES,
         resume=root / f"{place(root, cell).stem}.jsonl",
     )
     (length,) = checked.lengths
     names = {text: name for name, text in schemes.items()}
     rows = {}
     for row in checked.rows:
-        score, found = row.scores.perplexity, row.scores.retrieval
+        score, found = row.scores.perplexity, row.scores.retrieval["passkey"]
         rows[names.get(row.scheme, "none")] = {
-            "scheme": row.spelled,
+            "scheme": row.scheme_text,
             "key_bits": row.key_bits,
             "value_bits": row.value_bits,
             "nll": [sum(document.nll) / sum(document.tokens) for document in score.documents],

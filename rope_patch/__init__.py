@@ -19,8 +19,13 @@ _HOME = {
     "patching.module": "PatchedRotary",
     "patching.apply": "Patch apply patched restore",
     "patching.locate": "PatchError",
-    "patching.verify": "inspect verify",
-    "checkpoints": "RopePatchCallback load load_adapter save",
+    "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
+    "evaluation.perplexity": "perplexity",
+    "evaluation.retrieval": "retrieval",
+    "evaluation.compare": "compare",
+    "evaluation.spec": "EvalSpec",
+    "evaluation.suite": "EvalSuite",
+    "kv_evaluation.run": "kv_check",
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
     "packaged": "data_path",
@@ -30,11 +35,19 @@ __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
     from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
+    from rope_patch.checkpoints.checking import inspect as inspect
+    from rope_patch.checkpoints.checking import verify as verify
     from rope_patch.checkpoints.save_load import load as load
     from rope_patch.checkpoints.save_load import load_adapter as load_adapter
     from rope_patch.checkpoints.save_load import save as save
+    from rope_patch.evaluation.compare import compare as compare
+    from rope_patch.evaluation.perplexity import perplexity as perplexity
+    from rope_patch.evaluation.retrieval import retrieval as retrieval
+    from rope_patch.evaluation.spec import EvalSpec as EvalSpec
+    from rope_patch.evaluation.suite import EvalSuite as EvalSuite
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit
+    from rope_patch.kv_evaluation.run import kv_check as kv_check
     from rope_patch.methods import ABF as ABF
     from rope_patch.methods import METHODS as METHODS
     from rope_patch.methods import NTK as NTK
@@ -59,8 +72,6 @@ if TYPE_CHECKING:
     from rope_patch.patching.apply import restore as restore
     from rope_patch.patching.locate import PatchError as PatchError
     from rope_patch.patching.module import PatchedRotary as PatchedRotary
-    from rope_patch.patching.verify import inspect as inspect
-    from rope_patch.patching.verify import verify as verify
     from rope_patch.planning import Plan as Plan
     from rope_patch.planning import plan as plan
     from rope_patch.tables import RotaryTable as RotaryTable

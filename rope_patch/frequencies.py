@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-STILL = 1e-20
+UNROTATED = 1e-20
 """Pairs slower than this [rad/token] do not rotate: they are reported as 0, with an infinite wavelength."""
 
-STILL_FACTOR = 1e39
+UNROTATED_FACTOR = 1e39
 """Divisor that stands for a still pair in a longrope spelling. It overflows float32 to inf, so the loader's
 ``1 / (factor * base)`` is exactly 0, and unlike ``Infinity`` it is a standard JSON number."""
 
@@ -81,22 +81,22 @@ def is_geometric(inv_freq: Table, rope_theta: float) -> bool:
     return torch.allclose(inv_freq.double(), plain.double(), rtol=1e-6, atol=0.0)
 
 
-def settle(inv_freq: Table) -> Table:
+def zero_unrotated(inv_freq: Table) -> Table:
     """Return the table with its still pairs (below 1e-20 rad/token) set to exactly 0.
 
-    >>> settle(torch.tensor([1.0, 1e-32])).tolist()
+    >>> zero_unrotated(torch.tensor([1.0, 1e-32])).tolist()
     [1.0, 0.0]
     """
-    return torch.where(still(inv_freq), torch.zeros_like(inv_freq), inv_freq)
+    return torch.where(unrotated(inv_freq), torch.zeros_like(inv_freq), inv_freq)
 
 
-def still(inv_freq: Table) -> Bool[Tensor, " pairs"]:
+def unrotated(inv_freq: Table) -> Bool[Tensor, " pairs"]:
     """Return the mask of the pairs that never turn.
 
-    >>> still(torch.tensor([1.0, 1e-32, 0.0])).tolist()
+    >>> unrotated(torch.tensor([1.0, 1e-32, 0.0])).tolist()
     [False, True, True]
     """
-    return inv_freq < STILL
+    return inv_freq < UNROTATED
 
 
 def wavelength(inv_freq: Table) -> Table:
@@ -105,7 +105,7 @@ def wavelength(inv_freq: Table) -> Table:
     >>> wavelength(torch.tensor([1.0, 0.0])).tolist()
     [6.2831854820251465, inf]
     """
-    return 2 * math.pi / settle(inv_freq)
+    return 2 * math.pi / zero_unrotated(inv_freq)
 
 
 def turns(inv_freq: Table, context: int) -> Table:
@@ -114,7 +114,7 @@ def turns(inv_freq: Table, context: int) -> Table:
     >>> round(turns(torch.tensor([1e-4]), 128000).item(), 2)  # Barbero et al.: the slowest pair of Llama-like bases
     2.04
     """
-    return context * settle(inv_freq) / (2 * math.pi)
+    return context * zero_unrotated(inv_freq) / (2 * math.pi)
 
 
 # --- tables of the methods -------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
     the rebuilt table is the canonical one. Canonicalising a canonical table changes nothing.
     """
     base = _position_base(rope_theta, 2 * len(inv_freq))
-    wanted = settle(inv_freq.float().cpu())
+    wanted = zero_unrotated(inv_freq.float().cpu())
     guess = (1.0 / (wanted.double() * base.double())).float()
     candidates = [guess]
     up = down = guess
@@ -246,7 +246,8 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
     miss = (1.0 / (factors * base) - wanted).abs().double()
     best = factors[miss.argmin(dim=0), torch.arange(len(wanted), device="cpu")]
     return [
-        STILL_FACTOR if rests else value for value, rests in zip(best.tolist(), still(wanted).tolist(), strict=True)
+        UNROTATED_FACTOR if rests else value
+        for value, rests in zip(best.tolist(), unrotated(wanted).tolist(), strict=True)
     ]
 
 
@@ -256,7 +257,7 @@ def fingerprint(inv_freq: Table, attention_scaling: float) -> str:
     >>> fingerprint(torch.tensor([1.0, 0.0]), 1.0) == fingerprint(torch.tensor([1.0, 1e-32]), 1.0)
     True
     """
-    values = settle(inv_freq.float().cpu()).tolist()
+    values = zero_unrotated(inv_freq.float().cpu()).tolist()
     return hashlib.sha256(struct.pack(f"<{len(values)}fd", *values, attention_scaling)).hexdigest()[:16]
 
 
@@ -341,7 +342,7 @@ def offset_angle_bound(inv_freq: Table, context: int) -> Table:
     """
     if context <= 0:
         raise ValueError(f"context must be positive, got {context}")
-    return math.pi + context * settle(inv_freq) / 2
+    return math.pi + context * zero_unrotated(inv_freq) / 2
 
 
 def _check_features(x: Float[Tensor, " features"], pairs: int) -> None:

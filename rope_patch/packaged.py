@@ -32,13 +32,13 @@ def data_path(name: str) -> Path:
     """
     if name not in _NAMES:
         raise ValueError(f"unknown data folder {name!r}. Known: {', '.join(_NAMES)}")
-    found = _find(name, _PACKAGE)
-    if found is None:
+    folder = _find(name, _PACKAGE)
+    if folder is None:
         raise FileNotFoundError(
             f"this installation of rope_patch holds no {name!r} folder: neither {_PACKAGE} nor a checkout "
             "around it has one. Reinstall the wheel, or run pip install -e . in a complete checkout"
         )
-    return found
+    return folder
 
 
 def _find(name: str, package: Path) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_patch.frequencies import fingerprint, geometric, is_geometric, settle, still
+from rope_patch.frequencies import fingerprint, geometric, is_geometric, unrotated, zero_unrotated
 
 # Keys of `rope_parameters` that describe the table itself; all others are the model's own and are kept.
 _TABLE_KEYS = frozenset(
@@ -92,7 +92,7 @@ class RotaryTable:
     def plain(self) -> RotaryTable:
         """Return plain RoPE of the same base: the table without its scaling."""
         plain = geometric(self.rope_theta, self.rotary_dim)
-        if torch.equal(settle(plain), self.inv_freq) and self.attention_scaling == 1.0:
+        if torch.equal(zero_unrotated(plain), self.inv_freq) and self.attention_scaling == 1.0:
             return self
         said = {"rope_type": "default", "rope_theta": self.rope_theta}
         return self.becomes(plain, rope_parameters=said, attention_scaling=1.0)
@@ -119,7 +119,7 @@ class RotaryTable:
         found = rope_parameters
         return replace(
             self,
-            inv_freq=settle(inv_freq),
+            inv_freq=zero_unrotated(inv_freq),
             attention_scaling=scaling,
             rope_theta=self.rope_theta if found is None else float(found["rope_theta"]),
             rope_type="custom" if found is None else str(found["rope_type"]),
@@ -128,9 +128,9 @@ class RotaryTable:
 
     def __str__(self) -> str:
         where = self.path if self.layer_type is None else f"{self.path} [{self.layer_type}]"
-        rests = int(still(self.inv_freq).sum())
+        slow = int(unrotated(self.inv_freq).sum())
         return (
-            f"{where}: {self.rope_type}, {self.pairs} pairs ({rests} still), rope_theta {self.rope_theta:g}, "
+            f"{where}: {self.rope_type}, {self.pairs} pairs ({slow} unrotated), rope_theta {self.rope_theta:g}, "
             f"attention_scaling {self.attention_scaling:g}, table {self.fingerprint}"
         )
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from test_recipes import load_recipe
+from reference_recipe import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from rope_patch import frequencies
-from rope_patch.frequencies import fingerprint, geometric, granularity, settle, still
+from rope_patch.frequencies import fingerprint, geometric, granularity, unrotated, zero_unrotated
 
 # (rotary_dim, rope_theta): even, odd and single pairs, dimensions and bases of Gemma, Llama 3 and Qwen
 SHAPES = [(256, 1e4), (128, 5e5), (96, 1e6), (6, 1234.5), (2, 1e4)]
@@ -91,8 +91,8 @@ def test_is_geometric() -> None:
 
 def test_pairs_below_1e20th_are_still() -> None:
     table = torch.tensor([1.0, 1.1e-20, 0.9e-20, 1e-32, 0.0])
-    assert still(table).tolist() == [False, False, True, True, True]
-    assert settle(table).tolist() == [*table[:2].tolist(), 0, 0, 0]
+    assert unrotated(table).tolist() == [False, False, True, True, True]
+    assert zero_unrotated(table).tolist() == [*table[:2].tolist(), 0, 0, 0]
     assert table[2] > 0  # the argument is left alone
 
 
@@ -299,7 +299,7 @@ any_table = st.lists(turning | resting, min_size=1, max_size=48).map(torch.tenso
 @given(any_table, st.floats(2, 1e7) | st.sampled_from([1e4, 5e5, 1e6]))
 @example(torch.tensor([0.0, 1e-32, 9e-21, 1e-19, 1.0]), 1e4)
 def test_any_table_survives_a_config(table: Tensor, rope_theta: float) -> None:
-    canonical = settle(rebuilt(frequencies.longrope_factors(table, rope_theta), rope_theta))
+    canonical = zero_unrotated(rebuilt(frequencies.longrope_factors(table, rope_theta), rope_theta))
     rests = table < 1e-20
     assert (canonical[rests] == 0).all()
     # No factor does better. Two ulps are the worst case: one from the spacing of the factors, one from rounding the
@@ -307,7 +307,7 @@ def test_any_table_survives_a_config(table: Tensor, rope_theta: float) -> None:
     assert torch.equal((canonical - table).abs()[~rests], smallest_error(table, rope_theta)[~rests])
     assert (ulps(canonical, table)[~rests] <= 2).all()
     # canonicalising again changes nothing
-    again = settle(rebuilt(frequencies.longrope_factors(canonical, rope_theta), rope_theta))
+    again = zero_unrotated(rebuilt(frequencies.longrope_factors(canonical, rope_theta), rope_theta))
     assert torch.equal(again, canonical)
 
 

@@ -1,13 +1,23 @@
 """The shipped folders are found in a checkout and in a wheel, and their absence is said plainly."""
 
+import runpy
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rope_patch import packaged as _paths
 from rope_patch.packaged import data_path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def installed(package: Path) -> Callable[[str], Path]:
+    """``data_path`` of a copy of the package that lies elsewhere."""
+    shutil.copyfile(ROOT / "rope_patch" / "packaged.py", package / "packaged.py")
+    found: Any = runpy.run_path(str(package / "packaged.py"))
+    return found["data_path"]
 
 
 @pytest.mark.parametrize("name", ["eval_tasks", "recipes"])
@@ -20,20 +30,20 @@ def test_assets_lie_inside_the_package() -> None:
     assert data_path("assets") == ROOT / "rope_patch" / "assets"
 
 
-def test_installed_folders_lie_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_folders_lie_inside_the_package(tmp_path: Path) -> None:
     package = tmp_path / "site-packages" / "rope_patch"
     for folder in ("_data/eval_tasks", "_data/recipes", "assets"):
         (package / folder).mkdir(parents=True)
-    monkeypatch.setattr(_paths, "_PACKAGE", package)
+    data_path = installed(package)
     assert data_path("eval_tasks") == package / "_data" / "eval_tasks"
     assert data_path("recipes") == package / "_data" / "recipes"
     assert data_path("assets") == package / "assets"
 
 
-def test_a_neighbour_in_site_packages_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neighbour_in_site_packages_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "rope_patch").mkdir()
     (tmp_path / "recipes").mkdir()
-    monkeypatch.setattr(_paths, "_PACKAGE", tmp_path / "rope_patch")
+    data_path = installed(tmp_path / "rope_patch")
     with pytest.raises(FileNotFoundError, match=r"holds no 'recipes' folder.*Reinstall the wheel"):
         data_path("recipes")
     (tmp_path / "pyproject.toml").touch()

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rope_patch.cli.app import app
+from rope_patch.evaluation.metrics import METRICS as EVALUATED
 from rope_patch.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,8 +69,58 @@ def test_readme_lists_every_method():
     assert set(re.findall(r"^\| `(\w+)[:`]", README, re.M)) == set(METHODS)
 
 
+def contributed(mark):
+    """The block of CONTRIBUTING.md that holds a mark."""
+    (code,) = [text for kind, text in blocks("CONTRIBUTING.md") if kind == "python" and mark in text]
+    return code
+
+
+@pytest.fixture
+def tiny_suite():
+    """A tiny model, its tokenizer, and what a small evaluation takes."""
+    from evaluated import suite_of
+    from prompting import HAY
+    from scored import bold_model
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "rope_patch" / "assets" / "llama")
+    asked = {"lengths": (64,), "windows": 1, "samples": 1, "depths": (0.5,), "haystack": HAY}
+    return bold_model(vocab_size=len(tokenizer)), lambda **more: suite_of(tokenizer, **asked | more)
+
+
+def test_contributing_adds_a_metric(tiny_suite):
+    model, suite = tiny_suite
+    known = dict(EVALUATED)
+    try:
+        code = contributed("answer_logprob")
+        exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "added"})
+        from rope_patch.evaluation.compare import compare
+
+        made = compare(model, None, ["default"], suite(text="Some words to read. " * 60))
+        column = made.columns()[-1]
+        (sample,) = made.rows[0].scores.retrieval["passkey"].samples(64)
+        assert column.metric == "answer_logprob" and column.values == (sample.logprob,)
+    finally:
+        EVALUATED.clear()
+        EVALUATED.update(known)
+
+
+def test_contributing_adds_a_task(tiny_suite):
+    from rope_patch.evaluation.tasks import TASKS
+
+    model, suite = tiny_suite
+    try:
+        exec(compile(contributed("house_number"), "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "added"})
+        for mode in ("single", "multikey"):
+            made = suite(tasks=["house_number"], mode=mode, text="Some words to read. " * 60)
+            (sample,) = made.run(model).retrieval["house_number"].samples(64)
+            assert len(sample.expected) == 3 and sample.expected.isdigit()
+    finally:
+        TASKS.pop("house_number", None)
+
+
 def test_contributing_adds_a_method():
-    (code,) = [text for kind, text in blocks("CONTRIBUTING.md") if kind == "python"]
+    code = contributed('name="slower"')
     assert len(code.splitlines()) <= 24
     space: dict[str, object] = {"__name__": "contributing"}
     before = set(METHODS)
@@ -77,7 +128,7 @@ def test_contributing_adds_a_method():
         exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), space)
         (name,) = set(METHODS) - before
         method = METHODS[name]()
-        from test_apply import tiny_model
+        from tiny import tiny_model
 
         import rope_patch
 

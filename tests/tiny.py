@@ -83,6 +83,11 @@ def tiny_model(
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
+def small(family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A tiny model that reads the bundled tokenizer's ids."""
+    return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
+
+
 def ids(length: int = 48, batch: int = 2, seed: int = 0) -> torch.Tensor:
     """Random token ids (batch, length), none of them special."""
     return torch.randint(3, 96, (batch, length), generator=torch.Generator().manual_seed(seed))

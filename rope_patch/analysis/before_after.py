@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rope_patch.analysis.heads import LayerHeads
 from rope_patch.analysis.run import Analysis
-from rope_patch.evaluation.journal import finite
+from rope_patch.evaluation.result_cache import finite
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def bounds(inv_freq: Tensor, context: int) -> Bounds:
     """
     table = inv_freq.double()
     limit = frequencies.offset_frequency_bound(context)
-    angle = frequencies.offset_angle_bound(table, context).masked_fill(frequencies.still(table), math.inf)
+    angle = frequencies.offset_angle_bound(table, context).masked_fill(frequencies.unrotated(table), math.inf)
     return Bounds(context, inv_freq, limit, table < limit, angle)
 
 
@@ -262,7 +262,7 @@ def recall(
             outlier = radius > threshold
             inside = (points.partial, points.within_angle, points.phi > points.angle - RELAXED)
             shares = [float(mask[outlier].double().mean()) if bool(outlier.any()) else None for mask in inside]
-            still = int(frequencies.still(points.inv_freq)[outlier].sum())
+            still = int(frequencies.unrotated(points.inv_freq)[outlier].sum())
             rows.append(RecallRow(states, threshold, share, len(radius), int(outlier.sum()), still, *shares))
     return Recall(capture.model, capture.tokens, tuple(rows))
 
@@ -347,7 +347,7 @@ def outlier_pairs(
     made = []
     for entry in found[radius[found].argsort(descending=True)].tolist():
         layer, f = int(points.layer[entry]), float(points.inv_freq[entry])
-        rests = bool(frequencies.still(points.inv_freq[entry : entry + 1])[0])
+        rests = bool(frequencies.unrotated(points.inv_freq[entry : entry + 1])[0])
         inside = "offset feature" if points.within_angle[entry] else "partial turn"
         made.append(
             OutlierPair(

@@ -31,10 +31,10 @@ from rope_patch.analysis.trials import (
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows
-from rope_patch.evaluation.journal import Journal, finite, key
+from rope_patch.evaluation.result_cache import ResultCache, finite, key
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 SCHEMA = 1
 
@@ -168,11 +168,11 @@ def analyze(
         TypeError: not a transformers model.
         ValueError: as for ``capture`` and ``masses``; a layer or head that the model does not have; a p outside (0, 1).
     """
-    seen = look(model)
+    seen = inspect_model(model)
     check(model.config, layers=layers, heads=heads, shares=shares, tolerance=tolerance, chunk=chunk)  # type: ignore[arg-type]
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
-    kept = Journal(keep / "kept.jsonl") if keep is not None else None
+    kept = ResultCache(keep / "kept.jsonl") if keep is not None else None
     identity = {"model": fingerprint(model), "layers": layers, "text": rows.sha256, "ids": rows.ids.tolist()}
 
     def part(kind: Any, stage: str, make: Callable[[], Any], **options: Any) -> Any:
@@ -204,7 +204,7 @@ def analyze(
     progress("sinks", rows.ids.numel())
     shown = list(heads) or _clearest(measured)
     views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], shown)
-    context = max(slot.max_position_embeddings for slot in seen.slots)
+    context = max(slot.max_position_embeddings for slot in seen.tables)
     trials: tuple[Trial, ...] = ()
     edges: tuple[int, ...] = ()
     text = ""

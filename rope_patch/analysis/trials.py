@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, encode, spread_windows
 from rope_patch.evaluation.intervals import paired_means
-from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
+from rope_patch.evaluation.losses import PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.frequencies import still
+from rope_patch.frequencies import unrotated
 from rope_patch.modeling.statistics import Capture, LayerCapture
 from rope_patch.patching.apply import patched
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 SHARES = (0.9, 0.75, 0.5, 0.25)
 """Values of p that are tried."""
@@ -141,9 +142,9 @@ def run_trials(
     Returns:
         The table as found, and each p.
     """
-    seen = look(model)
-    before = f"{seen.record.to_method()}+" if seen.record else ""
-    resting = {slot.layer_type: still(slot.inv_freq) for slot in seen.slots}
+    seen = inspect_model(model)
+    before = () if seen.record is None else (seen.record.to_method(),)
+    resting = {slot.layer_type: unrotated(slot.inv_freq) for slot in seen.tables}
 
     def score(stage: str) -> PerplexityResult:
         return perplexity(
@@ -153,16 +154,16 @@ def run_trials(
             buckets=edges,
             chunk=min(CHUNK, edges[-1]),
             resume=resume,
-            progress=lambda tokens: progress(stage, tokens),
+            on_progress=lambda tokens: progress(stage, tokens),
         )
 
     found = score("as found")
     spans = list(itertools.pairwise(edges))
     made = [Trial(1.0, {}, 0.0, 0.0, 0.0, 0.0, tuple(found.between(*span) for span in spans), len(windows), None)]
     for p in shares:
-        with patched(model, f"{before}p_rope:p={p:g}", replace=True) as patch:
+        with patched(model, (*before, f"p_rope:p={p:g}"), replace=True) as patch:
             result = score(f"p = {p:g}")
-            rests = {kind: still(slot.inv_freq) & ~resting[kind] for kind, slot in patch.after.items()}
+            rests = {kind: unrotated(slot.inv_freq) & ~resting[kind] for kind, slot in patch.after.items()}
         changes = []
         for i, _ in enumerate(spans):
             ours, theirs = (

@@ -12,6 +12,7 @@ from rope_patch.checkpoints.adapters import (
     read_record,
     write_record,
 )
+from rope_patch.checkpoints.checking import Verification, inspect, verify
 from rope_patch.checkpoints.save_load import (
     building,
     check_older_keys,
@@ -28,11 +29,13 @@ __all__ = [
     "CONFIG_FILE",
     "RECORD_FILE",
     "RopePatchCallback",
+    "Verification",
     "adapter_base",
     "adapter_config",
     "building",
     "check_older_keys",
     "config_json",
+    "inspect",
     "is_adapter",
     "load",
     "load_adapter",
@@ -41,5 +44,6 @@ __all__ = [
     "read_record",
     "read_tokenizer",
     "save",
+    "verify",
     "write_record",
 ]

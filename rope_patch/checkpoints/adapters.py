@@ -21,7 +21,7 @@ from rope_patch.files import write_atomically
 from rope_patch.patching.encoding import add_older_keys
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, same_tables
-from rope_patch.patching.verify import verify
+from rope_patch.patching.verify import verify_model
 
 RECORD_FILE = "rope_patch.json"
 CONFIG_FILE = "config.json"
@@ -244,7 +244,7 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         Raises:
             PatchError: such a model.
         """
-        record = verify(model)
+        record = verify_model(model)
         check_adapters(model, record)  # now, and not when the work of hours is to be saved
         if state.global_step:  # resumed
             entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # Trainer looks for it
@@ -273,6 +273,6 @@ class RopePatchCallback(TrainerCallback, ExportableState):
 
     def put_beside(self, model: Any, folder: Path) -> None:
         """Write the record of a model into a checkpoint's folder, after checking it."""
-        record = verify(model)
+        record = verify_model(model)
         check_adapters(model, record)
         put_record(record, folder)

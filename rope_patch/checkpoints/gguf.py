@@ -14,7 +14,7 @@ from rope_patch.methods import Table
 from rope_patch.patching.apply import apply, reapply, rebase
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 
 
@@ -41,15 +41,15 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     """
     path = Path(path)
     seen = read_gguf(path)
-    (wanted,) = seen.slots
+    (wanted,) = seen.tables
     with blamed_on(f"{path}: transformers cannot read this GGUF file"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, **from_pretrained
         )
     _say_dequantized(model)
-    record = seen.record if seen.record is not None and not seen.remarks else None
-    for remark in seen.remarks:
-        warnings.warn(f"{path}: {remark}", stacklevel=3)
+    record = seen.record if seen.record is not None and not seen.warnings else None
+    for remark in seen.warnings:
+        warnings.warn(f"{path}: {remark}", stacklevel=4)
     if record is not None:
         _as_recorded(model, record)
     elif not same_table(TableRecord.of(_slot(model, wanted)), TableRecord.of(wanted)):
@@ -64,7 +64,7 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
 
 def _slot(model: PreTrainedModel, wanted: RotaryTable) -> RotaryTable:
     """Return the table of a model that a file's stands for: that of full attention where there are several."""
-    slots = {slot.layer_type: slot for slot in look(model).slots}
+    slots = {slot.layer_type: slot for slot in inspect_model(model).tables}
     kind = wanted.layer_type if wanted.layer_type in slots else "full_attention"
     if kind not in slots:
         raise PatchError(f"{type(model).__name__} has no table for {wanted.layer_type}, which the file holds")
@@ -74,7 +74,7 @@ def _slot(model: PreTrainedModel, wanted: RotaryTable) -> RotaryTable:
 def _check_sliding(model: PreTrainedModel, path: Path) -> None:
     """Raise where a file gives layers with a sliding window another base than transformers read."""
     stated = sliding_base(path)
-    for slot in look(model).slots:
+    for slot in inspect_model(model).tables:
         if stated is not None and slot.layer_type == "sliding_attention" and slot.rope_theta != stated:
             raise PatchError(
                 f"{path} states a base of {stated:g} for layers with a sliding window, and transformers reads "

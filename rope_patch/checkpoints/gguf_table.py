@@ -29,7 +29,7 @@ from rope_patch.tables import RotaryTable
 CHECKED = "0c1e57098, of llama-cpp-python 0.3.36"
 """The commit of llama.cpp whose source and behaviour the claims of this module were checked against."""
 
-STILL_DIVISOR = 1e30
+UNROTATED_DIVISOR = 1e30
 WIDEST = 65536
 """Features of a head; more is a damaged file."""
 RECORD_KEY = "rope_patch.patching.record"
@@ -96,9 +96,9 @@ def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
         inv_freq: (pairs,) the wanted table [rad/token].
         rope_theta: as ``rope.freq_base`` will say it; it is rounded to float32 there, and so here.
     """
-    wanted = frequencies.settle(inv_freq.float().cpu())
+    wanted = frequencies.zero_unrotated(inv_freq.float().cpu())
     ratio = _plain(rope_theta, len(wanted)) / wanted.double()
-    ratio[frequencies.still(wanted)] = STILL_DIVISOR
+    ratio[frequencies.unrotated(wanted)] = UNROTATED_DIVISOR
     return ratio.float().numpy()
 
 
@@ -195,7 +195,7 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
         divisor = torch.ones(pairs, dtype=torch.float64) if factors is None else factors.double()
         table = (plain / divisor / (1.0 if kind == "none" else stretch)).float()
     slot = RotaryTable(
-        inv_freq=frequencies.settle(table),
+        inv_freq=frequencies.zero_unrotated(table),
         attention_scaling=scaling,
         rope_theta=theta,
         rope_type="default" if frequencies.is_geometric(table, theta) and scaling == 1.0 else "custom",
@@ -256,7 +256,7 @@ def same_table(one: TableRecord, other: TableRecord) -> bool:
     mine, theirs = frequencies.table_of(one.inv_freq), frequencies.table_of(other.inv_freq)
     return (
         mine.shape == theirs.shape
-        and torch.allclose(mine, theirs, rtol=2e-6, atol=frequencies.STILL)
+        and torch.allclose(mine, theirs, rtol=2e-6, atol=frequencies.UNROTATED)
         and abs(one.attention_scaling - other.attention_scaling) < 1e-5
     )
 

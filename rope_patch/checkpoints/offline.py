@@ -21,7 +21,7 @@ from rope_patch.patching.apply import Patch, apply, reapply, restore
 from rope_patch.patching.encoding import add_older_keys
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord
-from rope_patch.patching.verify import verify
+from rope_patch.patching.verify import verify_model
 
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of its own folder fits no copy
 _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -124,7 +124,7 @@ def verify_folder(source: str | Path) -> PatchRecord:
         model = skeleton(adapter_base(source), beside_adapter=True)
         reapply(model, record)
     else:
-        record = verify(skeleton(source))
+        record = verify_model(skeleton(source))
     if Path(source).is_dir():
         check_weights(Path(source))
     return record

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,17 @@ from rope_patch.checkpoints.adapters import (
     weight_sizes,
 )
 from rope_patch.checkpoints.gguf import is_gguf, load_gguf
+from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.errors import blamed_on, in_one_line, read_json
 from rope_patch.files import folder_in_one_move
-from rope_patch.methods import MethodLike
+from rope_patch.methods import METHODS, MethodLike, as_method
+from rope_patch.methods.parameters import written
+from rope_patch.methods.registry import is_built_in
 from rope_patch.patching.apply import apply, hashes, reapply
 from rope_patch.patching.encoding import older_differences, text_part
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, same_tables
-from rope_patch.patching.verify import verify
+from rope_patch.patching.verify import verify_model
 from rope_patch.processes import first_alone
 
 
@@ -62,7 +67,8 @@ def save(
     Args:
         model: a patched model of transformers, or a PEFT model over one.
         out: the folder. In one that exists, the weights of an older checkpoint are replaced and other files kept.
-        tokenizer: saved beside it when given.
+        tokenizer: saved beside it. By default the tokenizer's files of the folder that the model came from are copied,
+            or of the hub repository as far as they are in the local cache; False leaves the tokenizer out.
         trust_adapters: names of adapters that belong to the model's tables although nothing shows it: PEFT itself
             loaded them, or combined them from such.
         **save_options: for ``save_pretrained``.
@@ -82,10 +88,12 @@ def save(
     ):
         if save_options.get(name):
             raise ValueError(f"save takes no {name}: {instead}")
+    if tokenizer not in (None, False) and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(f"tokenizer must be a tokenizer of transformers, False, or left out, got {tokenizer!r}")
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
     trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
     with first_alone(f"save to {os.path.realpath(out)}") as here:
-        record = verify(model)
+        record = verify_model(model)
         check_adapters(model, record, trusted, save_options.get("selected_adapters"))
         _warn_of_precision(record)
         if not (here and save_options.get("is_main_process", True)):
@@ -94,7 +102,9 @@ def save(
             return Path(out)
         with folder_in_one_move(out) as folder:
             inner.save_pretrained(folder, **save_options)
-            if tokenizer is not None:
+            if tokenizer is None:
+                copy_tokenizer(find_rotary(model).model, folder, beside=Path(out))
+            elif tokenizer is not False:
                 tokenizer.save_pretrained(folder)
             put_record(record, folder)
     return Path(out)
@@ -113,7 +123,12 @@ def load(
     source: str | Path,
     method: MethodLike | None = None,
     *,
-    apply_options: dict[str, Any] | None = None,
+    layer_types: Sequence[str] | None = None,
+    target_length: int | None = None,
+    replace: bool = False,
+    keep_edits: bool = False,
+    precision: str = "float32",
+    freeze_at: int | None = None,
     **from_pretrained: Any,
 ) -> PreTrainedModel | Any:
     """Load a model or an adapter with its patch in place and verified.
@@ -121,8 +136,14 @@ def load(
     Args:
         source: a folder or hub id: a model (patched or not), or an adapter with or without a record. Or a GGUF file,
             whose table is read too (transformers' ``gguf_file=`` reads its base alone).
-        method: a patch to apply to a model that has none.
-        apply_options: options of :func:`rope_patch.apply` for ``method`` (``target_length``, ``layer_types`` …).
+        method: a patch to apply to a model that has none, in any form that :func:`rope_patch.apply` takes. Its
+            parameters go into the method: ``"yarn:factor=4"``.
+        layer_types: for :func:`rope_patch.apply` of ``method``, as are the next five.
+        target_length: the context to reach and to state in the config [tokens].
+        replace: replace the patch that the model has.
+        keep_edits: with ``replace``, start from what the config says now.
+        precision: of the angles, ``"float32"`` or ``"float64"``.
+        freeze_at: length at which to freeze a table that changes with the context [tokens].
         **from_pretrained: for ``AutoModelForCausalLM.from_pretrained``; remote code is off unless asked for. For an
             adapter also ``adapter_name`` and ``is_trainable``; of one on the hub ``revision`` and ``subfolder`` are its
             own, of a folder on this disk ``revision`` is its base's.
@@ -132,63 +153,116 @@ def load(
 
     Raises:
         PatchError: the record does not fit what was loaded, or ``method`` meets a model that is patched already.
+        TypeError: a parameter of a method, which ``from_pretrained`` would ignore.
+        ValueError: a bad method, or options of a patch without one.
         OSError: nothing to load there; the message says what to do.
     """
+    options = {
+        "layer_types": layer_types,
+        "target_length": target_length,
+        "replace": replace,
+        "keep_edits": keep_edits,
+        "precision": precision,
+        "freeze_at": freeze_at,
+    }
+    _refuse_parameters(method, from_pretrained)
+    if method is None:
+        _refuse_options(options)
+        return _load(source, None, from_pretrained)
+    chosen = as_method(method)  # before hours of loading
+    return _load(source, lambda model: apply(model, chosen, **options), from_pretrained)  # type: ignore[arg-type]
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    """Raise where options of a patch are given without a method."""
+    defaults = inspect.signature(load).parameters
+    given = [name for name, value in options.items() if value != defaults[name].default]
+    if given:
+        name = given[0]
+        raise ValueError(f"{name} goes with a method: load(source, 'yarn', {name}={options[name]!r})")
+
+
+def _refuse_parameters(method: MethodLike | None, from_pretrained: Mapping[str, Any]) -> None:
+    """Raise where a parameter of a method is given as an option of ``from_pretrained``, which would ignore it."""
+    classes = [cls for cls in METHODS.values() if is_built_in(cls)]
+    name = method if isinstance(method, str) and method in METHODS else "METHOD"
+    if name in METHODS:
+        classes.insert(0, METHODS[name])
+    options = inspect.signature(PreTrainedModel.from_pretrained).parameters
+    for key in from_pretrained.keys() - options:
+        takes = [cls.name for cls in classes if key in {field.name for field in fields(cls)}]
+        if takes:
+            value = from_pretrained[key]
+            text = written(tuple(value) if isinstance(value, list) else value)
+            raise TypeError(
+                f"load takes no {key}=: it is a parameter of a method ({', '.join(dict.fromkeys(takes))}). Write it "
+                f"into the method: load(source, '{name}:{key}={text}')"
+            )
+
+
+def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretrained: dict[str, Any]) -> Any:
+    """Load what is at a source; ``patch`` is called with a model that is to be patched anew."""
     if is_gguf(source):
         model = load_gguf(source, **from_pretrained)
-        if method is not None:
-            apply(model, method, **(apply_options or {}))
+        if patch is not None:
+            patch(model)
         return model
     source, from_pretrained = _in_subfolder(source, from_pretrained)
-    local = Path(source).is_dir()
-    hub = {} if local else {key: value for key, value in from_pretrained.items() if key in HUB_OPTIONS}
+    hub = {} if Path(source).is_dir() else {key: v for key, v in from_pretrained.items() if key in HUB_OPTIONS}
     if is_adapter(source, **hub):
-        base, record = adapter_base(source, **hub), read_record(source, **hub)
-        for name in () if local else ("revision", "subfolder"):  # of the adapter; a folder on this disk has none
-            from_pretrained.pop(name, None)
-        if revision := adapter_config(source, **hub).revision:
-            from_pretrained.setdefault("revision", revision)  # of the base it was trained on
-        trained = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}
-        if method is not None and record is not None:
-            raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
-        with _without_adapter(base) as bare:
-            model = _reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
-        model.name_or_path = model.config.name_or_path = base
-        wanted = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
-        if method is not None:
-            apply(model, method, **(apply_options or {}))
-        elif wanted is not None:
-            reapply(model, wanted)
-        else:
-            warnings.warn(
-                f"the adapter {source} carries no patch record: loaded onto the tables of its base model as they are",
-                stacklevel=2,
-            )
-        return load_adapter(model, source, **trained, **hub)
+        return _load_under_adapter(source, patch, from_pretrained, hub)
     config = config_json(source, **from_pretrained)
     model = _reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
-    was = (model.config.architectures or [""])[0]
-    head, got = was.partition("For")[2], type(model).__name__.partition("For")[2]
-    if head not in ("", got):
+    saved_as = (model.config.architectures or [""])[0]
+    head, loaded_head = saved_as.partition("For")[2], type(model).__name__.partition("For")[2]
+    if head not in ("", loaded_head):
         warnings.warn(
-            f"{source} was saved as {was} and is loaded as {type(model).__name__}, without its head: load it with its "
-            "own class of transformers, and rope_patch.verify that model",
-            stacklevel=2,
+            f"{source} was saved as {saved_as} and is loaded as {type(model).__name__}, without its head: load it with "
+            "its own class of transformers, and rope_patch.verify that model",
+            stacklevel=3,
         )
     own = find_rotary(model).record
-    if (said := text_part(config).get("rope_patch")) is not None:
-        if own is None or own.to_dict() != PatchRecord.from_dict(said).to_dict():
+    if (stated := text_part(config).get("rope_patch")) is not None:
+        if own is None or own.to_dict() != PatchRecord.from_dict(stated).to_dict():
             raise PatchError(
-                f"{source} is patched with {PatchRecord.from_dict(said).to_method()}, and the config given in place of "
-                "its own does not say so: leave config= out, or edit what rope_patch.checkpoints.load_config returns"
+                f"{source} is patched with {PatchRecord.from_dict(stated).to_method()}, and the config given in place "
+                "of its own does not say so: leave config= out, or edit what rope_patch.checkpoints.load_config returns"
             )
         check_older_keys(config, source)
-    if method is not None:
-        apply(model, method, **(apply_options or {}))
+    if patch is not None:
+        patch(model)
     elif own is not None:
-        verify(model)  # what the stock loader built, before ours takes its place
+        verify_model(model)  # what transformers' loader built, before ours takes its place
         reapply(model, own)
     return model
+
+
+def _load_under_adapter(
+    source: str | Path, patch: Callable[[Any], Any] | None, from_pretrained: dict[str, Any], hub: dict[str, Any]
+) -> Any:
+    """Load an adapter's base model, patch it as the adapter's record says, and load the adapter onto it."""
+    base, record = adapter_base(source, **hub), read_record(source, **hub)
+    for name in () if Path(source).is_dir() else ("revision", "subfolder"):  # of the adapter, on the hub
+        from_pretrained.pop(name, None)
+    if revision := adapter_config(source, **hub).revision:
+        from_pretrained.setdefault("revision", revision)  # of the base it was trained on
+    for_peft = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}
+    if patch is not None and record is not None:
+        raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
+    with _without_adapter(base) as bare:
+        model = _reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
+    model.name_or_path = model.config.name_or_path = base
+    recorded = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
+    if patch is not None:
+        patch(model)
+    elif recorded is not None:
+        reapply(model, recorded)
+    else:
+        warnings.warn(
+            f"the adapter {source} carries no patch record: loaded onto the tables of its base model as they are",
+            stacklevel=4,
+        )
+    return load_adapter(model, source, **for_peft, **hub)
 
 
 def _in_subfolder(source: str | Path, options: dict[str, Any]) -> tuple[str | Path, dict[str, Any]]:
@@ -284,7 +358,7 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
                 f"the adapter {adapter} was trained under {theirs}, and the model is patched with {ours}: restore it "
                 "and apply the adapter's"
             )
-        verify(model)
+        verify_model(model)
     made: Any = model
     if holder is None:
         wrapped: Any = model

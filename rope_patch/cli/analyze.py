@@ -4,173 +4,46 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.loading import check_device, check_dtype, items, load_model, load_tokenizer
-from rope_patch.cli.options import command_line
+from rope_patch.cli.loading import (
+    check_device,
+    check_dtype,
+    check_patch,
+    load_model,
+    load_tokenizer,
+    prepare,
+    progress_bar,
+)
+from rope_patch.cli.options import (
+    Chunk,
+    Device,
+    Dtype,
+    FreezeAt,
+    Import,
+    Json,
+    LayerTypes,
+    Method,
+    Model,
+    Output,
+    Report,
+    TargetLength,
+    Threads,
+    command_line,
+    items,
+    list_of,
+    resumable,
+    tokens,
+    value_of,
+)
 from rope_patch.packaged import name_of
 
 SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
 LAYERS = 10_000  # more than any model has: a range is not made longer than this
-
-
-def analyze(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Checkpoint or adapter: folder or hub id.", show_default=False)
-    ],
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="File or folder, a domain of its own; may be repeated. Else built-in prompts in five domains."
-        ),
-    ] = None,
-    pattern: Annotated[str, typer.Option(help="Files of a folder that are read.")] = "**/*.txt",
-    layers: Annotated[str, typer.Option(help='Such as "0 3-5"; all by default.', show_default=False)] = "",
-    heads: Annotated[
-        str,
-        typer.Option(
-            help='Heads to show one by one, layer.head, "1.2 3.0"; else the clearest of each habit.', show_default=False
-        ),
-    ] = "",
-    against: Annotated[
-        str | None, typer.Option(help="Another checkpoint or adapter, read on the same text: what it does differently.")
-    ] = None,
-    p: Annotated[str, typer.Option(help="Values of p-RoPE's p to try; empty for none.")] = "0.9 0.75 0.5 0.25",
-    tolerance: Annotated[float, typer.Option(help="Rise of perplexity that a p may cost, relative.")] = 0.01,
-    tokens: Annotated[
-        str, typer.Option(help="Of all rows of text together, at most; a row of each text at least.")
-    ] = "16k",
-    window: Annotated[
-        str | None, typer.Option(help="Length of a row; by default the context, at most 2k [tokens].")
-    ] = None,
-    chunk: Annotated[int | None, typer.Option(help="Tokens per forward pass of the statistics; a row at once.")] = None,
-    method: Annotated[str | None, typer.Option(help="Patch to apply to MODEL first, NAME:key=value+NAME….")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-analysis"),
-    device: Annotated[str, typer.Option(help="cpu, cuda …; auto spreads the model over what is there.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    report: Annotated[bool, typer.Option(help="Write analysis.html; needs matplotlib.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
-) -> None:
-    """Say how the heads of a checkpoint use its rotary table: positional heads, outliers, sinks, and which p suits it.
-
-    Writes **analysis.json**, **capture.npz**, **heads.npz** and **analysis.html**. Finished parts are kept in the
-    folder: after Ctrl-C or a crash the same command goes on where it was.
-
-    Example: **rope-patch analyze ./llama --text ./articles --text ./code -o ./analysis**
-    """
-    import torch
-    from tqdm import tqdm
-    from transformers.utils import logging as hf_logging
-
-    from rope_patch.analysis import before_after
-    from rope_patch.analysis import run as engine
-    from rope_patch.evaluation.documents import documents
-    from rope_patch.evaluation.domains import read_rows
-    from rope_patch.files import folder_to_write, write_atomically
-    from rope_patch.patching.locate import find_rotary
-    from rope_patch.words import parse_length
-
-    if report:
-        from rope_patch.reports import analysis as page
-    wanted: dict[str, Any] = {
-        "layers": _layers(layers),
-        "heads": list(dict.fromkeys(_head(word) for word in items(heads))),
-    }
-    wanted["shares"] = list(dict.fromkeys(_share(word) for word in items(p)))
-    size = parse_length(window) if window is not None else None
-    total = parse_length(tokens)
-    if total < 2:
-        raise ValueError(f"tokens must be >= 2, got {total}")
-    named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in text or ()} or None
-    if named is not None and len(named) < len(text or ()):
-        raise ValueError("two texts have one name: rename one, domains are told apart by it")
-    check_dtype(dtype)
-    check_device(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    hf_logging.disable_progress_bar()
-    sides = [(model, output), *([(against, output / "against")] if against is not None else [])]
-    # What cannot be done fails before any weight is read.
-    configs = [_config(source) for source, _ in sides]
-    context = int(configs[0].max_position_embeddings)
-    engine.check(configs[0], tolerance=tolerance, chunk=chunk, **wanted)
-    shapes = [[getattr(config, name, None) for name in SHAPE] for config in configs]
-    if shapes[0] != shapes[-1]:
-        raise ValueError(f"{against} has other layers or heads than {model}: only one before and after can be compared")
-    tokenizers = [load_tokenizer(source) for source, _ in sides]
-    texts = [read_rows(words, named, window=size, tokens=total, context=context) for words in tokenizers]
-    rows = texts[0]
-    if not torch.equal(texts[-1].ids, rows.ids):
-        raise ValueError(f"{against} reads the text as other tokens than {model}: both need one tokenizer")
-    names = ["analysis.json", "capture.npz", "heads.npz"]
-    with folder_to_write(output, [*names, *["analysis.html"] * report]):
-        made: list[Any] = []
-        for (source, folder), tokenizer in zip(sides, tokenizers, strict=True):
-            loaded = load_model(source, method if folder == output else None, device, dtype)
-            find_rotary(loaded)
-            folder.mkdir(exist_ok=True)
-            read = engine.tokens_to_read(rows, wanted["shares"], context)
-            with tqdm(total=read, unit="tok", unit_scale=True, desc=name_of(source), disable=as_json) as bar:
-
-                def told(stage: str, done: int, bar: Any = bar) -> None:
-                    bar.set_postfix_str(stage, refresh=False)
-                    bar.update(done)
-
-                try:
-                    made.append(
-                        engine.analyze(
-                            loaded,
-                            tokenizer,
-                            rows,
-                            name=name_of(source),
-                            trial_source=named,
-                            tolerance=tolerance,
-                            chunk=chunk,
-                            keep=folder,
-                            progress=told,
-                            **wanted,
-                        )
-                    )
-                except KeyboardInterrupt:
-                    bar.close()
-                    print(
-                        f"what was finished is kept in {folder}: the same command goes on from there", file=sys.stderr
-                    )
-                    raise
-                bar.total = bar.n
-            del loaded
-            write_atomically(folder / "analysis.json", made[-1].to_json())
-        sentences: list[str] = []
-        if against is not None:
-            found = before_after.differences(*made)
-            sentences = before_after.changes(found, made[1].name)
-            write_atomically(output / "differences.json", before_after.to_json(found, made[1].name))
-            names += ["differences.json", "against/"]
-        if report:
-            command = command_line()
-            page.write(
-                output / "analysis.html", made[0], against=made[1] if against is not None else None, command=command
-            )
-            names.append("analysis.html")
-    if as_json:
-        print(made[0].to_json())
-        return
-    _print(made[0], engine)
-    for sentence in sentences:
-        print(f"- {sentence}")
-    print(f"wrote {', '.join(names)} in {output}")
-
-
-def _config(source: str) -> Any:
-    """Return the config of a checkpoint's text model, or of an adapter's base."""
-    from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.save_load import load_config
-
-    return load_config(adapter_base(source) if is_adapter(source) else source).get_text_config()
 
 
 def _whole(word: str) -> bool:
@@ -190,14 +63,14 @@ def _layers(text: str) -> list[int] | None:
     >>> _layers("0 3-5"), _layers("")
     ([0, 3, 4, 5], None)
     """
-    found: list[int] = []
+    indices: list[int] = []
     for word in items(text):
         first, dash, last = word.partition("-")
         last = last if dash else first
         if not (_whole(first) and _whole(last)) or int(first) > int(last) or int(last) >= LAYERS:
             raise ValueError(f"layers are numbers and ranges such as '0 3-5', got {word!r}")
-        found += range(int(first), int(last) + 1)
-    return sorted(set(found)) or None
+        indices += range(int(first), int(last) + 1)
+    return sorted(set(indices)) or None
 
 
 def _head(word: str) -> tuple[int, int]:
@@ -212,7 +85,219 @@ def _head(word: str) -> tuple[int, int]:
     return int(layer), int(head)
 
 
-def _print(made: Any, engine: Any) -> None:
+# Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
+def analyze(
+    model: Model,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            metavar="PATH",
+            help="A text file, or a folder of text files, to run the model on. Repeat it for more; results are given "
+            "for each. By default short built-in texts of five kinds.",
+            show_default=False,
+        ),
+    ] = None,
+    pattern: Annotated[str, typer.Option(metavar="GLOB", help="Which files of a --text folder are read.")] = "**/*.txt",
+    layers: Annotated[
+        Sequence[int] | None,
+        typer.Option(
+            parser=value_of("--layers", _layers),
+            metavar="LAYERS",
+            help='The layers to analyze, for example "0 3-5". By default all of them.',
+            show_default=False,
+        ),
+    ] = None,
+    heads: Annotated[
+        Sequence[tuple[int, int]],
+        typer.Option(
+            parser=list_of("--heads", _head),
+            metavar="HEADS",
+            help='The attention heads to show in detail, as layer.head, for example "1.2 3.0". By default the clearest '
+            "example of each type.",
+            show_default=False,
+        ),
+    ] = (),
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A second checkpoint or adapter of the same shape; the report compares the two on the same text.",
+            show_default=False,
+        ),
+    ] = None,
+    p: Annotated[
+        Sequence[float],
+        typer.Option(
+            parser=list_of("--p", _share),
+            metavar="VALUES",
+            help='The values of p to try p-RoPE with, separated by spaces. "" tries none.',
+        ),
+    ] = (0.9, 0.75, 0.5, 0.25),
+    tolerance: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="The relative increase in perplexity up to which a p is recommended."),
+    ] = 0.01,
+    tokens_read: Annotated[
+        int, tokens("--tokens", "How much text is read in all; at least one row of each text is.")
+    ] = 16384,
+    window: Annotated[
+        int | None,
+        tokens(
+            "--window",
+            "The length of the rows that the text is cut into. By default the context length of the model, but at "
+            "most 2k.",
+            show_default=False,
+        ),
+    ] = None,
+    chunk: Chunk = None,
+    method: Method = None,
+    target_length: TargetLength = None,
+    layer_types: LayerTypes = None,
+    freeze_at: FreezeAt = None,
+    output: Output = Path("rope-patch-analysis"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    report: Report = True,
+    imports: Import = None,
+    as_json: Json = False,
+) -> None:
+    """Analyze how the attention heads of a model use its rotary table, and which p of p-RoPE would suit it.
+
+    It finds positional heads, features with outliers, and attention sinks. It writes **analysis.json**,
+    **capture.npz**, **heads.npz** and **analysis.html**. If it is interrupted, run it again to continue: finished work
+    is saved in the output folder.
+
+    Example: **rope-patch analyze ./llama --text ./articles --text ./code -o ./analysis**
+    """
+    from rope_patch.analysis import run as engine
+    from rope_patch.files import folder_to_write, write_atomically
+
+    if report:
+        from rope_patch.reports import analysis as page
+    if tokens_read < 2:
+        raise ValueError(f"tokens must be >= 2, got {tokens_read}")
+    options: dict[str, Any] = {"layers": layers, "heads": list(dict.fromkeys(heads)), "shares": list(dict.fromkeys(p))}
+    options |= {"tolerance": tolerance, "chunk": chunk}
+    patch: dict[str, Any] = {"target_length": target_length, "layer_types": layer_types, "freeze_at": freeze_at}
+    check_patch(method, patch)
+    texts = _texts(text, pattern)
+    check_dtype(dtype)
+    check_device(device)
+    prepare(threads)
+    models = [(model, output), *([(against, output / "against")] if against is not None else [])]
+    # What cannot be done fails before any weight is read.
+    configs = _configs([source for source, _ in models])
+    engine.check(configs[0], **options)
+    context = int(configs[0].max_position_embeddings)
+    tokenizers = [load_tokenizer(source) for source, _ in models]
+    rows = _rows(models, tokenizers, texts, window=window, tokens=tokens_read, context=context)
+    names = ["analysis.json", "capture.npz", "heads.npz"]
+    with folder_to_write(output, [*names, *["analysis.html"] * report]):
+        results: list[Any] = []
+        for (source, folder), tokenizer in zip(models, tokenizers, strict=True):
+            patched = {"method": method, **patch} if folder == output else {}
+            loaded = load_model(source, device=device, dtype=dtype, **patched)
+            folder.mkdir(exist_ok=True)
+            total = engine.tokens_to_read(rows, options["shares"], context)
+            with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
+                results.append(
+                    engine.analyze(
+                        loaded,
+                        tokenizer,
+                        rows,
+                        name=name_of(source),
+                        trial_source=texts,
+                        keep=folder,
+                        progress=on_progress,
+                        **options,
+                    )
+                )
+                bar.total = bar.n
+            del loaded
+            write_atomically(folder / "analysis.json", results[-1].to_json())
+        sentences = _changes(results, output, names)
+        if report:
+            other = results[1] if len(results) > 1 else None
+            page.write(output / "analysis.html", results[0], against=other, command=command_line())
+            names.append("analysis.html")
+    if as_json:
+        print(results[0].to_json())
+        return
+    _print(results[0], engine)
+    for sentence in sentences:
+        print(f"- {sentence}")
+    print(f"wrote {', '.join(names)} in {output}")
+
+
+def _texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | None:
+    """Return the documents of each text by its name; None where none is given.
+
+    Raises:
+        ValueError: two texts of one name.
+        FileNotFoundError: no such text.
+    """
+    from rope_patch.evaluation.documents import documents
+
+    named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in paths or ()}
+    if len(named) < len(paths or ()):
+        raise ValueError("two texts have one name: rename one, since results are given by name")
+    return named or None
+
+
+def _configs(sources: Sequence[str]) -> list[Any]:
+    """Return the configs of the text models of checkpoints, or of the bases of adapters.
+
+    Raises:
+        ValueError: two models of different shapes.
+    """
+    from rope_patch.checkpoints.adapters import adapter_base, is_adapter
+    from rope_patch.checkpoints.save_load import load_config
+
+    bases = [adapter_base(source) if is_adapter(source) else source for source in sources]
+    configs = [load_config(base).get_text_config() for base in bases]
+    shapes = [[getattr(config, name, None) for name in SHAPE] for config in configs]
+    if shapes[0] != shapes[-1]:
+        raise ValueError(
+            f"{sources[-1]} has other layers or heads than {sources[0]}: only models of one shape can be compared"
+        )
+    return configs
+
+
+def _rows(
+    models: Sequence[tuple[str, Path]], tokenizers: Sequence[Any], texts: dict[str, Any] | None, **size: Any
+) -> Any:
+    """Return the rows of text that all models read.
+
+    Raises:
+        ValueError: tokenizers that give different tokens.
+    """
+    import torch
+
+    from rope_patch.evaluation.domains import read_rows
+
+    first, *others = [read_rows(tokenizer, texts, **size) for tokenizer in tokenizers]
+    for (source, _), rows in zip(models[1:], others, strict=True):
+        if not torch.equal(rows.ids, first.ids):
+            raise ValueError(f"{source} reads the text as other tokens than {models[0][0]}: both need one tokenizer")
+    return first
+
+
+def _changes(results: Sequence[Any], output: Path, names: list[str]) -> list[str]:
+    """Write the differences of two models, add the files to ``names``, and return the differences as sentences."""
+    from rope_patch.analysis import before_after
+    from rope_patch.files import write_atomically
+
+    if len(results) < 2:
+        return []
+    differences = before_after.differences(*results)
+    write_atomically(output / "differences.json", before_after.to_json(differences, results[1].name))
+    names += ["differences.json", "against/"]
+    return before_after.changes(differences, results[1].name)
+
+
+def _print(result: Any, engine: Any) -> None:
     """Print what matters most, and what each p would cost."""
     from rich import box
     from rich.console import Console
@@ -220,22 +305,22 @@ def _print(made: Any, engine: Any) -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for sentence in engine.findings(made):
+    for sentence in engine.findings(result):
         console.print(f"- {escape(sentence)}")
-    if not made.trials:
+    if not result.trials:
         return
-    spans = [f"{low}-{high}" for low, high in itertools.pairwise(made.trial_positions)]
+    spans = [f"{low}-{high}" for low, high in itertools.pairwise(result.trial_positions)]
     table = Table(
-        title=f"p-RoPE untrained, on {escape(made.trial_text)}; shares are of the layers whose table changes",
+        title=f"p-RoPE untrained, on {escape(result.trial_text)}; shares are of the layers whose table changes",
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )
-    for head in ("p", "pairs stopped", "share of logits", "turned", *(f"ppl {span}" for span in spans)):
+    for head in ("p", "unrotated pairs", "share of logits", "turned", *(f"ppl {span}" for span in spans)):
         table.add_column(head, justify="right")
-    for trial in made.trials:
+    for trial in result.trials:
         stopped = sum(len(pairs) for pairs in trial.stopped.values())
         table.add_row(
-            "as found" if trial.change is None else f"{trial.p:g}",
+            "unchanged" if trial.change is None else f"{trial.p:g}",
             str(stopped),
             f"{trial.logit_share:.1%}",
             f"{trial.turned:.1%}",

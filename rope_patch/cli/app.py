@@ -27,7 +27,10 @@ from rope_patch.cli.theory import theory
 from rope_patch.cli.verify import verify
 
 app = typer.Typer(
-    help="Adapt Hugging Face checkpoints to longer contexts by changing their rotary position embeddings.",
+    help="Adapt Hugging Face checkpoints to longer contexts by changing their rotary position embeddings.\n\n"
+    "A method, such as yarn or p_rope, computes a new table of rotary frequencies; **rope-patch methods** lists all of "
+    "them. A patched checkpoint is one whose table was replaced; plain transformers loads it.\n\n"
+    "Lengths are numbers of tokens, written as 8192 or 8k.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,8 +44,8 @@ for command in (
     app.command(command.__name__.replace("_", "-"))(command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from rope_patch import __version__
 
         print(f"rope-patch {__version__}")
@@ -51,7 +54,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -69,7 +74,7 @@ def run(app: typer.Typer) -> None:
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns Ctrl-C into a silent exit
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
-        print("interrupted: nothing was left half written", file=sys.stderr)
+        print("interrupted: no file was left half written", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
@@ -82,8 +87,8 @@ def run(app: typer.Typer) -> None:
             else ""
         )
         system = isinstance(error, OSError) and error.filename is not None and error.strerror is not None
-        said = f"{str(error.filename)!r}: {error.strerror.lower()}" if system else str(error)  # type: ignore[union-attr]
-        print(f"error: {said}{hint}", file=sys.stderr)
+        message = f"{str(error.filename)!r}: {error.strerror.lower()}" if system else str(error)  # type: ignore[union-attr]
+        print(f"error: {message}{hint}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:  # of a library: its name helps
         if os.environ.get("ROPE_PATCH_DEBUG"):

@@ -6,40 +6,59 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import Force, Json, Model, Out, print_json, say_copied
+from rope_patch.cli.options import (
+    Checkpoint,
+    Force,
+    FreezeAt,
+    Import,
+    Json,
+    LayerTypes,
+    NewFolder,
+    Replace,
+    TargetLength,
+    print_json,
+    say_copied,
+)
 
 
 def apply(
-    model: Model,
-    method: Annotated[str, typer.Argument(help="A method's name, or the grammar NAME:key=value+NAME…")],
-    out: Out,
+    model: Checkpoint,
+    method: Annotated[
+        str,
+        typer.Argument(
+            metavar="METHOD",
+            help="The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are "
+            "joined with +. rope-patch methods lists all of them.",
+            show_default=False,
+        ),
+    ],
+    output: NewFolder,
     parameters: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="The method's parameters.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="The parameters of the method, if METHOD is only a name."),
     ] = None,
-    target_length: Annotated[
-        str | None,
-        typer.Option(help="Context to state in the config, such as 32k; a factor left out follows from it [tokens]."),
-    ] = None,
-    layer_types: Annotated[
-        list[str] | None, typer.Option("--layer-type", help="Which tables, on mixed models; may be repeated.")
-    ] = None,
-    freeze_at: Annotated[int | None, typer.Option(help="Length at which to freeze a dynamic table [tokens].")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace an earlier patch.")] = False,
+    target_length: TargetLength = None,
+    layer_types: LayerTypes = None,
+    freeze_at: FreezeAt = None,
+    replace: Replace = False,
     keep_edits: Annotated[
-        bool, typer.Option("--keep-edits", help="With --replace: start from the config as it was edited since.")
+        bool,
+        typer.Option(
+            "--keep-edits", help="With --replace: keep what was changed in the config since the earlier patch."
+        ),
     ] = False,
     force: Force = False,
+    imports: Import = None,
     as_json: Json = False,
 ) -> None:
-    """Write a patched copy of a checkpoint that plain transformers loads.
+    """Write a copy of a checkpoint with patched rotary tables, which transformers loads without this package.
 
-    Weights are copied byte for byte; the config says the new table.
+    Only the config changes. The weights are copied byte for byte and never loaded.
 
     Example: **rope-patch apply ./llama abf rope_theta=500000 -o ./llama-abf**
     """
     from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.methods import as_method
-    from rope_patch.words import parse_length
 
     params: dict[str, Any] = {}
     for item in parameters or ():
@@ -50,17 +69,17 @@ def apply(
     patch = patch_folder(
         model,
         as_method(method, **params),
-        out,
+        output,
         overwrite=force,
         progress=say_copied,
-        target_length=None if target_length is None else parse_length(target_length),
+        target_length=target_length,
         layer_types=layer_types,
         freeze_at=freeze_at,
         replace=replace,
         keep_edits=keep_edits,
     )
     if as_json:
-        print_json({"output": str(out), "record": patch.record.to_dict()})
+        print_json({"output": str(output), "record": patch.record.to_dict()})
         return
     print(patch.describe())
-    print(f"wrote {out}: AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it, with or without rope_patch")
+    print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it, with or without rope_patch")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import checkpoints
 from rope_patch.evaluation.compare import Comparison, compare
-from rope_patch.evaluation.compare import tokens_to_read as read_by_comparison
+from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.files import write_atomically
 from rope_patch.packaged import data_path
 from rope_patch.patching.apply import patched
@@ -54,7 +54,7 @@ with torch.no_grad():
 
 @dataclass(frozen=True)
 class Demo:
-    """What one checkpoint showed.
+    """The result on one checkpoint.
 
     Attributes:
         shape: of the checkpoint, ``llama`` or ``gemma3``.
@@ -73,9 +73,9 @@ def run(
     *,
     quick: bool = False,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     seed: int = 0,
-    progress: Any = lambda name, tokens: None,
+    on_progress: Any = lambda method, tokens: None,
 ) -> Demo:
     """Compare the methods on a bundled checkpoint, save the best, and reload it plainly.
 
@@ -84,9 +84,9 @@ def run(
         out: folder for the JSON and the saved checkpoint.
         quick: three methods and few prompts, in seconds.
         device: to run on.
-        dtype: of the weights.
+        dtype: of the weights; ``"auto"`` for the one they are stored in.
         seed: of the prompts.
-        progress: told the method and the tokens it has just read.
+        on_progress: called with the method and the number of tokens it has just read.
 
     Raises:
         RuntimeError: the saved checkpoint does not reload with equal logits.
@@ -95,7 +95,7 @@ def run(
     tokenizer = AutoTokenizer.from_pretrained(source)
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     model = model.to(device).eval()
-    comparison = compare(model, tokenizer, methods(quick), seed=seed, progress=progress, **sizes(quick))
+    comparison = compare(model, tokenizer, methods(quick), spec(quick, seed), on_progress=on_progress)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / f"{shape}.json", comparison.to_json())
     best = comparison.best()
@@ -112,19 +112,16 @@ def methods(quick: bool) -> tuple[str, ...]:
     return METHODS[:2] + METHODS[-1:] if quick else METHODS
 
 
-def sizes(quick: bool) -> dict[str, Any]:
-    """Return the lengths and counts that :func:`~rope_patch.evaluation.compare.compare` runs at."""
+def spec(quick: bool, seed: int = 0) -> EvalSpec:
+    """Return what a run measures."""
     if quick:
-        return {"lengths": (256, 1024), "windows": 2, "depths": (0.1, 0.9), "samples": 2}
-    return {"lengths": (256, 512, 1024), "windows": 10, "depths": (0.0, 0.25, 0.5, 0.75, 1.0), "samples": 3}
+        return EvalSpec((256, 1024), windows=2, depths=(0.1, 0.9), samples=2, seed=seed)
+    return EvalSpec((256, 512, 1024), windows=10, samples=3, seed=seed)
 
 
 def tokens_to_read(quick: bool) -> int:
     """Return the tokens a checkpoint's comparison reads, for the progress bar."""
-    size = sizes(quick)
-    return read_by_comparison(
-        len(methods(quick)), size["lengths"], size["windows"], len(size["depths"]), size["samples"]
-    )
+    return len(methods(quick)) * spec(quick).tokens_to_read()
 
 
 def reloads_equal(model: Any, folder: Path) -> bool:

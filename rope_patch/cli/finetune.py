@@ -6,9 +6,12 @@ import os
 import shlex
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from rope_patch.cli.options import GpuMemory, Import, Threads, resumable
 
 if TYPE_CHECKING:
     from rope_patch.training.recipe import RecipeOptions
@@ -36,29 +39,35 @@ def finetune(
     options: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FILE.yaml | key=value]...", help="YAML files and options; later ones replace earlier ones."
+            metavar="[FILE.yaml | KEY=VALUE]...",
+            help="The options of the run, as YAML files and as single values. Later ones replace earlier ones.",
         ),
     ] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Train a bundled checkpoint for a few steps: about a minute on a CPU.")
+        bool,
+        typer.Option(
+            "--smoke", help="Try the run in about a minute on a CPU: a small bundled checkpoint and few steps."
+        ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="Print options, predicted memory and time of training and evaluation; load and write nothing.",
+            "--dry-run", help="Print the options and the estimated memory and time, evaluation included, and stop."
         ),
     ] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Delete an earlier run in the output folder.")] = False,
-    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU, for --dry-run [GiB].")] = 80,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Delete an earlier run in the output folder and start again.")
+    ] = False,
+    gpu_memory: GpuMemory = 80,
+    threads: Threads = None,
+    imports: Import = None,
 ) -> None:
-    """Patch a checkpoint and fine-tune it at longer contexts with LoRA or QLoRA.
+    """Fine-tune a patched checkpoint at a longer context with LoRA or QLoRA.
 
-    The output folder gets an adapter with its patch record, and a model card with the scores before and after training.
-    Three options are required: **model.name**, **data.lengths** (the length of the rows) and **output**. The file
-    **lora.yaml**, which **rope-patch recipes copy** copies, describes all others. To resume an interrupted run, give
-    the same command again.
+    The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
+    run the same command again to continue from the last checkpoint. Three options are required: **model.name**,
+    **data.lengths** (the length of the rows) and **output**. All options are listed in **lora.yaml**, which
+    **rope-patch recipes copy** copies.
 
     Example: **rope-patch finetune model.name=./llama patch.method=yarn:factor=4 data.lengths=16k output=out**
     """
@@ -75,12 +84,8 @@ def finetune(
     if dry_run:
         print(_estimate(recipe, gpu_memory, threads))
         return
-    try:
+    with resumable(Path(recipe.output), again="the same command without --restart" if restart else "the same command"):
         _run(recipe, restart, threads)
-    except KeyboardInterrupt:
-        command = "the same command without --restart" if restart else "the same command"
-        print(f"finished checkpoints are kept: {command} resumes from the last one", file=sys.stderr)
-        raise
 
 
 def smoke_options(options: RecipeOptions) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     for name in list(after)[1:]:
         earlier = f"{before[name]:.3g} -> " if name in before else ""
         print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {earlier}{after[name]:.3g}")
-    for change in result.results.get("changes", {}).values():
+    for change in result.results.get("changes", []):
         print(change["sentence"])
     verb = "found" if result.finished_before else "wrote"
     print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")

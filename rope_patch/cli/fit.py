@@ -11,83 +11,254 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.loading import check_device, check_dtype, check_source, depth, items, load_model, load_tokenizer
-from rope_patch.cli.options import command_line
+from rope_patch.cli.loading import (
+    check_device,
+    check_dtype,
+    check_paths,
+    check_source,
+    load_model,
+    load_tokenizer,
+    prepare,
+    progress_bar,
+    read_haystack,
+)
+from rope_patch.cli.options import (
+    Checkpoint,
+    Depths,
+    Device,
+    Dtype,
+    Force,
+    FreezeAt,
+    Import,
+    Json,
+    LayerTypes,
+    NewFolder,
+    Replace,
+    Samples,
+    Seed,
+    Task,
+    Text,
+    Threads,
+    command_line,
+    resumable,
+    tokens,
+)
 
 NOTE = "fit.json"
 
 
+# Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def fit(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint: folder or hub id.", show_default=False)],
-    length: Annotated[str, typer.Option(help="Target length, such as 8k [tokens].", show_default=False)],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder to write the patched checkpoint to.", show_default=False)
+    model: Checkpoint,
+    target_length: Annotated[
+        int, tokens("--target-length", "The context length to fit the table to, such as 8k.", show_default=False)
     ],
-    data: Annotated[
-        Path | None, typer.Option(help="File or folder (*.txt) to fit to; its last tenth decides. Else Python's own.")
-    ] = None,
+    output: NewFolder,
+    text: Text = None,
     init: Annotated[
-        str | None, typer.Option(help='Tables to start from, "yarn abf:factor=50"; all are fitted. yarn by default.')
+        str | None,
+        typer.Option(
+            metavar="METHODS",
+            help='The methods whose tables the fit starts from, separated by spaces, for example "yarn abf:factor=50". '
+            "Each is fitted, and the best result is written. By default yarn.",
+            show_default=False,
+        ),
     ] = None,
     family: Annotated[
-        str | None, typer.Option(help="Scan the parameters of a method instead, without gradients: p_rope.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Do not fit: evaluate many parameters of one method instead, and write the best. Known: p_rope.",
+            show_default=False,
+        ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Of Adam; 0 judges the starts alone. 40 by default.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="COUNT",
+            help="The number of optimizer steps; 0 only compares the starting tables. By default 40.",
+            show_default=False,
+        ),
+    ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Of a step; two rows of the target, 4096 at least [tokens].")
+        int | None,
+        tokens(
+            "--batch-tokens",
+            "The number of tokens in a step. By default twice the target length, but at least 4096.",
+            show_default=False,
+        ),
     ] = None,
-    learning_rate: Annotated[float, typer.Option(help="On the logarithms of the frequencies; it falls to 0.")] = 0.04,
-    retrieval: Annotated[float, typer.Option(help="Share of the learning rate for answers; 0 for text alone.")] = 0.8,
-    task: Annotated[str, typer.Option(help="passkey, niah, multivalue, multiquery or vt.")] = "passkey",
-    checks: Annotated[int, typer.Option(help="How often the table is judged, and turned back if worse.")] = 2,
-    patience: Annotated[int, typer.Option(help="Checks without a better held-out loss before a stop.")] = 2,
-    windows: Annotated[int, typer.Option(help="Of held-out text, as long as the target.")] = 8,
-    depths: Annotated[str, typer.Option(help="Of the needles of held-out prompts.")] = "0 0.25 0.5 0.75 1",
-    samples: Annotated[int, typer.Option(help="Haystacks per length; each is asked at every depth.")] = 4,
-    band: Annotated[float | None, typer.Option(help="Factor by which no frequency leaves its start.")] = None,
-    monotone: Annotated[bool, typer.Option("--monotone", help="No pair overtakes a faster one.")] = False,
-    curve: Annotated[int | None, typer.Option(help="Cosines that the factors follow; a factor per pair else.")] = None,
-    scaling: Annotated[bool, typer.Option(help="Fit the factor on cos and sin, too.")] = False,
-    layer_types: Annotated[
-        list[str] | None, typer.Option("--layer-type", help="Which tables, on mixed models; may be repeated.")
+    learning_rate: Annotated[
+        float, typer.Option(metavar="NUMBER", help="The learning rate for the logarithms of the frequencies.")
+    ] = 0.04,
+    retrieval: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="How much of the learning rate goes to answering retrieval prompts, from 0 to 1; the rest goes to "
+            "predicting text.",
+        ),
+    ] = 0.8,
+    task: Task = "passkey",
+    haystack: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="The text that held-out retrieval prompts hide their answers in: builtin, noise, or a file or folder. "
+            "By default the held-out part of the text.",
+            show_default=False,
+        ),
     ] = None,
-    freeze_at: Annotated[int | None, typer.Option(help="Length at which to freeze a dynamic table [tokens].")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace an earlier patch.")] = False,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Compute activations again in the backward pass, for memory.")
+    checks: Annotated[
+        int,
+        typer.Option(
+            metavar="COUNT",
+            help="How often the table is evaluated during the fit. A table that got worse is moved back.",
+        ),
+    ] = 2,
+    patience: Annotated[
+        int,
+        typer.Option(metavar="COUNT", help="Stop after this many evaluations without a lower loss on held-out text."),
+    ] = 2,
+    windows: Annotated[
+        int,
+        typer.Option(
+            metavar="COUNT", help="The number of pieces of held-out text to evaluate on, each of the target length."
+        ),
+    ] = 8,
+    depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0),
+    samples: Samples = 4,
+    band: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FACTOR",
+            help="Let no frequency change by more than this factor. By default there is no limit.",
+            show_default=False,
+        ),
+    ] = None,
+    monotone: Annotated[bool, typer.Option("--monotone", help="Keep the frequencies in descending order.")] = False,
+    curve: Annotated[
+        int | None,
+        typer.Option(
+            metavar="COUNT",
+            help="Fit a smooth curve of this many cosines over the frequencies. By default each frequency is fitted by "
+            "itself.",
+            show_default=False,
+        ),
+    ] = None,
+    scaling: Annotated[
+        bool, typer.Option(help="Also fit the attention scaling, the factor on cosines and sines.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of rows and prompts.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda …; auto spreads the model over what is there.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write into a folder that holds files.")] = False,
-    figure: Annotated[bool, typer.Option(help="Write fit.svg; needs matplotlib.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    layer_types: LayerTypes = None,
+    freeze_at: FreezeAt = None,
+    replace: Replace = False,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Use gradient checkpointing: less memory, up to a third more time.")
+    ] = False,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    force: Force = False,
+    figure: Annotated[
+        bool,
+        typer.Option(help="Write fit.svg, a plot of the table. It needs matplotlib: pip install 'rope_patch[plots]'."),
+    ] = True,
+    imports: Import = None,
+    as_json: Json = False,
 ) -> None:
-    """Fit the rotary table of a checkpoint to a longer context, its weights frozen, and write a patched copy.
+    """Fit the rotary table of a checkpoint to a longer context by gradient descent; the weights do not change.
 
-    Rows of text of many lengths are learned, and passkeys hidden in such rows; the table that is kept is chosen on
-    held-out text and prompts, reads no worse there than its start and finds not surely less. The copy loads in plain
-    transformers. Beside it: **fit.json**, what was measured, and **fit.svg**, the table among others. Finished work is
-    kept in **OUTPUT.fit.jsonl** until the end: after Ctrl-C or a crash the same command goes on where it was.
+    The fit learns from pieces of text and from retrieval prompts made of them. The last tenth of the text is held out
+    to evaluate tables on: the one that is chosen predicts it no worse than the starting table does, and does not answer
+    significantly fewer prompts. The result is a patched copy of the checkpoint that plain transformers loads.
+    **fit.json** holds the measurements, **fit.svg** a plot of the table. If the command is interrupted, run it again to
+    continue: finished work is saved in **OUTPUT.fit.jsonl** until the end.
 
-    Example: **rope-patch fit ./llama --length 8k --data ./books -o ./llama-8k**
+    Example: **rope-patch fit ./llama --target-length 8k --text ./books -o ./llama-8k**
     """
-    import torch
-    from tqdm import tqdm
-    from transformers.utils import logging as hf_logging
-
     from rope_patch import fitting
-    from rope_patch.checkpoints.adapters import is_adapter
     from rope_patch.checkpoints.offline import check_free, patch_folder
     from rope_patch.evaluation.compare import environment
     from rope_patch.files import claimed, write_atomically
-    from rope_patch.words import parse_length
 
     if figure:
         from rope_patch.plots import base as plots
     check_dtype(dtype)
     check_device(device)
+    _check_places(model, output)
+    place = Path(os.path.abspath(output))  # "." has no name
+    work, command = place.with_name(f"{place.name}.fit.jsonl"), command_line()
+    overwrite = force or (work.exists() and _command_of(output / NOTE) == command)  # killed after the folder appeared
+    check_free(output, overwrite)
+    check_paths(text)
+    objective = fitting.Objective(retrieval, task)
+    constraint = fitting.Constraint(band, monotone, curve, scaling)
+    starts = fitting.family(family) if family else (init or "yarn").split()
+    if family is not None and (init is not None or steps):
+        raise ValueError("--family scans its own starts without a step: leave --init and --steps out")
+    steps = 0 if family else 40 if steps is None else steps
+    schedule = fitting.Schedule(steps, batch_tokens, learning_rate, checks, patience, checkpointing, seed)
+    if haystack is not None:
+        read_haystack(haystack)
+    prepare(threads)
+    with claimed(output):
+        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
+        options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "replace": replace}
+        with resumable(work), progress_bar(None, hidden=as_json) as (_, on_progress):
+            patch = fitting.fit(
+                loaded,
+                tokenizer,
+                text,
+                target_length=target_length,
+                init=starts,
+                objective=objective,
+                constraint=constraint,
+                schedule=schedule,
+                spec=fitting.held_out_spec(
+                    loaded,
+                    target_length,
+                    task=task,
+                    seed=seed,
+                    freeze_at=freeze_at,
+                    windows=windows,
+                    depths=depths,
+                    samples=samples,
+                    haystack=None if haystack is None else str(read_haystack(haystack)),
+                ),
+                resume=work,
+                on_progress=on_progress,
+                **options,
+            )
+        result = {
+            "command": command,
+            **patch.to_dict(),
+            "settings": {"target_length": target_length, "objective": asdict(objective),
+                         "constraint": asdict(constraint), "steps": steps, "learning_rate": learning_rate,
+                         "seed": seed},
+            "environment": environment(loaded),
+        }  # fmt: skip
+
+        def finish(folder: Path) -> None:
+            write_atomically(folder / NOTE, json.dumps(result, indent=1, allow_nan=False))
+            if figure:
+                write_atomically(folder / "fit.svg", plots.svg(_figure(patch, target_length)))
+
+        patch_folder(
+            model, patch.method, output, overwrite=overwrite, finish=finish, target_length=target_length, **options
+        )
+        work.unlink(missing_ok=True)
+    if as_json:
+        print(json.dumps(result, indent=1, allow_nan=False))
+        return
+    _print(patch)
+    print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it; fit.json has the numbers")
+
+
+def _check_places(model: str, output: Path) -> None:
+    """Raise where the checkpoint is none that can be fitted, or the output would overwrite it."""
+    from rope_patch.checkpoints.adapters import is_adapter
+
     check_source(model)
     if is_adapter(model):
         raise ValueError(f"{model} is an adapter: merge it into its base first, and fit that")
@@ -95,84 +266,10 @@ def fit(
         raise ValueError(f"{output} is the checkpoint itself: give another output folder")
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
-    place = Path(os.path.abspath(output))  # "." has no name
-    work, command = place.with_name(f"{place.name}.fit.jsonl"), command_line()
-    overwrite = force or (work.exists() and _command_of(output / NOTE) == command)  # killed after the folder appeared
-    check_free(output, overwrite)
-    if data is not None and not data.exists():
-        raise FileNotFoundError(f"no file or folder {str(data)!r}")
-    target = parse_length(length)
-    objective = fitting.Objective(retrieval, task)
-    constraint = fitting.Constraint(band, monotone, curve, scaling)
-    starts = fitting.family(family) if family else (init or "yarn").split()
-    if family is not None and (init is not None or steps):
-        raise ValueError("--family scans its own starts without a step: leave --init and --steps out")
-    steps = 0 if family else 40 if steps is None else steps
-    if threads is not None:
-        torch.set_num_threads(threads)
-    hf_logging.disable_progress_bar()
-    with claimed(output):
-        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-        options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "replace": replace}
-        try:
-            with tqdm(unit="tok", unit_scale=True, disable=as_json) as bar:
-
-                def told(stage: str, tokens: int) -> None:
-                    bar.set_postfix_str(stage, refresh=False)
-                    bar.update(tokens)
-
-                patch = fitting.fit(
-                    loaded,
-                    tokenizer,
-                    data,
-                    target_length=target,
-                    init=starts,
-                    objective=objective,
-                    constraint=constraint,
-                    steps=steps,
-                    batch_tokens=batch_tokens,
-                    learning_rate=learning_rate,
-                    checks=checks,
-                    patience=patience,
-                    windows=windows,
-                    depths=[depth(item) for item in items(depths)],
-                    samples=samples,
-                    checkpointing=checkpointing,
-                    seed=seed,
-                    resume=work,
-                    progress=told,
-                    **options,
-                )
-        except KeyboardInterrupt:
-            if work.exists():
-                print(f"what was finished is kept in {work}: the same command goes on from there", file=sys.stderr)
-            raise
-        found = {
-            "command": command,
-            **patch.to_dict(),
-            "settings": {"target_length": target, "objective": asdict(objective), "constraint": asdict(constraint),
-                         "steps": steps, "learning_rate": learning_rate, "seed": seed},
-            "environment": environment(loaded),
-        }  # fmt: skip
-
-        def finish(folder: Path) -> None:
-            write_atomically(folder / NOTE, json.dumps(found, indent=1, allow_nan=False))
-            if figure:
-                write_atomically(folder / "fit.svg", plots.svg(_drawn(patch, target)))
-
-        patch_folder(model, patch.method, output, overwrite=overwrite, finish=finish, target_length=target, **options)
-        work.unlink(missing_ok=True)
-    if as_json:
-        print(json.dumps(found, indent=1, allow_nan=False))
-        return
-    _print(patch)
-    print(
-        f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it; fit.json says what was found"
-    )
 
 
 def _command_of(note: Path) -> str | None:
-    """Return the command that a folder's notes are of."""
+    """Return the command that wrote a folder."""
     try:
         return str(json.loads(note.read_text(encoding="utf-8"))["command"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -180,7 +277,7 @@ def _command_of(note: Path) -> str | None:
 
 
 def _print(patch: Any) -> None:
-    """Print what was judged on held-out text and prompts."""
+    """Print the evaluation of every table on held-out text and prompts."""
     import math
 
     from rich import box
@@ -218,7 +315,7 @@ def _print(patch: Any) -> None:
     console.print(table)
 
 
-def _drawn(patch: Any, target: int) -> Any:
+def _figure(patch: Any, target: int) -> Any:
     """Draw the table in use among others of the same factor."""
     from rope_patch.methods import as_method
     from rope_patch.plots import base as plots

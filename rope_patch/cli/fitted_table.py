@@ -34,7 +34,7 @@ def fit_table(model: Any, tokenizer: Any, options: RecipeOptions, work: Path) ->
     from accelerate import PartialState
 
     from rope_patch.files import write_atomically
-    from rope_patch.fitting import Constraint, Objective, fit
+    from rope_patch.fitting import Constraint, Objective, Schedule, fit, held_out_spec
     from rope_patch.fitting.rows import LIMIT, VALIDATION
     from rope_patch.training.sources import open_source, plain_texts
     from rope_patch.training.tables import FITTED
@@ -52,16 +52,25 @@ def fit_table(model: Any, tokenizer: Any, options: RecipeOptions, work: Path) ->
         init=settings.init.split(),
         objective=Objective(settings.retrieval, settings.task),
         constraint=Constraint(settings.band, settings.monotone, settings.curve, settings.scaling),
-        steps=settings.steps,
-        batch_tokens=settings.batch_tokens,
-        learning_rate=settings.learning_rate,
-        windows=settings.windows,
-        samples=settings.samples,
+        schedule=Schedule(
+            steps=settings.steps,
+            batch_tokens=settings.batch_tokens,
+            learning_rate=settings.learning_rate,
+            checkpointing=options.train.checkpointing,
+            seed=options.train.seed,
+        ),
+        spec=held_out_spec(
+            model,
+            options.target_length,
+            task=settings.task,
+            seed=options.train.seed,
+            freeze_at=patch.freeze_at,
+            windows=settings.windows,
+            samples=settings.samples,
+        ),
         layer_types=patch.layer_types,
         freeze_at=patch.freeze_at,
         replace=patch.replace,
-        checkpointing=options.train.checkpointing,
-        seed=options.train.seed,
         resume=work / RESULT_CACHE,
     )
     fitted.restore()

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Json, Model, print_json
+from rope_patch.cli.options import Import, Json, Model, print_json
 
 
-def inspect(model: Model, as_json: Json = False) -> None:
-    """Show the rotary tables of a checkpoint: type, wavelengths, pairs that never turn, scaling, patch record.
+def inspect(model: Model, imports: Import = None, as_json: Json = False) -> None:
+    """Show the rotary tables of a checkpoint or adapter: type, wavelengths, scaling, and the patch that made them.
 
-    Only the config is read, or the header of a GGUF file, so this is instant at any size.
+    MODEL may also be a GGUF file. Only the config or the header of the file is read, not the weights.
+
+    Example: **rope-patch inspect ./llama**
     """
-    from rope_patch.checkpoints.offline import skeleton
+    from rope_patch import checkpoints
     from rope_patch.frequencies import wavelength
-    from rope_patch.patching.verify import look
 
-    if model.lower().endswith(".gguf"):
-        from rope_patch.exporting.gguf import read_gguf
-
-        seen = read_gguf(model)
-    else:
-        seen = look(skeleton(model))
+    inspection = checkpoints.inspect(model)
     if not as_json:
-        print(seen)
+        print(inspection)
         return
-    slots = [
+    tables = [
         {
-            "layer_type": slot.layer_type,
-            "path": slot.path,
-            "rope_type": slot.rope_type,
-            "rope_theta": slot.rope_theta,
-            "attention_scaling": slot.attention_scaling,
-            "max_position_embeddings": slot.max_position_embeddings,
-            "inv_freq": slot.inv_freq.tolist(),
-            "wavelength": [None if w == float("inf") else w for w in wavelength(slot.inv_freq).tolist()],
-            "hash": slot.fingerprint,
+            "layer_type": table.layer_type,
+            "path": table.path,
+            "rope_type": table.rope_type,
+            "rope_theta": table.rope_theta,
+            "attention_scaling": table.attention_scaling,
+            "max_position_embeddings": table.max_position_embeddings,
+            "inv_freq": table.inv_freq.tolist(),
+            "wavelength": [None if w == float("inf") else w for w in wavelength(table.inv_freq).tolist()],
+            "hash": table.fingerprint,
         }
-        for slot in seen.slots
+        for table in inspection.tables
     ]
-    record = seen.record.to_dict() if seen.record else None
-    print_json({"model": seen.model_class, "tables": slots, "record": record, "notes": list(seen.remarks)})
+    record = inspection.record.to_dict() if inspection.record else None
+    print_json(
+        {"model": inspection.model_class, "tables": tables, "record": record, "notes": list(inspection.warnings)}
+    )

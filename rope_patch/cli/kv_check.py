@@ -4,159 +4,196 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.loading import check_device, check_dtype, depth, items, load_model, load_tokenizer
-from rope_patch.cli.options import command_line
+from rope_patch.cli.loading import (
+    check_device,
+    check_dtype,
+    check_paths,
+    load_model,
+    load_tokenizer,
+    prepare,
+    progress_bar,
+    read_haystack,
+    read_methods,
+)
+from rope_patch.cli.options import (
+    RESULT_CACHE,
+    Chunk,
+    Depths,
+    Device,
+    Dtype,
+    FreezeAt,
+    Haystack,
+    Import,
+    Json,
+    LayerTypes,
+    Lengths,
+    Methods,
+    Model,
+    Output,
+    Report,
+    Samples,
+    Seed,
+    Task,
+    Text,
+    Threads,
+    Windows,
+    command_line,
+    items,
+    resumable,
+    tokens,
+    value_of,
+)
 from rope_patch.packaged import name_of
 
-KEPT = "kept.jsonl"
-"""Finished work, in the folder that is written."""
 HEAD_DIM = 128
 """Features of a head that presets are listed for."""
 
 
-def _list(asked: bool) -> None:
-    if asked:
+def _list(requested: bool) -> None:
+    if requested:
         _print_presets()
         raise typer.Exit
 
 
+# Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def kv_check(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Checkpoint or adapter: folder or hub id.", show_default=False)
-    ],
+    model: Model,
     schemes: Annotated[
-        str,
+        Sequence[str],
         typer.Option(
-            help='Cache formats, presets or texts, "kivi-2 fp8 k=int4.token.pre;v=int4.token"; --list explains them.',
+            parser=value_of("--schemes", items),
+            metavar="SCHEMES",
+            help="The cache formats to check, separated by spaces: presets, or formats of your own such as "
+            '"k=int4.token.pre;v=int4.token". --list explains both.',
             show_default=False,
         ),
     ],
-    lengths: Annotated[str, typer.Option(help='Prompt lengths, "4k 16k" [tokens].', show_default=False)],
-    compare: Annotated[str, typer.Option(help='Methods, "default p_rope:p=0.5 yarn:factor=4".')] = "default",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-kv-check"),
-    remedies: Annotated[
-        bool, typer.Option("--remedies", help="Where a scheme is unsafe, measure changes of it that may help.")
+    lengths: Lengths,
+    methods: Methods = ("default",),
+    output: Output = Path("rope-patch-kv-check"),
+    mitigations: Annotated[
+        bool,
+        typer.Option("--mitigations", help="Where a format is unsafe, also evaluate changes of it that may help."),
     ] = False,
     packed: Annotated[
-        str,
-        typer.Option(help='Also decode with caches of transformers, for bytes and speed: "fp8 quanto-4 hqq-4".'),
-    ] = "",
-    tolerance: Annotated[float, typer.Option(help="Rise of perplexity that a safe scheme may cost, relative.")] = 0.02,
-    windows: Annotated[
-        int | None, typer.Option(help="Windows of text, as long as the longest length; 16, or as many as there are.")
-    ] = None,
-    task: Annotated[str, typer.Option(help="passkey, niah, multivalue, multiquery or vt.")] = "passkey",
-    depths: Annotated[str, typer.Option(help="Of the needles: 0 is the start, 1 the end.")] = "0 0.25 0.5 0.75 1",
-    samples: Annotated[int, typer.Option(help="Haystacks per length; each is asked at every depth.")] = 4,
-    text: Annotated[Path | None, typer.Option(help="File or folder (*.txt) for perplexity; else Python's own.")] = None,
-    haystack: Annotated[str, typer.Option(help="builtin, noise, or a file or folder.")] = "builtin",
+        Sequence[str],
+        typer.Option(
+            parser=value_of("--packed", items),
+            metavar="CACHES",
+            help="Also decode with quantized caches of transformers, to measure their size and speed, for example "
+            '"fp8 quanto-4 hqq-4".',
+            show_default=False,
+        ),
+    ] = (),
+    tolerance: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="The relative increase in perplexity up to which a format counts as safe."),
+    ] = 0.02,
+    windows: Windows = None,
+    task: Task = "passkey",
+    depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0),
+    samples: Samples = 4,
+    text: Text = None,
+    haystack: Haystack = "builtin",
     context: Annotated[
-        str | None, typer.Option(help="Distances of the frequency bound; each layer's own by default [tokens].")
+        int | None,
+        tokens(
+            "--context",
+            "The context length used to decide which frequencies are low enough to carry outliers. By default that of "
+            "each layer.",
+            show_default=False,
+        ),
     ] = None,
-    layer_types: Annotated[
-        list[str] | None, typer.Option("--layer-type", help="Which tables are patched, on mixed models.")
-    ] = None,
-    chunk: Annotated[int | None, typer.Option(help="Tokens per forward pass; whole windows and prompts.")] = None,
-    seed: Annotated[int, typer.Option(help="Of keys and haystacks.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda …; auto spreads the model over what is there.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    report: Annotated[bool, typer.Option(help="Write kv-check.html; needs matplotlib.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    layer_types: LayerTypes = None,
+    freeze_at: FreezeAt = None,
+    chunk: Chunk = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    report: Report = True,
+    imports: Import = None,
+    as_json: Json = False,
     listed: Annotated[
-        bool, typer.Option("--list", callback=_list, is_eager=True, help="Print the presets and the grammar, and stop.")
+        bool,
+        typer.Option("--list", callback=_list, is_eager=True, help="List the cache formats and how to write them."),
     ] = False,
 ) -> None:
-    """Say which formats of a quantized KV cache a checkpoint survives under which tables, and what is to blame.
+    """Check which formats of a quantized KV cache a model works with, under which methods, and where errors come from.
 
-    Writes **kv-check.json**, **kv-check.csv** and **kv-check.html**. Caches are simulated exactly as decoding would
-    quantize them, not packed. Finished work is kept in the folder: after Ctrl-C or a crash the same command goes on
-    where it was.
+    Writes **kv-check.json**, **kv-check.csv** and **kv-check.html**. The caches are simulated: values are rounded
+    exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
+    continue: finished work is saved in the output folder.
 
     Presets: none, kivi-2, kivi-4, kvquant-4, int8-token, int4-token, fp8, nf4.
 
-    Example: **rope-patch kv-check ./llama --schemes "kivi-2 int4-token fp8" --compare "default yarn:factor=4"
+    Example: **rope-patch kv-check ./llama --schemes "kivi-2 int4-token fp8" --methods "default yarn:factor=4"
     --lengths "4k 16k" -o ./kv**
     """
-    import torch
-    from tqdm import tqdm
-    from transformers.utils import logging as hf_logging
+    from dataclasses import replace
 
-    from rope_patch.evaluation.compare import tokens_to_read
-    from rope_patch.evaluation.prompts import find_task
-    from rope_patch.evaluation.retrieval import check_asked
+    from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.kv_evaluation import run as engine
-    from rope_patch.methods import as_method
-    from rope_patch.words import parse_length
+    from rope_patch.kv_evaluation.verdicts import Limits
 
     if report:
         from rope_patch.reports import kv as page
-    names, wanted = engine.find_schemes(items(schemes)), [as_method(name) for name in items(compare)]
-    sizes, places = [parse_length(item) for item in items(lengths)], [depth(item) for item in items(depths)]
-    bound = parse_length(context) if context is not None else None
-    if not wanted or not sizes:
-        raise ValueError("give at least one method and one length")
-    check_asked(task, "single", sizes, places, samples, chunk)
-    engine.check_limits(sizes, windows, bound, tolerance)
+    names, compared = engine.find_schemes(schemes), read_methods(methods)
+    check_paths(text)
+    spec = EvalSpec(
+        lengths,
+        depths=depths,
+        samples=samples,
+        windows=windows,
+        tasks=items(task),
+        text=None if text is None else str(text),
+        haystack=str(read_haystack(haystack)),
+        bucket=max(lengths, default=None),
+        chunk=chunk,
+        seed=seed,
+    )
+    limits = Limits(tolerance, context=context)
     check_dtype(dtype)
     check_device(device)
-    hay = haystack if haystack in ("builtin", "noise") else Path(haystack)
-    for path in (text, hay):
-        if isinstance(path, Path) and not path.exists():
-            raise FileNotFoundError(f"no file or folder {str(path)!r}")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    hf_logging.disable_progress_bar()
+    prepare(threads)
     files = ["kv-check.json", "kv-check.csv", *["kv-check.html"] * report]
-    seen: set[str] = set()
-    with folder_to_write(output, [*files, KEPT]):
+    stages: set[str] = set()
+    with folder_to_write(output, [*files, RESULT_CACHE]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-        prompts = 1 if find_task(task, "single").joined else len(places)
-        each = tokens_to_read(1, sizes, windows or 16, prompts, samples)
-        try:
-            with tqdm(total=each * len(names) * len(wanted), unit="tok", unit_scale=True, disable=as_json) as bar:
+        each = spec.tokens_to_read()
+        total = each * len(names) * len(compared)
+        with resumable(output / RESULT_CACHE), progress_bar(total, hidden=as_json) as (bar, advance):
 
-                def told(stage: str, tokens: int) -> None:
-                    seen.add(stage)
-                    bar.total = max(bar.total, each * len(seen))  # remedies are not known before
-                    bar.set_postfix_str(stage, refresh=False)
-                    bar.update(tokens)
+            def on_progress(stage: str, count: int) -> None:
+                stages.add(stage)
+                bar.total = max(bar.total, each * len(stages))  # which mitigations there are is not known before
+                advance(stage, count)
 
-                checked = engine.kv_check(
-                    loaded,
-                    tokenizer,
-                    list(names),
-                    lengths=sizes,
-                    methods=wanted,
-                    windows=windows,
-                    depths=places,
-                    samples=samples,
-                    seed=seed,
-                    task=task,
-                    text=text,
-                    haystack=hay,
-                    context=bound,
-                    tolerance=tolerance,
-                    chunk=chunk,
-                    try_remedies=remedies,
-                    packed=items(packed),
-                    layer_types=layer_types,
-                    name=name_of(model),
-                    resume=output / KEPT,
-                    progress=told,
-                )
-                bar.total = bar.n
-        except KeyboardInterrupt:
-            if (output / KEPT).exists():
-                print(f"what was finished is kept in {output}: the same command goes on from there", file=sys.stderr)
-            raise
+            checked = engine.kv_check(
+                loaded,
+                tokenizer,
+                list(names),
+                spec,
+                methods=compared,
+                limits=limits,
+                mitigate=mitigations,
+                packed=packed,
+                layer_types=layer_types,
+                freeze_at=freeze_at,
+                resume=output / RESULT_CACHE,
+                on_progress=on_progress,
+            )
+            checked = replace(checked, model=name_of(model))
+            bar.total = bar.n
     # What took long is out before the page, whose failure costs nothing then.
     write_atomically(output / "kv-check.json", checked.to_json())
     write_atomically(output / "kv-check.csv", _csv(checked.table()))
@@ -183,67 +220,64 @@ def _csv(lines: list[dict[str, Any]]) -> str:
 
 
 def _print(checked: Any) -> None:
-    """Print what survives, a table per length, and what to do."""
+    """Print a table of verdicts for each length, and a summary."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from rope_patch.kv_evaluation.verdicts import between, counted, percent, windows_of
+    from rope_patch.evaluation.metrics import spans_at
+    from rope_patch.kv_evaluation.captions import counted, windows_of
+    from rope_patch.kv_evaluation.results import answered
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     colors = {"safe": "green", "unsafe": "red", "undecided": "yellow"}
-    task = checked.rows[0].scores.retrieval.task
     for method in checked.methods:
         if checked.meant(method) != method:
             console.print(escape(checked.meant(method)), soft_wrap=True)
     for length in checked.lengths:
+        metrics = list(spans_at(checked.spec, length))
         title = f"{checked.model} at {length} tokens"
         table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
         for head in ("method", "scheme"):
             table.add_column(head)
-        for head in ("bits", "ppl", "change", "interval", task, "change", "KL", "top-1"):
+        heads = [head for metric, span in metrics for head in (span.task or metric.name, "change", "interval")]
+        for head in ("bits", *heads, "KL", "top-1"):
             table.add_column(head, justify="right", no_wrap=True)
         table.add_column("verdict")
         for method in checked.methods:
+            base = checked.of(method)[0]
             for row in checked.of(method):
-                scores = row.scores
-                cells = [f"{row.cache_bits[length]:.2f}", f"{scores.perplexity.between(0, length):.2f}"]
-                found = f"{scores.retrieval.accuracy(length):.2f}"
+                cells = [f"{row.cache_bits[length]:.2f}"]
+                for metric, span in metrics:
+                    value, moved, interval = f"{metric.value(row.scores, span):.2f}", "", ""
+                    if row.divergence is not None:
+                        change = metric.difference(row.scores, base.scores, span, checked.limits.confidence)
+                        moved, low, high = map(metric.format_change, change)
+                        interval = f"{low} to {high}" if math.isfinite(change.high - change.low) else "one window"
+                    cells += [value, moved, interval]
                 if row.divergence is None:
-                    table.add_row(escape(method), "full precision", *cells, "", "", found, style="bold")
+                    table.add_row(escape(method), "full precision", *cells, style="bold")
                     continue
-                change, low, high = checked.change(row, length)
                 verdict = checked.verdict(row, length).kind
                 word = "rounds nothing" if verdict == "undecided" and checked.idle(row, length) else verdict
-                name = f"  {row.scheme.removeprefix(row.remedy_of)}" if row.remedy_of else row.scheme
-                table.add_row(
-                    "",
-                    escape(name),
-                    *cells,
-                    percent(change),
-                    between(low, high),
-                    found,
-                    f"{checked.change(row, length, 'retrieval')[0]:+.2f}",
-                    f"{row.divergence.kl:.4f}",
-                    f"{row.divergence.top1:.1%}",
-                    f"[{colors[verdict]}]{word}[/]",
-                )
+                name = f"  {row.scheme.removeprefix(row.mitigation_of)}" if row.mitigation_of else row.scheme
+                divergence = (f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}")
+                table.add_row("", escape(name), *cells, *divergence, f"[{colors[verdict]}]{word}[/]")
             table.add_section()
         console.print(table)
     for sentence in checked.summary():
         console.print(f"- {escape(sentence)}")
     for item in checked.packed:
         console.print(f"- {item}")
-    told = f"{checked.calibration} tokens of calibration" if checked.calibration else "no calibration"
+    calibration = f"{checked.calibration} tokens of calibration" if checked.calibration else "no calibration"
     print(
-        f"{windows_of(checked.windows, max(checked.lengths))}; {told}; "
+        f"{windows_of(checked.windows, max(checked.lengths))}; {calibration}; "
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
     )
-    asked = checked.rows[0].scores.retrieval
     for length in checked.lengths:
-        prompts, blind = counted(len(asked.samples(length)), "prompt"), checked.blind(length)
-        print(f"{prompts} of {length} tokens: a loss below {blind:.0%} would not be told from chance")
+        prompts, loss = counted(len(answered(checked.rows[0], length)), "prompt"), checked.detectable_loss(length)
+        print(f"{prompts} of {length} tokens: a loss below {loss:.0%} could not be told apart from chance")
 
 
 def _print_presets() -> None:

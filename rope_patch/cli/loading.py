@@ -1,11 +1,26 @@
-"""What commands share: a checkpoint or adapter, its tokenizer, and the words of options."""
+"""What commands that run a model share: device, data type, tokenizer, model and progress."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 TYPES = ("auto", "float32", "bfloat16", "float16")
+BALANCED = "balanced"
+"""The device that stands for all GPUs, among which accelerate divides the layers."""
+
+
+def prepare(threads: int | None) -> None:
+    """Set the number of CPU threads, and leave progress bars to this package."""
+    import torch
+    from transformers.utils import logging as hf_logging
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    hf_logging.disable_progress_bar()
 
 
 def check_dtype(dtype: str) -> None:
@@ -22,28 +37,48 @@ def check_device(device: str) -> None:
     """Raise unless a model can be put on a device of this machine.
 
     Args:
-        device: as torch names them, or ``"auto"``.
+        device: as torch names them, ``"auto"`` or ``"balanced"``.
 
     Raises:
         ValueError: an unknown device, or one that is not there.
+        ImportError: ``"balanced"`` without accelerate.
     """
+    import importlib.util
+
     import torch
 
     if device == "auto":
         return
+    if device == BALANCED:
+        if not torch.cuda.is_available():
+            raise ValueError("no device 'balanced': torch sees no GPU to spread a model over")
+        if importlib.util.find_spec("accelerate") is None:
+            raise ImportError("device 'balanced' spreads a model with accelerate: pip install accelerate")
+        return
     try:
-        wanted = torch.device(device)
+        place = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda, cuda:1 or another of torch's, got {device!r}") from None
+        raise ValueError(
+            f"device must be auto, cpu, cuda, cuda:1, balanced or another of torch's, got {device!r}"
+        ) from None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted.type == "cuda" and (wanted.index or 0) >= count:
-        here = f"has {count} GPU{'s' * (count > 1)}, counted from 0" if count else "sees no GPU"
-        raise ValueError(f"no device {device!r}: torch {here}")
+    if place.type == "cuda" and (place.index or 0) >= count:
+        gpus = f"has {count} GPU{'s' * (count > 1)}, counted from 0" if count else "sees no GPU"
+        raise ValueError(f"no device {device!r}: torch {gpus}")
     try:
-        float(torch.ones((), device=wanted))  # which a device without numbers, such as meta, cannot give
+        float(torch.ones((), device=place))  # which a device without numbers, such as meta, cannot give
     except Exception as error:  # of many kinds: a backend says in its own way that it is not there
         reason = str(error).partition("\n")[0]
         raise ValueError(f"no device {device!r} to compute on: {reason}") from None
+
+
+def choose_device(device: str) -> str:
+    """Return a device for torch: ``"auto"`` is the GPU of this process where there is one, and the CPU elsewhere."""
+    import torch
+
+    if device != "auto":
+        return device
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
 
 
 def check_source(source: str) -> None:
@@ -60,6 +95,56 @@ def check_source(source: str) -> None:
     parts = source.split("/")
     if source.startswith((".", "~")) or not all(parts) or len(parts) > 2 or "\\" in source:
         raise FileNotFoundError(f"no folder {source}")
+
+
+def check_paths(*paths: str | Path | None) -> None:
+    """Raise where a text is not there; words such as ``"builtin"`` are none.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+    """
+    for path in paths:
+        if isinstance(path, Path) and not path.exists():
+            raise FileNotFoundError(f"no file or folder {str(path)!r}")
+
+
+def read_haystack(haystack: str) -> str | Path:
+    """Return the name of a haystack that ships with the package, or the path of another.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+    """
+    chosen = haystack if haystack in ("builtin", "noise") else Path(haystack)
+    check_paths(chosen)
+    return chosen
+
+
+def read_methods(methods: Sequence[str]) -> list[Any]:
+    """Return the methods of a list of method strings.
+
+    Raises:
+        ValueError: an unknown method, a bad parameter, or none at all.
+    """
+    from rope_patch.methods import as_method
+
+    if not methods:
+        raise ValueError("give at least one method and one length")
+    return [as_method(name) for name in methods]
+
+
+def check_patch(method: str | None, options: Mapping[str, Any]) -> None:
+    """Raise where a method is unknown, or options of a patch are given without one.
+
+    Raises:
+        ValueError: a bad method, or an option that no method goes with.
+    """
+    from rope_patch.methods import as_method
+
+    given = [name for name, value in options.items() if value is not None]
+    if method is not None:
+        as_method(method)
+    elif given:
+        raise ValueError(f"{given[0]} goes with a method: name one, or leave {given[0]} out")
 
 
 def load_tokenizer(source: str) -> Any:
@@ -86,14 +171,17 @@ def load_tokenizer(source: str) -> Any:
         raise FileNotFoundError(f"no folder {source}, and the hub gives no tokenizer of that name: {reason}") from None
 
 
-def load_model(source: str, method: str | None, device: str, dtype: str) -> Any:
-    """Load a checkpoint or an adapter over its base, patched as it says.
+def load_model(
+    source: str, method: str | None = None, device: str = "auto", dtype: str = "auto", **apply_options: Any
+) -> Any:
+    """Load a checkpoint, or an adapter over its base, with its patch in place.
 
     Args:
         source: folder or hub id.
-        method: patch to apply, in the grammar.
-        device: ``"auto"`` spreads the model over what is there.
+        method: patch to apply, as a method string.
+        device: as :func:`check_device` takes it.
         dtype: one of ``TYPES``.
+        **apply_options: of :func:`rope_patch.apply`, for ``method``.
 
     Raises:
         ValueError: an unknown method.
@@ -103,23 +191,40 @@ def load_model(source: str, method: str | None, device: str, dtype: str) -> Any:
 
     from rope_patch.checkpoints.save_load import load
 
-    placed: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
-    loaded: Any = load(source, method, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **placed)
-    return (loaded if placed else loaded.to(device)).eval()
+    spread: dict[str, Any] = {"device_map": BALANCED} if device == BALANCED else {}
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
+    loaded: Any = load(source, method, dtype=kind, **apply_options, **spread)
+    if not spread:
+        place = torch.device(choose_device(device))
+        if any(not _lies_on(parameter.device, place) for parameter in loaded.parameters()):
+            loaded = loaded.to(place)  # which quantized weights refuse: they are on the GPU already
+    return loaded.eval()
 
 
-def items(text: str) -> list[str]:
-    """Return the words of a list, which commas or blanks divide."""
-    return text.replace(",", " ").split()
+def _lies_on(device: Any, place: Any) -> bool:
+    return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
-def depth(text: str) -> float:
-    """Return the depth of a needle.
+@contextlib.contextmanager
+def progress_bar(
+    total: int | None, label: str | None = None, *, hidden: bool = False
+) -> Iterator[tuple[Any, Callable[[str, int], None]]]:
+    """Show a progress bar of tokens.
 
-    Raises:
-        ValueError: no number.
+    Args:
+        total: tokens to read, where they are known.
+        label: in front of the bar.
+        hidden: show nothing.
+
+    Yields:
+        The bar, and a function that takes the stage of the work and the tokens that were just read.
     """
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"a depth is a number from 0 to 1, got {text!r}") from None
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="tok", unit_scale=True, desc=label, disable=hidden) as bar:
+
+        def on_progress(stage: str, tokens: int) -> None:
+            bar.set_postfix_str(stage, refresh=False)
+            bar.update(tokens)
+
+        yield bar, on_progress

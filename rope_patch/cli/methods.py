@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Json, print_json
+from rope_patch.cli.options import Import, Json, print_json
 
 
-def methods(as_json: Json = False) -> None:
-    """List the methods, with their parameters and defaults."""
+def methods(imports: Import = None, as_json: Json = False) -> None:
+    """List the methods that change a rotary table, with their parameters and defaults."""
     from dataclasses import fields
 
     from rich import box
@@ -23,7 +23,11 @@ def methods(as_json: Json = False) -> None:
         print_json([{"method": name, "defaults": METHODS[name]().to_dict(), "what": what} for name, _, what in rows])
         return
     table = Table(
-        "method", "parameters", "what it does", box=box.SIMPLE_HEAD, caption="NAME[:key=value…], chained with +"
+        "method",
+        "parameters",
+        "what it does",
+        box=box.SIMPLE_HEAD,
+        caption="Write NAME:key=value; join methods with +.",
     )
     for name, parameters, what in rows:
         table.add_row(name, "\n".join(parameters), what.replace("``", ""))

@@ -1,4 +1,4 @@
-"""``rope-patch plan``."""
+"""``rope-patch plan``; neither torch nor transformers is imported for a model whose shape ships with the package."""
 
 from __future__ import annotations
 
@@ -7,41 +7,74 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.loading import items
-from rope_patch.cli.options import Json
+from rope_patch.cli.options import GpuMemory, Json, items, tokens
 
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder, hub id, or a name such as Llama-3.1-8B.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint (a local folder or a Hugging Face hub id), or the name of a common model such as "
+            "Llama-3.1-8B, whose shape ships with this package.",
+            show_default=False,
+        ),
     ],
-    length: Annotated[str, typer.Option(help="Of a sequence, 131072 or 128k [tokens].", show_default=False)],
-    gpus: Annotated[int, typer.Option(help="Weights and states are divided among them (FSDP).")] = 1,
-    gpu_memory: Annotated[float, typer.Option(help="Of one GPU, as nvidia-smi counts it [GiB].")] = 80,
-    batch: Annotated[int, typer.Option(help="Sequences per step, in each group that shares one.")] = 1,
-    full: Annotated[bool, typer.Option("--full", help="Train every weight, not LoRA.")] = False,
-    lora_rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
-    target_modules: Annotated[str, typer.Option(help='Such as "q_proj v_proj".')] = "all-linear",
-    long_lora: Annotated[bool, typer.Option("--long-lora", help="Train embeddings and norms too.")] = False,
-    quantization: Annotated[str, typer.Option(help="Of frozen weights: none, 8bit or nf4.")] = "none",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit or sgd.")] = "adamw",
-    checkpointing: Annotated[bool, typer.Option(help="Compute each layer again in the backward pass.")] = True,
-    loss: Annotated[str, typer.Option(help="fused (logits in slices) or naive (all at once).")] = "fused",
-    attention: Annotated[str, typer.Option(help="flash, sdpa or eager.")] = "flash",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    context_parallel: Annotated[int, typer.Option(help="GPUs that share one sequence.")] = 1,
-    tflops: Annotated[float, typer.Option(help="Dense peak of one GPU; an H100's in bfloat16.")] = 989,
-    mfu: Annotated[float, typer.Option(help="Share of it reached, recomputation counted.")] = 0.45,
+    length: Annotated[int, tokens("--length", "The length of the training sequences.", show_default=False)],
+    gpus: Annotated[
+        int, typer.Option(metavar="COUNT", help="The number of GPUs. Weights and states are divided among them (FSDP).")
+    ] = 1,
+    gpu_memory: GpuMemory = 80,
+    batch: Annotated[
+        int,
+        typer.Option(metavar="COUNT", help="Sequences per step on each GPU, or on each group that shares a sequence."),
+    ] = 1,
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of LoRA adapters.")] = False,
+    lora_rank: Annotated[int, typer.Option(metavar="RANK", help="The rank of the LoRA adapters.")] = 16,
+    target_modules: Annotated[
+        str, typer.Option(metavar="NAMES", help='The layers that get LoRA adapters, such as "q_proj v_proj".')
+    ] = "all-linear",
+    long_lora: Annotated[
+        bool, typer.Option("--long-lora", help="Also train the embeddings and norms, as LongLoRA does.")
+    ] = False,
+    quantization: Annotated[
+        str, typer.Option(metavar="KIND", help="The quantization of the frozen weights: none, 8bit or nf4.")
+    ] = "none",
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="The optimizer: adamw, adamw_8bit or sgd.")] = "adamw",
+    checkpointing: Annotated[
+        bool, typer.Option(help="Use gradient checkpointing: less memory, up to a third more time.")
+    ] = True,
+    loss: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND", help="How the loss is computed: fused (a slice of the logits at a time) or naive (all)."
+        ),
+    ] = "fused",
+    attention: Annotated[
+        str, typer.Option(metavar="KERNEL", help="The attention kernel: flash, sdpa or eager.")
+    ] = "flash",
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="The data type of training: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    context_parallel: Annotated[
+        int, typer.Option(metavar="COUNT", help="The number of GPUs that share one sequence (context parallelism).")
+    ] = 1,
+    tflops: Annotated[
+        float, typer.Option(metavar="TFLOPS", help="The peak speed of one GPU in TFLOP/s; 989 is an H100 in bfloat16.")
+    ] = 989,
+    mfu: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="The share of the peak speed that training reaches, between 0 and 1."),
+    ] = 0.45,
     as_json: Json = False,
 ) -> None:
-    """Say what fine-tuning at a length takes, by part, and what to turn on when it does not fit.
+    """Estimate the GPU memory and time of fine-tuning at a length, and advise what to change if it does not fit.
 
-    Only the config is read; those of common models ship with the package. Nothing is downloaded or run.
+    Only the shape of the model is read. Nothing is trained, and no weights are downloaded.
 
     Example: **rope-patch plan Llama-3.1-8B --length 128k --gpu-memory 141**
     """
     from rope_patch import planning
-    from rope_patch.words import parse_length
 
     if not 0 < gpu_memory < float("inf"):
         raise ValueError(f"gpu-memory must be > 0 GiB, got {gpu_memory}")
@@ -49,7 +82,7 @@ def plan(
     options |= {"loss": loss, "attention": attention, "dtype": dtype, "batch": batch, "long_lora": long_lora}
     options |= {"lora_rank": None if full else lora_rank, "target_modules": tuple(items(target_modules))}
     options |= {"gpus": gpus, "context_parallel": context_parallel, "tflops": tflops, "mfu": mfu}
-    planned = planning.plan(model, length=parse_length(length), **options)
+    planned = planning.plan(model, length=length, **options)
     if as_json:
         print(planned.to_json(gpu_memory=gpu_memory))
     else:
@@ -81,7 +114,7 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
     for step in steps:
         print(f"  {step.option}: {step.total / gib:.1f} GiB{', fits' * step.fits} ({step.cost})")
     if not planned.fits(gpu_memory) and not (steps and steps[-1].fits):
-        print("  nothing else here makes it fit: take a shorter length or a smaller model")
+        print("  no other option makes it fit: use a shorter length or a smaller model")
     longest = planned.longest(gpu_memory)
     print(f"longest sequence that fits with these options: {f'{longest} tokens' if longest else 'none'}")
     print(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Force, Model, Out, say_copied
+from rope_patch.cli.options import Checkpoint, Force, Import, NewFolder, say_copied
 
 
-def restore(folder: Model, out: Out, force: Force = False) -> None:
-    """Write a copy of a patched checkpoint as it was before the patch."""
+def restore(model: Checkpoint, output: NewFolder, force: Force = False, imports: Import = None) -> None:
+    """Write a copy of a patched checkpoint with the rotary tables that it had before the patch.
+
+    Example: **rope-patch restore ./llama-abf -o ./llama**
+    """
     from rope_patch.checkpoints.offline import restore_folder
 
-    restore_folder(folder, out, overwrite=force, progress=say_copied)
-    print(f"wrote {out}: the checkpoint before its patch")
+    restore_folder(model, output, overwrite=force, progress=say_copied)
+    print(f"wrote {output}: the checkpoint before its patch")

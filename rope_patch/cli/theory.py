@@ -8,51 +8,59 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import command_line
+from rope_patch.cli.options import Import, Json, Output, Report, command_line, tokens
 
 
 def theory(
-    method: Annotated[str, typer.Option(help="A method in the grammar NAME:key=value+NAME…")] = "default",
-    head_dim: Annotated[int, typer.Option(help="Features of a head, all of them rotary.")] = 128,
-    rope_theta: Annotated[float, typer.Option(help="Base of the plain table.")] = 10000.0,
-    trained_length: Annotated[str, typer.Option(help="Context of training, 4096 or 4k [tokens].")] = "4k",
-    length: Annotated[str, typer.Option(help="Context in use, 16384 or 16k [tokens].")] = "16k",
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("rope-patch-theory"),
-    report: Annotated[bool, typer.Option(help="Write theory.html; needs matplotlib.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="METHOD",
+            help="The method to study, for example yarn:factor=4. rope-patch methods lists all of them; default is "
+            "plain RoPE.",
+        ),
+    ] = "default",
+    head_dim: Annotated[
+        int, typer.Option(metavar="COUNT", help="The number of features of an attention head; all of them are rotated.")
+    ] = 128,
+    rope_theta: Annotated[
+        float, typer.Option(metavar="NUMBER", help="The base of the rotary table before the method is applied.")
+    ] = 10000.0,
+    trained_length: Annotated[
+        int, tokens("--trained-length", "The context length that the model was trained at.")
+    ] = 4096,
+    length: Annotated[int, tokens("--length", "The context length at which the model is used.")] = 16384,
+    output: Output = Path("rope-patch-theory"),
+    report: Report = True,
+    imports: Import = None,
+    as_json: Json = False,
 ) -> None:
-    """Say what a table implies, without a model: decay, heads, distances; the papers' numbers beside ours.
+    """Compute what a rotary table implies, without a model, and compare with numbers that papers print.
 
-    Writes **theory.json** and **theory.html**. Seconds on one CPU core, up to a million tokens.
+    It covers how activations decay with distance, what attention heads can be built from the table, and how far it
+    keeps positions apart. It writes **theory.json** and **theory.html**, and takes seconds on a CPU.
 
     Example: **rope-patch theory --method yarn:factor=4 --rope-theta 500000 --trained-length 8k --length 32k**
     """
     from rope_patch.theory.tables import study
-    from rope_patch.words import parse_length
 
-    made = study(
-        method,
-        head_dim=head_dim,
-        rope_theta=rope_theta,
-        trained_length=parse_length(trained_length),
-        length=parse_length(length),
-    )
+    result = study(method, head_dim=head_dim, rope_theta=rope_theta, trained_length=trained_length, length=length)
     if report:
         from rope_patch.reports import theory as page
     from rope_patch.files import folder_to_write, write_atomically
 
     with folder_to_write(output, ["theory.json", *["theory.html"] * report]):
-        write_atomically(output / "theory.json", made.to_json())
+        write_atomically(output / "theory.json", result.to_json())
         if report:
-            page.write(output / "theory.html", made, command=command_line())
+            page.write(output / "theory.html", result, command=command_line())
     if as_json:
-        print(made.to_json())
+        print(result.to_json())
         return
-    _print(made)
+    _print(result)
     print(f"wrote {output / 'theory.json'}" + (f" and {output / 'theory.html'}" if report else ""))
 
 
-def _print(made: Any) -> None:
+def _print(result: Any) -> None:
     """Print both tables for people."""
     from rich import box
     from rich.console import Console
@@ -62,15 +70,15 @@ def _print(made: Any) -> None:
     from rope_patch.theory.tables import cells, numbers
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    lengths = f"{made.trained_length} → {made.length} tokens"
-    title = f"{made.method}: head_dim {made.head_dim}, rope_theta {made.rope_theta:g}, {lengths}"
+    lengths = f"{result.trained_length} → {result.length} tokens"
+    title = f"{result.method}: head_dim {result.head_dim}, rope_theta {result.rope_theta:g}, {lengths}"
     table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("quantity")
-    for head in ("plain RoPE", *([made.method] if made.changed else [])):
+    for head in ("plain RoPE", *([result.method] if result.changed else [])):
         table.add_column(escape(head), justify="right")
     table.add_column("remark", style="dim")
-    for fact in made.facts:
-        values = cells(fact)[: 1 + made.changed]
+    for fact in result.facts:
+        values = cells(fact)[: 1 + result.changed]
         table.add_row(escape(fact.label), *values, escape(fact.remark))
     console.print(table)
     table = Table(title="the papers' numbers", box=box.SIMPLE_HEAD, title_justify="left")
@@ -79,6 +87,6 @@ def _print(made: Any) -> None:
     for head in ("ours", "printed", "difference"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("remark", style="dim")
-    for entry in made.papers:
+    for entry in result.papers:
         table.add_row(entry.source, escape(entry.name), *numbers(entry), escape(entry.remark))
     console.print(table)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Json, Model, print_json
+from rope_patch.cli.options import Import, Json, Model, print_json
 
 
-def verify(folder: Model, as_json: Json = False) -> None:
-    """Check that a patched checkpoint or adapter folder still says and gives what was applied to it."""
-    from rope_patch.checkpoints.offline import verify_folder
+def verify(model: Model, imports: Import = None, as_json: Json = False) -> None:
+    """Check that a patched checkpoint or adapter still has the rotary tables that were recorded when it was patched.
 
-    record = verify_folder(folder)
+    The command fails if the patch was lost or changed, or if a file of weights is damaged.
+
+    Example: **rope-patch verify ./llama-abf**
+    """
+    from rope_patch import checkpoints
+
+    verified = checkpoints.verify(model)
     if as_json:
-        print_json({"verified": True, "record": record.to_dict()})
+        print_json({"verified": True, "record": verified.record.to_dict()})
         return
-    tables = ", ".join(f"{key} {table.hash}" for key, table in record.tables.items())
-    print(f"{folder}: patched with {record.to_method()}, as recorded (tables: {tables})")
+    print(verified)

@@ -76,7 +76,7 @@ def answer(
     chunk: int | None = None,
     cache: CacheFactory | None = None,
     stops: Sequence[int] = (),
-    progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[list[Answer]]:
     """Answer every prompt of a grid; the prompts of a column share what they begin with.
 
@@ -90,7 +90,7 @@ def answer(
         chunk: tokens per forward pass; all by default.
         cache: factory of a cache to read through. With one, answers are read a token at a time, as in generation.
         stops: token ids that end a text.
-        progress: told the tokens of prompts done.
+        on_progress: called with the tokens of prompts done.
 
     Raises:
         ValueError: prompts of different lengths, or logits that are not finite.
@@ -127,7 +127,7 @@ def answer(
                 f"NaN or infinite logits at position {error.position} of a prompt of {size} tokens that asks for "
                 f"{', '.join(prompt.parts)} at depth {', '.join(f'{depth:g}' for depth in prompt.depths)}: try float32"
             ) from None
-        progress(ids[i].numel())
+        on_progress(ids[i].numel())
     return [made[i] for i in range(len(rows))]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import random
 import re
@@ -12,70 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.evaluation.documents import documents, prefix_ids
-from rope_patch.evaluation.text import builtin_text
-
-NOISE = "The road goes on and on. The hill is far away. We walk all day. Then we rest a while, and walk on again. "
-"""What a haystack of noise repeats."""
-
-NAMES = """
-    apple bird bridge candle castle cloud copper dragon eagle engine falcon feather forest garden ginger hammer
-    harbor helmet island jacket kettle ladder lemon lion magnet maple marble meadow mirror mountain needle ocean
-    olive orange otter paper pearl pepper pillow pirate planet pocket pumpkin puzzle rabbit ribbon river rocket
-    saddle silver spider sugar table temple thunder tiger tomato tower tunnel turtle valley velvet violin wagon
-    walnut whale willow window winter wizard yellow zebra
-"""
-"""What named needles are called."""
-
-
-NEEDLES = 4
-"""Of a training prompt that asks for all its needles at once, as many as RULER's (arXiv:2404.06654) have."""
-
-
-@dataclass(frozen=True)
-class Haystack:
-    """A text to hide things in.
-
-    Attributes:
-        text: the text.
-        name: what results call it.
-        endless: say the text again when it is too short: for noise. A book said twice would be another task.
-        python_version: whose files the built-in text is made of.
-    """
-
-    text: str
-    name: str = "text"
-    endless: bool = False
-    python_version: str | None = None
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the text."""
-        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
-
-    @classmethod
-    def of(cls, source: str | Path | Haystack) -> Haystack:
-        """Return the haystack called ``"builtin"`` or ``"noise"``, or that of a file or folder (``Path``).
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: an unknown name, or no text.
-        """
-        match source:
-            case Haystack():
-                made = source
-            case "builtin":
-                corpus = builtin_text("haystack")
-                made = cls(corpus.text, "builtin", python_version=corpus.python_version)
-            case "noise":
-                made = cls(NOISE, "noise", endless=True)
-            case Path():
-                made = cls("\n\n".join(document.text for document in documents(source)), source.name)
-            case _:
-                raise ValueError(f"haystack must be 'builtin', 'noise' or a Path, got {source!r}")
-        if not made.text.strip():
-            raise ValueError("the haystack is empty")
-        return made
+from rope_patch.evaluation.documents import prefix_ids
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.tasks import Draw, Question, find_task
 
 
 @dataclass(frozen=True)
@@ -99,79 +37,6 @@ class Prompt:
     parts: tuple[str, ...]
     ends: tuple[int, ...]
     depths: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A kind of question, as templates. ``{value}`` is what is asked for, ``{name}`` tells needles apart.
-
-    Attributes:
-        needle: what is hidden; ``{before}`` is the name of the needle before it.
-        question: what ends the prompt.
-        digits: of a value.
-        first: the needle that starts a chain.
-        joined: all needles are asked for in one question.
-        named: needles have names.
-        source: where the task is from, and how ours differs.
-    """
-
-    needle: str
-    question: str
-    source: str
-    digits: int = 5
-    first: str | None = None
-    joined: bool = False
-    named: bool = True
-
-
-TASKS = {
-    "passkey": Task(
-        " The pass key is {value}. Remember it.",
-        " What is the pass key? The pass key is",
-        "Mohtashami & Jaggi (2023), arXiv:2305.16300",
-        named=False,
-    ),
-    "niah": Task(
-        " The magic number of {name} is {value}.",
-        " What is the magic number of {name}? The magic number of {name} is",
-        "Hsieh et al. (2024), RULER, arXiv:2404.06654, NIAH; ours hides one key per needle and no distractors",
-        digits=7,
-    ),
-    "multivalue": Task(
-        " One magic number of {name} is {value}.",
-        " What are all the magic numbers of {name}? In order, the magic numbers of {name} are",
-        "RULER, multi-value NIAH; ours asks for them in their order",
-        digits=7,
-        joined=True,
-    ),
-    "multiquery": Task(
-        " The magic number of {name} is {value}.",
-        " What are the magic numbers of {names}? In this order, they are",
-        "RULER, multi-query NIAH; ours asks for them in their order",
-        digits=7,
-        joined=True,
-    ),
-    "vt": Task(
-        " VAR {name} = VAR {before}.",
-        " Which variables have the value {value}? In order, they are",
-        "RULER, variable tracking, one chain",
-        first=" VAR {name} = {value}.",
-        joined=True,
-    ),
-}
-"""Every retrieval task by name."""
-
-MULTIKEY = {
-    "passkey": Task(
-        " The pass key {name} is {value}. Remember it.",
-        " What is the pass key {name}? The pass key {name} is",
-        "ours: a key at every depth, one question each (RULER's multi-key adds distractors to one question)",
-    ),
-    "niah": TASKS["niah"],
-}
-"""The tasks that ``multikey`` mode knows."""
-
-MODES = ("single", "multikey")
 
 
 class PromptMaker:
@@ -215,7 +80,7 @@ class PromptMaker:
         """Return the prompts of one haystack.
 
         Args:
-            task: a key of ``TASKS``.
+            task: the name of a :class:`~rope_patch.evaluation.tasks.Task`.
             length: of prompt and answer together [tokens].
             depths: of the needles, each in [0, 1].
             mode: ``"single"``, a prompt per depth with one needle in it, or ``"multikey"``, a needle at every depth
@@ -235,80 +100,16 @@ class PromptMaker:
         if not depths:
             raise ValueError("depths is empty")
         rng = random.Random(f"{seed}/{task}/{mode}/{length}/{sample}")
-        start = rng.random()  # where in the haystack
-        order = sorted(range(len(depths)), key=lambda i: depths[i])
-        values, names = self._values(kind, len(depths), rng), self._names(kind, len(depths), rng)
-        made: dict[int, Prompt] = {}
-        fit = _Fit(self, length, start)
+        fit = _Fit(self, length, start=rng.random())
+        prompts = [fit(question) for question in kind.questions(sorted(depths), mode, Draw(self.tokenizer, rng))]
         if kind.joined:
-            needles, question, parts = _joined(kind, values, names)
-            places = sorted(depths)
-            target = " " + ", ".join(parts)
-            return [fit(list(zip(places, needles, strict=True)), question, target, parts, places)]
-        needles = [kind.needle.format(value=v, name=n) for v, n in zip(values, names, strict=True)]
-        for rank, i in enumerate(order):
-            hidden = (
-                list(zip(sorted(depths), needles, strict=True)) if mode == "multikey" else [(depths[i], needles[rank])]
-            )
-            question = kind.question.format(name=names[rank])
-            made[i] = fit(hidden, question, f" {values[rank]}", [values[rank]], [depths[i]])
-        return [made[i] for i in range(len(depths))]
+            return prompts
+        ranks = {i: rank for rank, i in enumerate(sorted(range(len(depths)), key=lambda i: depths[i]))}
+        return [prompts[ranks[i]] for i in range(len(depths))]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, with the special tokens in front."""
         return [*self.prefix, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-
-    def _values(self, task: Task, count: int, rng: random.Random) -> list[str]:
-        """Different numbers of one length in tokens, the one most of them have; so prompts fit in batches."""
-        drawn = ["".join(rng.choices("0123456789", k=task.digits)) for _ in range(64 + count)]
-        return self._alike(list(dict.fromkeys(drawn)), count)
-
-    def _names(self, task: Task, count: int, rng: random.Random) -> list[str]:
-        if not task.named:
-            return [""] * count
-        if task.first is not None:
-            letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-            pool = list(dict.fromkeys("".join(rng.sample(letters, 3)) for _ in range(64 + count)))
-        else:
-            names = NAMES.split()
-            pool = rng.sample(names, len(names))
-        if task.first is None and task.joined and "{names}" not in task.question:
-            return self._alike(pool, 1) * count
-        return self._alike(pool, count)
-
-    def _alike(self, pool: list[str], count: int) -> list[str]:
-        coded = self.tokenizer([f" {item}" for item in pool], add_special_tokens=False)["input_ids"]
-        sizes = [len(ids) for ids in coded]
-        common = max(set(sizes), key=lambda size: (sizes.count(size), -size))
-        ranked = sorted(range(len(pool)), key=lambda i: sizes[i] != common)  # stable: those of the common size first
-        if len(pool) < count:
-            raise ValueError(f"{count} needles are too many: there are {len(pool)} different names")
-        return [pool[i] for i in ranked[:count]]
-
-
-def find_task(task: str, mode: str = "single") -> Task:
-    """Return a task in a mode.
-
-    Raises:
-        ValueError: an unknown one; the known ones are named.
-    """
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}. Known: {', '.join(MODES)}")
-    known = TASKS if mode == "single" else MULTIKEY
-    if task not in known:
-        raise ValueError(f"unknown task {task!r} in mode {mode!r}. Known: {', '.join(known)}")
-    return known[task]
-
-
-def _joined(task: Task, values: list[str], names: list[str]) -> tuple[list[str], str, list[str]]:
-    """Needles, question and answers of a task that asks for all at once."""
-    if task.first is None:
-        needles = [task.needle.format(value=v, name=n) for v, n in zip(values, names, strict=True)]
-        listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
-        return needles, task.question.format(name=names[0], names=listed), values
-    needles = [task.first.format(name=names[0], value=values[0])]
-    needles += [task.needle.format(name=name, before=before) for before, name in itertools.pairwise(names)]
-    return needles, task.question.format(value=values[0]), names
 
 
 class _Fit:
@@ -321,20 +122,19 @@ class _Fit:
         self.first: int | None = None
         self.count = self.trim = 0
 
-    def __call__(
-        self, hidden: list[tuple[float, str]], question: str, target: str, parts: Sequence[str], depths: Sequence[float]
-    ) -> Prompt:
+    def __call__(self, question: Question) -> Prompt:
         maker = self.maker
-        bare = maker.encode("".join(needle for _, needle in hidden) + question + target)
+        needles = "".join(needle for _, needle in question.hidden)
+        bare = maker.encode(needles + question.text + question.target)
         room = self.length - len(bare)
         if room < 0:
             raise ValueError(f"this prompt needs at least {len(bare)} tokens with this tokenizer, got {self.length}")
         if self.first is None:
             self.first = self._place(room)
         for _ in range(self.tries):
-            found = self._exact(hidden, question, target, room)
-            if found is not None:
-                return self._prompt(*found, target, parts, depths)
+            fitted = self._exact(question, room)
+            if fitted is not None:
+                return self._prompt(*fitted, question)
             self.first, self.count, self.trim = self.first + 1, 0, 0  # later depths share the stretch that fits
         raise ValueError(f"found no haystack of exactly {room} tokens with this tokenizer: try another length")
 
@@ -351,16 +151,14 @@ class _Fit:
             )
         return int(self.start * (max(last, 0) + 1))
 
-    def _exact(
-        self, hidden: list[tuple[float, str]], question: str, target: str, room: int
-    ) -> tuple[str, list[int]] | None:
+    def _exact(self, question: Question, room: int) -> tuple[str, list[int]] | None:
         """The text that has the exact length with its answer, and its ids; None when this stretch gives none."""
         maker = self.maker
         if self.count == 0 and room:
             self.count = self._words_for(self._first, room)
         for _ in range(self.tries):
-            text = self._text(hidden, question, self.trim)
-            ids = maker.encode(text + target)
+            text = self._text(question, self.trim)
+            ids = maker.encode(text + question.target)
             excess = len(ids) - self.length
             if excess == 0:
                 return text, ids
@@ -374,39 +172,39 @@ class _Fit:
             elif dropped := self._words_within(excess):
                 self.count -= dropped
             else:
-                trim = self._trim(hidden, question, target, excess)
+                trim = self._trim(question, excess)
                 if trim is None:
                     return None
                 self.trim = trim
         return None
 
-    def _trim(self, hidden: list[tuple[float, str]], question: str, target: str, excess: int) -> int | None:
+    def _trim(self, question: Question, excess: int) -> int | None:
         """How many characters less of the last word make so many tokens less; None if no number does.
 
         Only the end of the text is tokenised for it: what comes long before the cut does not see it.
         """
         maker = self.maker
-        whole = self._text(hidden, question, 0)
-        start = max(0, len(whole) - len(question) - sum(len(needle) for _, needle in hidden) - 300)
-        size = len(maker.encode(whole[start:] + target))
+        whole = self._text(question, 0)
+        start = max(0, len(whole) - len(question.text) - sum(len(needle) for _, needle in question.hidden) - 300)
+        size = len(maker.encode(whole[start:] + question.target))
         word = self._words(self.count)[-1] if self.count else ""
         for trim in range(1, len(word)):
-            if size - len(maker.encode(self._text(hidden, question, trim)[start:] + target)) == excess:
+            if size - len(maker.encode(self._text(question, trim)[start:] + question.target)) == excess:
                 return trim
         return None
 
-    def _text(self, hidden: list[tuple[float, str]], question: str, trim: int) -> str:
+    def _text(self, question: Question, trim: int) -> str:
         words = self._words(self.count)
         if words and trim:
             words[-1] = words[-1][:-trim]
         pieces, at = [], 0
-        for depth, needle in hidden:
+        for depth, needle in question.hidden:
             place = round(depth * len(words))
             pieces += [*words[at:place], needle]
             at = place
-        text = "".join([*pieces, *words[at:], question])
+        text = "".join([*pieces, *words[at:], question.text])
         # A needle is written alike at every depth, at the start too, where a text would begin without its space.
-        return text if text.startswith(hidden[0][1]) else text.lstrip()
+        return text if text.startswith(question.hidden[0][1]) else text.lstrip()
 
     @property
     def _first(self) -> int:
@@ -441,14 +239,14 @@ class _Fit:
             dropped += 1
         return dropped
 
-    def _prompt(self, text: str, ids: list[int], target: str, parts: Sequence[str], depths: Sequence[float]) -> Prompt:
+    def _prompt(self, text: str, ids: list[int], question: Question) -> Prompt:
         maker = self.maker
         asked = maker.encode(text)
         if ids[: len(asked)] != asked or len(asked) == len(ids):
             raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
-        ends, said, question = [], "", text[-200:]
-        for part in parts[:-1]:
-            said += f", {part}" if said else f" {part}"
-            ends.append(len(maker.encode(question + said)) - len(maker.encode(question)))
+        ends, answer, context = [], "", text[-200:]
+        for part in question.parts[:-1]:
+            answer += f", {part}" if answer else f" {part}"
+            ends.append(len(maker.encode(context + answer)) - len(maker.encode(context)))
         ends.append(len(ids) - len(asked))
-        return Prompt(text, target, tuple(ids), ends[-1], tuple(parts), tuple(ends), tuple(depths))
+        return Prompt(text, question.target, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 TARGETS = (*ENGINES, "gguf")
 FORMS = ("table", "partial")
@@ -33,12 +33,12 @@ def export(
     to: str,
     form: str = "table",
     method: MethodLike | None = None,
-    target_length: int | None = None,
     base: str | Path | None = None,
     dtype: str = "auto",
     lora: bool = False,
     overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Write a checkpoint so that another engine runs it with the very tables it has here.
 
@@ -52,12 +52,13 @@ def export(
         to: ``"hf"``, ``"vllm"``, ``"sglang"`` or ``"gguf"``.
         form: ``"table"``, or ``"partial"`` for p-RoPE on families that rotate a part of each head.
         method: a patch to apply on the way, for a model that has none.
-        target_length: the context to state with it [tokens].
         base: for GGUF, a file of the base model to take the tensors from.
         dtype: of merged weights, and of those of a GGUF file written without ``base``.
         lora: keep an adapter an adapter.
         overwrite: write into a folder that holds files.
         progress: told the name of each file before it is copied.
+        **options: of :func:`rope_patch.apply` for ``method``: ``target_length``, ``layer_types``, ``freeze_at``, or
+            the method's own parameters.
 
     Returns:
         What was written, and in which version of the engine it was seen to be read so; ``export.json`` says the same.
@@ -68,7 +69,7 @@ def export(
     """
     source, out = Path(source) if Path(source).exists() else source, Path(out)
     adapter = checkpoints.is_adapter(source)
-    _check_options(to, form, method, target_length, base, dtype, lora, adapter)
+    _check_options(to, form, method, options, base, dtype, lora, adapter)
     if to == "gguf":
         from rope_patch.checkpoints.gguf_file import check_out
 
@@ -86,7 +87,7 @@ def export(
     merging = _as_model(source, out, lora, dtype, progress)
     with merging if adapter else contextlib.nullcontext((skeleton(source), source)) as (model, weights):
         if method is not None:
-            apply(model, method, target_length=target_length)
+            apply(model, method, **options)
         if to == "gguf":
             from rope_patch.exporting import gguf
 
@@ -100,7 +101,7 @@ def export(
                 overwrite=overwrite,
                 progress=progress,
             )
-            plain = all(slot.is_geometric for slot in look(model).slots)
+            plain = all(slot.is_geometric for slot in inspect_model(model).tables)
             lost = (
                 f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(out)!r}) reads all"
             )
@@ -112,7 +113,7 @@ def _check_options(
     to: str,
     form: str,
     method: MethodLike | None,
-    target_length: int | None,
+    options: Mapping[str, Any],
     base: str | Path | None,
     dtype: str,
     lora: bool,
@@ -142,8 +143,9 @@ def _check_options(
         raise ValueError("transformers takes the adapter as it is, with rope_patch.load; leave lora out to merge it")
     if method is not None and adapter:
         raise ValueError("an adapter fits the tables it was trained under: leave method out")
-    if target_length is not None and method is None:
-        raise ValueError("target_length goes with a method; this checkpoint states its context itself")
+    given = [name for name, value in options.items() if value is not None]
+    if given and method is None:
+        raise ValueError(f"{given[0]} goes with a method: name one, or leave {given[0]} out")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from rope_patch.files import write_atomically
 from rope_patch.patching.base_tables import is_dynamic, where
 from rope_patch.patching.encoding import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.locate import PatchError, find_rotary
-from rope_patch.patching.verify import look, verify
+from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.tables import RotaryTable
 
 NOTE_FILE = "export.json"
@@ -32,10 +32,10 @@ def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
     """
     site = find_rotary(model)
     if site.record is not None:
-        verify(model)
+        verify_model(model)
         if site.record.precision != "float32":
             raise ValueError(f"angles in {site.record.precision} cannot be exported: every engine computes in float32")
-    slots = with_context(look(model).slots, int(site.config.max_position_embeddings))
+    slots = with_context(inspect_model(model).tables, int(site.config.max_position_embeddings))
     for slot in slots:
         if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters, slot.rope_type):
             raise ValueError(
@@ -131,7 +131,7 @@ def _each(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _verifies(folder: Path) -> bool:
     try:
-        verify(skeleton(folder))
+        verify_model(skeleton(folder))
     except PatchError:
         return False
     return True
@@ -139,7 +139,7 @@ def _verifies(folder: Path) -> bool:
 
 def _check(folder: Path, slots: Sequence[RotaryTable]) -> None:
     """Raise unless a stock loader builds the wanted tables from the folder."""
-    read = {slot.layer_type: slot for slot in look(skeleton(folder)).slots}
+    read = {slot.layer_type: slot for slot in inspect_model(skeleton(folder)).tables}
     for slot in slots:
         again = read[slot.layer_type]
         same = again.inv_freq.shape == slot.inv_freq.shape and bool(

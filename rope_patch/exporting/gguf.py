@@ -32,7 +32,7 @@ from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import PatchRecord, TableRecord
-from rope_patch.patching.verify import look, verify
+from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.tables import RotaryTable
 
 __all__ = ["export_gguf", "export_gguf_lora", "read_gguf"]
@@ -135,8 +135,8 @@ def export_gguf(
 def _table(model: nn.Module, graph: Graph) -> tuple[RotaryTable, TableRecord, PatchRecord | None]:
     """Return the one table a GGUF can hold, the one before the patch, and the record."""
     site = find_rotary(model)
-    record = verify(model) if site.record is not None or isinstance(site.module, PatchedRotary) else None
-    slots = {slot.layer_type: slot for slot in look(model).slots}
+    record = verify_model(model) if site.record is not None or isinstance(site.module, PatchedRotary) else None
+    slots = {slot.layer_type: slot for slot in inspect_model(model).tables}
     for slot in slots.values():
         if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters, slot.rope_type):
             raise ValueError(f"{slot.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")

@@ -68,7 +68,7 @@ def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, grap
 def _check_table(reader: Any, base: Path, before: TableRecord) -> None:
     """Raise unless a base turns as the model did before the patch: else it is another, or is patched already."""
     seen = table_in(reader, base)
-    slot = seen.slots[0]
+    slot = seen.tables[0]
     if same_table(TableRecord.of(slot), before):
         return
     if seen.record is not None:

@@ -106,7 +106,7 @@ def _turning_pairs(slot: RotaryTable) -> int:
     Raises:
         ValueError: another table.
     """
-    rests = frequencies.still(slot.inv_freq)
+    rests = frequencies.unrotated(slot.inv_freq)
     turning = int((~rests).sum())
     geometric = frequencies.geometric(slot.rope_theta, slot.rotary_dim)[:turning]
     plain = torch.allclose(slot.inv_freq[:turning], geometric, rtol=1e-6, atol=0.0)

@@ -11,8 +11,8 @@ from torch import nn
 
 from rope_patch import frequencies
 from rope_patch.methods import longrope_parameters
-from rope_patch.patching.base_tables import READ_GLOBAL, base_of, config_with, scaling_of, settings_of, stock_rotary
-from rope_patch.patching.locate import RotarySite, stock_tables
+from rope_patch.patching.base_tables import READ_GLOBAL, base_of, config_with, original_rotary, scaling_of, settings_of
+from rope_patch.patching.locate import RotaryLocation, original_tables
 from rope_patch.tables import RotaryTable
 
 _SHARE = "partial_rotary_factor"
@@ -45,7 +45,7 @@ def spelling(slot: RotaryTable, model_type: str, *, everywhere: bool) -> dict[st
     return {**slot.other_keys, **form, **mscale}
 
 
-def config_keys(site: RotarySite, slots: Sequence[RotaryTable], *, everywhere: bool) -> dict[str, Any]:
+def config_keys(site: RotaryLocation, slots: Sequence[RotaryTable], *, everywhere: bool) -> dict[str, Any]:
     """Return the config keys that spell all tables of a model, checked against its own stock rotary class.
 
     Args:
@@ -66,14 +66,14 @@ def config_keys(site: RotarySite, slots: Sequence[RotaryTable], *, everywhere: b
     if getattr(site.config, "is_heterogeneous", False) and any(s["rope_type"] == "longrope" for s in spelled.values()):
         settings[READ_GLOBAL] = True
     module, _ = base_of(site)
-    rebuilt = stock_rotary(type(module), config_with(site.config, settings))
+    rebuilt = original_rotary(type(module), config_with(site.config, settings))
     for slot in slots:
         if not builds(rebuilt, slot):
             raise ValueError(f"{type(site.model).__name__} does not build the table of {slot} from {parameters}")
     return settings
 
 
-def _without_ignored_factor(site: RotarySite, slot: RotaryTable, spelled: dict[str, Any]) -> dict[str, Any]:
+def _without_ignored_factor(site: RotaryLocation, slot: RotaryTable, spelled: dict[str, Any]) -> dict[str, Any]:
     """Leave out a ``partial_rotary_factor`` that transformers ignores on this family (Llama): vLLM would obey it."""
     factor = spelled.get(_SHARE)
     if factor is None or slot.layer_type is not None or spelled.get("rope_type") == "proportional":
@@ -86,7 +86,7 @@ def _without_ignored_factor(site: RotarySite, slot: RotaryTable, spelled: dict[s
 
 def builds(rotary: nn.Module, slot: RotaryTable) -> bool:
     """Tell whether a stock rotary module holds a slot's table, up to the last bit of float32."""
-    built = frequencies.settle(stock_tables(rotary)[slot.layer_type].float().cpu())
+    built = frequencies.zero_unrotated(original_tables(rotary)[slot.layer_type].float().cpu())
     return (
         built.shape == slot.inv_freq.shape
         and torch.allclose(built, slot.inv_freq, rtol=3e-7, atol=0.0)

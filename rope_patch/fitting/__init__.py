@@ -2,8 +2,8 @@
 
 The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts
 of many lengths; what is kept is chosen on held-out retrieval first and perplexity second, and there reads no worse
-than its start and finds not surely less. Related: LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors
-by evolution.
+than its start and answers not significantly fewer prompts. Related: LongRoPE (Ding et al.,
+arXiv:2402.13753) searches the same factors by evolution.
 """
 
 from __future__ import annotations
@@ -16,30 +16,39 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.documents import Source, spread_windows
-from rope_patch.evaluation.journal import Journal, finite
-from rope_patch.evaluation.prompts import Haystack, PromptMaker
-from rope_patch.evaluation.retrieval import check_asked
-from rope_patch.fitting.judging import SEED, Candidate, Judging, best
+from rope_patch.evaluation.documents import Source
+from rope_patch.evaluation.result_cache import ResultCache, finite
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, best
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import Run, plain_weights
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import Patch, apply, for_target
-from rope_patch.patching.base_tables import read_slots
+from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary
 from rope_patch.processes import processes
 from rope_patch.words import did_you_mean
 
-__all__ = ["Candidate", "Constraint", "FittedPatch", "Objective", "TrainableTable", "family", "fit"]
+__all__ = [
+    "Candidate",
+    "Constraint",
+    "FittedPatch",
+    "Objective",
+    "Schedule",
+    "TrainableTable",
+    "family",
+    "fit",
+    "held_out_spec",
+]
 
 _PARTS = [f"p_rope:p={p}" for p in (1, 0.9, 0.75, 0.6, 0.5, 0.4, 0.25)]
 FAMILIES: Mapping[str, Sequence[str]] = {
     "p_rope": [*_PARTS, *(f"abf:factor={base}+{part}" for base in (10, 50) for part in _PARTS)]
 }
 """What ``family`` knows: p of p-RoPE, with the base found, 10 and 50 times it."""
-"""Methods whose ``factor`` is the one that the context grows by, and is filled in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +80,74 @@ class FittedPatch(Patch):
         return made
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How a table is trained.
+
+    Attributes:
+        steps: of Adam, with a learning rate that rises over an eighth of them and falls to 0; 0 only compares the
+            tables to start from.
+        batch_tokens: of a step, over all processes; None for two rows of the target, 4096 at least [tokens].
+        learning_rate: on the logarithms of the frequencies, shared by text and answers as the objective says.
+        checks: how often the table is evaluated on the way, the end included. From one that is worse than its start the
+            fit goes on from half of the way, with four times the odds of the answers' weight where fewer prompts are
+            answered, else of the text's; where text alone is fitted to it goes on as it was.
+        patience: checks without a better held-out loss before a fit is stopped; so it takes more checks than that.
+        checkpointing: compute activations again in the backward pass, which saves memory.
+        seed: of rows and crops; the held-out prompts have a seed of their own, made from it.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    steps: int = 40
+    batch_tokens: int | None = None
+    learning_rate: float = 0.04
+    checks: int = 2
+    patience: int = 2
+    checkpointing: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, least in (("steps", 0), ("checks", 1), ("patience", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}")
+
+
+def held_out_spec(
+    model: nn.Module,
+    target_length: int,
+    *,
+    task: str = "passkey",
+    seed: int = 0,
+    freeze_at: int | None = None,
+    **changes: Any,
+) -> EvalSpec:
+    """Return what a fit is evaluated on by default: 8 windows, and prompts of lengths that double up to the target.
+
+    Args:
+        model: to be fitted.
+        target_length: to fit to [tokens].
+        task: retrieval task.
+        seed: of the fit.
+        freeze_at: as in :func:`fit`.
+        **changes: other fields of :class:`~rope_patch.evaluation.spec.EvalSpec`, such as ``samples``.
+
+    Raises:
+        ValueError: a target below the trained length.
+    """
+    tables, _ = read_tables(find_rotary(model), freeze_at=freeze_at)
+    trained = min(table.context for table in tables.values())
+    if target_length < trained:
+        raise ValueError(f"the target of {target_length} tokens lies below the trained length of {trained}")
+    given: dict[str, Any] = {"windows": 8, "tasks": (task,), "bucket": target_length, "seed": SEED + seed}
+    given["haystack"] = None  # prompts hide their needles in the held-out text
+    return EvalSpec(_doubling(trained, target_length), **given | changes)
+
+
 def fit(
     model: nn.Module,
     tokenizer: Any,
@@ -80,22 +157,13 @@ def fit(
     init: MethodLike | Sequence[MethodLike] = "yarn",
     objective: Objective | None = None,
     constraint: Constraint | None = None,
-    steps: int = 40,
-    batch_tokens: int | None = None,
-    learning_rate: float = 0.04,
-    checks: int = 2,
-    patience: int = 2,
-    windows: int = 8,
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    samples: int = 4,
-    haystack: str | Path | Haystack | None = None,
+    schedule: Schedule | None = None,
+    spec: EvalSpec | None = None,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     replace: bool = False,
-    checkpointing: bool = False,
-    seed: int = 0,
     resume: str | Path | MutableMapping[str, Any] | None = None,
-    progress: Callable[[str, int], None] = lambda name, tokens: None,
+    on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
 ) -> FittedPatch:
     """Fit the tables of a model to a longer context, and leave the best one in place; no weight is touched.
 
@@ -109,25 +177,14 @@ def fit(
             taken from the target.
         objective: what is minimised; by default :class:`Objective` as it is.
         constraint: what the table may be; by default anything.
-        steps: of Adam, with a learning rate that rises over an eighth of them and falls to 0.
-        batch_tokens: of a step, over all processes; two rows of the target by default, 4096 at least [tokens].
-        learning_rate: on the logarithms of the frequencies, shared by text and answers as ``objective`` says.
-        checks: how often the table is judged on the way, the end included. From one that is worse than its start the
-            fit goes on from half of the way, with four times the odds of answers' weight where less was found, else of
-            text's; where text alone is fitted to it goes on as it was.
-        patience: checks without a better held-out loss before a fit is stopped; so it takes more checks than that.
-        windows: of held-out text, as long as the target.
-        depths: of the needles of held-out prompts.
-        samples: haystacks at each length; the lengths double from the trained one to the target.
-        haystack: of the held-out prompts, as in :func:`~rope_patch.evaluation.retrieval.retrieval`; by default the
-            held-out text.
+        schedule: how it is trained; by default :class:`Schedule` as it is.
+        spec: what tables are evaluated on; by default :func:`held_out_spec`. Its longest length must be the target,
+            and its task the objective's. Where it names no text, that is the held-out part of the data.
         layer_types: which tables are fitted, on mixed models; as :func:`rope_patch.apply` chooses by default.
         freeze_at: as in ``apply``.
         replace: replace an earlier patch, starting again from the base table.
-        checkpointing: compute activations again in the backward pass, for memory.
-        seed: of rows, crops, prompts.
         resume: file (or mapping) in which finished work is kept: the same call goes on where it was.
-        progress: told what is done, and the tokens just read.
+        on_progress: called with the stage, and the number of tokens just read.
 
     Returns:
         The patch in place; its ``candidates`` say what was measured.
@@ -137,81 +194,73 @@ def fit(
             is changed.
         PatchError: the model is patched already.
     """
-    objective, constraint = objective or Objective(), constraint or Constraint()
+    objective, constraint, schedule = objective or Objective(), constraint or Constraint(), schedule or Schedule()
     starts = [init] if isinstance(init, str | Method | Mapping) else list(init)
-    for name, value in (("steps", steps), ("checks", checks), ("patience", patience), ("windows", windows)):
-        if value < (0 if name == "steps" else 1):
-            raise ValueError(f"{name} must be >= {0 if name == 'steps' else 1}, got {value}")
     if not starts:
         raise ValueError("init names no table to start from")
-    if not (math.isfinite(learning_rate) and learning_rate > 0):
-        raise ValueError(f"learning_rate must be > 0, got {learning_rate}")
-    slots, _ = read_slots(find_rotary(model), freeze_at=freeze_at)
-    trained = min(slot.context for slot in slots.values())
-    if target_length < trained:
-        raise ValueError(f"the target of {target_length} tokens lies below the trained length of {trained}")
-    wanted = [for_target(model, s, target_length, layer_types=layer_types, freeze_at=freeze_at) for s in starts]
-    labels = [str(method) for method in wanted]
+    usual = held_out_spec(model, target_length, task=objective.task, seed=schedule.seed, freeze_at=freeze_at)
+    spec = spec or usual
+    if spec.longest != target_length or spec.tasks != usual.tasks or spec.windows == 0:
+        raise ValueError(
+            f"spec must measure windows of text and the task {objective.task!r} up to the target of {target_length} "
+            f"tokens, got {spec}"
+        )
+    options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
+    methods = [for_target(model, start, target_length, **options) for start in starts]
+    labels = [str(method) for method in methods]
     if len(set(labels)) < len(labels):
         raise ValueError(f"starts must differ from each other, got {', '.join(labels)}")
-    lengths = _doubling(trained, target_length)
-    lengths, depths = check_asked(objective.task, "single", lengths, depths, samples, None)
     fitted, held_out = split_text(data)
-    texts, digest = spread_windows(tokenizer, held_out, target_length, windows)
-    rows = Rows(
-        tokenizer, fitted, objective, trained, target_length, batch_tokens or max(4096, 2 * target_length), seed
-    )
-    judged = Judging(model, tokenizer, texts, lengths, depths, samples, objective, seed,
-                      PromptMaker(tokenizer, haystack or Haystack(held_out, "held-out text")), progress)  # fmt: skip
-    for length in lengths:
-        judged.maker.prompts(objective.task, length, depths, seed=SEED + seed)
+    suite = EvalSuite(spec, tokenizer, text=held_out if spec.text is None else None)
+    tokens = schedule.batch_tokens or max(4096, 2 * target_length)
+    rows = Rows(tokenizer, fitted, objective, usual.lengths[0], target_length, tokens, schedule.seed)
     rows.check()
-    kept = Journal(resume) if isinstance(resume, str | Path) else resume
+    kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     if processes()[0]:
         kept = None  # the first process keeps the work of all
-    options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "target_length": target_length}
-    candidates: dict[str, tuple[Candidate, ...]] = {}
-    losses: dict[str, tuple[float, ...]] = {}
-    stopped: dict[str, str] = {}
-    first = apply(model, wanted[0], replace=replace, **options)
+    options |= {"target_length": target_length}
+    about = {
+        "text": [suite.text_sha256, rows.digest, suite.prompts.haystack.sha256],
+        "objective": asdict(objective),
+        "constraint": asdict(constraint),
+        "schedule": asdict(schedule) | {"batch_tokens": tokens, "checkpointing": None},
+        "spec": spec.to_dict(),
+    }
+    evaluator = Evaluator(model, suite, objective, on_progress)
+    first = apply(model, methods[0], replace=replace, **options)
     try:
+        runs: dict[str, Run] = {}
+        candidates: dict[str, tuple[Candidate, ...]] = {}
         with plain_weights(model):
-            for label, method in zip(labels, wanted, strict=True):
+            for label, method in zip(labels, methods, strict=True):
                 apply(model, method, replace=True, **options)
-                about = {
-                    "fit": label,
-                    "model": fingerprint(model),
-                    "text": [digest, rows.digest, judged.maker.haystack.sha256],
-                    "objective": asdict(objective),
-                    "constraint": asdict(constraint),
-                    "asked": [
-                        steps,
-                        learning_rate,
-                        checks,
-                        patience,
-                        windows,
-                        list(depths),
-                        samples,
-                        rows.tokens,
-                        seed,
-                    ],
-                }
-                run = Run(model, method, rows, judged, constraint, options, kept, about, progress)
-                candidates[label] = run(steps, learning_rate, checks, patience, checkpointing)
-                losses[label], stopped[label] = tuple(run.losses), run.stopped
-            found = {label: best(several) for label, several in candidates.items()}
-            label = max(found, key=lambda name: max(found[name].rank, candidates[name][0].rank))
-        last = apply(model, found[label].method, replace=True, **options)
+                identity = {"fit": label, "model": fingerprint(model), **about}
+                runs[label] = Run(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
+                candidates[label] = runs[label](
+                    schedule.steps,
+                    schedule.learning_rate,
+                    schedule.checks,
+                    schedule.patience,
+                    schedule.checkpointing,
+                )
+        winners = {label: best(several) for label, several in candidates.items()}
+        label = max(winners, key=lambda name: max(winners[name].rank, candidates[name][0].rank))
+        last = apply(model, winners[label].method, replace=True, **options)
     except BaseException:
         first._state.reinstate()
         raise
     known = {f.name: getattr(last, f.name) for f in fields(Patch)} | {"_state": first._state}  # what restore() gives
-    name = f"{label}, {found[label].name}"
-    return FittedPatch(**known, candidates=candidates, chosen=name, losses=losses, stopped=stopped)
+    return FittedPatch(
+        **known,
+        candidates=candidates,
+        chosen=f"{label}, {winners[label].name}",
+        losses={label: tuple(run.losses) for label, run in runs.items()},
+        stopped={label: run.stopped for label, run in runs.items()},
+    )
 
 
 def family(name: str) -> list[str]:
-    """Return the members of a family that are worth judging: to be given as ``init``, with ``steps=0``.
+    """Return the members of a family that are worth comparing, to be given as ``init`` with ``Schedule(steps=0)``.
 
     Raises:
         ValueError: an unknown family.

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from rope_patch.evaluation.documents import Source, documents, prefix_ids
-from rope_patch.evaluation.prompts import NEEDLES, Haystack, PromptMaker, find_task
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.tasks import NEEDLES, find_task
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.loss import IGNORED
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.journal import key
-from rope_patch.fitting.judging import Candidate, Judging, best
+from rope_patch.evaluation.result_cache import key
+from rope_patch.fitting.candidates import Candidate, Evaluator, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.methods import Method
 from rope_patch.modeling.loss import token_loss
@@ -45,7 +45,7 @@ class Run:
         model: nn.Module,
         method: Method,
         rows: Rows,
-        judged: Judging,
+        judged: Evaluator,
         constraint: Constraint,
         options: Mapping[str, Any],
         kept: MutableMapping[str, Any] | None,
@@ -56,7 +56,7 @@ class Run:
         self.options, self.kept, self.about, self.progress = options, kept, about, progress
         self.site = find_rotary(model)
         module: Any = self.site.module
-        kinds = [kind for kind in module.slots if kind in self.site.record.layer_types]  # type: ignore[union-attr]
+        kinds = [kind for kind in module.tables if kind in self.site.record.layer_types]  # type: ignore[union-attr]
         self.table = TrainableTable(module, kinds, constraint).to(device_of(model))
         self.parameters = [p for p in self.table.parameters() if p.requires_grad]
         self.parts = [[torch.zeros_like(p, requires_grad=True) for p in self.parameters] for _ in range(rows.goals)]

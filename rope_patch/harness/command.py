@@ -1,7 +1,11 @@
-"""The ``rope-patch-eval`` command: lm-eval's own flags and subcommands, with our model type and tasks."""
+"""The ``rope-patch-eval`` command: lm-eval's own flags and subcommands, with our model type and tasks.
+
+``--import MODULE`` is the one flag of ours: it imports a Python module that defines methods, and may be repeated.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from typing import Any
@@ -42,8 +46,25 @@ def _run() -> None:
     setup_logging()
     if "rope_patch" not in model_registry:  # loaded when it is asked for
         model_registry.register("rope_patch", target="rope_patch.harness.model:RopePatchLM")
+    sys.argv[1:] = without_imports(sys.argv[1:])
     harness = HarnessCLI()
     harness.execute(with_ours(harness.parse_args()))
+
+
+def without_imports(words: list[str]) -> list[str]:
+    """Import the modules that ``--import`` names, and return the other words of a command line.
+
+    Raises:
+        ValueError: a module that is not found, fails, or defines no method.
+    """
+    parser = argparse.ArgumentParser(prog="rope-patch-eval", add_help=False, allow_abbrev=False)
+    parser.add_argument("--import", action="append", dest="modules", metavar="MODULE", default=[])
+    known, others = parser.parse_known_args(words)
+    if known.modules:
+        from rope_patch.methods import import_methods
+
+        import_methods(known.modules)
+    return others
 
 
 def with_ours(arguments: Any) -> Any:

@@ -28,7 +28,7 @@ from rope_patch.modeling.scoring import Reader, fingerprint
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import key_of
-from rope_patch.patching.verify import look, verify
+from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.words import did_you_mean
 
 NAME = "rope_patch"
@@ -153,7 +153,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         elif record is not None:
             reapply(self.model, record)
         elif getattr(self.model.config.get_text_config(), "rope_patch", None):
-            verify(self.model)  # what the stock loader built, before ours takes its place
+            verify_model(self.model)  # what the stock loader built, before ours takes its place
             reapply(self.model, find_rotary(self.model).record)  # type: ignore[arg-type]
         self.reader = Reader(self.model)
         self.scheme = scheme
@@ -191,10 +191,10 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         """Return what results say of the model: lm-eval's entries, the method, and the hash of every table in use."""
         info: dict[str, Any] = super().get_model_info()
         with contextlib.suppress(ValueError):  # a model without rotary tables, unpatched
-            seen = look(self.model)
+            seen = inspect_model(self.model)
             info["rope_patch"] = {
                 "method": str(seen.record.to_method()) if seen.record else None,
-                "tables": {key_of(slot.layer_type): slot.fingerprint for slot in seen.slots},
+                "tables": {key_of(slot.layer_type): slot.fingerprint for slot in seen.tables},
                 "max_length": self.max_length,
                 "chunk": self.chunk,
                 "kv_cache": str(self.scheme),

@@ -154,7 +154,7 @@ def plan_layers(
                 turned = slot.attention_scaling * mean_turn(table, context or slot.max_position_embeddings)
                 mean = _rotated(mean, turned.real, turned.imag, slot.pairs, layer.interleaved)
             if key.centre == "still":
-                mean = mean * features_of(frequencies.still(table), width, layer.interleaved, rest=True)
+                mean = mean * features_of(frequencies.unrotated(table), width, layer.interleaved, rest=True)
         kept = None
         if key.keep:
             own = slot.max_position_embeddings if layer.window is None else layer.window

@@ -14,17 +14,16 @@ from scipy import stats
 from torch import Tensor, nn
 
 from rope_patch import frequencies
-from rope_patch.evaluation.compare import Row, named
-from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.journal import finite, key
+from rope_patch.evaluation.compare import named
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.result_cache import finite, key
+from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
+from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
-from rope_patch.kv_evaluation.verdicts import Causes, CheckRow, Divergence, blame, longest_keys
+from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence, Limits
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
@@ -40,122 +39,144 @@ SLICE = 256
 
 @dataclass(eq=False)
 class Setting:
-    """What is the same for all methods and schemes."""
+    """What is the same for all methods and schemes.
+
+    Attributes:
+        model: that is measured.
+        suite: windows and prompts.
+        limits: what a scheme may cost.
+        result_cache: finished work; None where none is kept.
+        on_progress: called with the stage and the number of tokens just read.
+    """
 
     model: nn.Module
-    tokenizer: Any
-    texts: Sequence[TokenDocument]
-    maker: PromptMaker
-    lengths: Sequence[int]
-    depths: Sequence[float]
-    asked: Mapping[str, Any]
-    chunk: int | None
-    context: int | None
-    kept: MutableMapping[str, Any] | None
-    progress: Callable[[str, int], None]
+    suite: EvalSuite
+    limits: Limits
+    result_cache: MutableMapping[str, Any] | None
+    on_progress: Callable[[str, int], None]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Prompt lengths, rising [tokens]."""
+        return self.suite.spec.lengths
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens per forward pass over text; None for whole windows."""
+        spec = self.suite.spec
+        return None if spec.chunk is None else min(spec.chunk, spec.longest)
 
 
 @dataclass(frozen=True, eq=False)
-class Patched:
-    """A method in place."""
+class MethodInPlace:
+    """A method that is in place, and what is known of the model's keys under it.
+
+    Attributes:
+        method: as a method string.
+        tables: its rotary tables, by layer type.
+        means: mean key of each head before rotation, by layer; None where no scheme centres keys.
+        capture: statistics of queries and keys.
+        long_pairs: pairs of long mean keys, by layer.
+    """
 
     method: str
-    slots: tuple[RotaryTable, ...]
+    tables: tuple[RotaryTable, ...]
     means: Mapping[int, Tensor] | None
-    seen: Capture
-    long: Mapping[int, Tensor]
+    capture: Capture
+    long_pairs: Mapping[int, Tensor]
 
-    def options(self, here: Setting) -> dict[str, Any]:
-        """What plans need."""
-        return {"means": self.means, "context": here.context}
+    def plan_options(self, setting: Setting) -> dict[str, Any]:
+        """Return what :func:`~rope_patch.kv_cache.plans.plan_layers` needs besides the scheme."""
+        return {"means": self.means, "context": setting.limits.context}
 
 
-def measure(here: Setting, now: Patched, schemes: Mapping[str, Scheme], cause: str | None = None) -> list[CheckRow]:
-    """Measure schemes under a method that is in place."""
-    model, options = here.model, now.options(here)
-    some = {name: scheme for name, scheme in schemes.items() if scheme != Scheme()}
-    errors = _errors(here, now, some)
-    full: list[Tensor] = []  # states of the compared windows in full precision: read once, if at all
-    made = []
+def measure(
+    setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme], mitigation_of: str | None = None
+) -> list[CheckRow]:
+    """Measure schemes under a method that is in place.
+
+    Args:
+        setting: what is the same for all.
+        patched: the method.
+        schemes: by name.
+        mitigation_of: the unsafe scheme that these were made for.
+    """
+    quantizing = {name: scheme for name, scheme in schemes.items() if scheme != Scheme()}
+    errors = _errors(setting, patched, quantizing)
+    full_states: list[Tensor] = []  # of the compared windows in full precision: read once, if at all
+    rows = []
     for name, scheme in schemes.items():
-        stage = f"{now.method}, {name}"
-        with named(name), quantized(model, scheme, **options) as factory:
-            cache = factory if name in some else None
-            shared: dict[str, Any] = {
-                "cache": cache,
-                "resume": here.kept,
-                "progress": functools.partial(here.progress, stage),
-            }
-            longest = here.lengths[-1]
-            score = perplexity(
-                model,
-                here.texts,
-                window=longest,
-                buckets=[0, *here.lengths],
-                chunk=None if here.chunk is None else min(here.chunk, longest),
-                **shared,
+        stage = f"{patched.method}, {name}"
+        with named(name), quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
+            scores = setting.suite.run(
+                setting.model,
+                cache=factory if name in quantizing else None,
+                resume=setting.result_cache,
+                on_progress=functools.partial(setting.on_progress, stage),
             )
-            found = retrieval(
-                model,
-                here.tokenizer,
-                lengths=here.lengths,
-                depths=here.depths,
-                haystack=here.maker,
-                chunk=here.chunk,
-                **here.asked,
-                **shared,
-            )
-        own = errors.get(name, ())
-        made.append(
+        layer_errors = errors.get(name, ())
+        key_bits, value_bits, cache_bits = _bits(setting, patched, scheme)
+        rows.append(
             CheckRow(
-                now.method,
-                name,
-                str(scheme),
-                Row(now.method, score, found, now.slots),
-                _divergence(here, now, scheme, full) if name in some else None,
-                *_bits(here, now, scheme),
-                own,
-                _prediction(now.seen, own, here.context),
-                cause,
+                method=patched.method,
+                scheme=name,
+                scheme_text=str(scheme),
+                scores=scores,
+                tables=patched.tables,
+                divergence=_divergence(setting, patched, scheme, full_states) if name in quantizing else None,
+                key_bits=key_bits,
+                value_bits=value_bits,
+                cache_bits=cache_bits,
+                errors=layer_errors,
+                prediction=_prediction(patched.capture, layer_errors, setting.limits.context),
+                mitigation_of=mitigation_of,
             )
         )
-    return made
+    return rows
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def means_of(here: Setting, learnt: Tensor) -> dict[int, Tensor]:
+def means_of(setting: Setting, calibration_rows: Tensor) -> dict[int, Tensor]:
     """Return the mean key of each head before rotation, by layer."""
-    mark = key(kind="means", model=fingerprint(here.model), ids=_sha(learnt)) if here.kept is not None else ""
-    found = (here.kept or {}).get(mark)
+    mark = (
+        key(kind="means", model=fingerprint(setting.model), ids=_sha(calibration_rows))
+        if setting.result_cache is not None
+        else ""
+    )
+    found = (setting.result_cache or {}).get(mark)
     if found is None:
-        found = [[layer.index, layer.key.mean.tolist()] for layer in capture(here.model, learnt).layers]
-        if here.kept is not None:
-            here.kept[mark] = found
+        found = [[layer.index, layer.key.mean.tolist()] for layer in capture(setting.model, calibration_rows).layers]
+        if setting.result_cache is not None:
+            setting.result_cache[mark] = found
     return {index: torch.tensor(mean, dtype=torch.float64) for index, mean in found}
 
 
-def _errors(here: Setting, now: Patched, schemes: Mapping[str, Scheme]) -> dict[str, tuple[LayerErrors, ...]]:
+def _errors(
+    setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]
+) -> dict[str, tuple[LayerErrors, ...]]:
     """Measure attention errors, of the schemes whose errors are not kept, in one pass."""
-    ids, options = here.texts[0].ids[:ERRORS], now.options(here)
-    if here.kept is None:
-        return attention_errors(here.model, ids, schemes, outliers=now.long, **options)
-    long = {index: mask.tolist() for index, mask in now.long.items()}
-    about = {"kind": "errors", "model": fingerprint(here.model), "ids": _sha(ids), "long": long}
-    marks = {name: key(**about, cache=_identity(here, now, scheme)) for name, scheme in schemes.items()}
-    fresh = {name: scheme for name, scheme in schemes.items() if marks[name] not in here.kept}
-    measured = attention_errors(here.model, ids, fresh, outliers=now.long, **options) if fresh else {}
+    ids, options = setting.suite.windows[0].ids[:ERRORS], patched.plan_options(setting)
+    if setting.result_cache is None:
+        return attention_errors(setting.model, ids, schemes, outliers=patched.long_pairs, **options)
+    long = {index: mask.tolist() for index, mask in patched.long_pairs.items()}
+    about = {"kind": "errors", "model": fingerprint(setting.model), "ids": _sha(ids), "long": long}
+    marks = {name: key(**about, cache=_identity(setting, patched, scheme)) for name, scheme in schemes.items()}
+    fresh = {name: scheme for name, scheme in schemes.items() if marks[name] not in setting.result_cache}
+    measured = attention_errors(setting.model, ids, fresh, outliers=patched.long_pairs, **options) if fresh else {}
     for name, made in measured.items():
-        here.kept[marks[name]] = finite([[_plain(getattr(e, item.name)) for item in fields(e)] for e in made])
+        setting.result_cache[marks[name]] = finite(
+            [[_plain(getattr(e, item.name)) for item in fields(e)] for e in made]
+        )
     return {
-        name: tuple(LayerErrors(layer, *map(_tensor, rest)) for layer, *rest in here.kept[mark])
+        name: tuple(LayerErrors(layer, *map(_tensor, rest)) for layer, *rest in setting.result_cache[mark])
         for name, mark in marks.items()
     }
 
 
-def _identity(here: Setting, now: Patched, scheme: Scheme) -> str:
-    with quantized(here.model, scheme, **now.options(here)) as factory:
+def _identity(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> str:
+    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
         return factory.identity
 
 
@@ -174,77 +195,83 @@ def _tensor(values: Any) -> Tensor:
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
-def possible(here: Setting, now: Patched, tried: Mapping[str, Scheme]) -> dict[str, Scheme]:
+def possible(setting: Setting, patched: MethodInPlace, tried: Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Return the schemes that this model allows, and that do something on it: at the longest length, at least."""
     made = {}
     for name, scheme in tried.items():
         try:
-            plans = plan_layers(here.model, scheme, **now.options(here)).values()
+            plans = plan_layers(setting.model, scheme, **patched.plan_options(setting)).values()
         except ValueError:
             continue
         centred = any(plan.mean is not None and bool(plan.mean.any()) for plan in plans)
         kept = any(plan.kept is not None for plan in plans)
-        _, _, bits = _bits(here, now, scheme)
-        rounds = bits[here.lengths[-1]] != FORMATS["none"]
+        _, _, bits = _bits(setting, patched, scheme)
+        rounds = bits[setting.lengths[-1]] != FORMATS["none"]
         if (centred or not scheme.key.centre) and (kept or not scheme.key.keep) and rounds:
             made[name] = scheme
     return made
 
 
-def _bits(here: Setting, now: Patched, scheme: Scheme) -> tuple[float, float, dict[int, float]]:
+def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[float, float, dict[int, float]]:
     """Return effective bits of keys and values, mean over layers, and those of whole caches by length."""
-    plans, full = plan_layers(here.model, scheme, **now.options(here)), FORMATS["none"]
+    plans, full = plan_layers(setting.model, scheme, **patched.plan_options(setting)), FORMATS["none"]
     bits: tuple[list[float], list[float]] = ([], [])
-    stored, elements = dict.fromkeys(here.lengths, 0.0), dict.fromkeys(here.lengths, 0)
-    for layer in (layer for layer in now.seen.layers if layer.keys_of == layer.index):
+    stored, elements = dict.fromkeys(setting.lengths, 0.0), dict.fromkeys(setting.lengths, 0)
+    for layer in (layer for layer in patched.capture.layers if layer.keys_of == layer.index):
         plan = plans[layer.index]
         kept = 0 if plan.kept is None else int(plan.kept.sum()) // 2
         for made, side, states in zip(bits, (plan.key, plan.value), (layer.key, layer.value), strict=True):
             heads, width = states.mean.shape
             own = effective_bits(side, head_dim=width, heads=heads, kept=kept)
             made.append(own)
-            for length in here.lengths:
+            for length in setting.lengths:
                 held = min(length, plan.window or length)
                 end = plan.sinks + max(0, length - plan.residual - plan.sinks) // side.block * side.block
                 rounded = max(0, end - max(plan.sinks, length - held)) if side.format != "none" else 0
                 stored[length] += heads * width * (own * rounded + full * (held - rounded))
                 elements[length] += heads * width * held
-    whole = {length: stored[length] / elements[length] for length in here.lengths}
+    whole = {length: stored[length] / elements[length] for length in setting.lengths}
     return math.fsum(bits[0]) / len(bits[0]), math.fsum(bits[1]) / len(bits[1]), whole
 
 
-def causes(here: Setting, now: Patched, row: CheckRow, tolerance: float) -> Causes:
+def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:
     """Measure what parts of a scheme cost on the compared windows."""
-    model, scheme = here.model, Scheme.parse(row.spelled)
+    model, scheme = setting.model, Scheme.parse(row.scheme_text)
     mark = ""
-    if here.kept is not None:
-        about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in here.texts[:COMPARED]]}
-        mark = key(kind="causes", cache=_identity(here, now, scheme), chunk=here.chunk, limit=tolerance, **about)
-        if mark in here.kept:
-            found = here.kept[mark]
-            return Causes(**{**found, "layers": {int(index): cost for index, cost in found["layers"].items()}})
+    if setting.result_cache is not None:
+        about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in setting.suite.windows[:COMPARED]]}
+        mark = key(
+            kind="attribution",
+            cache=_identity(setting, patched, scheme),
+            chunk=setting.chunk,
+            limit=setting.limits.tolerance,
+            **about,
+        )
+        if mark in setting.result_cache:
+            found = setting.result_cache[mark]
+            return Attribution(**{**found, "layers": {int(index): cost for index, cost in found["layers"].items()}})
 
     def loss(change: Callable[[LayerPlan], LayerPlan] | None) -> float:
-        with quantized(model, scheme, **now.options(here)) as factory:
+        with quantized(model, scheme, **patched.plan_options(setting)) as factory:
             if change is not None:
                 factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
-            size = here.lengths[-1]
-            chunk = None if here.chunk is None else min(here.chunk, size)
-            return perplexity(model, here.texts[:COMPARED], window=size, chunk=chunk, cache=factory).nll
+            size = setting.lengths[-1]
+            chunk = None if setting.chunk is None else min(setting.chunk, size)
+            return perplexity(model, setting.suite.windows[:COMPARED], window=size, chunk=chunk, cache=factory).nll
 
     def only(layer: int) -> Callable[[LayerPlan], LayerPlan]:
         return lambda plan: plan if plan.keys_of == layer else replace(plan, key=Side(), value=Side())
 
     full = loss(lambda plan: replace(plan, key=Side(), value=Side()))
-    made = Causes(
+    made = Attribution(
         whole=loss(None) - full,
         keys=loss(lambda plan: replace(plan, value=Side())) - full,
         values=loss(lambda plan: replace(plan, key=Side())) - full,
-        layers={layer.index: loss(only(layer.keys_of)) - full for layer in now.seen.layers},
+        layers={layer.index: loss(only(layer.keys_of)) - full for layer in patched.capture.layers},
     )
-    layers, pairs, _ = blame(row.errors, longest_keys(now.seen), made, tolerance)
+    layers, pairs, _ = attribute(row.errors, longest_keys(patched.capture), made, setting.limits.tolerance)
     if pairs and not scheme.key.hadamard:
-        widths = {layer.index: layer.key.mean.shape[1] for layer in now.seen.layers}
+        widths = {layer.index: layer.key.mean.shape[1] for layer in patched.capture.layers}
 
         def without(plan: LayerPlan) -> LayerPlan:
             mask = torch.isin(torch.arange(plan.pairs), torch.tensor(pairs))
@@ -252,8 +279,8 @@ def causes(here: Setting, now: Patched, row: CheckRow, tolerance: float) -> Caus
             return replace(plan, exact=exact) if plan.index in layers else plan
 
         made = replace(made, left=loss(without) - full)
-    if here.kept is not None:
-        here.kept[mark] = finite(asdict(made))
+    if setting.result_cache is not None:
+        setting.result_cache[mark] = finite(asdict(made))
     return made
 
 
@@ -280,15 +307,15 @@ def _prediction(seen: Capture, errors: Sequence[LayerErrors], context: int | Non
 
 
 @torch.no_grad()
-def _divergence(here: Setting, now: Patched, scheme: Scheme, full: list[Tensor]) -> Divergence:
+def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: list[Tensor]) -> Divergence:
     """Compare the next token's distribution with and without a scheme, a slice of positions at a time.
 
     ``full`` is filled with the states in full precision when they are first needed.
     """
-    model, chunk, kept = here.model, here.chunk, here.kept
-    ids = torch.stack([window.ids for window in here.texts[:COMPARED]])
+    model, chunk, kept = setting.model, setting.chunk, setting.result_cache
+    ids = torch.stack([window.ids for window in setting.suite.windows[:COMPARED]])
     about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if kept is not None else {}
-    mark = key(kind="divergence", cache=_identity(here, now, scheme), **about)
+    mark = key(kind="divergence", cache=_identity(setting, patched, scheme), **about)
     if kept is not None and mark in kept:
         return Divergence(**kept[mark])
 
@@ -303,7 +330,7 @@ def _divergence(here: Setting, now: Patched, scheme: Scheme, full: list[Tensor])
     total, same, count = 0.0, 0, 0
     with in_eval_mode(model):
         full[:] = full or states(None)
-        with quantized(model, scheme, **now.options(here)) as factory:
+        with quantized(model, scheme, **patched.plan_options(setting)) as factory:
             rough = states(factory)
         reader = Reader(model)
         for one, other in zip(full, rough, strict=True):

@@ -1,21 +1,13 @@
 """The methods: frozen dataclasses that map a table found in a checkpoint to a new one.
 
-Adding a method is one class: its name, its fields with defaults, its checks, and ``__call__``. The registry, the
-grammar, the command line and the tests pick it up from there.
+Adding a method is one class: its name, its fields with defaults, its checks, and the expression of its frequencies.
+The registry, method strings, the command line and the tests pick it up from there. Classes of a user's own are found
+in the running script, in modules that :func:`import_methods` imports, and in installed packages that offer them under
+the entry point group ``rope_patch.methods``.
 """
 
-from rope_patch.methods.base import (
-    METHODS,
-    Chain,
-    Method,
-    MethodLike,
-    Scaling,
-    as_method,
-    create,
-    field_help,
-    from_dict,
-    parse,
-)
+from rope_patch.methods.base import METHODS, Chain, Method, Scaling
+from rope_patch.methods.parameters import field_help, number
 
 from rope_patch.methods.p_rope import Default, NoPE, Partial, PRope, PRopeReversed  # isort: skip
 from rope_patch.methods.base_frequency import ABF, NTK  # isort: skip
@@ -23,6 +15,8 @@ from rope_patch.methods.interpolation import PI, Llama3, Yarn  # isort: skip
 from rope_patch.methods.longrope import LongRope, longrope_parameters  # isort: skip
 from rope_patch.methods.clipping import Truncated  # isort: skip
 from rope_patch.methods.table import Table  # isort: skip
+from rope_patch.methods.strings import MethodLike, as_method, create, from_dict, method_string, missing_methods, parse  # isort: skip
+from rope_patch.methods.importing import import_methods  # isort: skip
 
 __all__ = [
     "ABF",
@@ -47,6 +41,10 @@ __all__ = [
     "create",
     "field_help",
     "from_dict",
+    "import_methods",
     "longrope_parameters",
+    "method_string",
+    "missing_methods",
+    "number",
     "parse",
 ]

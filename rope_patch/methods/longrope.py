@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import Method, check_count, number
+from rope_patch.methods.base import Method, check_count
+from rope_patch.methods.parameters import number
 from rope_patch.tables import RotaryTable
 
 

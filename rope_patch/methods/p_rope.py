@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import Method, number
+from rope_patch.methods.base import Method
+from rope_patch.methods.parameters import number
 from rope_patch.tables import RotaryTable
 
 

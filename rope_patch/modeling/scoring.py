@@ -16,11 +16,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
+from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.module import PatchedRotary
-
-SLICE = 256
-"""Tokens whose logits exist at one time."""
 
 CacheFactory = Callable[[], Any]
 

@@ -20,9 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from rope_patch.modeling.modes import attention_set_to
 from rope_patch.patching.base_tables import call_rotary, is_dynamic, where
-from rope_patch.patching.locate import device_of, find_rotary, stock_tables
+from rope_patch.patching.locate import device_of, find_rotary, original_tables
 from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 
 NAME = "rope_patch_probe"
@@ -168,17 +168,17 @@ def refuse_prompts(model: nn.Module) -> None:
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
     """Return the slots of a model with the tables its rotary module holds, rounded by a cast or not."""
-    seen = look(model)  # refuses what the patch layer refuses
-    for slot in seen.slots:
+    seen = inspect_model(model)  # refuses what the patch layer refuses
+    for slot in seen.tables:
         if not isinstance(module, PatchedRotary) and is_dynamic(slot.rope_parameters or {}, slot.rope_type):
             raise ValueError(
                 f"{where(slot)} has a dynamic table (rope_type {slot.rope_type!r}): it changes with the length that is "
                 "read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
             )
     if isinstance(module, PatchedRotary):
-        return {slot.layer_type: slot for slot in seen.slots}
-    held = stock_tables(module)
-    return {slot.layer_type: slot.becomes(held[slot.layer_type].float().cpu()) for slot in seen.slots}
+        return {slot.layer_type: slot for slot in seen.tables}
+    held = original_tables(module)
+    return {slot.layer_type: slot.becomes(held[slot.layer_type].float().cpu()) for slot in seen.tables}
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ class TrainableTable(nn.Module):
         self.config = module.config
         self.log_factors, self.log_scaling = nn.ParameterList(), nn.ParameterList()
         for kind in kinds:
-            slot = module.slots[kind]
-            moving = ~frequencies.still(slot.inv_freq)
+            slot = module.tables[kind]
+            moving = ~frequencies.unrotated(slot.inv_freq)
             count = int(moving.sum())
             if not count:
                 raise ValueError(f"all pairs of {slot.path} are unrotated: there is no frequency to fit")
@@ -80,9 +80,9 @@ class TrainableTable(nn.Module):
     def table(self, kind: str | None) -> tuple[Tensor, Tensor]:
         """Return inv_freq (pairs,) [rad/token] and the attention scaling of a layer type, float64, with gradients."""
         i = self.kinds.index(kind)
-        slot, log_factors = self.module[0].slots[kind], self.log_factors[i]
+        slot, log_factors = self.module[0].tables[kind], self.log_factors[i]
         start = slot.inv_freq.to(log_factors.device, torch.float64)
-        moving = ~frequencies.still(start)
+        moving = ~frequencies.unrotated(start)
         if self.constraint.curve is not None:
             log_factors = _cosines(int(moving.sum()), len(log_factors)).to(log_factors.device) @ log_factors
         if self.constraint.band is not None:
@@ -112,7 +112,7 @@ class TrainableTable(nn.Module):
         methods = []
         for kind in self.kinds:
             table, scaling = self.table(kind)
-            values = tuple(frequencies.settle(table.detach().float().cpu()).tolist())
+            values = tuple(frequencies.zero_unrotated(table.detach().float().cpu()).tolist())
             methods.append(Table(values, float(scaling.detach()), kind if len(self.kinds) > 1 else None))
         return methods[0] if len(methods) == 1 else Chain(tuple(methods))
 

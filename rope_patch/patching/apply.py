@@ -16,21 +16,21 @@ from transformers.utils import logging as hf_logging
 from rope_patch.methods import Chain, Default, Method, MethodLike, as_method
 from rope_patch.patching.base_tables import (
     CONFIG_KEYS,
-    Slots,
+    Tables,
     base_of,
     check_base,
     keeps_float32,
     name_in,
-    read_slots,
+    original_rotary,
+    read_tables,
     settings_of,
-    stock_rotary,
 )
-from rope_patch.patching.encoding import spell
-from rope_patch.patching.locate import PatchError, RotarySite, device_of, find_rotary, other_tables, outside_readers
+from rope_patch.patching.encoding import encode
+from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary, other_tables, outside_readers
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.probe import check_use
 from rope_patch.patching.record import PatchRecord, TableRecord, key_of, same_tables
-from rope_patch.patching.verify import edits_since, measure
+from rope_patch.patching.verify import edits_since, measure, method_of
 from rope_patch.tables import RotaryTable
 
 logger = hf_logging.get_logger("rope_patch")
@@ -39,7 +39,7 @@ logger = hf_logging.get_logger("rope_patch")
 class _State:
     """A model's rotary state: the module in place and what its configs say."""
 
-    def __init__(self, site: RotarySite) -> None:
+    def __init__(self, site: RotaryLocation) -> None:
         self.site = site
         self.said = [
             (settings_of(config), copy.deepcopy(getattr(config, "rope_patch", None))) for config in site.configs
@@ -207,7 +207,7 @@ def _apply(
     with found.lock:
         site = find_rotary(model)  # another thread may have changed it while this one waited
         source, remarks = _source(site, replace, keep_edits, quiet=recorded)
-        before, odd = read_slots(source, freeze_at=freeze_at)
+        before, odd = read_tables(source, freeze_at=freeze_at)
         chosen = _choose(before, layer_types)
         _check_layer_types(wanted, before, chosen)
         stock, base_config = base_of(source)
@@ -222,7 +222,7 @@ def _apply(
             wanted = _for_target(wanted, slots, target_length)
         length = target_length or int(base_config.max_position_embeddings)
         after = {kind: wanted(slot) if kind in chosen else slot for kind, slot in before.items()}
-        after, settings = spell(source, before, after, length)
+        after, settings = encode(source, before, after, length)
         if settings["rope_parameters"] != base_config.rope_parameters and (readers := outside_readers(site)):
             raise ValueError(
                 f"{', '.join(readers)} of {type(site.model).__name__} reads config.rope_parameters besides the rotary "
@@ -246,7 +246,7 @@ def _apply(
             odd.append(f"the decoder alone is patched: {', '.join(others)} keep their tables")
         for remark in (*remarks, *odd):
             (say or logger.warning)(remark)
-        fresh = stock_rotary(type(stock), base_config)
+        fresh = original_rotary(type(stock), base_config)
         module = PatchedRotary(after, stock, precision, keep_float32=keeps_float32(fresh, chosen))
         state = _State(site)
         module.train(site.module.training)
@@ -263,7 +263,7 @@ def _apply(
     return Patch(wanted, before, after, record, module, state)
 
 
-def _source(site: RotarySite, replace: bool, keep_edits: bool, *, quiet: bool) -> tuple[RotarySite, list[str]]:
+def _source(site: RotaryLocation, replace: bool, keep_edits: bool, *, quiet: bool) -> tuple[RotaryLocation, list[str]]:
     """Return the site to read the base tables from, and what is to be said of it.
 
     Raises:
@@ -281,12 +281,12 @@ def _source(site: RotarySite, replace: bool, keep_edits: bool, *, quiet: bool) -
     configs = tuple(copy.deepcopy(config) for config in site.configs)
     for config in configs:
         config.__dict__.pop("rope_patch", None)
-    stock = site.module.stock if isinstance(site.module, PatchedRotary) else site.module
-    module = stock_rotary(type(stock), configs[0])
-    return RotarySite(site.model, site.path, module, configs), []
+    stock = site.module.original if isinstance(site.module, PatchedRotary) else site.module
+    module = original_rotary(type(stock), configs[0])
+    return RotaryLocation(site.model, site.path, module, configs), []
 
 
-def _refuse_a_second_patch(site: RotarySite) -> None:
+def _refuse_a_second_patch(site: RotaryLocation) -> None:
     record, name = site.record, type(site.model).__name__
     if record is None:
         if isinstance(site.module, PatchedRotary):
@@ -330,7 +330,7 @@ def for_target(
     wanted = as_method(method)
     if not wanted.needs_target:
         return wanted
-    slots, _ = read_slots(find_rotary(model), freeze_at=freeze_at)
+    slots, _ = read_tables(find_rotary(model), freeze_at=freeze_at)
     return _for_target(wanted, [slots[kind] for kind in _choose(slots, layer_types)], target_length)
 
 
@@ -342,7 +342,7 @@ def _for_target(method: Method, slots: Sequence[RotaryTable], target_length: int
     return next(iter(made.values()))
 
 
-def _check_layer_types(method: Method, slots: Slots, chosen: Sequence[str | None]) -> None:
+def _check_layer_types(method: Method, slots: Tables, chosen: Sequence[str | None]) -> None:
     """Raise where a step is for a layer type that the model has not, or that is not patched."""
     steps = method.steps if isinstance(method, Chain) else (method,)
     for wanted in (getattr(step, "layer_type", None) for step in steps):
@@ -355,7 +355,7 @@ def _check_layer_types(method: Method, slots: Slots, chosen: Sequence[str | None
         raise ValueError(f"the method is for {wanted!r}, which is not patched: name it in layer_types (--layer-type)")
 
 
-def _choose(slots: Slots, layer_types: Sequence[str] | None) -> tuple[str | None, ...]:
+def _choose(slots: Tables, layer_types: Sequence[str] | None) -> tuple[str | None, ...]:
     known = list(slots)
     if known == [None]:
         if layer_types is not None:
@@ -434,7 +434,7 @@ def rebase(model: nn.Module, settings: Mapping[str, Any]) -> None:
     site = find_rotary(model)
     for config in site.configs:
         _write(config, settings, None)
-    module = stock_rotary(type(site.module), site.config)
+    module = original_rotary(type(site.module), site.config)
     _follow_device(module, site.model)
     site.put(module)
 
@@ -446,9 +446,10 @@ def reapply(model: nn.Module, record: PatchRecord) -> Patch:
         PatchError: the model's base tables are not those the record was made on.
     """
     layer_types = None if record.layer_types == (None,) else tuple(str(kind) for kind in record.layer_types)
+    record.warn_of_missing()
     patch = _apply(
         model,
-        record.to_method(),
+        method_of(find_rotary(model), record),
         layer_types=layer_types,
         target_length=record.target_length,
         precision=record.precision,

@@ -21,14 +21,14 @@ from rope_patch.errors import blamed_on
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.locate import (
     PatchError,
-    RotarySite,
-    stock_tables,
+    RotaryLocation,
+    original_tables,
 )
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import TableRecord, key_of, same_tables
 from rope_patch.tables import RotaryTable, other_keys
 
-Slots = dict[str | None, RotaryTable]
+Tables = dict[str | None, RotaryTable]
 
 
 READ_GLOBAL = "allow_global_per_layer_attribute_access"
@@ -41,15 +41,15 @@ CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_posit
 ``rope_parameters`` whenever those are checked."""
 
 
-def base_of(site: RotarySite) -> tuple[nn.Module, PreTrainedConfig]:
+def base_of(site: RotaryLocation) -> tuple[nn.Module, PreTrainedConfig]:
     """Return the site's stock module and config as they are, or were before the patch."""
-    module = site.module.stock if isinstance(site.module, PatchedRotary) else site.module
+    module = site.module.original if isinstance(site.module, PatchedRotary) else site.module
     record = site.record
     if record is None:
         return module, site.config
     with blamed_on("the rope_patch record was altered: transformers cannot build the table of its base_config"):
         config = config_with(site.config, record.base_config)
-        return (module if isinstance(site.module, PatchedRotary) else stock_rotary(type(module), config)), config
+        return (module if isinstance(site.module, PatchedRotary) else original_rotary(type(module), config)), config
 
 
 def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
@@ -81,7 +81,7 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: copy.deepcopy(config.__dict__[name]) for key, name in own.items() if name in config.__dict__}
 
 
-def stock_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
+def original_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
     """Build the model's own rotary class from a config, on the CPU."""
     with torch.device("cpu"), _quiet():
         return rotary_class(config)
@@ -108,13 +108,13 @@ def _quiet() -> Iterator[None]:
         _silent.reset(token)
 
 
-def spelled_for(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
+def encoding_of(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
     """Return the part of ``rope_parameters`` that spells one table."""
     parameters: Mapping[str, Any] = config.rope_parameters
     return parameters if layer_type is None else parameters[layer_type]
 
 
-def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool = True) -> tuple[Slots, list[str]]:
+def read_tables(site: RotaryLocation, *, freeze_at: int | None = None, strict: bool = True) -> tuple[Tables, list[str]]:
     """Read the base tables of a site, with remarks on what is odd about them.
 
     A buffer that a cast has rounded is read as the table its config describes, one that was edited by hand as it is.
@@ -129,10 +129,10 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
     """
     module, config = base_of(site)
     try:
-        stock = stock_rotary(type(module), config)
-        tables = {kind: buffer.float() for kind, buffer in stock_tables(stock).items()}
+        stock = original_rotary(type(module), config)
+        tables = {kind: buffer.float() for kind, buffer in original_tables(stock).items()}
         for kind, table in tables.items():
-            _check_kind(stock, kind, table, spelled_for(config, kind))
+            _check_kind(stock, kind, table, encoding_of(config, kind))
     except Exception as error:
         raise ValueError(
             f"{type(site.model).__name__} has a rotary embedding of another kind ({type(module).__name__}): rope_patch "
@@ -143,13 +143,13 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
         raise ValueError(f"the config of {type(site.model).__name__} states no max_position_embeddings: not supported")
     if isinstance(context, bool) or not isinstance(context, int) or context < 1:
         raise ValueError(f"the config's max_position_embeddings must be a number of tokens >= 1, got {context!r}")
-    slots: Slots = {}
+    slots: Tables = {}
     remarks: list[str] = []
     frozen_any = False
     for kind, table in tables.items():
-        spelled = spelled_for(config, kind)
+        spelled = encoding_of(config, kind)
         slot = RotaryTable(
-            inv_freq=frequencies.settle(table),
+            inv_freq=frequencies.zero_unrotated(table),
             attention_scaling=scaling_of(stock, kind),
             rope_theta=float(spelled["rope_theta"]),
             rope_type=rope_type_of(stock, kind, spelled),
@@ -175,7 +175,7 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
             table, scaling = frequencies.table_of(base.inv_freq), base.attention_scaling
             slot = replace(slot, inv_freq=table, attention_scaling=scaling, rope_type="custom", rope_parameters=None)
         else:
-            slot, remark = _as_found(slot, stock_tables(module)[kind], scaling_of(module, kind))
+            slot, remark = _as_found(slot, original_tables(module)[kind], scaling_of(module, kind))
             remarks += remark
         slots[kind] = slot
     if freeze_at is not None and not frozen_any:
@@ -183,12 +183,13 @@ def read_slots(site: RotarySite, *, freeze_at: int | None = None, strict: bool =
     return slots, remarks
 
 
-def check_base(site: RotarySite) -> None:
+def check_base(site: RotaryLocation) -> None:
     """Raise PatchError unless the base a patched model's record describes is the base it was made on."""
     record = site.record
     if record is not None:
         base = {
-            key_of(kind): TableRecord.of(slot) for kind, slot in read_slots(site, freeze_at=record.freeze_at)[0].items()
+            key_of(kind): TableRecord.of(slot)
+            for kind, slot in read_tables(site, freeze_at=record.freeze_at)[0].items()
         }
         if not same_tables(base, record.base_tables):
             raise PatchError("the rope_patch record was altered: its base_config does not give its base tables")
@@ -257,7 +258,7 @@ def _freeze(slot: RotaryTable, config: PreTrainedConfig, length: int) -> RotaryT
         build = ROPE_INIT_FUNCTIONS[slot.rope_type]
         now, _ = build(config, seq_len=1, layer_type=slot.layer_type)
         table, scaling = build(config, seq_len=length, layer_type=slot.layer_type)
-    if not torch.equal(frequencies.settle(now), slot.inv_freq):
+    if not torch.equal(frequencies.zero_unrotated(now), slot.inv_freq):
         raise ValueError(f"{where(slot)} builds its {slot.rope_type} table in a way of its own: it cannot be frozen")
     spelled = slot.rope_parameters or {}
     if slot.rope_type == "longrope":
@@ -276,9 +277,12 @@ def _as_found(slot: RotaryTable, buffer: Tensor, scaling: float) -> tuple[Rotary
     if buffer.is_meta:
         return slot, []
     found = buffer.detach().float().cpu()
-    if torch.allclose(found, slot.inv_freq, rtol=1e-6, atol=frequencies.STILL) and scaling == slot.attention_scaling:
+    if (
+        torch.allclose(found, slot.inv_freq, rtol=1e-6, atol=frequencies.UNROTATED)
+        and scaling == slot.attention_scaling
+    ):
         return slot, []
-    error = float(((found - slot.inv_freq).abs() / slot.inv_freq.clamp_min(frequencies.STILL)).max())
+    error = float(((found - slot.inv_freq).abs() / slot.inv_freq.clamp_min(frequencies.UNROTATED)).max())
     for dtype in (torch.bfloat16, torch.float16):
         if scaling == slot.attention_scaling and torch.equal(found, slot.inv_freq.to(dtype).float()):
             remark = f"{where(slot)} was rounded to {dtype} by a cast (up to {error:.2%} off)"
@@ -287,7 +291,7 @@ def _as_found(slot: RotaryTable, buffer: Tensor, scaling: float) -> tuple[Rotary
         f"{where(slot)} is not the table its config describes (up to {error:.2%} off, attention_scaling {scaling:g} "
         f"for {slot.attention_scaling:g}); saving without a patch would lose it"
     )
-    slot = replace(slot, inv_freq=frequencies.settle(found), attention_scaling=scaling)
+    slot = replace(slot, inv_freq=frequencies.zero_unrotated(found), attention_scaling=scaling)
     return replace(slot, rope_type="custom", rope_parameters=None), [remark]
 
 

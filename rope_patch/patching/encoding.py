@@ -17,21 +17,21 @@ from rope_patch.files import write_atomically
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.base_tables import (
     READ_GLOBAL,
-    Slots,
+    Tables,
     base_of,
     config_with,
+    encoding_of,
     is_dynamic,
+    original_rotary,
     rope_type_of,
     scaling_of,
     settings_of,
-    spelled_for,
-    stock_rotary,
 )
-from rope_patch.patching.locate import RotarySite, stock_tables
+from rope_patch.patching.locate import RotaryLocation, original_tables
 from rope_patch.tables import RotaryTable
 
 
-def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[Slots, dict[str, Any]]:
+def encode(site: RotaryLocation, before: Tables, after: Tables, length: int) -> tuple[Tables, dict[str, Any]]:
     """Find config settings from which the model's stock rotary class rebuilds every table, to the last bit.
 
     The native spelling of each slot is tried first, then the longrope form; what counts is what the stock class makes
@@ -39,7 +39,7 @@ def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[S
 
     Args:
         site: the model's rotary site.
-        before: the base tables, as :func:`~rope_patch.patching.base_tables.read_slots` read them.
+        before: the base tables, as :func:`~rope_patch.patching.base_tables.read_tables` read them.
         after: the wanted tables; those that are the very slot of ``before`` keep their spelling.
         length: the context the config will state [tokens].
 
@@ -56,10 +56,10 @@ def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[S
         ways.append({READ_GLOBAL: True})
     if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
         ways.append({"head_dim": config.hidden_size // config.num_attention_heads})
-    final: Slots = {}
+    final: Tables = {}
     reason = "the table it rebuilds is another"
     for kind, slot in after.items():
-        found = spelled_for(config, kind)
+        found = encoding_of(config, kind)
         changes = is_dynamic(found, rope_type_of(module, kind, found))
         if slot is before[kind] and slot.rope_parameters is not None and not changes:
             final[kind] = slot
@@ -70,7 +70,7 @@ def spell(site: RotarySite, before: Slots, after: Slots, length: int) -> tuple[S
                 parameters = {**settings["rope_parameters"], kind: parameters}
             trial = settings | way | {"rope_parameters": parameters}
             try:
-                rebuilt = stock_rotary(type(module), config_with(config, trial))
+                rebuilt = original_rotary(type(module), config_with(config, trial))
             except Exception as error:  # a family refuses a type in its own way: Phi3 takes longrope only
                 reason = f"{type(error).__name__}: {error}"
                 continue
@@ -95,17 +95,17 @@ def _spellings(slot: RotaryTable) -> Iterator[RotaryTable]:
             )
     factors = frequencies.longrope_factors(slot.inv_freq, slot.rope_theta)
     form = longrope_parameters(factors, slot, attention_scaling=slot.attention_scaling)
-    table = frequencies.settle(frequencies.longrope(slot.rope_theta, factors))
+    table = frequencies.zero_unrotated(frequencies.longrope(slot.rope_theta, factors))
     scaling = {"short_mscale": slot.attention_scaling, "long_mscale": slot.attention_scaling}
     for own in (slot.other_keys, {}, scaling):  # which Phi-MoE asks for, also where it is 1
         yield replace(slot, inv_freq=table, rope_type="longrope", rope_parameters={**own, **form})
 
 
 def _same_table(stock: nn.Module, slot: RotaryTable) -> bool:
-    built = stock_tables(stock)[slot.layer_type]
+    built = original_tables(stock)[slot.layer_type]
     return (
         built.shape == slot.inv_freq.shape
-        and torch.equal(frequencies.settle(built), slot.inv_freq)
+        and torch.equal(frequencies.zero_unrotated(built), slot.inv_freq)
         and scaling_of(stock, slot.layer_type) == slot.attention_scaling
     )
 

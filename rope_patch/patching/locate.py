@@ -24,7 +24,7 @@ class PatchError(ValueError):
 
 
 @dataclass(frozen=True)
-class RotarySite:
+class RotaryLocation:
     """Where a model keeps its rotary embedding."""
 
     model: PreTrainedModel
@@ -69,7 +69,7 @@ _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyD
 _all_locks = threading.Lock()
 
 
-def find_rotary(model: nn.Module) -> RotarySite:
+def find_rotary(model: nn.Module) -> RotaryLocation:
     """Find the one rotary embedding of a model's text decoder, through PEFT, ``torch.compile`` and DDP wrappers.
 
     Raises:
@@ -80,7 +80,7 @@ def find_rotary(model: nn.Module) -> RotarySite:
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"expected a transformers model, got {type(base).__name__}")
     decoder = _decoder_of(base)
-    found = [module for module in decoder.modules() if isinstance(module, PatchedRotary) or stock_tables(module)]
+    found = [module for module in decoder.modules() if isinstance(module, PatchedRotary) or original_tables(module)]
     if not found:
         raise ValueError(
             f"found no rotary table in {type(base).__name__}: rope_patch needs a module with an 'inv_freq' buffer"
@@ -94,7 +94,7 @@ def find_rotary(model: nn.Module) -> RotarySite:
     path = next(name for name, child in base.named_modules() if child is module)
     configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
     distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
-    return RotarySite(base, path, module, tuple(distinct.values()))
+    return RotaryLocation(base, path, module, tuple(distinct.values()))
 
 
 def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -125,7 +125,7 @@ def holds_adapters_twice(model: nn.Module) -> bool:
     return sum(hasattr(layer, "get_base_model") and not hasattr(layer, "_orig_mod") for layer in _layers_of(model)) > 1
 
 
-def stock_tables(module: nn.Module) -> dict[str | None, Tensor]:
+def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
     """The stock tables a module owns, by layer type."""
     return {
         name.removesuffix("inv_freq").removesuffix("_") or None: buffer
@@ -134,29 +134,29 @@ def stock_tables(module: nn.Module) -> dict[str | None, Tensor]:
     }
 
 
-def outside_readers(site: RotarySite) -> list[str]:
+def outside_readers(site: RotaryLocation) -> list[str]:
     """Name the classes that read the config's ``rope_parameters`` besides the rotary embedding.
 
     DeepSeek's attention takes a scale from it, Ministral 3's a temperature, Moonshine's encoder a table of its own:
     there, a table cannot be respelled without changing more than the table. The partial factor is a shape, which no
     spelling changes.
     """
-    rotary = type(site.module.stock if isinstance(site.module, PatchedRotary) else site.module)
+    rotary = type(site.module.original if isinstance(site.module, PatchedRotary) else site.module)
     inside = set(site.decoder.modules())
     classes = {type(module) for module in inside} - {rotary, PatchedRotary}
     names = {cls.__name__ for cls in classes if _reads_rope_parameters(cls)}  # type: ignore[arg-type]
     for module in set(site.model.modules()) - inside:
         if any(getattr(module, "config", None) is config for config in site.configs) and (
-            stock_tables(module) or _reads_rope_parameters(type(module))  # type: ignore[arg-type]
+            original_tables(module) or _reads_rope_parameters(type(module))  # type: ignore[arg-type]
         ):
             names.add(type(module).__name__)
     return sorted(names)
 
 
-def other_tables(site: RotarySite) -> list[str]:
+def other_tables(site: RotaryLocation) -> list[str]:
     """Return the paths of the rotary modules outside the text decoder, such as an encoder's."""
     inside = set(site.decoder.modules())
-    return [name for name, module in site.model.named_modules() if module not in inside and stock_tables(module)]
+    return [name for name, module in site.model.named_modules() if module not in inside and original_tables(module)]
 
 
 @functools.cache

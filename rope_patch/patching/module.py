@@ -20,40 +20,40 @@ class PatchedRotary(nn.Module):
     computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table.
 
     Args:
-        slots: one slot per layer type of the module; a single one with ``layer_type`` None on unmixed models.
-        stock: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
+        tables: one table per layer type of the module; a single one with ``layer_type`` None on unmixed models.
+        original: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
         precision: ``"float64"`` multiplies positions and frequencies in double, for positions beyond about 1e5.
         keep_float32: return float32 whatever the model computes in, as the stock module does (OLMo, ERNIE 4.5).
     """
 
     def __init__(
         self,
-        slots: Mapping[str | None, RotaryTable],
-        stock: nn.Module,
+        tables: Mapping[str | None, RotaryTable],
+        original: nn.Module,
         precision: str = "float32",
         *,
         keep_float32: bool = False,
     ) -> None:
         super().__init__()
-        self.slots = dict(slots)
+        self.tables = dict(tables)
         self.precision, self.keep_float32 = precision, keep_float32
-        self.config = stock.config
-        self.max_seq_len_cached = self.original_max_seq_len = next(iter(slots.values())).max_position_embeddings
+        self.config = original.config
+        self.max_seq_len_cached = self.original_max_seq_len = next(iter(tables.values())).max_position_embeddings
         self._angle_dtype = torch.float64 if precision == "float64" else torch.float32
-        self._numbers = {kind: tuple(slot.inv_freq.tolist()) for kind, slot in slots.items()}
-        self._scaling = {kind: float(slot.attention_scaling) for kind, slot in slots.items()}
+        self._numbers = {kind: tuple(table.inv_freq.tolist()) for kind, table in tables.items()}
+        self._scaling = {kind: float(table.attention_scaling) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
-        self._stock = (stock,)  # in a tuple: out of reach of casts and of state_dict
+        self._original = (original,)  # in a tuple: out of reach of casts and of state_dict
         # What attention code may look up on a stock module.
-        types = {kind: slot.rope_type for kind, slot in slots.items()}
+        types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)
         for kind, scaling in self._scaling.items():
             setattr(self, "attention_scaling" if kind is None else f"{kind}_attention_scaling", scaling)
 
     @property
-    def stock(self) -> nn.Module:
+    def original(self) -> nn.Module:
         """The module this one replaced, as it was."""
-        return self._stock[0]
+        return self._original[0]
 
     def table(self, layer_type: str | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Return inv_freq: (pairs,) [rad/token] on ``device``, in the dtype the angles are computed in."""
@@ -76,8 +76,8 @@ class PatchedRotary(nn.Module):
             if kind in self._numbers:
                 device = next((device for _, device in self._cached), torch.device("cpu"))
                 return self.table(kind, device).float()
-        if not name.startswith("_") and "_stock" in self.__dict__ and name in self.stock.__dict__:
-            return self.stock.__dict__[name]  # what a model looks up on its own module, LFM3 its layer_types
+        if not name.startswith("_") and "_original" in self.__dict__ and name in self.original.__dict__:
+            return self.original.__dict__[name]  # what a model looks up on its own module, LFM3 its layer_types
         return super().__getattr__(name)
 
     @torch.no_grad()
@@ -105,4 +105,4 @@ class PatchedRotary(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the tables in ``print(model)``."""
-        return "\n".join(str(slot) for slot in self.slots.values())
+        return "\n".join(str(table) for table in self.tables.values())

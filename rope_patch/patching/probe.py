@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_patch.patching.locate import RotarySite
+from rope_patch.patching.locate import RotaryLocation
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.tables import RotaryTable
 
@@ -25,7 +25,7 @@ _found: dict[Any, str | None] = {}
 """What was found of a class under a config: nothing else has a say in it."""
 
 
-def check_use(site: RotarySite, tables: Mapping[str | None, RotaryTable], chosen: Sequence[str | None]) -> None:
+def check_use(site: RotaryLocation, tables: Mapping[str | None, RotaryTable], chosen: Sequence[str | None]) -> None:
     """Raise unless the layers of a model use its rotary tables, and ours in their place.
 
     The model's own code runs on a copy of its decoder that is built from the config on the meta device, without
@@ -53,7 +53,7 @@ def check_use(site: RotarySite, tables: Mapping[str | None, RotaryTable], chosen
             raise ValueError(f"{type(site.model).__name__} {reason}. Nothing was changed")
 
 
-def _reason(site: RotarySite, tables: Mapping[str | None, RotaryTable], kind: str | None) -> str | None:
+def _reason(site: RotaryLocation, tables: Mapping[str | None, RotaryTable], kind: str | None) -> str | None:
     """Say why a table cannot be patched; None where it can, or where the copy does not tell."""
     decoder = _without_weights(site.decoder)
     path = next(name for name, module in site.decoder.named_modules() if module is site.module)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
+from transformers.utils import logging as hf_logging
 
 from rope_patch import __version__
 from rope_patch.frequencies import fingerprint, table_of
-from rope_patch.methods import Method, from_dict
+from rope_patch.methods import Method, from_dict, method_string, missing_methods
 from rope_patch.tables import RotaryTable
 
 SCHEMA = 1
+
+logger = hf_logging.get_logger("rope_patch")
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,9 @@ class TableRecord:
     hash: str
 
     @classmethod
-    def of(cls, slot: RotaryTable) -> TableRecord:
-        """Record a slot's table."""
-        return cls(tuple(slot.inv_freq.tolist()), float(slot.attention_scaling), slot.fingerprint)
+    def of(cls, table: RotaryTable) -> TableRecord:
+        """Record a table."""
+        return cls(tuple(table.inv_freq.tolist()), float(table.attention_scaling), table.fingerprint)
 
     def matches(self, other: TableRecord) -> bool:
         """Tell whether two tables are one, up to what another machine's float32 power function may differ by."""
@@ -40,6 +44,43 @@ class TableRecord:
             and torch.allclose(mine, theirs, rtol=1e-6, atol=0.0)
             and abs(self.attention_scaling - other.attention_scaling) < 1e-6
         )
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedMethod(Method):
+    """What stands for a method whose class is not defined here: it gives the tables that the record holds.
+
+    Attributes:
+        data: the method's :meth:`~rope_patch.Method.to_dict`, as recorded.
+        tables: by layer type, as recorded.
+        encodings: by layer type, the ``rope_parameters`` by which the config encodes the tables, where it does.
+    """
+
+    data: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, TableRecord] = field(default_factory=dict)
+    encodings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    name: ClassVar[str] = "recorded table"
+    extends: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Leave the fields as they are: they are no parameters."""
+
+    def __call__(self, table: RotaryTable) -> RotaryTable:
+        """Return the table that was recorded for this layer type."""
+        recorded = self.tables[key_of(table.layer_type)]
+        inv_freq = table_of(recorded.inv_freq)
+        if torch.equal(inv_freq, table.inv_freq) and recorded.attention_scaling == table.attention_scaling:
+            return table
+        encoding = self.encodings.get(key_of(table.layer_type))
+        return table.becomes(inv_freq, rope_parameters=encoding, attention_scaling=recorded.attention_scaling)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was recorded."""
+        return copy.deepcopy(dict(self.data))
+
+    def __str__(self) -> str:
+        """Return the method string; every recorded parameter is in it, also one at its default."""
+        return method_string(self.data)
 
 
 @dataclass(frozen=True)
@@ -77,8 +118,26 @@ class PatchRecord:
         """Whether any table differs from the one before the patch."""
         return any(table.hash != self.base_tables[key].hash for key, table in self.tables.items())
 
+    @property
+    def missing(self) -> str | None:
+        """Say so where the class of the method, or of a step of it, is not defined here; None where it is."""
+        names = ", ".join(map(repr, missing_methods(self.method)))
+        if not names:
+            return None
+        return (
+            f"the class of the method {names} is not defined here, so its tables are taken from the patch record. To "
+            "have them computed anew, import the module that defines it (rope_patch.methods.import_methods)"
+        )
+
+    def warn_of_missing(self) -> None:
+        """Warn, once, where the class of the method is not defined here."""
+        if self.missing is not None:
+            logger.warning_once(self.missing)
+
     def to_method(self) -> Method:
-        """Return the method object."""
+        """Return the method object; a :class:`RecordedMethod` where its class is not defined here."""
+        if missing_methods(self.method):
+            return RecordedMethod(self.method, {key_of(kind): self.tables[key_of(kind)] for kind in self.layer_types})
         return from_dict(self.method)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +174,7 @@ class PatchRecord:
             data[group] = {key: _read_table(key, table) for key, table in data[group].items()}
         record = cls(**data | {"layer_types": tuple(data["layer_types"]), "edited": tuple(data.get("edited", ()))})
         try:
-            from_dict(record.method)
+            record.to_method()
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the method of the rope_patch record cannot be read: {' '.join(str(error).split())}"

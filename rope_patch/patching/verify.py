@@ -1,4 +1,4 @@
-"""Look at the tables a model really uses: inspect, verify."""
+"""Look at the tables that a model in memory really uses."""
 
 from __future__ import annotations
 
@@ -12,100 +12,124 @@ import torch
 from torch import nn
 
 from rope_patch import frequencies
+from rope_patch.methods import Method
 from rope_patch.patching.base_tables import (
-    Slots,
+    Tables,
     call_rotary,
     config_with,
-    read_slots,
+    encoding_of,
+    original_rotary,
+    read_tables,
     settings_of,
-    stock_rotary,
     where,
 )
-from rope_patch.patching.encoding import spell
-from rope_patch.patching.locate import PatchError, RotarySite, device_of, find_rotary, holds_adapters_twice
+from rope_patch.patching.encoding import encode
+from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary, holds_adapters_twice
 from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.record import PatchRecord, TableRecord, key_of
+from rope_patch.patching.record import PatchRecord, RecordedMethod, TableRecord, key_of
 from rope_patch.tables import RotaryTable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
-    """What :func:`inspect` found: the tables in use, the record if any, and remarks on what is odd."""
+    """What was found of a model's rotary tables; ``print`` shows all of it.
+
+    Attributes:
+        model_class: the class of the model.
+        tables: the tables in use, one for each layer type.
+        record: the patch record, None on a model that is not patched.
+        warnings: what is unusual about the tables, a sentence each.
+    """
 
     model_class: str
-    slots: tuple[RotaryTable, ...]
+    tables: tuple[RotaryTable, ...]
     record: PatchRecord | None
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def method(self) -> str | None:
+        """The method string of the patch; None on a model that is not patched."""
+        return None if self.record is None else str(self.record.to_method())
+
+    def __repr__(self) -> str:
+        state = "not patched" if self.method is None else f"patched with {_shortened(self.method)}"
+        counts = [f"{len(self.tables)} table{'s' * (len(self.tables) != 1)}"]
+        counts += [f"{len(self.warnings)} warning{'s' * (len(self.warnings) != 1)}"] * bool(self.warnings)
+        return f"<Inspection of {self.model_class}: {', '.join([state, *counts])}>"
 
     def __str__(self) -> str:
-        lines = [f"{self.model_class}: {'not patched' if not self.record else f'patched, {self.record.to_method()}'}"]
-        for slot in self.slots:
-            length = frequencies.wavelength(slot.inv_freq)
-            resting = int(frequencies.still(slot.inv_freq).sum())
-            never = int((frequencies.turns(slot.inv_freq, slot.max_position_embeddings) < 1).sum())
-            turning = length[torch.isfinite(length)]
-            span = f"{turning.min():.4g} to {turning.max():.4g} tokens" if len(turning) else "none turns"
+        lines = [f"{self.model_class}: {'not patched' if self.method is None else f'patched, {self.method}'}"]
+        for table in self.tables:
+            wavelengths = frequencies.wavelength(table.inv_freq)
+            rotated = wavelengths[torch.isfinite(wavelengths)]
+            span = f"{rotated.min():.4g} to {rotated.max():.4g} tokens" if len(rotated) else "none rotates"
+            partial = int((frequencies.turns(table.inv_freq, table.max_position_embeddings) < 1).sum())
             lines += [
-                f"  {slot}",
-                f"    wavelengths {span}; {never} of {slot.pairs} pairs make no full turn within "
-                f"{slot.max_position_embeddings} tokens, {resting} of them still",
+                f"  {table}",
+                f"    wavelengths {span}; {partial} of {table.pairs} pairs make no full turn within "
+                f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
             ]
-        return "\n".join([*lines, *(f"  note: {remark}" for remark in self.remarks)])
+        return "\n".join([*lines, *(f"  note: {warning}" for warning in self.warnings)])
 
 
-def inspect(model: nn.Module) -> Inspection:
-    """Print the rotary tables a model uses, patched or not, and return them."""
-    seen = look(model)
-    print(seen)
-    return seen
+def _shortened(method: str, most: int = 60) -> str:
+    """Return a method string on a short line: one of a table names every number."""
+    return method if len(method) <= most else f"{method[:most]}…"
 
 
-def look(model: nn.Module) -> Inspection:
-    """Return what :func:`inspect` prints."""
+def inspect_model(model: nn.Module) -> Inspection:
+    """Return the rotary tables that a model uses, patched or not.
+
+    Raises:
+        TypeError: no model of transformers.
+        ValueError: a model without a rotary table that could be patched.
+    """
     site = find_rotary(model)
-    if isinstance(site.module, PatchedRotary):
-        ours = tuple(site.module.slots.values())
-        remarks = [*_scaling_remarks(ours), *(["patched, but its config has lost the record"] * (site.record is None))]
-        return Inspection(type(site.model).__name__, ours, site.record, tuple(remarks))
     record = site.record
+    missing = [] if record is None or record.missing is None else [record.missing]
+    if isinstance(site.module, PatchedRotary):
+        in_use = tuple(site.module.tables.values())
+        lost = ["patched, but its config has lost the record"] if record is None else []
+        return Inspection(type(site.model).__name__, in_use, record, (*missing, *_scaling_warnings(in_use), *lost))
     # Read what the config in force describes, patched or not, without the record's base.
-    slots, remarks = read_slots(_without_record(site), strict=False)
+    by_layer_type, warnings = read_tables(_without_record(site), strict=False)
     if record is not None:
-        remarks += _differences(record.tables, {key_of(k): TableRecord.of(s) for k, s in slots.items()}, "record")
-    found = tuple(slots.values())
-    remarks += [*_scaling_remarks(found), *_cast_remarks(found, getattr(site.config, "dtype", None))]
-    return Inspection(type(site.model).__name__, found, record, tuple(remarks))
+        records = {key_of(kind): TableRecord.of(table) for kind, table in by_layer_type.items()}
+        warnings += _differences(record.tables, records, "record")
+    in_use = tuple(by_layer_type.values())
+    warnings += [*_scaling_warnings(in_use), *_cast_warnings(in_use, getattr(site.config, "dtype", None))]
+    return Inspection(type(site.model).__name__, in_use, record, (*missing, *warnings))
 
 
-def _scaling_remarks(slots: Sequence[RotaryTable]) -> Iterator[str]:
-    for slot in slots:
-        if slot.attention_scaling != 1.0:
+def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:
+    for table in tables:
+        if table.attention_scaling != 1.0:
             yield (
-                f"{where(slot)} multiplies cos and sin of every pair by {slot.attention_scaling:g}, still pairs "
-                f"included: logits by {slot.attention_scaling**2:.3g}"
+                f"{where(table)} multiplies cos and sin of every pair by {table.attention_scaling:g}, unrotated pairs "
+                f"included: logits by {table.attention_scaling**2:.3g}"
             )
 
 
-def _cast_remarks(slots: Sequence[RotaryTable], dtype: torch.dtype | None) -> Iterator[str]:
-    """What casting would do to a stock table; ours does not mind."""
+def _cast_warnings(tables: Sequence[RotaryTable], dtype: torch.dtype | None) -> Iterator[str]:
+    """Say what casting would do to a table of the original module; a patched one does not change."""
     if dtype not in (torch.bfloat16, torch.float16):
         return
-    turning = torch.cat([slot.inv_freq[~frequencies.still(slot.inv_freq)] for slot in slots])
-    if len(turning):
-        error = float(((turning.to(dtype).float() - turning).abs() / turning).max())
+    rotated = torch.cat([table.inv_freq[~frequencies.unrotated(table.inv_freq)] for table in tables])
+    if len(rotated):
+        error = float(((rotated.to(dtype).float() - rotated).abs() / rotated).max())
         yield (
             f"weights are {dtype}: load them with dtype=; casting the model afterwards (.to, .half, .bfloat16) would "
-            f"round its stock table by up to {error:.2%}"
+            f"round its original table by up to {error:.2%}"
         )
 
 
-def _without_record(site: RotarySite) -> RotarySite:
+def _without_record(site: RotaryLocation) -> RotaryLocation:
     config = copy.deepcopy(site.config)
     config.__dict__.pop("rope_patch", None)
     return replace(site, configs=(config,))
 
 
-def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
+def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
     """Check that the model really uses the tables its record describes; raise with the difference if not.
 
     The method is applied again to the base table, the config is read as a stock loader would, and the rotary module is
@@ -128,6 +152,7 @@ def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
         raise PatchError(
             f"{type(site.model).__name__} carries no patch record: it is not patched, or the patch was lost"
         )
+    expected.warn_of_missing()
     problems = []
     if holds_adapters_twice(model):
         problems.append("a PeftModel lies inside another, and the names in an adapter's file match nothing there")
@@ -138,8 +163,8 @@ def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
         problems += _differences(own.base_tables, {key_of(k): TableRecord.of(s) for k, s in base.items()}, "base table")
         problems += _differences(own.tables, {key_of(k): TableRecord.of(s) for k, s in redone.items()}, "method")
         length = own.target_length or int(own.base_config["max_position_embeddings"])
-        module_class = type(site.module.stock if isinstance(site.module, PatchedRotary) else site.module)
-        said = stock_rotary(module_class, config_with(site.config, settings_of(site.config)))
+        module_class = type(site.module.original if isinstance(site.module, PatchedRotary) else site.module)
+        said = original_rotary(module_class, config_with(site.config, settings_of(site.config)))
         problems += [f"config: {p}" for p in measure(said, own.tables, torch.device("cpu"))]
         if site.config.max_position_embeddings != length:
             problems.append(
@@ -155,16 +180,26 @@ def verify(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
     return expected
 
 
-def _redone(site: RotarySite, record: PatchRecord) -> tuple[Slots, Slots, dict[str, Any]]:
+def method_of(site: RotaryLocation, record: PatchRecord) -> Method:
+    """Return a record's method; where its class is missing and the config has its tables, with their encodings."""
+    method = record.to_method()
+    if isinstance(method, RecordedMethod) and site.record is not None and site.record.tables == record.tables:
+        encodings = {key_of(kind): encoding_of(site.config, kind) for kind in record.layer_types}
+        return replace(method, encodings=encodings)
+    return method
+
+
+def _redone(site: RotaryLocation, record: PatchRecord) -> tuple[Tables, Tables, dict[str, Any]]:
     """Apply a record's method again: the base tables, the tables, and the config that says them."""
-    base, _ = read_slots(site, freeze_at=record.freeze_at)
-    again = {kind: record.to_method()(slot) if kind in record.layer_types else slot for kind, slot in base.items()}
+    base, _ = read_tables(site, freeze_at=record.freeze_at)
+    method = method_of(site, record)
+    again = {kind: method(table) if kind in record.layer_types else table for kind, table in base.items()}
     length = record.target_length or int(record.base_config["max_position_embeddings"])
-    redone, settings = spell(site, base, again, length)
+    redone, settings = encode(site, base, again, length)
     return base, redone, settings
 
 
-def edits_since(site: RotarySite) -> list[str]:
+def edits_since(site: RotaryLocation) -> list[str]:
     """Return what somebody has changed in a patched model's config since the patch, a line for each key."""
     record = site.record
     if record is None:

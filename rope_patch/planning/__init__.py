@@ -1,4 +1,6 @@
-"""Memory and time of a fine-tuning step, from a config alone: no weights, no GPU.
+"""Memory and time of a fine-tuning step, from the shapes of a model alone: no weights, no GPU.
+
+Of common models the shapes ship with the package, and planning imports neither torch nor transformers.
 
 >>> from rope_patch.planning import plan
 >>> planned = plan("Llama-3.1-8B", length=131072, lora_rank=16)
@@ -8,9 +10,10 @@
 ['--gpus 2 --context-parallel 2']
 """
 
+from rope_patch.planning.finding import shape_of as shape_of
+from rope_patch.planning.finding import shipped as shipped
 from rope_patch.planning.options import Options as Options
 from rope_patch.planning.plans import Plan as Plan
 from rope_patch.planning.plans import Step as Step
 from rope_patch.planning.plans import plan as plan
 from rope_patch.planning.shapes import Shape as Shape
-from rope_patch.planning.shapes import shipped as shipped

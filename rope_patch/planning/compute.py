@@ -54,8 +54,8 @@ def attention_flops(layer: Layer, length: int) -> float:
 
     A query at position i sees min(i + 1, window) keys; a pair costs 2 q for its score and 2 q for its value.
 
-    >>> from rope_patch.planning import Shape
-    >>> attention_flops(Shape.of("Llama-3.1-8B").layers[0], 131072) / (2 * 131072**2 * 4096)
+    >>> from rope_patch.planning import shape_of
+    >>> attention_flops(shape_of("Llama-3.1-8B").layers[0], 131072) / (2 * 131072**2 * 4096)
     1.0000076293945312
     """
     window = min(layer.window or length, length)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rope_patch.modeling.scoring import SLICE
+from rope_patch.modeling.sizes import SLICE
 from rope_patch.planning.options import Options
 from rope_patch.planning.shapes import Layer, Shape
 

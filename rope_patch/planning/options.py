@@ -93,8 +93,8 @@ class Options:
         """Return the projections of a layer that carry an adapter."""
         if self.lora_rank is None:
             return ()
-        wanted = set(self.target_modules)
-        return tuple(x for x in layer.linears if ALL_LINEAR in wanted or x.name.rpartition(".")[2] in wanted)
+        names = set(self.target_modules)
+        return tuple(x for x in layer.linears if ALL_LINEAR in names or x.name.rpartition(".")[2] in names)
 
     def check(self, shape: Shape) -> None:
         """Raise where a model cannot be trained so."""

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rope_patch.planning.compute import Compute, compute
+from rope_patch.planning.finding import shape_of
 from rope_patch.planning.memory import Part, kv_cache, memory
 from rope_patch.planning.options import Options
 from rope_patch.planning.shapes import Shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SCHEMA = 1
 GIB = 2**30
@@ -22,14 +24,14 @@ _WORTH = 0.98  # advice that saves less than 2 % is left out
 
 
 _Candidate: TypeAlias = tuple[str, str, dict[str, Any]]
-"""An option as the command line spells it, what it costs, and the changes it stands for."""
+"""An option as on the command line, what it costs, and the changes it stands for."""
 
 
 @dataclass(frozen=True)
 class Step:
     """One option to turn on, after those before it, and the peak that a plan with all of them has."""
 
-    option: str  # as the command line spells it
+    option: str  # as on the command line
     cost: str
     changes: dict[str, Any]
     total: int  # [bytes per GPU]
@@ -90,7 +92,7 @@ class Plan:
 
         Options that change nothing about the result come first, then those that cost precision, then more GPUs. Each
         total is that of a new plan with this and all earlier steps. A step that saves under 2 % is left out, and so is
-        one that later steps made needless. If the last step does not fit, nothing known here makes it fit.
+        one that later steps made needless. If the last step does not fit, no option makes it fit.
         """
         chosen: list[_Candidate] = []
         for candidate in _candidates(self):
@@ -150,7 +152,7 @@ def plan(model: str | Path | PreTrainedModel | Shape, *, length: int, **options:
         TypeError: an option that does not exist.
         OSError: nothing to load there.
     """
-    return _checked(model if isinstance(model, Shape) else Shape.of(model), Options(length=length, **options))
+    return _checked(shape_of(model), Options(length=length, **options))
 
 
 def _checked(shape: Shape, options: Options) -> Plan:

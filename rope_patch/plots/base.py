@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rope_patch.frequencies import still, wavelength
+from rope_patch.frequencies import unrotated, wavelength
 
 
 def perplexity_by_position(
@@ -59,14 +59,14 @@ def wavelength_changes(tables: Mapping[str, Tensor], *, before: Tensor | None, c
     figure, panels = new_panels(list(tables), title, width=2.3, height=1.5)
     shown = [*tables.values(), *([] if before is None else [before])]
     top = 3 * max(
-        [float(context), *(float(wavelength(t.double())[~still(t)].max()) for t in shown if not still(t).all())]
+        [float(context), *(float(wavelength(t.double())[~unrotated(t)].max()) for t in shown if not unrotated(t).all())]
     )
     for axes, table in zip(panels, tables.values(), strict=True):
         for values, style in ((before, {"color": "0.7", "linewidth": 3}), (table, {"color": COLORS[0]})):
             if values is not None:
-                lengths, turning = wavelength(values.double()), ~still(values)
+                lengths, turning = wavelength(values.double()), ~unrotated(values)
                 axes.plot(turning.nonzero().flatten(), lengths[turning], **style)
-        rest = still(table).nonzero().flatten()
+        rest = unrotated(table).nonzero().flatten()
         axes.plot(rest, [top] * len(rest), marker="^", markersize=4, linestyle="", color=COLORS[0])
         axes.axhline(context, color="0.4", linewidth=1, linestyle=":")
         axes.spines[["top", "right"]].set_visible(False)
@@ -172,7 +172,7 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
     """
     figure, axes = new_figure(title)
     styles = dict(zip(tables, line_styles(len(tables)), strict=True))
-    moving = ~still(before)
+    moving = ~unrotated(before)
     lengths = wavelength(before)[moving]
     factors = {name: (before / table)[moving] for name, table in tables.items()}
     highest = 1.5 * max(float(found[found.isfinite()].max()) for found in factors.values() if found.isfinite().any())

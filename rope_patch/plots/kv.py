@@ -45,7 +45,7 @@ class Spot(NamedTuple):
         high: upper end.
         verdict: ``"safe"``, ``"undecided"``, ``"unsafe"``; empty for full precision.
         scheme: whose colour it has: its own, or the one it was tried for.
-        remedy: drawn hollow.
+        mitigation: drawn hollow.
     """
 
     label: str
@@ -55,7 +55,7 @@ class Spot(NamedTuple):
     high: float
     verdict: str
     scheme: str
-    remedy: bool = False
+    mitigation: bool = False
 
 
 def tradeoff(
@@ -92,11 +92,11 @@ def tradeoff(
                           textcoords="offset points", color="0.4")  # fmt: skip
         for spot in known:
             color = colors.get(spot.scheme, "black")
-            if -math.inf < spot.low < spot.high < math.inf and not spot.remedy:
+            if -math.inf < spot.low < spot.high < math.inf and not spot.mitigation:
                 axes.plot([spot.bits] * 2, [spot.low, spot.high], color=color, linewidth=1.2, alpha=0.6)
-            face = "white" if spot.remedy else color
+            face = "white" if spot.mitigation else color
             axes.plot(spot.bits, spot.value, marker=MARKERS[spot.verdict], markersize=6, linestyle="", color=color,
-                      markerfacecolor=face, zorder=2.5 if spot.remedy else 3)  # fmt: skip
+                      markerfacecolor=face, zorder=2.5 if spot.mitigation else 3)  # fmt: skip
         if lower:
             axes.set_yscale("symlog", linthresh=LINEAR)
             axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(_signed))
@@ -115,8 +115,8 @@ def tradeoff(
     shapes = {spot.verdict: spot for spots in panels.values() for spot in spots}
     shown: dict[str, Any] = {name: _dot(colors[name], "o") for name in schemes}
     shown |= {verdict or "full precision": _dot("0.35", sign) for verdict, sign in MARKERS.items() if verdict in shapes}
-    if any(spot.remedy for spots in panels.values() for spot in spots):
-        shown["hollow: a remedy"] = _dot("0.35", "o", hollow=True)
+    if any(spot.mitigation for spots in panels.values() for spot in spots):
+        shown["hollow: a mitigation"] = _dot("0.35", "o", hollow=True)
     shared_legend(figure, shown)
     figure.draw_without_rendering()
     for axes, spots in zip(grid, panels.values(), strict=True):
@@ -292,7 +292,7 @@ def _label(figure: Figure, axes: Axes, spots: Sequence[Spot], colors: Mapping[st
         across, up = PLACES[place]
         side = "left" if across > 0 else "right" if across < 0 else "center"
         name, at = wrapped(spot.label, 22), (spot.bits, spot.value)
-        style = {"fontsize": 7, "color": colors[spot.scheme] if spot.remedy else "black", **line}
+        style = {"fontsize": 7, "color": colors[spot.scheme] if spot.mitigation else "black", **line}
         style["path_effects"] = [patheffects.withStroke(linewidth=2, foreground="white")]
         return axes.annotate(name, at, (across, up), textcoords="offset points", ha=side, **style)
 

@@ -18,7 +18,7 @@ from matplotlib.patches import Circle
 from torch import Tensor
 
 from rope_patch.analysis.outliers import Scatter
-from rope_patch.frequencies import still, wavelength
+from rope_patch.frequencies import unrotated, wavelength
 from rope_patch.plots.analysis import BOUND, add_bar, draw_pattern, spread, waved
 from rope_patch.plots.base import COLORS, wrapped
 from rope_patch.plots.theory import without_spines
@@ -212,7 +212,7 @@ class _Kinds:
     """Pairs by the frequency bound: those with full turns in grey, without by wavelength, still ones in black."""
 
     def __init__(self, points: Scatter) -> None:
-        self.rests = still(points.inv_freq).numpy()
+        self.rests = unrotated(points.inv_freq).numpy()
         self.partial = points.partial.numpy() & ~self.rests
         self.full = ~points.partial.numpy()
         self.waves = wavelength(points.inv_freq).numpy()

@@ -7,7 +7,6 @@ Example:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from rope_patch.analysis.before_after import Difference, changes, differences
 from rope_patch.analysis.run import Analysis, findings
@@ -15,51 +14,12 @@ from rope_patch.files import write_atomically
 from rope_patch.plots.outliers import NEAR
 from rope_patch.reports import analysis_pictures as pictures
 from rope_patch.reports import analysis_tables as tables
-from rope_patch.reports.analysis_tables import Table
 from rope_patch.reports.analysis_words import facts, word
-from rope_patch.reports.comparison import Picture, render
+from rope_patch.reports.blocks import Block, ListColumns, Section, TokenLines
+from rope_patch.reports.comparison import render
 
 LINE = 16
 """Tokens of a line of the text that single heads are shown on."""
-
-
-class Lists(NamedTuple):
-    """Lists side by side.
-
-    Attributes:
-        lists: title and items of each.
-    """
-
-    lists: list[tuple[str, list[str]]]
-
-
-class Tokens(NamedTuple):
-    """A text, token by token.
-
-    Attributes:
-        title: what it is.
-        lines: position of the first token, and tokens.
-    """
-
-    title: str
-    lines: list[tuple[int, list[str]]]
-
-
-Block = str | Picture | Table | Lists | Tokens
-
-
-class Section(NamedTuple):
-    """A part of the page.
-
-    Attributes:
-        name: in addresses.
-        heading: above it.
-        blocks: in order: paragraphs, figures, tables.
-    """
-
-    name: str
-    heading: str
-    blocks: list[Block]
 
 
 def write(path: str | Path, analysis: Analysis, *, against: Analysis | None = None, command: str | None = None) -> None:
@@ -137,7 +97,7 @@ def _views(analysis: Analysis) -> Section:
         "horizontal band is a pair that is long at every token, a vertical line a token that is long in many pairs. "
         f"{pictures.LINE}",
         *(pictures.view(analysis, view) for view in analysis.views),
-        Tokens(f"The text of these figures, {len(ids)} tokens", lines),
+        TokenLines(f"The text of these figures, {len(ids)} tokens", lines),
     ]
     return Section("single", "Single heads", blocks)
 
@@ -216,7 +176,7 @@ def _differences(analysis: Analysis, against: Analysis, found: Difference) -> Se
     blocks: list[Block] = [
         f"Both read the same text. All of the above is about {ours} ({analysis.method or 'no method in place'}); "
         f"{theirs} ({against.method or 'no method in place'}) is held against it. {' '.join(changes(found, theirs))}",
-        Lists([(ours, findings(analysis)), (theirs, findings(against))]),
+        ListColumns([(ours, findings(analysis)), (theirs, findings(against))]),
         tables.change_table(found, ours, theirs),
         pictures.norm_changes(analysis, found, ours, theirs),
         f"Keys that are outliers in {theirs} alone: {tables.places(found.gained)}.",

@@ -15,13 +15,14 @@ from rope_patch.analysis.outliers import RATIO, feature_maps, scatter
 from rope_patch.analysis.run import Analysis
 from rope_patch.analysis.sinks import Sinks
 from rope_patch.analysis.views import HeadView
+from rope_patch.evaluation.metrics import number_text
 from rope_patch.modeling.statistics import LayerCapture
 from rope_patch.plots import analysis as plots_analysis
 from rope_patch.plots import outliers as plots_outliers
 from rope_patch.plots.analysis import PAIRS, feature_map, heat_maps, pair_lines, pair_map, spread
 from rope_patch.plots.analysis import Map as Panel
 from rope_patch.reports.analysis_words import Kind, kinds, relative, spans_of, stacked, word
-from rope_patch.reports.comparison import Picture, number_text, picture
+from rope_patch.reports.comparison import Picture, picture
 
 ROLES = {"query": "queries", "key": "keys", "value": "values"}
 LINE = (

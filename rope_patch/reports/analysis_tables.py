@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rope_patch.analysis.before_after import Difference
 from rope_patch.analysis.heads import MAJORITY, SINK, LayerHeads
 from rope_patch.analysis.outliers import RATIO, OutlierPair, recall
 from rope_patch.analysis.run import Analysis
+from rope_patch.evaluation.metrics import number_text, perplexity_text
 from rope_patch.modeling.statistics import Capture
 from rope_patch.reports.analysis_words import all_heads, named, relative, spans_of, word
-from rope_patch.reports.comparison import number_text, perplexity_text
+from rope_patch.reports.blocks import AnalysisTable, TextCell
 from rope_patch.theory.tables import text
 
 OUTLIERS = 24
@@ -23,44 +23,14 @@ SINKS = 16
 """Sinks of a table."""
 
 
-class Cell(NamedTuple):
-    """What a table shows of one value.
-
-    Attributes:
-        text: the value.
-        style: ``"left"``, ``"long"`` (a sentence), ``"token"``, ``"tokens"`` (many), ``"strong"`` or ``""`` (a number).
-    """
-
-    text: str
-    style: str = ""
-
-
-class Table(NamedTuple):
-    """Rows under a caption.
-
-    Attributes:
-        name: of the table.
-        caption: how to read it.
-        columns: their heads; the first column names the row.
-        rows: of cells.
-        folded: shown only when asked for.
-    """
-
-    name: str
-    caption: str
-    columns: tuple[str, ...]
-    rows: list[list[Cell]]
-    folded: bool = False
-
-
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
-def habit_tables(analysis: Analysis) -> list[Table]:
+def habit_tables(analysis: Analysis) -> list[AnalysisTable]:
     """Return the heads with habits: those of position and content first, those that merely rest folded."""
     resting = {"first token", "sink"}
-    busy: list[list[Cell]] = []
-    idle: list[list[Cell]] = []
+    busy: list[list[TextCell]] = []
+    idle: list[list[TextCell]] = []
     for layer, head in all_heads(analysis):
         habits = layer.habits(head)
         if habits:
@@ -76,41 +46,43 @@ def habit_tables(analysis: Analysis) -> list[Table]:
     made = []
     if busy:
         note = more if len(busy) > HEADS else ""
-        made.append(Table("Heads with habits", caption + note, columns, busy[:HEADS]))
+        made.append(AnalysisTable("Heads with habits", caption + note, columns, busy[:HEADS]))
     if idle:
         note = more if len(idle) > HEADS else ""
-        made.append(Table(f"{len(idle)} heads that only rest", caption + note, columns, idle[:HEADS], folded=True))
+        made.append(
+            AnalysisTable(f"{len(idle)} heads that only rest", caption + note, columns, idle[:HEADS], folded=True)
+        )
     return made
 
 
-def _habit_row(layer: LayerHeads, head: int, habits: Sequence[str]) -> list[Cell]:
+def _habit_row(layer: LayerHeads, head: int, habits: Sequence[str]) -> list[TextCell]:
     masses = (
         *(layer.offset_mass[head, 0], layer.offset_mass[head, 1], layer.first_mass[head], layer.sink_mass[head]),
         *(layer.induction_mass[head], layer.repeated_mass[head]),
     )
     return [
-        Cell(named(layer.index, head)),
-        Cell(", ".join(habits), "left"),
-        *(Cell(number_text(float(mass)), "strong" if float(mass) >= MAJORITY else "") for mass in masses),
-        Cell(number_text(float(layer.distance[head]), 1)),
-        Cell(number_text(float(layer.entropy[head]))),
+        TextCell(named(layer.index, head)),
+        TextCell(", ".join(habits), "left"),
+        *(TextCell(number_text(float(mass)), "strong" if float(mass) >= MAJORITY else "") for mass in masses),
+        TextCell(number_text(float(layer.distance[head]), 1)),
+        TextCell(number_text(float(layer.entropy[head]))),
     ]
 
 
-def bound_table(analysis: Analysis) -> Table | None:
+def bound_table(analysis: Analysis) -> AnalysisTable | None:
     """Return logits of positional heads beside their Cauchy-Schwarz bound (Barbero et al., tables 3 to 5)."""
     rows = []
     for index, head, habits in analysis.heads.positional():
         layer = analysis.heads.layer(index)
-        cells = [Cell(named(index, head)), Cell(", ".join(habits), "left")]
+        cells = [TextCell(named(index, head)), TextCell(", ".join(habits), "left")]
         for offset, habit in enumerate(("diagonal", "previous token")):
-            cells += [Cell(number_text(float(part[head, offset]))) for part in (layer.logit, layer.bound)]
-            cells.append(Cell(number_text(float(layer.cosine[head, offset])), "strong" if habit in habits else ""))
+            cells += [TextCell(number_text(float(part[head, offset]))) for part in (layer.logit, layer.bound)]
+            cells.append(TextCell(number_text(float(layer.cosine[head, offset])), "strong" if habit in habits else ""))
         rows.append(cells)
     if not rows:
         return None
     more = f" The first {HEADS} are shown." if len(rows) > HEADS else ""
-    return Table(
+    return AnalysisTable(
         "How near positional heads come to their bound",
         "Mean logit of a query with its own key and with the previous one; the most it could be, ‖q‖‖k‖ times the "
         "scaling (Cauchy–Schwarz); and the mean of their ratio, a cosine: 1 where query and key lie alike in every "
@@ -120,7 +92,7 @@ def bound_table(analysis: Analysis) -> Table | None:
     )
 
 
-def trigger_table(analysis: Analysis) -> Table | str:
+def trigger_table(analysis: Analysis) -> AnalysisTable | str:
     """Return the heads that attend to the previous token after certain tokens only, and those tokens."""
     rows = []
     for layer, head in all_heads(analysis):
@@ -132,9 +104,9 @@ def trigger_table(analysis: Analysis) -> Table | str:
                 if token >= 0 and mass >= MAJORITY / 2
             ]
             mean = number_text(float(layer.offset_mass[head, 1]))
-            rows.append([Cell(named(layer.index, head)), Cell(mean), Cell(";  ".join(tokens), "tokens")])
+            rows.append([TextCell(named(layer.index, head)), TextCell(mean), TextCell(";  ".join(tokens), "tokens")])
     if rows:
-        return Table(
+        return AnalysisTable(
             "Heads that look back after certain tokens",
             "Barbero et al.’s apostrophe heads: the query right after such a token attends to it, while the head puts "
             "little on the previous token otherwise. Mean: its weight on the previous token over all queries. Then "
@@ -156,7 +128,7 @@ def trigger_table(analysis: Analysis) -> Table | str:
     )
 
 
-def sink_table(analysis: Analysis) -> Table | str:
+def sink_table(analysis: Analysis) -> AnalysisTable | str:
     """Return the tokens that heads rest on, by how many heads do."""
     found: dict[tuple[int, bool], list[tuple[float, str, int]]] = {}
     strongest = (0.0, "", -1, -1)
@@ -183,10 +155,10 @@ def sink_table(analysis: Analysis) -> Table | str:
         places = sorted({position for _, _, position in hits})
         where = "first" if first else ", ".join(map(str, places[:4])) + ("…" if len(places) > 4 else "")
         rows.append([
-            Cell(word(analysis, token), "token"), Cell(where, "left"),
-            Cell(str(len({name for _, name, _ in hits}))), Cell(head_name), Cell(number_text(weight)),
+            TextCell(word(analysis, token), "token"), TextCell(where, "left"),
+            TextCell(str(len({name for _, name, _ in hits}))), TextCell(head_name), TextCell(number_text(weight)),
         ])  # fmt: skip
-    return Table(
+    return AnalysisTable(
         "Sinks, by the attention they draw",
         f"Tokens that draw more than {SINK:g} of a head’s attention, averaged over the queries well behind them "
         f"(the strongest few of each head are counted). The {min(len(rows), SINKS)} that serve most heads.",
@@ -198,17 +170,22 @@ def sink_table(analysis: Analysis) -> Table | str:
 # --- outliers --------------------------------------------------------------------------------------------------------
 
 
-def recall_table(analysis: Analysis) -> Table:
+def recall_table(analysis: Analysis) -> AnalysisTable:
     """Return Jonasson's table 2."""
     rows = []
     for row in recall(analysis.capture, quantiles=(0.99,)).rows:
         shares = [_percent(share) for share in (row.frequency, row.angle, row.relaxed)]
         cut = number_text(row.threshold) if row.quantile is not None else f"{row.threshold:g}"
-        rows.append([
-            Cell(PLURAL[row.states]), Cell(cut if row.quantile is None else f"{cut} ({row.quantile:g} quantile)"),
-            Cell(f"{row.outliers} of {row.features}"), Cell(str(row.still)), *(Cell(share) for share in shares),
-        ])  # fmt: skip
-    return Table(
+        rows.append(
+            [
+                TextCell(PLURAL[row.states]),
+                TextCell(cut if row.quantile is None else f"{cut} ({row.quantile:g} quantile)"),
+                TextCell(f"{row.outliers} of {row.features}"),
+                TextCell(str(row.still)),
+                *(TextCell(share) for share in shares),
+            ]
+        )
+    return AnalysisTable(
         "Outliers inside the bounds",
         "Jonasson, table 2: pairs whose mean is longer than a threshold, and the share of them below the frequency "
         "bound, beyond the angle bound, and beyond it less 0.1 rad. Thresholds are Jonasson’s, and the .99 quantile "
@@ -221,20 +198,20 @@ def recall_table(analysis: Analysis) -> Table:
 PLURAL = {"key": "keys", "query": "queries"}
 
 
-def outlier_table(analysis: Analysis, states: str) -> Table | str:
+def outlier_table(analysis: Analysis, states: str) -> AnalysisTable | str:
     """Return the longest mean keys or queries, and why they are."""
     pairs = analysis.outliers(states)
     if not pairs:
         return f"No mean {states} has a pair longer than {RATIO:g} times the median: there is no outlier to list."
     rows = [[
-        Cell(named(pair.layer, pair.head)), Cell(str(pair.pair)), Cell(_wave(pair.wavelength)),
-        Cell(_turns(pair.turns)), Cell(number_text(pair.radius)), Cell(number_text(pair.ratio, 1)),
-        Cell(number_text(pair.deviation)), Cell(number_text(pair.phi)),
-        Cell(number_text(pair.angle) if pair.angle <= 2 * math.pi else "none"), Cell(why(pair), "long"),
+        TextCell(named(pair.layer, pair.head)), TextCell(str(pair.pair)), TextCell(_wave(pair.wavelength)),
+        TextCell(_turns(pair.turns)), TextCell(number_text(pair.radius)), TextCell(number_text(pair.ratio, 1)),
+        TextCell(number_text(pair.deviation)), TextCell(number_text(pair.phi)),
+        TextCell(number_text(pair.angle) if pair.angle <= 2 * math.pi else "none"), TextCell(why(pair), "long"),
     ] for pair in pairs[:OUTLIERS]]  # fmt: skip
     shown = f"The {OUTLIERS} longest of {len(pairs)}" if len(pairs) > OUTLIERS else f"All {len(pairs)}"
     shared = " A key head that serves several query heads is listed for each." if states == "key" else ""
-    return Table(
+    return AnalysisTable(
         f"Outlier pairs of the {PLURAL[states]}",
         f"{shown}: mean {PLURAL[states]} longer than {RATIO:g} times the median of all pairs. Bound: what the angle φ "
         f"must exceed; none where no angle can.{shared}",
@@ -261,7 +238,7 @@ def why(pair: OutlierPair) -> str:
 # --- sinks, p, differences -------------------------------------------------------------------------------------------
 
 
-def preferred_table(analysis: Analysis) -> Table:
+def preferred_table(analysis: Analysis) -> AnalysisTable:
     """Return the tokens that the mean queries of each layer prefer most, and whether attention goes there."""
     rows = []
     for found in analysis.sinks:
@@ -271,12 +248,12 @@ def preferred_table(analysis: Analysis) -> Table:
         same = (drawn.sink_position[head] == position) & (drawn.sink_row[head] == row)
         weight = number_text(float(drawn.sink_weight[head][same][0])) if bool(same.any()) else "not among its sinks"
         rows.append([
-            Cell(named(found.layer, head)), Cell(word(analysis, token), "token"), Cell(str(position)),
-            Cell(str(row)), Cell(number_text(float(found.logit[head, 0]))),
-            Cell(number_text(float(found.score[head, 0]), 1)),
-            Cell(number_text(float(found.cosine[head, 0]))), Cell(weight),
+            TextCell(named(found.layer, head)), TextCell(word(analysis, token), "token"), TextCell(str(position)),
+            TextCell(str(row)), TextCell(number_text(float(found.logit[head, 0]))),
+            TextCell(number_text(float(found.score[head, 0]), 1)),
+            TextCell(number_text(float(found.cosine[head, 0]))), TextCell(weight),
         ])  # fmt: skip
-    return Table(
+    return AnalysisTable(
         "The strongest of each layer",
         "Of each layer the head and token with the largest score: the key’s logit with the mean query, averaged over "
         "all distances, in standard deviations above the mean of all keys. Cosine: between whole key and whole mean "
@@ -286,7 +263,7 @@ def preferred_table(analysis: Analysis) -> Table:
     )
 
 
-def trial_table(analysis: Analysis) -> Table:
+def trial_table(analysis: Analysis) -> AnalysisTable:
     """Return what each p stops, what that carries and what it costs."""
     whole = {kind or "all": pairs for kind, pairs in _pairs_of_types(analysis.capture).items()}
     spans = spans_of(analysis)
@@ -296,15 +273,15 @@ def trial_table(analysis: Analysis) -> Table:
             (f"{len(pairs)} of {whole.get(kind, '?')}" + (f" ({kind})" if kind != "all" else ""))
             for kind, pairs in trial.stopped.items()
         )
-        cells = [Cell(f"{trial.p:g}"), Cell(stopped or "none", "left")]
-        cells += [Cell(_percent(x)) for x in (trial.query_share, trial.key_share, trial.logit_share, trial.turned)]
+        cells = [TextCell(f"{trial.p:g}"), TextCell(stopped or "none", "left")]
+        cells += [TextCell(_percent(x)) for x in (trial.query_share, trial.key_share, trial.logit_share, trial.turned)]
         for i, value in enumerate(trial.perplexity):
-            cells.append(Cell(perplexity_text(value)))
-            cells.append(Cell("as found" if trial.change is None else _rise(trial.change[i]), "left"))
+            cells.append(TextCell(perplexity_text(value)))
+            cells.append(TextCell("as found" if trial.change is None else _rise(trial.change[i]), "left"))
         rows.append(cells)
     columns = ["p", "Pairs stopped", "Share of queries", "of keys", "of logits", "turned"]
     columns += [name for span in spans for name in (f"Perplexity, {span}", "Change (95 %)")]
-    return Table(
+    return AnalysisTable(
         "What each p stops, carries and costs",
         "Shares are of norms (of their products for logits), means over heads. Turned: of the products, what rotation "
         "moves within the context, and so what stopping can change. The change of perplexity is paired by window, with "
@@ -325,16 +302,16 @@ def _pairs_of_types(capture: Capture) -> dict[str | None, int]:
     return {layer.layer_type: layer.query.pairs for layer in capture.layers}
 
 
-def change_table(found: Difference, before: str, after: str) -> Table | str:
+def change_table(found: Difference, before: str, after: str) -> AnalysisTable | str:
     """Return the heads that attend in another way."""
     if not found.heads:
         return "No head has another habit, and none has moved a tenth of its attention."
     rows = [[
-        Cell(named(change.layer, change.head)), Cell(number_text(change.moved)),
-        Cell(", ".join(change.before) or "none", "left"), Cell(", ".join(change.after) or "none", "left"),
+        TextCell(named(change.layer, change.head)), TextCell(number_text(change.moved)),
+        TextCell(", ".join(change.before) or "none", "left"), TextCell(", ".join(change.after) or "none", "left"),
     ] for change in found.heads[:HEADS]]  # fmt: skip
     more = f" The first {HEADS} of {len(found.heads)}." if len(found.heads) > HEADS else ""
-    return Table(
+    return AnalysisTable(
         "Heads that changed",
         "Those with other habits, or that have moved a tenth or more of their attention to or from their own token, "
         f"the previous or first one, sinks or induction; most moved first.{more}",

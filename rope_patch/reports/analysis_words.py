@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rope_patch.analysis.heads import LayerHeads
 from rope_patch.analysis.run import Analysis
-from rope_patch.frequencies import offset_frequency_bound, still, wavelength
+from rope_patch.frequencies import offset_frequency_bound, unrotated, wavelength
 from rope_patch.modeling.sources import layers_text
 from rope_patch.modeling.statistics import Capture, LayerCapture
 from rope_patch.theory.tables import text
@@ -108,13 +108,13 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
 def _kind(kind: Kind) -> str:
     layer = kind.layers[0]
     partial = int((kind.inv_freq.double() < offset_frequency_bound(kind.context)).sum())
-    rests = still(kind.inv_freq)
+    rests = unrotated(kind.inv_freq)
     waves = wavelength(kind.inv_freq.double())[~rests]
     turning = (
         f"wavelengths {text(float(waves.min()))} to {text(float(waves.max()))} tokens" if len(waves) else "none turns"
     )
-    unrotated = layer.query.mean.shape[1] - 2 * layer.query.pairs
-    rest = f"; {unrotated} features of a head do not rotate at all" if unrotated else ""
+    bare_features = layer.query.mean.shape[1] - 2 * layer.query.pairs
+    rest = f"; {bare_features} features of a head do not rotate at all" if bare_features else ""
     return (
         f"{layers_text([layer.index for layer in kind.layers])}; {layer.query.heads} query heads over "
         f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {turning}, {partial} of them without a full turn "

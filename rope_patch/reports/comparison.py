@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.evaluation.compare import Column, Comparison, Row
-from rope_patch.evaluation.prompts import TASKS
+from rope_patch.evaluation.metrics import METRICS, number_text, perplexity_text
 from rope_patch.evaluation.retrieval import RetrievalCell
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.files import write_atomically
-from rope_patch.frequencies import still, wavelength
+from rope_patch.frequencies import unrotated, wavelength
 from rope_patch.packaged import data_path
 from rope_patch.plots import base as plots
 
@@ -108,14 +109,15 @@ def _section(comparison: Comparison) -> dict[str, Any]:
     rows, columns = comparison.rows, comparison.columns()
     names = short_names([row.method for row in rows])
     return {
-        "heading": f"{comparison.model or 'Model without a name'}: {rows[0].retrieval.task}",
-        "task": rows[0].retrieval.task,
+        "heading": f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks)}",
         "facts": _facts(comparison),
         "percent": f"{100 * comparison.confidence:g} %",
-        "joined": getattr(TASKS.get(rows[0].retrieval.task), "joined", False),
+        "joined": [task for task in comparison.spec.tasks if TASKS[task].joined],
+        "unjoined": [task for task in comparison.spec.tasks if not TASKS[task].joined],
         "several": len(rows) > 1,
         "shortened": [(name, row.method) for name, row in zip(names, rows, strict=True) if name != row.method],
-        "heads": [(column.kind, _span(column)) for column in columns],
+        "groups": _groups(columns),
+        "difference_groups": _groups(columns, of_differences=True),
         "scores": _by_row(names, [_scores(comparison, column) for column in columns]),
         "differences": _by_row(names, [_differences(rows, column) for column in columns]),
         "curves": _curves(comparison, names),
@@ -128,28 +130,33 @@ def _section(comparison: Comparison) -> dict[str, Any]:
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
-    score, found = comparison.rows[0].perplexity, comparison.rows[0].retrieval
-    depths = ", ".join(f"{100 * depth:.3g} %" for depth in _depths(comparison.rows[0]))
-    asked = {len(cell.samples) for cell in found.cells}
-    windows = "1 window" if score.windows == 1 else f"{score.windows} windows"
-    overlap = "no overlap" if score.stride >= score.window else "overlapping"
-    chunk = "in one pass" if score.chunk >= score.window else f"in passes of {score.chunk} tokens"
+    spec, scores = comparison.spec, comparison.rows[0].scores
+    found = next(iter(scores.retrieval.values()))
+    depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
     source = f", of the files of Python {comparison.python_version}" if comparison.python_version else ""
     special = f"ids {', '.join(map(str, found.prefix))}" if found.prefix else "none"
     environment = ", ".join(f"{name} {value}" for name, value in comparison.environment.items())
+    tasks = f"{'tasks' if len(spec.tasks) > 1 else 'task'} {', '.join(spec.tasks)}"
+    facts = [("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch")]
+    if scores.perplexity is not None:
+        score = scores.perplexity
+        windows = "1 window" if score.windows == 1 else f"{score.windows} windows"
+        overlap = "no overlap" if score.stride >= score.window else "overlapping"
+        chunk = "in one pass" if score.chunk >= score.window else f"in passes of {score.chunk} tokens"
+        facts += [
+            ("Text", f"{comparison.text_name}{source}; SHA-256 {comparison.text[:16]}…"),
+            (
+                "Perplexity",
+                f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride} ({overlap}); "
+                f"{score.tokens} tokens scored",
+            ),
+        ]
     return [
-        ("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch"),
-        ("Text", f"{comparison.text_name}{source}; SHA-256 {comparison.text[:16]}…"),
-        (
-            "Perplexity",
-            f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride} ({overlap}); "
-            f"{score.tokens} tokens scored",
-        ),
+        *facts,
         (
             "Retrieval",
-            f"task {found.task}, mode {found.mode}; lengths {', '.join(map(str, comparison.lengths))} tokens; "
-            f"depths {depths}; {'–'.join(map(str, sorted({min(asked), max(asked)})))} samples at each; "
-            f"seed {found.seed}",
+            f"{tasks}, mode {spec.mode}; lengths {', '.join(map(str, spec.lengths))} tokens; depths {depths}; "
+            f"{spec.samples} samples at each; seed {spec.seed}",
         ),
         ("Haystack", f"{found.haystack}; SHA-256 {found.haystack_sha256[:16]}…"),
         ("Special tokens", f"{special}, in front of each window and prompt"),
@@ -157,41 +164,51 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     ]
 
 
+def _groups(columns: Sequence[Column], *, of_differences: bool = False) -> list[tuple[str, list[str]]]:
+    """Titles of neighbouring columns of one metric and task, each with the heads of its columns."""
+    titled = [
+        (METRICS[c.metric].title(c.span, of_differences=of_differences), METRICS[c.metric].span_text(c.span))
+        for c in columns
+    ]
+    return [
+        (title, [head for _, head in group]) for title, group in itertools.groupby(titled, key=lambda item: item[0])
+    ]
+
+
 def _scores(comparison: Comparison, column: Column) -> list[Cell]:
-    tied = {difference.method for difference in column.differences if not difference.separate}
+    metric = METRICS[column.metric]
+    tied = {difference.method for difference in column.differences if not difference.significant}
     tied |= {comparison.rows[column.best].method} if tied else set()
-    made = []
+    cells = []
     for row, value in zip(comparison.rows, column.values, strict=True):
         mark = "winner" if row.method == column.winner else "tied" if row.method in tied else ""
-        if column.kind == "perplexity":
-            made.append(Cell(perplexity_text(value), mark=mark))
-        else:
-            low, high = row.retrieval.interval(column.stop, comparison.confidence)
-            made.append(Cell(number_text(value), f"{number_text(low)} to {number_text(high)}", mark))
-    return made
+        ends = metric.interval(row.scores, column.span, comparison.confidence)
+        note = "" if ends is None else " to ".join(map(metric.format_long, ends))
+        cells.append(Cell(metric.format_long(value), note, mark))
+    return cells
 
 
 def _differences(rows: Sequence[Row], column: Column) -> list[Cell]:
     """Of each row from the best, which shows its own value."""
-    digits = 4 if column.kind == "perplexity" else 2
-    found = {difference.method: difference for difference in column.differences}
-    made = []
+    text = METRICS[column.metric].format_difference
+    differences = {difference.method: difference for difference in column.differences}
+    cells = []
     for i, row in enumerate(rows):
-        if i == column.best or row.method not in found:
-            made.append(Cell("best", mark="best"))
+        if i == column.best or row.method not in differences:
+            cells.append(Cell("best", mark="best"))
             continue
-        difference = found[row.method]
-        ends = f"{number_text(difference.low, digits, sign=True)} to {number_text(difference.high, digits, sign=True)}"
-        mark = "" if difference.separate else "tied"
-        made.append(Cell(number_text(difference.estimate, digits, sign=True), ends, mark))
-    return made
+        difference = differences[row.method]
+        ends = f"{text(difference.low)} to {text(difference.high)}"
+        cells.append(Cell(text(difference.estimate), ends, "" if difference.significant else "tied"))
+    return cells
 
 
 def _curves(comparison: Comparison, names: Sequence[str]) -> Picture | None:
     """Perplexity by position, of the methods whose perplexity is a number."""
     curves, ends = {}, {}
     for name, row in zip(names, comparison.rows, strict=True):
-        buckets = [b for b in row.perplexity.buckets if math.isfinite(b.nll)]
+        text = row.scores.perplexity
+        buckets = [b for b in text.buckets if math.isfinite(b.nll)] if text is not None else []
         if buckets:
             ends[name] = buckets[-1].perplexity
             curves[name] = [(b.start + b.stop) / 2 for b in buckets], [b.perplexity for b in buckets]
@@ -213,14 +230,19 @@ def _curves(comparison: Comparison, names: Sequence[str]) -> Picture | None:
 
 
 def _maps(comparison: Comparison, names: Sequence[str]) -> list[Picture]:
-    """Exact match and log-probability of the answer over lengths × depths."""
-    lengths, depths = sorted(comparison.lengths), _depths(comparison.rows[0])
+    """Exact match and log-probability of the answer over lengths × depths, of each task."""
+    return [picture for task in comparison.spec.tasks for picture in _task_maps(comparison, names, task)]
+
+
+def _task_maps(comparison: Comparison, names: Sequence[str], task: str) -> list[Picture]:
+    lengths, depths = comparison.spec.lengths, comparison.spec.depths
+    of_task = f", {task}" if len(comparison.spec.tasks) > 1 else ""
 
     def draw(score: Callable[[RetrievalCell], float], caption: str, **options: Any) -> Picture:
         grids = {}
         for name, row in zip(names, comparison.rows, strict=True):
-            found = {(cell.depth, cell.length): score(cell) for cell in row.retrieval.cells}
-            grids[name] = [[found.get((depth, length), math.nan) for length in lengths] for depth in depths]
+            cells = {(cell.depth, cell.length): score(cell) for cell in row.scores.retrieval[task].cells}
+            grids[name] = [[cells.get((depth, length), math.nan) for length in lengths] for depth in depths]
         values = [value for grid in grids.values() for line in grid for value in line if math.isfinite(value)]
         limits = options.pop("limits", (min(values, default=-1.0), 0.0))
         figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, limits=limits, **options)
@@ -233,29 +255,31 @@ def _maps(comparison: Comparison, names: Sequence[str]) -> list[Picture]:
             "Share of answers that are exactly right, by length of the prompt and depth of the needle "
             "(0 % is the start of the prompt, 100 % just before the question). One scale of colour for all.",
             limits=(0.0, 1.0),
-            title="Exact match",
+            title=f"Exact match{of_task}",
         ),
         draw(
             lambda cell: cell.logprob,
             "Mean log-probability of the right answer; 0 is certain. It moves before exact match does.",
-            title="Log-probability of the answer",
+            title=f"Log-probability of the answer{of_task}",
             label="log-probability [nats]",
             digits=1,
         ),
     ]
 
 
-def _every_cell(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, int, str, list[str]]]:
-    """Method, length, depth; then exact match, digits and log-probability."""
+def _every_cell(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, str, int, str, list[str]]]:
+    """Method, task, length, depth; then exact match, digits and log-probability."""
     return [
         (
             name,
+            task,
             cell.length,
             f"{100 * cell.depth:.3g} %",
             [f"{cell.correct} of {len(cell.samples)}", number_text(cell.digits), number_text(cell.logprob)],
         )
         for name, row in zip(names, rows, strict=True)
-        for cell in sorted(row.retrieval.cells, key=lambda cell: (cell.length, cell.depth))
+        for task, result in row.scores.retrieval.items()
+        for cell in sorted(result.cells, key=lambda cell: (cell.length, cell.depth))
     ]
 
 
@@ -263,13 +287,13 @@ def _wavelengths(comparison: Comparison, names: Sequence[str]) -> list[Picture |
     """A figure per layer type whose tables differ, a sentence for each of the others."""
     rows = comparison.rows
     made: list[Picture | str] = []
-    for i, slot in enumerate(rows[0].slots):
+    for i, slot in enumerate(rows[0].tables):
         layers = f"layers of type {slot.layer_type}" if slot.layer_type else "all layers"
-        tables = {name: row.slots[i].inv_freq for name, row in zip(names, rows, strict=True)}
-        if len(rows) > 1 and len({row.slots[i].fingerprint for row in rows}) == 1:
+        tables = {name: row.tables[i].inv_freq for name, row in zip(names, rows, strict=True)}
+        if len(rows) > 1 and len({row.tables[i].fingerprint for row in rows}) == 1:
             made.append(f"In {layers} every method left the same table.")
             continue
-        before = next((row.slots[i].inv_freq for row in rows if row.method == "default"), None)
+        before = next((row.tables[i].inv_freq for row in rows if row.method == "default"), None)
         figure = plots.wavelength_changes(
             tables, before=before, context=comparison.trained_length, title=f"Wavelengths, {layers}"
         )
@@ -277,37 +301,29 @@ def _wavelengths(comparison: Comparison, names: Sequence[str]) -> list[Picture |
         alt = f"Wavelength of each pair in {layers}, a panel per method. The table of wavelengths sums them up."
         caption = (
             f"{grey}The dotted line is the trained length: a pair below it makes at least one full turn within it. "
-            "Triangles at the top are pairs that stand still."
+            "Triangles at the top are pairs that are not rotated."
         )
         made.append(picture(figure, alt, caption))
     return made
 
 
 def _tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Method; layers, wavelength of the fastest and the slowest pair that turns, still pairs, scaling, fingerprint."""
+    """Method; layers, wavelengths of the fastest and the slowest rotated pair, unrotated pairs, factor, fingerprint."""
     made = []
     for name, row in zip(names, rows, strict=True):
-        for slot in row.slots:
-            rests = still(slot.inv_freq)
+        for slot in row.tables:
+            rests = unrotated(slot.inv_freq)
             turning = wavelength(slot.inv_freq.double())[~rests]
             edges = [float(turning.min()), float(turning.max())] if len(turning) else [math.nan, math.nan]
             ends = [f"{edge:,.0f}" if edge >= 1000 else number_text(edge) for edge in edges]
-            still_pairs = f"{int(rests.sum())} of {slot.pairs}"
+            unrotated_pairs = f"{int(rests.sum())} of {slot.pairs}"
             scaling = f"{slot.attention_scaling:.4g}"
-            made.append((name, [slot.layer_type or "all", *ends, still_pairs, scaling, slot.fingerprint]))
+            made.append((name, [slot.layer_type or "all", *ends, unrotated_pairs, scaling, slot.fingerprint]))
     return made
 
 
 def _by_row(names: Sequence[str], columns: Sequence[Sequence[Cell]]) -> list[tuple[str, tuple[Cell, ...]]]:
     return list(zip(names, zip(*columns, strict=True), strict=True))
-
-
-def _depths(row: Row) -> list[float]:
-    return sorted({cell.depth for cell in row.retrieval.cells})
-
-
-def _span(column: Column) -> str:
-    return f"{column.start}–{column.stop}" if column.kind == "perplexity" else str(column.stop)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -321,20 +337,5 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _breakable(name: str) -> list[str]:
-    """A name in the grammar of methods or schemes in pieces between which a line may break."""
+    """A method string or a scheme in pieces between which a line may break."""
     return re.findall(r"[^+:/;]*[+:/;]|[^+:/;]+", name)
-
-
-def perplexity_text(value: float) -> str:
-    """A perplexity with three or four digits that count."""
-    if not math.isfinite(value):
-        return number_text(value)
-    return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}" if value < 1e6 else f"{value:.2e}"
-
-
-def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
-    """A number for people: a true minus, ∞ where there is no end, a dash where there is no value."""
-    if math.isnan(value):
-        return "–"
-    text = f"{value:{'+' if sign else ''}z.{digits}f}".replace("inf", "∞")
-    return text.replace("-", "−")

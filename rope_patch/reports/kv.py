@@ -9,58 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
+from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, number_text, spans_at
 from rope_patch.files import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
-from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.verdicts import LOST, CheckRow, counted, relative, spans, windows_of
+from rope_patch.kv_evaluation.captions import counted, spans, windows_of
+from rope_patch.kv_evaluation.results import KVCheck, answered
+from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.reports import kv_pictures as pictures
-from rope_patch.reports.comparison import Cell, Picture, number_text, perplexity_text, render
-
-
-class Line(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        name: of the row.
-        cells: behind it.
-        kind: ``"remedy"``, ``"first"`` of a group, or "".
-    """
-
-    name: str
-    cells: list[Cell]
-    kind: str = ""
-
-
-class Table(NamedTuple):
-    """Rows under a caption.
-
-    Attributes:
-        name: above it; "" where the section's heading says it.
-        caption: how to read it.
-        columns: their heads; the first one is of the rows' names.
-        lines: the rows.
-    """
-
-    name: str
-    caption: str
-    columns: tuple[str, ...]
-    lines: list[Line]
-
-
-class Section(NamedTuple):
-    """A part of the page.
-
-    Attributes:
-        name: in addresses.
-        heading: above it.
-        blocks: in order: paragraphs, figures, tables.
-    """
-
-    name: str
-    heading: str
-    blocks: list[str | Picture | Table]
+from rope_patch.reports.blocks import Block, SchemeRow, SchemeTable, Section
+from rope_patch.reports.comparison import Cell, render
 
 
 def write(path: str | Path, check: KVCheck, *, command: str | None = None) -> None:
@@ -83,7 +41,7 @@ def page(check: KVCheck, *, command: str | None = None) -> str:
         _results(check),
         _tradeoffs(check),
         _schemes(check),
-        _blame(check),
+        _attribution(check),
         _prediction(check),
         _packed(check),
         _how(check),
@@ -102,8 +60,8 @@ def page(check: KVCheck, *, command: str | None = None) -> str:
 
 
 def _results(check: KVCheck) -> Section:
-    percent = f"{100 * check.confidence:g} %"
-    limit = f"{100 * check.tolerance:g} %"
+    percent = f"{100 * check.limits.confidence:g} %"
+    limit = f"{100 * check.limits.tolerance:g} %"
     words = (
         f"Safe: the {percent} interval of the change of perplexity lies below {limit}, and at most {100 * LOST:g} % of "
         f"the prompts were lost. Unsafe: that interval lies above {limit}, or the one of retrieval below 0. Undecided: "
@@ -115,53 +73,42 @@ def _results(check: KVCheck) -> Section:
     return Section("results", "What survives", [words, *(_table(check, length) for length in check.lengths)])
 
 
-def _table(check: KVCheck, length: int) -> Table:
-    asked = check.rows[0].scores.retrieval
-    columns = ("Scheme", "Bits", "Perplexity", "Change", asked.task.capitalize(), "Change", "KL [nats/token]",
-               "Top choice kept", "Verdict")  # fmt: skip
+def _table(check: KVCheck, length: int) -> SchemeTable:
+    metrics = list(spans_at(check.spec, length))
+    heads = [head for metric, span in metrics for head in ((span.task or metric.name).capitalize(), "Change")]
+    columns = ("Scheme", "Bits", *heads, "KL [nats/token]", "Top choice kept", "Verdict")
     lines = []
     for method in check.methods:
+        base = check.of(method)[0]
         for row in check.of(method):
-            score, found = row.scores.perplexity.between(0, length), row.scores.retrieval.accuracy(length)
+            values = [Cell(metric.format_long(metric.value(row.scores, span))) for metric, span in metrics]
             if row.divergence is None:
-                cells = [Cell("16"), Cell(perplexity_text(score)), Cell("–"), Cell(number_text(found))]
-                cells += [Cell("–")] * 3
-                lines.append(Line(f"{method}: full precision", [*cells, Cell("", mark="text")], "first"))
+                cells = [Cell("16"), *(cell for value in values for cell in (value, Cell("–")))]
+                cells += [Cell("–"), Cell("–"), Cell("", mark="text")]
+                lines.append(SchemeRow(f"{method}: full precision", cells, "first"))
                 continue
+            cells = [_bits(row, length)]
+            for value, (metric, span) in zip(values, metrics, strict=True):
+                change = metric.difference(row.scores, base.scores, span, check.limits.confidence)
+                cells += [value, _change(metric, change)]
+            cells += [Cell(number_text(row.divergence.kl, 4)), Cell(f"{number_text(100 * row.divergence.top1, 1)} %")]
             verdict = check.verdict(row, length)
-            change, low, high = check.change(row, length, "retrieval")
-            lines.append(
-                Line(
-                    _called(row),
-                    [
-                        _bits(row, length),
-                        Cell(perplexity_text(score)),
-                        _percent(*check.change(row, length)),
-                        Cell(number_text(found)),
-                        Cell(number_text(change, sign=True), _ends(low, high)),
-                        Cell(number_text(row.divergence.kl, 4)),
-                        Cell(f"{number_text(100 * row.divergence.top1, 1)} %"),
-                        Cell(
-                            verdict.kind,
-                            "rounds nothing" * (verdict.kind == "undecided" and check.idle(row, length)),
-                            verdict.kind,
-                        ),
-                    ],
-                    "remedy" if row.remedy_of is not None else "",
-                )
-            )
+            idle = verdict.kind == "undecided" and check.idle(row, length)
+            cells.append(Cell(verdict.kind, "rounds nothing" if idle else "", verdict.kind))
+            lines.append(SchemeRow(_called(row), cells, "mitigation" if row.mitigation_of is not None else ""))
+    tasks, prompts = ", ".join(check.spec.tasks), len(answered(check.rows[0], length))
     caption = (
-        f"At {length} tokens: perplexity at positions below, {asked.task} in prompts of that length "
-        f"({len(asked.samples(length))} of them: a loss below {100 * check.blind(length):.0f} % would not be told from "
+        f"At {length} tokens: perplexity at positions below, {tasks} in prompts of that length "
+        f"({prompts} of them: a loss below {100 * check.detectable_loss(length):.0f} % would not be told from "
         f"chance). KL of the next token’s distribution, full precision to quantized, "
         f"and how often both prefer the same token, at all positions of {_windows(check.compared, max(check.lengths))}."
     )
-    return Table(f"{length} tokens", caption, columns, lines)
+    return SchemeTable(f"{length} tokens", caption, columns, lines)
 
 
 def _tradeoffs(check: KVCheck) -> Section:
     shares = pictures.shares(check)
-    blocks: list[str | Picture | Table] = [
+    blocks: list[Block] = [
         *pictures.tradeoffs(check, max(check.lengths)),
         pictures.by_layer(check),
         pictures.by_wavelength(check),
@@ -177,7 +124,7 @@ def _schemes(check: KVCheck) -> Section:
     lines = [
         _explained(row)
         for owner in owners
-        for row in (first[owner], *(row for row in reversed(first.values()) if row.remedy_of == owner))
+        for row in (first[owner], *(row for row in reversed(first.values()) if row.mitigation_of == owner))
     ]
     words = (
         "k is of keys, v of values: a format, what shares a scale (the features of a token, or of a group of them; "
@@ -192,79 +139,83 @@ def _schemes(check: KVCheck) -> Section:
         "(under the first method, where methods differ)."
     )
     columns = ("Scheme", "Text", "Bits of keys", "of values", "Residual [tokens]", "Sinks [tokens]", "Source")
-    return Section("schemes", "What the schemes mean", [words, Table("", caption, columns, lines)])
+    return Section("schemes", "What the schemes mean", [words, SchemeTable("", caption, columns, lines)])
 
 
-def _explained(row: CheckRow) -> Line:
-    preset, scheme = PRESETS.get(row.scheme), Scheme.parse(row.spelled)
+def _explained(row: CheckRow) -> SchemeRow:
+    preset, scheme = PRESETS.get(row.scheme), Scheme.parse(row.scheme_text)
     cells = [
-        Cell(row.spelled, mark="text"),
+        Cell(row.scheme_text, mark="text"),
         Cell(number_text(row.key_bits)),
         Cell(number_text(row.value_bits)),
         Cell(str(scheme.residual)),
         Cell(str(scheme.sinks)),
-        Cell("a remedy" if row.remedy_of else preset.source if preset else "given as a text", mark="long"),
+        Cell("a mitigation" if row.mitigation_of else preset.source if preset else "given as a text", mark="long"),
     ]
-    return Line(_called(row), cells, "remedy" if row.remedy_of is not None else "")
+    return SchemeRow(_called(row), cells, "mitigation" if row.mitigation_of is not None else "")
 
 
-def _blame(check: KVCheck) -> Section:
-    lines = [line for row in pictures.given(check) if (line := _blamed(check, row)) is not None]
+def _attribution(check: KVCheck) -> Section:
+    lines = [line for row in pictures.given(check) if (line := _attribution_row(check, row)) is not None]
     if not lines:
-        return Section("blame", "What is to blame", ["No scheme that was asked for is unsafe: nothing is to blame."])
+        return Section(
+            "attribution",
+            "Where the cost comes from",
+            ["No scheme that was asked for is unsafe: there is nothing to attribute."],
+        )
     words = (
         "Layers: those that cost more than is tolerated when they alone are quantized, or at least two thirds of what "
         f"the worst layer alone does, in perplexity over {_windows(check.compared, max(check.lengths))}. Values are "
-        "to blame where they alone cost more than keys alone. Pairs: where at least half of the squared error of "
+        "named where they alone cost more than keys alone. Pairs: where at least half of the squared error of "
         "these layers’ logits lies in other pairs and goes when long mean keys are kept in full precision, the pairs "
         "of those keys, which stretch the scale that all share; elsewhere the pairs that carry half of the error. "
         "All of it over the same windows."
     )
     caption = (
-        "Schemes that were asked for, and the lengths at which they are unsafe. Of the remedies tried, the best at the "
-        "longest of these: the safe one of fewest bits, or the one of least perplexity. The tables above have them all."
+        "Schemes that were asked for, and the lengths at which they are unsafe. Of the mitigations tried, the best at "
+        "the longest of these: the safe one of fewest bits, or the one of least perplexity. The tables above have all."
     )
-    columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why", "Best remedy")
-    return Section("blame", "What is to blame", [words, Table("", caption, columns, lines)])
+    columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why", "Best mitigation")
+    return Section("attribution", "Where the cost comes from", [words, SchemeTable("", caption, columns, lines)])
 
 
-def _blamed(check: KVCheck, row: CheckRow) -> Line | None:
+def _attribution_row(check: KVCheck, row: CheckRow) -> SchemeRow | None:
     found = [verdict for length in check.lengths if (verdict := check.verdict(row, length)).kind == "unsafe"]
     if not found:
         return None
     last = found[-1]
-    left = last.causes.left if last.causes is not None else None
-    rest = "" if left is None else f"; with these in full precision the scheme costs {_share(left)} %"
-    if last.causes is not None and last.causes.by_values:
-        keys, values = (_share(part) for part in (last.causes.keys, last.causes.values))
-        why = f"values alone cost {values} %, keys alone {keys} %"
+    left = last.attribution.left if last.attribution is not None else None
+    rest = "" if left is None else f"; with these in full precision the scheme costs {_percent(left)}"
+    if last.attribution is not None and last.attribution.by_values:
+        keys, values = (_percent(part) for part in (last.attribution.keys, last.attribution.values))
+        why = f"values alone cost {values}, keys alone {keys}"
     elif last.induced is not None:
         why = f"long keys there cost other pairs {100 * last.induced:.0f} % of the logit error"
     elif last.pairs:
         why = "they carry half of the logit error"
     else:
-        why = "no key is rounded: values are to blame"
-    tried = check.remedies(row, last.length)
-    remedy = Cell("none was tried", mark="sentence")
+        why = "no key is rounded: it comes from the values"
+    tried = check.mitigations(row, last.length)
+    mitigation = Cell("none was tried", mark="sentence")
     if tried:
         best, verdict = tried[0]
-        change = _percent(*check.change(best, last.length)).text
-        told = f"perplexity {change}, {number_text(best.cache_bits[last.length])} bits"
-        remedy = Cell(f"{_called(best)}: {verdict.kind}", told, mark=verdict.kind)
+        change = METRICS["perplexity"].format_change(check.change(best, last.length).estimate)
+        note = f"perplexity {change}, {number_text(best.cache_bits[last.length])} bits"
+        mitigation = Cell(f"{_called(best)}: {verdict.kind}", note, mark=verdict.kind)
     cells = [
         Cell(row.method, mark="text"),
         Cell(", ".join(str(verdict.length) for verdict in found)),
         Cell(spans(last.layers), mark="sentence"),
         Cell(spans(last.pairs) or "–", mark="sentence"),
         Cell(why + rest, mark="sentence"),
-        remedy,
+        mitigation,
     ]
-    return Line(row.scheme, cells)
+    return SchemeRow(row.scheme, cells)
 
 
 def _prediction(check: KVCheck) -> Section:
     lines = [
-        Line(row.scheme, [Cell(row.method, mark="text"), *(Cell(_correlation(value)) for value in row.prediction)])
+        SchemeRow(row.scheme, [Cell(row.method, mark="text"), *(Cell(_correlation(value)) for value in row.prediction)])
         for row in pictures.given(check)
     ]
     words = (
@@ -277,7 +228,7 @@ def _prediction(check: KVCheck) -> Section:
         "part of the logit with the one and with the other; 1 is the same order, 0 none. A dash: nothing varies."
     )
     columns = ("Scheme", "Method", "Length of the mean key × norm of the query", "Under the bound")
-    return Section("prediction", "What could have been predicted", [words, Table("", caption, columns, lines)])
+    return Section("prediction", "What could have been predicted", [words, SchemeTable("", caption, columns, lines)])
 
 
 def _packed(check: KVCheck) -> Section | None:
@@ -289,7 +240,7 @@ def _packed(check: KVCheck) -> Section | None:
         "to keys before rounding. Their groups are features of one token."
     )
     lines = [
-        Line(
+        SchemeRow(
             item.name,
             [
                 Cell(number_text(item.bits), "of 16"),
@@ -306,7 +257,7 @@ def _packed(check: KVCheck) -> Section | None:
         f"At {check.packed[0].tokens} tokens. Bits of the whole cache, where the model’s own precision counts as 16. "
         "Same tokens: decoded until one differs."
     )
-    return Section("packed", "Packed caches", [words, Table("", caption, columns, lines)])
+    return Section("packed", "Packed caches", [words, SchemeTable("", caption, columns, lines)])
 
 
 def _how(check: KVCheck) -> Section:
@@ -334,14 +285,13 @@ def _how(check: KVCheck) -> Section:
 
 def _facts(check: KVCheck) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
-    row = check.rows[0]
-    score, found = row.scores.perplexity, row.scores.retrieval
-    depths = ", ".join(f"{100 * depth:.3g} %" for depth in sorted({cell.depth for cell in found.cells}))
-    asked = {len(cell.samples) for cell in found.cells}
-    chunk = "in one pass" if score.chunk >= score.window else f"in passes of {counted(score.chunk, 'token')}"
+    spec, scores = check.spec, check.rows[0].scores
+    found = next(iter(scores.retrieval.values()))
+    depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
+    chunk = "in one pass" if spec.chunk is None or spec.chunk >= spec.longest else f"in passes of {spec.chunk} tokens"
     stride = " (no stride)" * (check.windows > 1)
-    least, most = min(asked), max(asked)
-    samples = counted(most, "sample") if least == most else f"{least}–{most} samples"
+    tokens = scores.perplexity.tokens if scores.perplexity else 0
+    tasks = f"{'tasks' if len(spec.tasks) > 1 else 'task'} {', '.join(spec.tasks)}"
     bound = "each layer’s own: the context that the config states, or its window"
     return [
         ("Model", check.model),
@@ -350,12 +300,12 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
         ("Text", f"{check.text}; SHA-256 {check.digest[:16]}…"),
         (
             "Perplexity",
-            f"{windows_of(check.windows, score.window)}{stride}, read {chunk}; {score.tokens} tokens scored",
+            f"{windows_of(check.windows, spec.longest)}{stride}, read {chunk}; {tokens} tokens scored",
         ),
         (
             "Retrieval",
-            f"task {found.task}; lengths {', '.join(map(str, check.lengths))} tokens; depths {depths}; "
-            f"{samples} at each; seed {found.seed}",
+            f"{tasks}; lengths {', '.join(map(str, check.lengths))} tokens; depths {depths}; "
+            f"{counted(spec.samples, 'sample')} at each; seed {spec.seed}",
         ),
         ("Haystack", f"{found.haystack}; SHA-256 {found.haystack_sha256[:16]}…"),
         (
@@ -364,15 +314,15 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
             if check.calibration
             else "none: no scheme centres keys",
         ),
-        ("Distances of the bound", bound if check.context is None else f"{check.context} tokens"),
+        ("Distances of the bound", bound if check.limits.context is None else f"{check.limits.context} tokens"),
         ("Cache", "simulated exactly as decoding would quantize it" + "; packed ones beside it" * bool(check.packed)),
         ("Environment", ", ".join(f"{name} {value}" for name, value in check.environment.items()) or "not recorded"),
     ]
 
 
 def _called(row: CheckRow) -> str:
-    """A scheme's name; of a remedy what it adds."""
-    return row.scheme if row.remedy_of is None else row.scheme.removeprefix(row.remedy_of)
+    """A scheme's name; of a mitigation what it adds."""
+    return row.scheme if row.mitigation_of is None else row.scheme.removeprefix(row.mitigation_of)
 
 
 def _windows(count: int, size: int) -> str:
@@ -384,24 +334,21 @@ def _tables(tables: Mapping[str, str]) -> str:
     return ", ".join(f"{kind} {mark}" for kind, mark in tables.items()) if len(tables) > 1 else "".join(tables.values())
 
 
-def _percent(estimate: float, low: float, high: float) -> Cell:
-    """A change of the loss [nats/token] as one of perplexity."""
-    return Cell(f"{_share(estimate)} %", f"{_share(low)} to {_share(high)}" if math.isfinite(high - low) else "")
+def _change(metric: Metric, change: PairedDifference) -> Cell:
+    """A change, and below it its interval where there is one."""
+    estimate, low, high = map(metric.format_change, change)
+    return Cell(estimate, f"{low} to {high}" if math.isfinite(change.high - change.low) else "")
 
 
-def _share(nats: float) -> str:
-    value = 100 * relative(nats)
-    return number_text(value, 2 if abs(value) < 10 else 1 if abs(value) < 1000 else 0, sign=True)
+def _percent(nats: float) -> str:
+    """A change of the loss as one of perplexity [%]."""
+    return METRICS["perplexity"].format_change(nats)
 
 
 def _bits(row: CheckRow, length: int) -> Cell:
     """Bits of a cache, and below them those of its quantized part where they differ."""
     whole, part = number_text(row.cache_bits[length]), number_text(row.bits)
     return Cell(whole, part if part != whole else "")
-
-
-def _ends(low: float, high: float) -> str:
-    return f"{number_text(low, sign=True)} to {number_text(high, sign=True)}"
 
 
 def _correlation(value: float | None) -> str:

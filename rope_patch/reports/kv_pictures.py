@@ -8,22 +8,23 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.outliers import RATIO
+from rope_patch.evaluation.metrics import Metric, Span, number_text, spans_at
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_evaluation.measuring import ERRORS
-from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.verdicts import CheckRow, relative
+from rope_patch.kv_evaluation.results import KVCheck, answered
+from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.plots import kv as plots_kv
 from rope_patch.plots.analysis import PAIRS, heat_maps, pair_map
 from rope_patch.plots.kv import Spot, Waves, front
 from rope_patch.reports.analysis_words import Kind, kinds, stacked
-from rope_patch.reports.comparison import Picture, number_text, picture, short_names
+from rope_patch.reports.comparison import Picture, picture, short_names
 
 COLORS = "A scheme has one colour in all figures."
 
 
 def given(check: KVCheck) -> list[CheckRow]:
     """Return the rows of the schemes that were asked for, full precision left out."""
-    return [row for method in check.methods for row in check.of(method) if row.errors and row.remedy_of is None]
+    return [row for method in check.methods for row in check.of(method) if row.errors and row.mitigation_of is None]
 
 
 def schemes(check: KVCheck) -> dict[str, str]:
@@ -39,71 +40,73 @@ def methods(check: KVCheck) -> dict[str, str]:
 
 def tradeoffs(check: KVCheck, length: int) -> list[Picture]:
     """Return what each scheme costs in perplexity and in retrieval, against the bits of a cache of a length."""
-    task = check.rows[0].scores.retrieval.task
     front_said = (
         "Grey steps are the front: nothing that was tried lies beyond them. Vertical lines are intervals. Bits are of "
         f"the whole cache at {length} tokens: scales, sinks, the residual window and unfinished blocks are in them. "
-        "Hollow points are remedies, in the colour of the scheme that they were tried for; those on the front are "
+        "Hollow points are mitigations, in the colour of the scheme that they were tried for; those on the front are "
         f"named, and their intervals are in the table. {COLORS}"
     )
     lost = [name for method, name in methods(check).items() if not _answers(check, method, length)]
     hopeless = (
         f" Full precision answers none of them under {', '.join(lost)}: nothing can be lost there." if lost else ""
     )
-    made = []
-    for kind, ylabel, caption in (
-        (
-            "perplexity",
-            f"change of perplexity [%], linear within ±{plots_kv.LINEAR:g} %",
-            f"Perplexity at positions below {length} against bits; lower is better.",
-        ),
-        (
-            "retrieval",
-            f"change of {task}, share of prompts",
-            f"Share of {task} prompts of {length} tokens that are answered right, less that in full precision; higher "
-            f"is better.{hopeless}",
-        ),
-    ):
-        lower = kind == "perplexity"
-        panels = {name: _spots(check, method, length, kind) for method, name in methods(check).items()}
+    pictures = []
+    for metric, span in spans_at(check.spec, length):
+        panels = {name: _spots(check, method, length, metric, span) for method, name in methods(check).items()}
+        ylabel, caption = _tradeoff_words(metric, span, hopeless)
         figure = plots_kv.tradeoff(
             panels,
             list(schemes(check).values()),
-            title=f"What {kind} costs at {length} tokens",
+            title=f"What {metric.name} costs at {length} tokens",
             ylabel=ylabel,
-            lower=lower,
-            limit=100 * check.tolerance if lower else None,
+            lower=metric.lower_is_better,
+            limit=100 * check.limits.tolerance if metric.name == "perplexity" else None,
         )
-        told = [
+        values = [
             f"{name}: "
             + ", ".join(f"{spot.label} {number_text(spot.value, 2, sign=True)}" for spot in spots if spot.label)
             for name, spots in panels.items()
         ]
-        made.append(picture(figure, f"{caption} {'; '.join(told)}.", f"{caption} {front_said}"))
-    return made
+        pictures.append(picture(figure, f"{caption} {'; '.join(values)}.", f"{caption} {front_said}"))
+    return pictures
 
 
-def _answers(check: KVCheck, method: str, length: int) -> float:
-    return check.of(method)[0].scores.retrieval.accuracy(length)
+def _tradeoff_words(metric: Metric, span: Span, hopeless: str) -> tuple[str, str]:
+    """Label of the axis, and caption."""
+    if metric.name == "perplexity":
+        ylabel = f"change of perplexity [%], linear within ±{plots_kv.LINEAR:g} %"
+        return ylabel, f"Perplexity at positions below {span.stop} against bits; lower is better."
+    if span.task is not None and metric.name == "retrieval":
+        return f"change of {span.task}, share of prompts", (
+            f"Share of {span.task} prompts of {span.stop} tokens that are answered right, less that in full precision; "
+            f"higher is better.{hopeless}"
+        )
+    better = "lower" if metric.lower_is_better else "higher"
+    caption = f"{metric.name.capitalize()} at {span.stop} tokens, less that in full precision; {better} is better."
+    return f"change of {metric.name}, {metric.unit}", caption
 
 
-def _spots(check: KVCheck, method: str, length: int, kind: str) -> list[Spot]:
+def _answers(check: KVCheck, method: str, length: int) -> int:
+    return sum(answered(check.of(method)[0], length))
+
+
+def _spots(check: KVCheck, method: str, length: int, metric: Metric, span: Span) -> list[Spot]:
     names, rows = schemes(check), check.of(method)
-    made = []
+    scale = 100 if metric.name == "perplexity" else 1
+    spots = []
     for row in rows:
+        change, verdict = (0.0, 0.0, 0.0), ""
         if row.errors:
-            change, verdict = check.change(row, length, kind), check.verdict(row, length).kind
-        else:
-            change, verdict = (0.0, 0.0, 0.0), ""
-        if kind == "perplexity":
-            change = tuple(100 * relative(nats) for nats in change)  # type: ignore[assignment]
-        owner = row.remedy_of or row.scheme
-        label = row.scheme.removeprefix(owner) if row.remedy_of else names.get(row.scheme, "")
-        remedy = row.remedy_of is not None
-        made.append(Spot(label, row.cache_bits[length], *change, verdict, names.get(owner, ""), remedy))
-    sign = 1 if kind == "perplexity" else -1
-    best = front([(spot.bits, sign * spot.value) for spot in made])
-    return [spot if not spot.remedy or i in best else spot._replace(label="") for i, spot in enumerate(made)]
+            measured = metric.difference(row.scores, rows[0].scores, span, check.limits.confidence)
+            estimate, low, high = (scale * metric.relative_change(value) for value in measured)
+            change, verdict = (estimate, low, high), check.verdict(row, length).kind
+        owner = row.mitigation_of or row.scheme
+        label = row.scheme.removeprefix(owner) if row.mitigation_of else names.get(row.scheme, "")
+        mitigation = row.mitigation_of is not None
+        spots.append(Spot(label, row.cache_bits[length], *change, verdict, names.get(owner, ""), mitigation))
+    sign = 1 if metric.lower_is_better else -1
+    best = front([(spot.bits, sign * spot.value) for spot in spots])
+    return [spot if not spot.mitigation or i in best else spot._replace(label="") for i, spot in enumerate(spots)]
 
 
 def by_wavelength(check: KVCheck) -> Picture | str:
@@ -116,7 +119,7 @@ def by_wavelength(check: KVCheck) -> Picture | str:
         for kind in kinds(check.captures[method]):
             errors = {names[row.scheme]: _pair_errors(row, kind) for row in rows}
             label = f"{name}: {kind.name}" if kind.name else name
-            panels[label] = Waves(wavelength(kind.inv_freq.double()), errors, check.context or kind.context)
+            panels[label] = Waves(wavelength(kind.inv_freq.double()), errors, check.limits.context or kind.context)
             for scheme, values in errors.items():
                 if float(values.max()) > 0:
                     told.append(f"{label}, {scheme}: pair {int(values.argmax())}")
@@ -148,7 +151,7 @@ def radii(check: KVCheck) -> Picture:
         for kind in kinds(check.captures[method]):
             values = stacked([layer.key.radius.amax(0) for layer in kind.layers])
             title = f"{name}: {kind.name}" if kind.name else name
-            grid.append(pair_map(title, values, kind.rows, kind.inv_freq, check.context or kind.context))
+            grid.append(pair_map(title, values, kind.rows, kind.inv_freq, check.limits.context or kind.context))
             row, pair = divmod(int(values.argmax()), values.shape[1])
             told.append(f"{title}: {number_text(float(values.max()))} in layer {kind.rows[row]}, pair {pair}")
     across = 2 if len(grid) > 1 else 1

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rope_patch.frequencies import Table, settle, still
+from rope_patch.frequencies import Table, unrotated, zero_unrotated
 from rope_patch.theory.decay import Distances, Features, activation_curve, as_complex
 
 Masses = Float[Tensor, " positions"]
@@ -34,7 +34,7 @@ def rotate(inv_freq: Table, x: Features, positions: Distances) -> Float[Tensor, 
     >>> rotate(torch.tensor([math.pi / 2]), torch.tensor([1.0, 0.0]), torch.tensor([1])).round(decimals=6)
     tensor([[-0., 1.]], dtype=torch.float64)
     """
-    angles = positions.double()[:, None] * settle(inv_freq.double())
+    angles = positions.double()[:, None] * zero_unrotated(inv_freq.double())
     turned = as_complex(x, len(inv_freq)) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], dim=1)
 
@@ -88,7 +88,7 @@ def peak_is_unique(inv_freq: Table, psi: Features) -> bool:
     >>> peak_is_unique(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0, 1.0]))  # psi only where nothing turns
     False
     """
-    return bool((~still(inv_freq) & (as_complex(psi, len(inv_freq)).abs() > 0)).any())
+    return bool((~unrotated(inv_freq) & (as_complex(psi, len(inv_freq)).abs() > 0)).any())
 
 
 def head_mass(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rope_patch.frequencies import Table, settle
+from rope_patch.frequencies import Table, zero_unrotated
 
 BLOCK = 1 << 21
 """Numbers of one intermediate tensor: 16 MiB in float64, whatever the number of positions."""
@@ -45,7 +45,7 @@ def activation(
     >>> activation(torch.tensor([1.0, 0.1]), torch.tensor([0, 10])).round(decimals=3).tolist()  # 2 cos 10 + 2 cos 1
     [4.0, -0.598]
     """
-    steps = settle(inv_freq.double())
+    steps = zero_unrotated(inv_freq.double())
     product = as_complex(query, len(steps)).conj() * as_complex(key, len(steps))
     weights = torch.cat([product.real, product.imag])
     parts = []
@@ -71,7 +71,7 @@ def activation_curve(inv_freq: Table, length: int, query: Features | None = None
     >>> torch.allclose(activation_curve(table, 3000), activation(table, torch.arange(3000)))
     True
     """
-    steps = settle(inv_freq.double())
+    steps = zero_unrotated(inv_freq.double())
     product = as_complex(query, len(steps)).conj() * as_complex(key, len(steps))
     starts = torch.arange(0, length, 1024, dtype=torch.float64)[:, None] * steps
     turned = product * torch.polar(torch.ones_like(starts), -starts)
@@ -141,7 +141,7 @@ def gaussian_activation(
             continue
         parts = []
         for part in torch.split(distances, max(1, BLOCK // size)):
-            turned = settle(inv_freq.double()) * part.double()[:, None]
+            turned = zero_unrotated(inv_freq.double()) * part.double()[:, None]
             query, key = (as_complex(draw(len(part)), len(inv_freq)) for _ in range(2))
             parts.append((query.conj() * key * torch.polar(torch.ones_like(turned), -turned)).real.sum(1))
         curves.append(torch.cat(parts))

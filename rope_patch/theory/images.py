@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rope_patch.frequencies import Table, geometric, pair_shares, settle
+from rope_patch.frequencies import Table, geometric, pair_shares, zero_unrotated
 from rope_patch.theory.decay import BLOCK, Curve, Distances, Features
 
 POWERS = tuple(10.0**power for power in range(33))
@@ -61,7 +61,7 @@ def image_distance(inv_freq: Table, apart: Distances, x: Features | None = None)
     >>> image_distance(torch.tensor([torch.pi]), torch.tensor([0, 1])).round(decimals=6).tolist()
     [0.0, 2.0]
     """
-    steps, shares = settle(inv_freq.double()) / 2, _shares(x, len(inv_freq))
+    steps, shares = zero_unrotated(inv_freq.double()) / 2, _shares(x, len(inv_freq))
     parts = [
         (torch.sin(part[:, None] * steps).square() @ shares).sqrt()
         for part in torch.split(apart.double(), max(1, BLOCK // len(steps)))
@@ -147,7 +147,7 @@ def nearest_old(
         raise ValueError(f"the two tables must have the same number of pairs, got {len(old)} and {len(new)}")
     if old_length < 1:
         raise ValueError(f"old_length must be at least 1, got {old_length}")
-    before, after, shares = settle(old.double()), settle(new.double()), _shares(x, len(old))
+    before, after, shares = zero_unrotated(old.double()), zero_unrotated(new.double()), _shares(x, len(old))
     distances, nearest = [], []
     for part in torch.split(new_positions.double(), 2048):
         images = _images(part, after, shares)

@@ -22,7 +22,7 @@ from rope_patch.frequencies import (
     granularity,
     offset_angle_bound,
     offset_frequency_bound,
-    still,
+    unrotated,
     wavelength,
 )
 from rope_patch.methods import MethodLike, as_method
@@ -169,7 +169,7 @@ def facts(before: Tensor, after: Tensor, *, trained_length: int, length: int) ->
     sampled = "" if stride == 1 else f"; one new position in {stride} looked at, so at least this"
 
     def of(table: Tensor) -> list[float | None]:
-        rests = still(table)
+        rests = unrotated(table)
         turning = table[~rests].double()
         offset = table < offset_frequency_bound(trained_length)
         bounds = offset_angle_bound(table.double(), trained_length)[offset]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from rope_patch.planning import Plan, Shape, plan
+from rope_patch.planning import Plan, Shape, plan, shape_of
 
 GIB = 2**30
 
@@ -118,7 +118,7 @@ def _plan(model: Any, args: TrainingArguments, length: int, batch: int) -> Plan:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with torch.device("meta"):  # without adapters and packed weights, which a shape would take for the model's own
-        shape = Shape.of(type(base)(copy.deepcopy(base.config)))
+        shape = shape_of(type(base)(copy.deepcopy(base.config)))
     kernel = str(base.config.get_text_config()._attn_implementation)
     optimizer = str(getattr(args.optim, "value", args.optim))
     gpus = args.world_size if _sharded(args) else 1  # DDP has all of the model on each

@@ -123,11 +123,11 @@ def _what(options: RecipeOptions, fit: dict[str, Any] | None) -> str:
     return " ".join(sentences)
 
 
-def _compared(changes: dict[str, dict[str, Any]]) -> str:
+def _compared(changes: list[dict[str, Any]]) -> str:
     """What training changed, beyond the noise or not."""
     lines = []
-    for change in changes.values():
-        sentence = f"{change['sentence'][0].upper()}{change['sentence'][1:]}."
+    for change in changes:
+        sentence = change["sentence"]
         lines.append(f"- **{sentence}**" if change["verdict"] == "worse" else f"- {sentence}")
     return "\n" + "\n".join(lines) + "\n" if lines else ""
 

@@ -13,7 +13,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.prompts import NEEDLES, Prompt, PromptMaker, find_task
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.tasks import NEEDLES, find_task
 
 Boundaries = Literal["join", "apart", "whole"]
 BOUNDARIES = ("join", "apart", "whole")

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 import torch
 
-from rope_patch.evaluation.prompts import TASKS
-from rope_patch.planning import Plan, Shape, plan
+from rope_patch.evaluation.tasks import TASKS
+from rope_patch.planning import Plan, Shape, plan, shape_of
 from rope_patch.planning.compute import attention_flops
 from rope_patch.training.advice import GIB, changes
-from rope_patch.training.evaluating import prompts_per_length
 from rope_patch.training.models import resolve
 from rope_patch.training.options import FIT
 from rope_patch.training.recipe import RecipeOptions
@@ -57,7 +56,7 @@ def describe(options: RecipeOptions, gpu_memory: float, cpu_speed: float | None 
 def training_plan(options: RecipeOptions) -> Plan:
     """Return the plan of one forward and backward pass at the longest length."""
     gpus, processes = int(os.environ.get("WORLD_SIZE", 1)), reading_processes()
-    shape = Shape.of(resolve(options.model.name))
+    shape = shape_of(resolve(options.model.name))
     return plan(
         shape,
         length=max(length for length, _ in options.stages),
@@ -122,7 +121,8 @@ def evaluations(options: RecipeOptions) -> int:
 
 def _times(options: RecipeOptions) -> str:
     evaluation, count = options.evaluation, evaluations(options)
-    prompts = prompts_per_length(options) * len(options.evaluation_lengths)
+    needles = 1 if TASKS[evaluation.task].joined else len(evaluation.depths)
+    prompts = evaluation.samples * needles * len(options.evaluation_lengths)
     lengths = " and ".join(map(str, options.evaluation_lengths))
     when = [
         *(["before training"] * evaluation.before),

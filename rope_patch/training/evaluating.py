@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
-from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
-from rope_patch.evaluation.journal import Journal, finite
-from rope_patch.evaluation.prompts import TASKS
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.metrics import METRICS, PairedDifference
+from rope_patch.evaluation.result_cache import ResultCache, finite
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalResult
 from rope_patch.processes import from_first, processes
 from rope_patch.training.judging import Judge, Judgement
-from rope_patch.training.recipe import RecipeOptions
 
-
-def evaluation_tokens(options: RecipeOptions) -> tuple[int, int]:
-    """Return the tokens of the windows and of the prompts of one evaluation, every prompt counted whole."""
-    asked = options.evaluation
-    return asked.windows * max(options.evaluation_lengths), prompts_per_length(options) * sum(
-        options.evaluation_lengths
-    )
-
-
-def prompts_per_length(options: RecipeOptions) -> int:
-    """Return the prompts of one evaluation at each length; some tasks ask for all needles in one prompt."""
-    asked = options.evaluation
-    return asked.samples * (1 if TASKS[asked.task].joined else len(asked.depths))
+Verdict = Literal["better", "worse", "no significant difference"]
 
 
 class RecordedEvaluations:
@@ -38,11 +26,10 @@ class RecordedEvaluations:
     Args:
         evaluator: measures a model.
         path: of the file of results.
-        tokens: of one evaluation, for the progress bar.
     """
 
-    def __init__(self, evaluator: Judge, path: Path, tokens: int) -> None:
-        self.evaluator, self.file, self.tokens = evaluator, Journal(path), tokens
+    def __init__(self, evaluator: Judge, path: Path) -> None:
+        self.evaluator, self.file = evaluator, ResultCache(path)
         self.by_step: dict[int, Judgement] = {}
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:
@@ -57,7 +44,12 @@ class RecordedEvaluations:
 
     def _measure(self, model: Any) -> Judgement:
         with tqdm(
-            desc="evaluating", total=self.tokens, unit="tok", unit_scale=True, leave=False, disable=processes()[0] > 0
+            desc="evaluating",
+            total=self.evaluator.suite.tokens,
+            unit="tok",
+            unit_scale=True,
+            leave=False,
+            disable=processes()[0] > 0,
         ) as bar:
             return self.evaluator(model, bar.update)
 
@@ -66,6 +58,12 @@ class RecordedEvaluations:
         """The result before training; empty where the model was not evaluated then."""
         result: dict[str, Any] = self.file.get("0", {})
         return result
+
+    def changes(self, final: Judgement) -> list[Change]:
+        """Return how the metrics changed from before training to the end; empty where nothing was evaluated before."""
+        if not self.before:
+            return []
+        return changes(from_json(self.before["evaluation"], final.scores.spec), final.scores)
 
     def curve(self, last: int) -> list[dict[str, float]]:
         """Return the metrics of every evaluation up to a step, in order."""
@@ -95,92 +93,76 @@ def to_json(result: Judgement) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Change:
-    """How one measure changed over a run, paired by prompt or by window of text.
+    """How one value of a metric changed over a run, paired by prompt or by window of text.
 
     Attributes:
-        measure: ``"retrieval"`` (share of prompts answered) or ``"perplexity"`` (mean loss of text [nats/token]).
-        before: its value before training.
-        after: its value after training.
-        low: lower end of the 95 % interval of ``after - before``.
-        high: upper end.
-        count: prompts or windows.
+        metric: its name, a key of :data:`~rope_patch.evaluation.metrics.METRICS`.
+        label: the value, such as ``"passkey 1024"``.
+        difference: after training minus before it, with its 95 % interval.
     """
 
-    measure: str
-    before: float
-    after: float
-    low: float
-    high: float
-    count: int
+    metric: str
+    label: str
+    difference: PairedDifference
 
     @property
-    def verdict(self) -> str:
-        """``"better"`` or ``"worse"`` where the interval excludes 0, else ``"no significant difference"``."""
-        higher_is_better = self.measure == "retrieval"
-        if self.low > 0 or self.high < 0:
-            return "better" if (self.low > 0) == higher_is_better else "worse"
-        return "no significant difference"
+    def verdict(self) -> Verdict:
+        """Better or worse where the 95 % interval excludes 0."""
+        if not self.difference.significant:
+            return "no significant difference"
+        return "better" if (self.difference.low < 0) == METRICS[self.metric].lower_is_better else "worse"
 
     def __str__(self) -> str:
         """One sentence.
 
-        >>> print(Change("retrieval", 0.9, 0.5, -0.55, -0.24, 40))
-        retrieval is significantly lower than before training (-0.4 over 40 prompts, 95 % interval -0.55 to -0.24)
-        >>> print(Change("perplexity", 2.5, 2.55, -math.inf, math.inf, 1))
-        no significant difference in the loss of text from before training (one window gives no interval)
+        >>> print(Change("retrieval", "passkey 1024", PairedDifference(-0.4, -0.55, -0.24)))
+        passkey 1024 is significantly worse than before training: retrieval -0.40 (-0.55 to -0.24)
+        >>> print(Change("retrieval", "passkey 1024", PairedDifference(-0.05, -0.19, 0.07)))
+        passkey 1024: no significant difference from before training: retrieval -0.05 (-0.19 to +0.07)
         """
-        name = "retrieval" if self.measure == "retrieval" else "the loss of text"
-        if self.count == 1 and not math.isfinite(self.low):
-            return f"no significant difference in {name} from before training (one window gives no interval)"
-        unit = "prompts" if self.measure == "retrieval" else "windows, in nats/token"
-        interval = f"95 % interval {self.low:+.2g} to {self.high:+.2g}"
-        found = f"{self.after - self.before:+.2g} over {self.count} {unit}, {interval}"
+        change = METRICS[self.metric].describe(self.difference)
         if self.verdict == "no significant difference":
-            return f"no significant difference in {name} from before training ({found})"
-        direction = "higher" if self.low > 0 else "lower"
-        return f"{name} is significantly {direction} than before training ({found})"
+            return f"{self.label}: no significant difference from before training: {change}"
+        return f"{self.label} is significantly {self.verdict} than before training: {change}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the change for JSON, with its sentence; None for a number that is not finite."""
-        values: dict[str, Any] = finite({**asdict(self), "verdict": self.verdict, "sentence": str(self)})
+        values: dict[str, Any] = finite(
+            {
+                "metric": self.metric,
+                "label": self.label,
+                **self.difference._asdict(),
+                "verdict": self.verdict,
+                "sentence": str(self),
+            }
+        )
         return values
 
 
-def changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Compare two evaluations of the same prompts and windows, each as :func:`to_json` gives it.
-
-    Answers to one haystack may depend on each other, so they count as :func:`independent_count` says.
-
-    Args:
-        before: the evaluation before training.
-        after: the evaluation after training.
-
-    Returns:
-        The change of retrieval over all prompts, and of the loss of text where there are windows.
-    """
-    theirs, ours = (_haystacks(result["retrieval"]) for result in (before, after))
-    a, b = ([correct for haystack in side for correct in haystack] for side in (ours, theirs))
-    if TASKS[after["retrieval"]["task"]].joined:
-        count = float(len(ours))
-    else:
-        pairs = zip(ours, theirs, strict=True)
-        count = independent_count([[float(p) - float(q) for p, q in zip(x, y, strict=True)] for x, y in pairs])
-    found = [Change("retrieval", sum(b) / len(b), sum(a) / len(a), *paired_shares(a, b, count=count), len(a))]
-    if before["perplexity"] and after["perplexity"]:
-        b_nll, a_nll = (
-            [window["total_nll"] / window["total_tokens"] for window in result["perplexity"]["documents"]]
-            for result in (before, after)
-        )
-        earlier, later = (math.fsum(values) / len(values) for values in (b_nll, a_nll))
-        found.append(Change("perplexity", earlier, later, *paired_means(a_nll, b_nll), len(a_nll)))
-    return found
-
-
-def _haystacks(retrieval: dict[str, Any]) -> Sequence[Sequence[bool]]:
-    """Which prompts were answered: by haystack (length and sample), the depths of each."""
-    lengths = sorted({cell["length"] for cell in retrieval["cells"]})
+def changes(before: EvalResult, after: EvalResult) -> list[Change]:
+    """Compare two evaluations of one spec: every metric, at every length."""
     return [
-        [sample["correct"] for sample in haystack]
-        for length in lengths
-        for haystack in zip(*(cell["samples"] for cell in retrieval["cells"] if cell["length"] == length), strict=True)
+        Change(name, metric.heading(span), metric.difference(after, before, span))
+        for name, metric in METRICS.items()
+        for span in metric.spans(after.spec)
     ]
+
+
+def from_json(values: dict[str, Any], spec: EvalSpec) -> EvalResult:
+    """Return the scores that :func:`to_json` wrote, of one retrieval task."""
+    prompts, text = values["retrieval"], values["perplexity"]
+    cells = tuple(
+        RetrievalCell(cell["length"], cell["depth"], tuple(Sample(**sample) for sample in cell["samples"]))
+        for cell in prompts["cells"]
+    )
+    retrieval = RetrievalResult(**{**prompts, "cells": cells, "prefix": tuple(prompts["prefix"])})
+    perplexity = None
+    if text is not None:
+        buckets = tuple(Bucket(**bucket) for bucket in text["buckets"])
+        documents = tuple(
+            DocumentScore(**{**document, "tokens": tuple(document["tokens"]), "nll": tuple(document["nll"])})
+            for document in text["documents"]
+        )
+        parts = {"buckets": buckets, "documents": documents, "prefix": tuple(text["prefix"])}
+        perplexity = PerplexityResult(**{**text, **parts})
+    return EvalResult(spec, perplexity, {retrieval.task: retrieval})

@@ -20,7 +20,7 @@ from rope_patch.files import write_atomically
 from rope_patch.methods import Method
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.processes import from_first
-from rope_patch.training.evaluating import RecordedEvaluations, evaluation_tokens
+from rope_patch.training.evaluating import RecordedEvaluations
 from rope_patch.training.judging import Judge
 from rope_patch.training.models import load_model, prepare, resolve
 from rope_patch.training.options import FIT
@@ -124,7 +124,7 @@ def _train(context: RunContext, args: TrainingArguments, model: Any, tokenizer: 
     """Train a prepared model, evaluate it and write the output folder."""
     options, run = context.options, context.run
     rows = _packed_rows(context, tokenizer)
-    evaluations = RecordedEvaluations(evaluator, run.work / EVALUATIONS, sum(evaluation_tokens(options)))
+    evaluations = RecordedEvaluations(evaluator, run.work / EVALUATIONS)
     args.eval_on_start = options.evaluation.before and run.checkpoint is None
     trainer = build_trainer(model, args, rows, options, tokenizer, evaluations, run.checkpoint)
     clock = Clock(run.work / "seconds.json", run.checkpoint is not None)

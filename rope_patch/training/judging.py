@@ -1,19 +1,17 @@
-"""How good a model is while it trains: one perplexity by position and one retrieval grid, as numbers a Trainer logs."""
+"""How good a model is while it trains: one evaluation, as numbers that a Trainer logs."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rope_patch.evaluation.documents import spread_windows
-from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
-from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.retrieval import RetrievalResult, check_asked, retrieval
-from rope_patch.evaluation.text import builtin_text
+from rope_patch.evaluation.losses import PerplexityResult
+from rope_patch.evaluation.metrics import METRICS
+from rope_patch.evaluation.retrieval import RetrievalResult
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.training.options import EvaluationOptions
 
 SEED = 1_000_003
@@ -25,37 +23,43 @@ class Judgement:
     """What was measured at one time.
 
     Attributes:
-        retrieval: exact match and more, by length and depth.
-        perplexity: by position; None where no window was asked for.
+        scores: perplexity and retrieval.
     """
 
-    retrieval: RetrievalResult
-    perplexity: PerplexityResult | None
+    scores: EvalResult
 
     @property
-    def lengths(self) -> list[int]:
+    def retrieval(self) -> RetrievalResult:
+        """Exact match and more, by length and depth."""
+        (result,) = self.scores.retrieval.values()
+        return result
+
+    @property
+    def perplexity(self) -> PerplexityResult | None:
+        """By position; None where no window was asked for."""
+        return self.scores.perplexity
+
+    @property
+    def lengths(self) -> Sequence[int]:
         """Prompt lengths [tokens]."""
-        return sorted({cell.length for cell in self.retrieval.cells})
+        return self.scores.spec.lengths
 
     @property
     def score(self) -> float:
         """What checkpoints are ranked by: mean exact match over the lengths; perplexity only parts equals."""
-        found = [self.retrieval.accuracy(length) for length in self.lengths]
+        answered = [self.retrieval.accuracy(length) for length in self.lengths]
         asked = len(self.lengths) * len(self.retrieval.samples(self.lengths[-1]))
         nll = min(self.perplexity.nll, 99.0) if self.perplexity else 0.0  # one prompt more weighs 1 / asked
-        return math.fsum(found) / len(found) - nll / (100 * asked)
+        return math.fsum(answered) / len(answered) - nll / (100 * asked)
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers by name, such as ``retrieval_1024`` and ``perplexity_256_1024``."""
-        made = {"score": self.score}
-        made |= {f"retrieval_{length}": self.retrieval.accuracy(length) for length in self.lengths}
-        if self.perplexity:
-            edges = [0, *self.lengths]
-            made |= {
-                f"perplexity_{start}_{stop}": self.perplexity.between(start, stop)
-                for start, stop in itertools.pairwise(edges)
-            }
-        return made
+        numbers = {"score": self.score}
+        for metric in reversed(METRICS.values()):
+            for span in metric.spans(self.scores.spec):
+                place = str(span.stop) if span.start is None else f"{span.start}_{span.stop}"
+                numbers[f"{metric.name}_{place}"] = metric.value(self.scores, span)
+        return numbers
 
 
 class Judge:
@@ -71,47 +75,26 @@ class Judge:
     """
 
     def __init__(self, options: EvaluationOptions, lengths: tuple[int, ...], tokenizer: Any) -> None:
-        self.options, self.tokenizer = options, tokenizer
-        self.lengths, self.depths = check_asked(
-            options.task, options.mode, lengths, options.depths, options.samples, options.chunk
+        spec = EvalSpec(
+            lengths,
+            depths=options.depths,
+            samples=options.samples,
+            windows=options.windows,
+            tasks=(options.task,),
+            mode=options.mode,
+            text=options.text,
+            haystack=options.haystack,
+            bucket=max(lengths),
+            chunk=options.chunk,
+            seed=SEED + options.seed,
         )
-        hay = options.haystack if options.haystack in ("builtin", "noise") else Path(options.haystack)
-        self.maker = PromptMaker(tokenizer, hay)
-        for length in self.lengths:
-            self.maker.prompts(options.task, length, self.depths, mode=options.mode, seed=SEED + options.seed)
-        self.windows: list[Any] = []
-        if options.windows:
-            source = builtin_text("heldout") if options.text is None else Path(options.text)
-            try:
-                self.windows, _ = spread_windows(tokenizer, source, max(self.lengths), options.windows)
-            except ValueError as error:
+        try:
+            self.suite = EvalSuite(spec, tokenizer)
+        except ValueError as error:
+            if "windows of" in str(error):
                 raise ValueError(f"evaluation.text: {error}") from error
+            raise
 
     def __call__(self, model: Any, on_progress: Callable[[int], Any] = lambda tokens: None) -> Judgement:
         """Return the scores of a model; it is left in the mode it was in. ``on_progress`` gets the tokens just read."""
-        longest, chunk = max(self.lengths), self.options.chunk
-        score = None
-        if self.windows:
-            score = perplexity(
-                model,
-                self.windows,
-                window=longest,
-                buckets=(0, *self.lengths),
-                chunk=None if chunk is None else min(chunk, longest),
-                batch=1 if chunk else max(1, 4096 // longest),
-                progress=on_progress,
-            )
-        found = retrieval(
-            model,
-            self.tokenizer,
-            self.options.task,
-            lengths=self.lengths,
-            depths=self.depths,
-            samples=self.options.samples,
-            seed=SEED + self.options.seed,
-            mode=self.options.mode,
-            haystack=self.maker,
-            chunk=chunk,
-            progress=on_progress,
-        )
-        return Judgement(found, score)
+        return Judgement(self.suite.run(model, on_progress=on_progress))

@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
-from rope_patch.evaluation.prompts import find_task
-from rope_patch.evaluation.retrieval import check_asked
+from rope_patch.evaluation.spec import check_retrieval
+from rope_patch.evaluation.tasks import find_task
 from rope_patch.methods import as_method
 from rope_patch.modeling.trainable_table import Constraint
 from rope_patch.training.options import (
@@ -168,7 +168,7 @@ class RecipeOptions:
         if options.patience and not options.every:
             raise ValueError("evaluation.patience needs evaluation.every: without it only the end is evaluated")
         try:
-            check_asked(
+            check_retrieval(
                 options.task, options.mode, self.evaluation_lengths, options.depths, options.samples, options.chunk
             )
             if not all(0 <= depth <= 1 for depth in options.depths):

@@ -17,7 +17,7 @@ from rope_patch import __version__
 from rope_patch.files import write_atomically
 from rope_patch.patching.locate import find_rotary
 from rope_patch.training.card import card
-from rope_patch.training.evaluating import RecordedEvaluations, best_step, changes, to_json
+from rope_patch.training.evaluating import RecordedEvaluations, best_step, to_json
 from rope_patch.training.judging import Judgement
 from rope_patch.training.models import resolve
 from rope_patch.training.recipe import RecipeOptions
@@ -60,14 +60,14 @@ def write_results(
 ) -> dict[str, Any]:
     """Write results, evaluations and card of a finished run; return the contents of ``results.json``."""
     out, before, after = context.run.out, evaluations.before, to_json(final)
-    found = [] if not before else changes(before["evaluation"], after)
-    worse = [change for change in found if change.verdict == "worse"]
+    changes = evaluations.changes(final)
+    worse = [change for change in changes if change.verdict == "worse"]
     for change in worse:
         warnings.warn(f"{change}; the card says so", stacklevel=2)
     results = {
         **_description(context, trainer, rows),
         "worse": bool(worse),
-        "changes": {change.measure: change.to_dict() for change in found},
+        "changes": [change.to_dict() for change in changes],
         "seconds": round(seconds, 1),
         "before": before.get("metrics"),
         "curve": evaluations.curve(trainer.state.global_step),

@@ -16,8 +16,10 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from rope_patch.evaluation.documents import TokenDocument, encode
-from rope_patch.evaluation.journal import key
-from rope_patch.evaluation.prompts import Haystack, PromptMaker, find_task
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.result_cache import key
+from rope_patch.evaluation.tasks import find_task
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.training.data import conversation, mix, pack
 from rope_patch.training.options import DataOptions

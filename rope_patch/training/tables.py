@@ -22,7 +22,7 @@ from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, same_tables
-from rope_patch.patching.verify import verify
+from rope_patch.patching.verify import verify_model
 from rope_patch.training.options import FIT
 from rope_patch.training.recipe import RecipeOptions
 
@@ -104,11 +104,11 @@ class TableTraining(RopePatchCallback):
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
         super().__init__()
         self.model, self.learning_rate = model, learning_rate
-        self.start = verify(model)
+        self.start = verify_model(model)
         self.site = find_rotary(model)
         self.current: nn.Module = self.site.module
         module: Any = self.site.module
-        kinds = [kind for kind in module.slots if kind in self.start.layer_types]
+        kinds = [kind for kind in module.tables if kind in self.start.layer_types]
         self.table = TrainableTable(module, kinds, Constraint())
 
     @contextlib.contextmanager

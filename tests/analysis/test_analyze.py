@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import YARN, tiny_model
+from tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -21,7 +21,7 @@ from rope_patch.analysis.trials import Trial, advise, half_chord, run_trials, tr
 from rope_patch.cli import app as cli
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.frequencies import still
+from rope_patch.frequencies import unrotated
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.statistics import Capture
 
@@ -33,11 +33,6 @@ TEXTS = {"one": TEXT[:2500], "two": TEXT[2500:5000]}
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ASSETS / "llama")
-
-
-def small(family="llama", **changes):
-    """A tiny model that reads the bundled tokenizer's ids."""
-    return tiny_model(family, vocab_size=1024, initializer_range=0.2, **changes)
 
 
 # --- the text
@@ -97,7 +92,7 @@ def test_a_trial_is_the_patch_and_its_perplexity(tokenizer, family):
     assert edges == (0, 64, 256) and name == "one, two"
     base, trial = run_trials(model, got, windows, edges, [0.5], None, lambda stage, tokens: None)
     with rope_patch.patched(model, "p_rope:p=0.5") as patch:
-        rests = {kind: still(slot.inv_freq) for kind, slot in patch.after.items()}
+        rests = {kind: unrotated(slot.inv_freq) for kind, slot in patch.after.items()}
         scored = perplexity(model, windows, window=256, buckets=edges)
     assert trial.perplexity == pytest.approx([scored.between(0, 64), scored.between(64, 256)])
     assert base.perplexity[0] == pytest.approx(perplexity(model, windows, window=256, buckets=edges).between(0, 64))
@@ -120,11 +115,11 @@ def test_a_trial_goes_on_from_the_patch_in_place(tokenizer):
     model = small(rope_parameters=YARN)
     rows = read_rows(tokenizer, TEXTS, window=64, tokens=128)
     rope_patch.apply(model, "truncated")
-    table = rope_patch.inspect(model).slots[0].inv_freq
+    table = rope_patch.inspect(model).tables[0].inv_freq
     windows, edges, _ = trial_text(tokenizer, TEXTS, 64)
     base, trial = run_trials(model, capture(model, rows.ids), windows, edges, [0.9], None, lambda stage, tokens: None)
-    assert torch.equal(rope_patch.inspect(model).slots[0].inv_freq, table)
-    resting = set(still(table).nonzero().flatten().tolist())
+    assert torch.equal(rope_patch.inspect(model).tables[0].inv_freq, table)
+    resting = set(unrotated(table).nonzero().flatten().tolist())
     assert not resting & set(trial.stopped.get("all", ()))
     assert base.perplexity[0] == pytest.approx(perplexity(model, windows, window=256, buckets=edges).between(0, 64))
 
@@ -376,6 +371,6 @@ def test_what_cannot_be_compared_fails_before_anything_is_read(folder, tmp_path)
     ],
 )
 def test_wrong_words(folder, tmp_path, given, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         command(folder, *given, "--no-report", "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()

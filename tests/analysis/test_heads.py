@@ -19,7 +19,7 @@ import peft
 import pytest
 import torch
 from scored import bold_model
-from test_capture import FAMILIES, INTERLEAVED, model_of, stored, text
+from states import FAMILIES, INTERLEAVED, model_of, stored, text
 from tiny import SIZE, YARN, ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from scored import bold_model
-from test_capture import model_of, stored, text
+from states import model_of, stored, text
 from tiny import LLAMA3, YARN, ids, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

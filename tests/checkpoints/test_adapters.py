@@ -7,17 +7,17 @@ import shutil
 
 import pytest
 import torch
+from patches import edit_json, lora
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
-from test_checkpoints import edit_json, lora
 from tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch import PatchError, checkpoints
 from rope_patch.checkpoints.offline import patch_folder, skeleton, verify_folder
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(made, tmp_
     edit_json(tmp_path / "out" / "rope_patch.json", lambda data: data.pop("adapter_weights"))
     with pytest.raises(PatchError, match="is not of the adapter beside it"):
         rope_patch.load(tmp_path / "out")
-    checkpoints.write_record(rope_patch.verify(tuned), tmp_path / "out")
+    checkpoints.write_record(rope_patch.verify(tuned).record, tmp_path / "out")
     rope_patch.load(tmp_path / "out")
 
 
@@ -247,7 +247,7 @@ def test_a_folder_with_an_adapter_and_its_base_is_verified(tmp_path):
 
 
 def look_at(folder):
-    return look(skeleton(folder))
+    return inspect_model(skeleton(folder))
 
 
 # --- weights that are put into an adapter -----------------------------------------------------------------------------
@@ -336,3 +336,20 @@ def test_the_revision_beside_an_adapter_on_this_disk_is_its_bases(made, monkeypa
     )
     assert torch.equal(logits(rope_patch.load(root / "one", revision="v2").eval()), wanted["one"])
     assert asked == ["v2"]
+
+
+def test_the_revision_that_an_adapter_names_is_its_bases(tmp_path, monkeypatch):
+    """The one it names, unless another is asked for."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    rope_patch.save(lora(rope_patch.load(tmp_path / "base", "yarn:factor=4")), tmp_path / "adapter")
+    edit_json(tmp_path / "adapter" / "adapter_config.json", lambda config: config.update(revision="v1"))
+    asked, stock = [], AutoModelForCausalLM.from_pretrained
+
+    def noted(source, **options):
+        asked.append(options.pop("revision", None))
+        return stock(source, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    rope_patch.load(tmp_path / "adapter")
+    rope_patch.load(tmp_path / "adapter", revision="v2")
+    assert asked == ["v1", "v2"]

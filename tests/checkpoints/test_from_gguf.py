@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from test_gguf import BUNDLED, LLAMA3, rewritten, saved
-from tiny import ids, logits, tiny_model
+from gguf_files import rewritten, saved
+from tiny import LLAMA3, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -26,7 +26,7 @@ TOKENS = ids(48) % 96
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(BUNDLED)
+    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 
 
 def written(tmp_path, tokenizer, method=None, **changes):
@@ -46,7 +46,7 @@ def test_the_model_is_the_folders_with_its_record(tmp_path, tokenizer, method):
     if method is None:
         assert not hasattr(model.config, "rope_patch")
         return
-    assert rope_patch.verify(model).to_dict() == rope_patch.verify(rope_patch.load(folder)).to_dict()
+    assert rope_patch.verify(model).record.to_dict() == rope_patch.verify(rope_patch.load(folder)).record.to_dict()
     rope_patch.save(model, tmp_path / "again")  # transformers refuses a model that was quantized in a file
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval(), TOKENS), wanted)
     rope_patch.restore(model)
@@ -75,7 +75,7 @@ def test_a_file_of_another_tool_is_patched_with_its_table(tmp_path, tokenizer):
     model = rope_patch.load(file).eval()
     wanted = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert torch.allclose(logits(model, TOKENS), logits(wanted, TOKENS), atol=1e-5)
-    assert rope_patch.verify(model).to_method().name == "table"
+    assert rope_patch.verify(model).record.to_method().name == "table"
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name).eval()
     assert not torch.allclose(logits(plain, TOKENS), logits(wanted, TOKENS), atol=1e-3)
 
@@ -94,18 +94,18 @@ def test_yarn_that_a_file_leaves_to_the_engine(tmp_path, tokenizer):
 
 def test_a_record_that_does_not_fit_is_not_followed(tmp_path, tokenizer):
     folder, file = written(tmp_path, tokenizer, "yarn")
-    other = json.dumps(rope_patch.verify(rope_patch.load(saved(tmp_path / "pi", "pi"))).to_dict())
+    other = json.dumps(rope_patch.verify(rope_patch.load(saved(tmp_path / "pi", "pi"))).record.to_dict())
     altered = rewritten(file, tmp_path / "altered.gguf", keys=[Key.of(RECORD_KEY, other, "STRING")])
     with pytest.warns(UserWarning, match="its patch record says another table: pi:factor=4"):
         model = rope_patch.load(altered).eval()
-    assert rope_patch.verify(model).to_method().name == "table"
+    assert rope_patch.verify(model).record.to_method().name == "table"
     assert torch.allclose(logits(model, TOKENS), logits(rope_patch.load(folder).eval(), TOKENS), atol=1e-4)
 
 
 def test_a_method_on_top_and_what_is_not_there(tmp_path, tokenizer):
     _, file = written(tmp_path, tokenizer)
-    model = rope_patch.load(file, "yarn", apply_options={"target_length": 256})
-    assert rope_patch.verify(model).to_method() == rope_patch.Yarn(factor=4)
+    model = rope_patch.load(file, "yarn", target_length=256)
+    assert rope_patch.verify(model).record.to_method() == rope_patch.Yarn(factor=4)
     with pytest.raises(FileNotFoundError, match="no file"):
         rope_patch.load(tmp_path / "nowhere.gguf")
     (tmp_path / "text.gguf").write_text("not one")

@@ -6,58 +6,21 @@ A forked process is killed at its n-th change of the file system, for n over the
 from __future__ import annotations
 
 import hashlib
-import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoints import lora
+from forks import forked
+from patches import lora
 from tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.cli.app import app
 from rope_patch.exporting import export
-
-CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
-"""Audit events of Python that change files; ``open`` for writing is one more."""
-
-
-def forked(call, stop: int | None = None, within: Path | None = None, at=None) -> int:
-    """Run a call in a forked process, killed at its n-th change below a folder, or at an audit event of a kind."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    try:
-        count = 0
-
-        def audit(event, args):
-            nonlocal count
-            if at is not None:
-                return os.kill(os.getpid(), signal.SIGKILL) if at(event, args) else None
-            if event == "open":
-                if not isinstance(args[1], str) and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                    return
-                if isinstance(args[1], str) and not set(args[1]) & set("wax+"):
-                    return
-            elif event not in CHANGES:
-                return
-            if str(within) in os.path.abspath(str(args[0])):
-                count += 1
-                if count == stop:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        if stop is not None or at is not None:
-            sys.addaudithook(audit)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        call()
-        os._exit(0)
-    except SystemExit as stopped:
-        os._exit(int(stopped.code or 0))
-    except BaseException:
-        os._exit(77)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -128,8 +91,9 @@ def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("new", ["model", "adapter"])
-def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
+def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new, every):
     """What loads is the old one whole or the new one whole; in between it does not load."""
     out = tmp_path / "place" / "out"
     old = rope_patch.load(sources / "base", "yarn:factor=4").eval()
@@ -142,8 +106,10 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
     before = lora(old, seed=5) if new == "adapter" else old
     either = [logits(before), logits(fresh)]
     seen = set()
-    for stop in range(1, 1000):
-        rope_patch.save(before, out)
+    rope_patch.save(before, tmp_path / "before")
+    for stop in range(1, 1000, every):
+        shutil.rmtree(tmp_path / "place", ignore_errors=True)
+        shutil.copytree(tmp_path / "before", out)
         status = forked(lambda: rope_patch.save(fresh, out), stop, tmp_path / "place")
         try:
             found = logits(rope_patch.load(out).eval())
@@ -165,7 +131,9 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new):
 @pytest.mark.slow
 def test_a_fit_killed_just_after_its_output_appeared_runs_again(tmp_path, monkeypatch):
     out = tmp_path / "out"
-    words = ["fit", str(rope_patch.data_path("assets") / "llama"), "--length", "512", "--steps", "0", "-o", str(out)]
+    assets = rope_patch.data_path("assets")
+    words = ["fit", str(assets / "llama"), "--target-length", "512", "--steps", "0", "-o", str(out)]
+    words += ["--text", str(assets / "domains")]
     words += ["--windows", "1", "--samples", "1", "--depths", "0.5", "--no-figure", "--threads", "1"]
 
     def fit(*words):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoints import lora
+from patches import lora
 from tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import functools
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import fail, run
+from forks import forked
 from peft import LoraConfig, get_peft_model
 from tiny import YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app as cli
 from rope_patch.methods.base import METHODS
-
-
-def run(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(cli.app, [*map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def fail(monkeypatch, capsys, *arguments: str | Path) -> str:
-    """Run as the console script does; return the error line."""
-    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 @pytest.fixture
@@ -60,7 +44,7 @@ def test_inspect(checkpoint, tmp_path):
     assert "note:" not in printed
     tiny_model(rope_parameters=YARN).bfloat16().save_pretrained(tmp_path / "scaled")
     printed = run("inspect", tmp_path / "scaled")
-    assert "note: model.rotary_emb multiplies cos and sin of every pair by 1.13863, still pairs included" in printed
+    assert "note: model.rotary_emb multiplies cos and sin of every pair by 1.13863, unrotated pairs included" in printed
     assert "note: weights are torch.bfloat16: load them with dtype=; casting" in printed
     tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
     tables = json.loads(run("inspect", tmp_path / "mixed", "--json"))["tables"]
@@ -98,9 +82,10 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     rope_patch.save(tuned, tmp_path / "adapter")
     assert "patched with yarn:factor=4" in run("verify", tmp_path / "adapter")
+    assert "patched, yarn:factor=4" in run("inspect", tmp_path / "adapter")
     (tmp_path / "adapter" / "rope_patch.json").unlink()
     assert "carries no rope_patch.json" in fail(monkeypatch, capsys, "verify", tmp_path / "adapter")
-    assert "is an adapter: give its base model" in fail(monkeypatch, capsys, "inspect", tmp_path / "adapter")
+    assert "carries no rope_patch.json: these are the tables of its base" in run("inspect", tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +106,7 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
         (("restore", "{base}", "-o", "{out}"), "carries no patch record"),
         (("recipes", "copy", "{full}"), "is not empty"),
         (("demo", "--shape", "mamba"), "shape must be one of llama, gemma3, got 'mamba'"),
-        (("demo", "--dtype", "int8"), "dtype must be one of float32, bfloat16"),
+        (("demo", "--dtype", "int8"), "dtype must be one of auto, float32"),
         (("apply", "{base}", "yarn:factor=4,truncate=false", "-o", "{out}"), "parameters are separated by ':'"),
         (("apply", "{base}", "table", "values=1,2", "-o", "{out}"), "the numbers of a list by '/'"),
     ],
@@ -163,23 +148,36 @@ def test_interrupted(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 130
-    assert capsys.readouterr().err.strip() == "interrupted: nothing was left half written"
+    assert capsys.readouterr().err.strip() == "interrupted: no file was left half written"
 
 
-@pytest.mark.slow
-def test_ctrl_c_in_the_demo(tmp_path):
-    command = [sys.executable, "-m", "rope_patch.cli.app", "demo", "-o", str(tmp_path / "out")]
-    # A job in the background ignores the signal, and so would its children.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
-    assert running.stderr is not None
-    seen = ""
-    while "default" not in seen:  # the first progress of the first method
-        seen += running.stderr.read(1)
-    running.send_signal(signal.SIGINT)
-    _, rest = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert rest.strip().splitlines()[-1] == "interrupted: nothing was left half written"
+class Impatient(io.StringIO):
+    """A stderr that sends Ctrl-C as soon as the first method shows progress, and keeps all in a file."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.sent = path, False
+
+    def write(self, text):
+        with self.path.open("a") as file:
+            file.write(text)
+        if "default" in text and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(text)
+
+
+def test_ctrl_c_in_the_demo(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rope-patch", "demo", "-o", str(tmp_path / "out")])
+
+    def demo():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+        sys.stderr = Impatient(tmp_path / "said.txt")
+        cli.main()
+
+    assert forked(demo) == 130
+    lines = (tmp_path / "said.txt").read_text().strip().splitlines()
+    assert lines[-1] == "interrupted: no file was left half written"
     assert not (tmp_path / "out").exists()
 
 

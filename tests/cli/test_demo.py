@@ -47,7 +47,7 @@ def test_quick_demo(tmp_path):
     ]
     saved = rope_patch.load(shown.saved)
     assert saved.config.max_position_embeddings == 1024
-    assert str(rope_patch.verify(saved).to_method()) == "yarn:factor=4"
+    assert str(rope_patch.verify(saved).record.to_method()) == "yarn:factor=4"
 
 
 def test_an_unequal_reload_is_noticed(tmp_path, bundled):

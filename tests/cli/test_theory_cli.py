@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_report import Page
+from report_pages import Page
 from typer.testing import CliRunner
 
 from rope_patch.cli import app as cli

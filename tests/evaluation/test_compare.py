@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
 import signal
 import statistics
-import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
+from evaluated import compared, result_of
+from forks import forked
+from patches import module_of
+from prompting import HAY
 from scipy import stats
 from scored import spy_ids
-from test_apply import module_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app
-from rope_patch.evaluation.compare import Comparison, Row, compare, tokens_to_read
+from rope_patch.cli.app import app, main
+from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.documents import spread_windows
-from rope_patch.evaluation.journal import Journal
-from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
-from rope_patch.evaluation.prompts import Haystack
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.patching.verify import look
+from rope_patch.patching.verify import inspect_model
 
 ASSETS = rope_patch.data_path("assets")
-SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8)}
+TEXT = builtin_text("heldout").text[:20_000]
+SMALL = {"lengths": (64, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
 
 
 @pytest.fixture(scope="module")
@@ -47,56 +49,56 @@ def bundled():
 def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled, tmp_path):
     model, tokenizer = bundled
     stock, read = module_of(model), []
-    options = {"lengths": (64,), "windows": 1, "samples": 1, "progress": lambda name, n: read.append(n)}
+    options = {"lengths": (64,), "windows": 1, "samples": 1, "on_progress": lambda name, n: read.append(n)}
     options |= {"text": "Some words to read. " * 99, "haystack": Haystack("Nothing to see here, go on. " * 99)}
     for methods, changes, message in [
         (["default", "table:values=1/2"], {}, "one number per pair"),
         ([], {}, "at least one method"),
         (["pi:factor=4", "pi:factor=4.0"], {}, "methods must differ from each other"),
         (["default"], {"windows": 10**6}, "ask for fewer windows"),
-        (["default"], {"windows": 0}, "windows, bucket and batch_tokens must be >= 1, got 0"),
+        (["default"], {"windows": -1}, "windows must be >= 0, got -1"),
         (["default"], {"samples": 0}, "samples must be >= 1, got 0"),
         (["default"], {"depths": (0.5, 0.5)}, "depths must differ from each other"),
-        (["default"], {"lengths": ()}, "at least one method and one length"),
+        (["default"], {"lengths": ()}, "lengths is empty"),
         (["default"], {"lengths": (0,)}, "lengths must be at least 2 tokens, got 0"),
         (["default"], {"lengths": (64.5,)}, "a length must be a whole number of tokens, got 64.5"),
         (["default"], {"lengths": (64, 64)}, "lengths must differ from each other"),
         (["default"], {"lengths": (64, 20)}, "this prompt needs at least"),
         (["default"], {"depths": (1.5,)}, "depth must be in [0, 1], got 1.5"),
-        (["default"], {"task": "essay"}, "unknown task 'essay'"),
+        (["default"], {"tasks": ["essay"]}, "unknown task 'essay'"),
         (["default"], {"text": " "}, "the source holds no text"),
         (["default"], {"haystack": Haystack("")}, "the haystack is empty"),
         (["default", "yarn:factr=4"], {}, "factr"),
     ]:
         with spy_ids(model) as seen, pytest.raises((ValueError, TypeError), match=re.escape(message)):
-            compare(model, tokenizer, methods, **{**options, **changes})
+            compared(model, tokenizer, methods, **{**options, **changes})
         assert not seen and read == []
-    result = compare(model, tokenizer, ["default", "pi:factor=4"], **options)
+    result = compared(model, tokenizer, ["default", "pi:factor=4"], **options)
     assert module_of(model) is stock
     assert json.loads(result.to_json())["trained_length"] == 256
-    assert sum(read) == tokens_to_read(2, [64], 1, 5, 1) == 2 * (64 + 5 * 64)
+    assert sum(read) == 2 * result.spec.tokens_to_read() == 2 * (64 + 5 * 64)
 
 
 def test_its_numbers_are_those_of_the_engines(bundled):
     model, tokenizer = bundled
-    result = compare(model, tokenizer, ["default", "yarn:factor=4"], **SMALL)
+    result = compared(model, tokenizer, ["default", "yarn:factor=4"], **{**SMALL, "text": None})
     stream = tokenizer(builtin_text("heldout").text, add_special_tokens=False, verbose=False)["input_ids"]
     starts = [0, round((len(stream) - 127) / 2), len(stream) - 127]
     rows = torch.tensor([[tokenizer.bos_token_id, *stream[i : i + 127]] for i in starts])
-    asked = {"lengths": (64, 128), "depths": (0.2, 0.8), "samples": 2}
+    asked = {"lengths": (64, 128), "depths": (0.2, 0.8), "samples": 2, "haystack": HAY}
     for row, method in zip(result.rows, ("default", "yarn:factor=4"), strict=True):
         with rope_patch.patched(model, method):
-            assert row.perplexity.nll == pytest.approx(perplexity(model, rows).nll, abs=1e-6)
-            assert row.retrieval.cells == retrieval(model, tokenizer, **asked).cells
+            assert row.scores.perplexity.nll == pytest.approx(perplexity(model, rows).nll, abs=1e-6)
+            assert row.scores.retrieval["passkey"].cells == retrieval(model, tokenizer, **asked).cells
     columns = result.columns()
-    assert [(c.kind, c.start, c.stop) for c in columns] == [
+    assert [(c.metric, c.start, c.stop) for c in columns] == [
         ("perplexity", 0, 64),
         ("perplexity", 64, 128),
         ("retrieval", None, 64),
         ("retrieval", None, 128),
     ]
-    assert columns[1].values == tuple(row.perplexity.between(64, 128) for row in result.rows)
-    assert columns[3].values == tuple(row.retrieval.accuracy(128) for row in result.rows)
+    assert columns[1].values == tuple(row.scores.perplexity.between(64, 128) for row in result.rows)
+    assert columns[3].values == tuple(row.scores.retrieval["passkey"].accuracy(128) for row in result.rows)
 
 
 # --- what can be told apart, on made-up scores
@@ -129,8 +131,8 @@ def made_up(losses, hits, lengths=(8, 16)):
         samples = tuple(Sample("1", "1" if hit else "2", hit, float(hit), -1.0) for hit in answers)
         cells = tuple(RetrievalCell(n, 0.5, samples) for n in lengths)
         found = RetrievalResult("passkey", "single", cells, 0, "text", "", None, ())
-        rows.append(Row(name, score, found, ()))
-    return Comparison(tuple(rows), lengths, 8, "", "made up", None, 0)
+        rows.append(Row(name, result_of(score, found), ()))
+    return Comparison(tuple(rows), rows[0].scores.spec, 8, "", "made up", None)
 
 
 WINDOWS = [2.0, 2.5, 1.5, 3.0, 2.2, 1.8]
@@ -147,7 +149,7 @@ def test_a_winner_needs_every_interval_to_exclude_zero():
     for column in made_up(losses, hits).columns():
         assert column.best == 0 and column.winner is None
         close, worse = column.differences
-        assert not close.separate and worse.separate
+        assert not close.significant and worse.significant
     del losses["close"], hits["close"]
     assert [column.winner for column in made_up(losses, hits).columns()] == ["best"] * 4
     (alone,) = {c.winner for c in made_up({"best": WINDOWS}, {"best": yes}).columns()}
@@ -184,7 +186,7 @@ def test_equal_methods_are_rarely_told_apart():
     for _ in range(150):
         losses = {name: [v + rng.gauss(0, 0.1) for v in WINDOWS] for name in "abcdefghijkl"}
         column = made_up(losses, {name: [True] for name in losses}).columns()[0]
-        told += any(d.separate for d in column.differences)
+        told += any(d.significant for d in column.differences)
     assert told / 150 < 0.08
 
 
@@ -195,7 +197,8 @@ def grid(name, answers, task="passkey"):
         RetrievalCell(8, depth, tuple(Sample("1", "", bool(hit), 1.0, 0.0) for hit in column))
         for depth, column in enumerate(zip(*answers, strict=True))
     )
-    return replace(made, retrieval=replace(made.retrieval, task=task, cells=cells))
+    found = replace(made.scores.retrieval["passkey"], task=task, cells=cells)
+    return replace(made, scores=result_of(made.scores.perplexity, found))
 
 
 def test_answers_that_hang_together_count_as_one():
@@ -227,10 +230,10 @@ def test_differences_are_asked_for_by_name():
     result = made_up({"a": [1.0, 2.0], "b": [2.0, 2.5]}, {"a": [True] * 9, "b": [False] * 9})
     assert result.difference("b", "a", "perplexity", 8).estimate == pytest.approx(0.75)
     found = result.difference("b", "a", "retrieval", 16)
-    assert found.estimate == -1 and found.separate
+    assert found.estimate == -1 and found.significant
     with pytest.raises(ValueError, match=r"^no method 'c' in this comparison. Known: a, b$"):
         result.difference("c", "a", "retrieval", 16)
-    with pytest.raises(ValueError, match="kind must be 'perplexity' or 'retrieval'"):
+    with pytest.raises(ValueError, match="metric must be one of perplexity, retrieval, got 'speed'"):
         result.difference("b", "a", "speed", 16)
     with pytest.raises(ValueError, match="not made of whole buckets"):
         result.difference("b", "a", "perplexity", 9)
@@ -241,35 +244,38 @@ def test_differences_are_asked_for_by_name():
 
 def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(bundled):
     model, tokenizer = bundled
-    fresh = compare(model, tokenizer, ["default", "yarn:factor=4", "pi:factor=2"], **SMALL)
+    fresh = compared(model, tokenizer, ["default", "yarn:factor=4", "pi:factor=2"], **SMALL)
     with rope_patch.patched(model, "yarn", factor=4):
         ours = module_of(model)
-        again = compare(model, tokenizer, ["default", "pi:factor=2"], **SMALL)
+        again = compared(model, tokenizer, ["default", "pi:factor=2"], **SMALL)
         assert module_of(model) is ours
-    assert again.rows[0].perplexity == fresh.rows[1].perplexity and again.rows[0].retrieval == fresh.rows[1].retrieval
-    assert again.rows[1].perplexity == fresh.rows[2].perplexity
+    assert (
+        again.rows[0].scores.perplexity == fresh.rows[1].scores.perplexity
+        and again.rows[0].scores.retrieval == fresh.rows[1].scores.retrieval
+    )
+    assert again.rows[1].scores.perplexity == fresh.rows[2].scores.perplexity
     assert again.environment["patch before"] == "yarn:factor=4"
 
 
 def test_windows_are_as_many_as_there_is_text_for(bundled):
     model, tokenizer = bundled
-    options = {"lengths": (128,), "samples": 1, "depths": (0.5,)}
-    short = compare(model, tokenizer, ["default"], **options, text="Some words to read. " * 60)
-    assert 1 < short.rows[0].perplexity.windows < 16
-    assert short.rows[0].perplexity.bits_per_byte > 0
-    assert [b.stop - b.start for b in short.rows[0].perplexity.buckets] == [8] * 16
+    options = {"lengths": (128,), "samples": 1, "depths": (0.5,), "haystack": HAY}
+    short = compared(model, tokenizer, ["default"], **options, text="Some words to read. " * 60)
+    assert 1 < short.rows[0].scores.perplexity.windows < 16
+    assert short.rows[0].scores.perplexity.bits_per_byte > 0
+    assert [b.stop - b.start for b in short.rows[0].scores.perplexity.buckets] == [8] * 16
 
 
 def test_a_failure_names_its_method(bundled):
     model, tokenizer = bundled
 
     def spoil(module, args, logits):
-        return logits * (float("nan") if str(look(model).record.to_method()) == "pi:factor=4" else 1.0)
+        return logits * (float("nan") if str(inspect_model(model).record.to_method()) == "pi:factor=4" else 1.0)
 
     handle = model.lm_head.register_forward_hook(spoil)
     try:
         with pytest.raises(ValueError, match=r"^pi:factor=4: the loss at position 1 .* is not finite"):
-            compare(model, tokenizer, ["default", "pi:factor=4"], **SMALL)
+            compared(model, tokenizer, ["default", "pi:factor=4"], **SMALL)
     finally:
         handle.remove()
 
@@ -280,7 +286,7 @@ def test_a_failure_names_its_method(bundled):
 def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
     model, tokenizer = bundled
     methods, journal = ["default", "yarn:factor=4"], tmp_path / "kept.jsonl"
-    whole = compare(model, tokenizer, methods, **SMALL)
+    whole = compared(model, tokenizer, methods, **SMALL)
     told = []
 
     def stop(name, tokens):
@@ -290,27 +296,27 @@ def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
 
     stock = module_of(model)
     with pytest.raises(KeyboardInterrupt):
-        compare(model, tokenizer, methods, **SMALL, resume=journal, progress=stop)
+        compared(model, tokenizer, methods, **SMALL, resume=journal, on_progress=stop)
     assert module_of(model) is stock, "interrupted, the model is as it was"
     kept = journal.read_bytes()
     with journal.open("ab") as file:
         file.write(b'{"key": "12')  # the machine stopped while it wrote
     used = []
     with spy_ids(model) as seen:
-        again = compare(model, tokenizer, methods, **SMALL, resume=journal, progress=lambda name, n: used.append(n))
+        again = compared(model, tokenizer, methods, **SMALL, resume=journal, on_progress=lambda name, n: used.append(n))
     assert again.to_json() == whole.to_json()
     assert seen and journal.read_bytes().startswith(kept)
-    assert sum(used) == tokens_to_read(2, SMALL["lengths"], 3, 2, 2), "the bar counts what was kept"
+    assert sum(used) == 2 * whole.spec.tokens_to_read(), "the bar counts what was kept"
     with spy_ids(model) as seen:
-        assert compare(model, tokenizer, methods, **SMALL, resume=journal).to_json() == whole.to_json()
+        assert compared(model, tokenizer, methods, **SMALL, resume=journal).to_json() == whole.to_json()
     assert not seen
     with spy_ids(model) as seen:  # another method joins: it alone is measured
-        more = compare(model, tokenizer, [*methods, "pi:factor=4"], **SMALL, resume=journal)
+        more = compared(model, tokenizer, [*methods, "pi:factor=4"], **SMALL, resume=journal)
     assert [row.method for row in more.rows] == [*methods, "pi:factor=4"]
     for row, before in zip(more.rows, again.rows, strict=False):
-        assert (row.perplexity, row.retrieval) == (before.perplexity, before.retrieval)
+        assert row.scores == before.scores
     lengths = sum(ids.numel() for ids in seen)
-    assert 0 < lengths < 1.6 * tokens_to_read(1, SMALL["lengths"], 3, 2, 2)
+    assert 0 < lengths < 1.6 * whole.spec.tokens_to_read()
 
 
 def test_a_file_of_another_kind_is_not_written_to(bundled, tmp_path):
@@ -318,10 +324,10 @@ def test_a_file_of_another_kind_is_not_written_to(bundled, tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("Chapter one.\nAll my work.\n")
     with pytest.raises(ValueError, match=r"thesis.txt, line 1, is not a line of kept work: remove the file, or give"):
-        compare(model, tokenizer, ["default"], **SMALL, resume=path)
+        compared(model, tokenizer, ["default"], **SMALL, resume=path)
     path.write_text("one line without an end")
     with pytest.raises(ValueError, match=r"is not a line of kept work"):
-        compare(model, tokenizer, ["default"], **SMALL, resume=path)
+        compared(model, tokenizer, ["default"], **SMALL, resume=path)
     assert path.read_text() == "one line without an end"
 
 
@@ -330,7 +336,7 @@ def test_the_bundled_checkpoint_orders_the_methods_as_it_should(bundled):
     """At four times its context: the default collapses, YaRN holds, NTK fails past twice, PI fails at once."""
     model, tokenizer = bundled
     names = ["default", "yarn:factor=4", "ntk:factor=4", "pi:factor=4"]
-    result = compare(model, tokenizer, names, lengths=(256, 512, 1024), windows=10, samples=5)
+    result = compared(model, tokenizer, names, lengths=(256, 512, 1024), windows=8, samples=4)
     for worse in ("default", "ntk:factor=4", "pi:factor=4"):
         found = result.difference(worse, "yarn:factor=4", "retrieval", 1024)
         assert found.high < 0, (worse, found)
@@ -339,11 +345,20 @@ def test_the_bundled_checkpoint_orders_the_methods_as_it_should(bundled):
     assert result.difference("pi:factor=4", "default", "retrieval", 256).high < 0
     assert result.difference("pi:factor=4", "default", "perplexity", 256).low > 0
     assert result.difference("default", "ntk:factor=4", "retrieval", 512).high < 0, "NTK still holds at twice"
-    yarn = result.rows[1].retrieval
-    assert yarn.interval(1024)[0] > 0.8 and result.rows[0].retrieval.interval(1024)[1] < 0.2
+    yarn = result.rows[1].scores.retrieval
+    assert yarn.interval(1024)[0] > 0.8 and result.rows[0].scores.retrieval["passkey"].interval(1024)[1] < 0.2
 
 
 # --- the command
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Short texts in place of the built-in ones, which take a second to read."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "hay.txt").write_text(HAY.text)
+    return ["--text", str(folder / "text.txt"), "--haystack", str(folder / "hay.txt")]
 
 
 def command(*arguments):
@@ -363,7 +378,7 @@ def test_the_command_writes_json_and_a_report(tmp_path):
     assert json.loads(again.stdout) == data
 
 
-def test_an_adapter_is_measured_under_every_method(tmp_path):
+def test_an_adapter_is_measured_under_every_method(tmp_path, texts):
     from peft import LoraConfig, get_peft_model
 
     folder, out = tmp_path / "adapter", tmp_path / "out"
@@ -372,7 +387,19 @@ def test_an_adapter_is_measured_under_every_method(tmp_path):
     torch.manual_seed(0)
     tuned = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     rope_patch.save(tuned, folder)
-    asked = ["--methods", "default yarn:factor=4", "--lengths", "64", "--samples", "1", "--windows", "1", "-o", out]
+    asked = [
+        "--methods",
+        "default yarn:factor=4",
+        "--lengths",
+        "64",
+        "--samples",
+        "1",
+        "--windows",
+        "1",
+        "-o",
+        out,
+        *texts,
+    ]
     result = command(ASSETS / "llama", *asked, "--adapter", folder, "--no-report")
     assert result.exit_code == 0, result.output
     data = json.loads((out / "comparison.json").read_text())
@@ -430,33 +457,32 @@ def test_the_command_refuses_in_one_line(tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
-    out = tmp_path / "out"
-    asked = [
-        *("compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4 pi:factor=4", "--lengths", "64 512"),
-        *("--samples", "4", "--windows", "4", "-o", str(out), "--no-report", "--threads", "1"),
-    ]
-    # A background job of a shell ignores SIGINT, and so would what the tests start there.
-    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = [sys.executable, "-c", f"{listen}; from rope_patch.cli.app import main; main()", *asked]
-    running = subprocess.Popen(
-        program, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
-    )
-    journal = out / "kept.jsonl"
-    until = time.monotonic() + 60
-    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 8) and time.monotonic() < until:
-        time.sleep(0.02)
-    running.send_signal(kind)
-    _, said = running.communicate(timeout=60)
+def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, texts, monkeypatch, kind):
+    out, said = tmp_path / "out", tmp_path / "said.txt"
+    asked = ["compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4 pi:factor=4", "--lengths", "64 128"]
+    asked += ["--samples", "4", "--windows", "4", "-o", str(out), "--no-report", "--threads", "1", *texts]
+    monkeypatch.setattr(sys, "argv", ["rope-patch", *asked])
+    journal, written = out / "kept.jsonl", []
+
+    def the_ninth_is_written(event, args):
+        if event != "open" or str(args[0]) != str(journal):
+            return False
+        written.append(args)
+        return len(written) == 9
+
+    def run():
+        sys.stderr = said.open("w", buffering=1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+        main()
+
+    status = forked(run, at=the_ninth_is_written, kind=kind)
+    assert status == (130 if kind == signal.SIGINT else -kind)
     if kind == signal.SIGINT:
-        assert running.returncode == 130
-        assert "the same command goes on from there" in said and "Traceback" not in said
-    lines = journal.read_bytes().count(b"\n")
-    assert 8 <= lines < 3 * (4 + 2 * 4), "it was stopped on the way"
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
-    assert "comparison.json" in done.stdout
+        assert "Run the same command again to continue" in said.read_text() and "Traceback" not in said.read_text()
+    assert journal.read_bytes().count(b"\n") == 8, "it was stopped on the way"
+    done = command(*asked[1:])
+    assert done.exit_code == 0 and "comparison.json" in done.output
     assert journal.read_bytes().count(b"\n") == 3 * (4 + 2 * 4), "nothing was measured twice"
     data = json.loads((out / "comparison.json").read_text())
     assert all(math.isfinite(row["perplexity"]["nll"]) for row in data["rows"])
@@ -465,10 +491,10 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, kind):
 @pytest.mark.parametrize("torn", [b"{", b'{"ke', b'{"key": "b", "val', b"\0\0\0\0"])
 def test_a_line_cut_short_anywhere_is_dropped_and_the_next_one_is_whole(tmp_path, torn):
     path = tmp_path / "kept.jsonl"
-    Journal(path)["a"] = 1
+    ResultCache(path)["a"] = 1
     with path.open("ab") as file:
         file.write(torn)
-    journal = Journal(path)
+    journal = ResultCache(path)
     assert dict(journal) == {"a": 1}
     journal["c"] = 3
-    assert dict(Journal(path)) == {"a": 1, "c": 3}
+    assert dict(ResultCache(path)) == {"a": 1, "c": 3}

@@ -7,7 +7,7 @@ import re
 import datasets
 import pytest
 import torch
-from test_retrieval import bold
+from prompting import bold
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rope_patch

@@ -10,15 +10,16 @@ import statistics
 
 import pytest
 import torch
+from patches import method_for
 from scored import CAPPED, Caches, bold_model, naive, spy, spy_ids
-from test_apply import method_for
 from tiny import ARCHITECTURES, ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig
 
 import rope_patch
 from rope_patch.evaluation.documents import TokenDocument, encode
-from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import scoring
 from rope_patch.modeling.scoring import SLICE
 
@@ -212,7 +213,7 @@ def test_each_token_is_scored_once_with_the_most_context(length, window, stride)
     alone = {start for start in starts if start not in scored}
     assert alone == ({0} if stride < window else set(range(0, length - window + 1, stride)))  # no overlap: no context
     told = []
-    result = perplexity(model, text, window=window, stride=stride, progress=told.append)
+    result = perplexity(model, text, window=window, stride=stride, on_progress=told.append)
     assert result.tokens == len(scored)
     assert result.nll == pytest.approx(statistics.fmean(loss for _, loss in scored.values()), abs=1e-5)
     assert (result.windows, result.window, result.stride) == (len(starts), window, stride)
@@ -445,7 +446,7 @@ def test_documents_are_read_one_at_a_time():
             yield TokenDocument(f"d{i}", ids(12, seed=i)[0])
 
     told = []
-    perplexity(model, stream(), window=12, progress=lambda n: told.append(seen[-1]))
+    perplexity(model, stream(), window=12, on_progress=lambda n: told.append(seen[-1]))
     assert told == [0, 1, 2, 3, 4, 5], "each was scored before the next was asked for"
 
 
@@ -472,7 +473,7 @@ def test_kept_windows_are_not_scored_again(tmp_path):
 
     journal = tmp_path / "kept.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        perplexity(model, rows, buckets=(0, 20, 40), resume=journal, progress=stop)
+        perplexity(model, rows, buckets=(0, 20, 40), resume=journal, on_progress=stop)
     with spy_ids(model) as seen:
         resumed = perplexity(model, rows, buckets=(0, 20, 40), resume=journal)
     assert len(seen) == 2 and resumed == whole

@@ -8,15 +8,18 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recipes import recipe
+from reference_recipe import recipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rope_patch
-from rope_patch.evaluation.prompts import MULTIKEY, NAMES, NOISE, TASKS, Haystack, PromptMaker
+from rope_patch.evaluation.haystack import NOISE, Haystack
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.tasks import TASKS
+from rope_patch.evaluation.tasks.base import NAMES
 from rope_patch.evaluation.text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-EVERY = [(task, "single") for task in TASKS] + [(task, "multikey") for task in MULTIKEY]
+EVERY = [(name, mode) for name, task in TASKS.items() for mode in task.modes]
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
 MAKER = PromptMaker(TOKENIZER, HAY)
@@ -155,7 +158,7 @@ def test_haystacks_by_name_and_by_path(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "pass_key"}, "unknown task 'pass_key' in mode 'single'. Known: passkey, niah, multivalue, "),
+        ({"task": "pass_key"}, "unknown task 'pass_key' in mode 'single'. Did you mean 'passkey'? Known: "),
         ({"task": "vt", "mode": "multikey"}, "unknown task 'vt' in mode 'multikey'. Known: passkey, niah"),
         ({"mode": "many"}, "unknown mode 'many'. Known: single, multikey"),
         ({"depths": [1.01]}, "depth must be in [0, 1], got 1.01"),

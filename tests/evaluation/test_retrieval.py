@@ -13,22 +13,21 @@ import sys
 
 import pytest
 import torch
+from prompting import ANSWER, HAY, MAKER, TOKENIZER, bold
+from reference_recipe import recipe
 from scored import Caches, spy, spy_ids
-from test_recipes import recipe
 from tiny import ARCHITECTURES, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import rope_patch
 from rope_patch.evaluation.answering import Answer, answer, fork
-from rope_patch.evaluation.prompts import Haystack, Prompt, PromptMaker
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import Prompt
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, grade, retrieval
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.modeling.scoring import Reader
 
-TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
-HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
-MAKER = PromptMaker(TOKENIZER, HAY)
-ANSWER = 6  # a space and five digits, in this tokenizer
 ASKED = {"lengths": [72], "depths": [0.0, 0.5, 1.0], "samples": 4, "haystack": HAY}
 EVERY = [
     ("passkey", "single"),
@@ -37,14 +36,6 @@ EVERY = [
     ("multivalue", "single"),
     ("vt", "single"),
 ]
-
-
-def bold(family="llama", **changes):
-    """A tiny model with the tokenizer's vocabulary, whose attention is far from uniform."""
-    if family == "gemma4":
-        changes["vocab_size_per_layer_input"] = recipe.VOCABULARY
-    special = {"bos_token_id": recipe.BOS, "eos_token_id": recipe.EOS, "pad_token_id": recipe.PAD}
-    return tiny_model(family, vocab_size=recipe.VOCABULARY, initializer_range=0.2, **special, **changes)
 
 
 def bundled(shape):
@@ -82,9 +73,8 @@ def from_logits(model, prompt):
 # --- asking: identical to asking alone
 
 
-@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+@pytest.mark.parametrize(("shape", "method"), [("llama", "yarn:factor=4"), ("gemma3", "default")])
 @pytest.mark.parametrize(("task", "mode"), EVERY)
-@pytest.mark.parametrize("method", ["default", "yarn:factor=4"])
 def test_answers_are_those_of_stock_generation_of_each_prompt_alone(shape, task, mode, method):
     """The trained checkpoints: their sliding windows (64) are far shorter than the prompts."""
     model, reader_rows = bundled(shape), []
@@ -290,7 +280,7 @@ class Spelling:
 def test_digits_are_characters_whatever_the_tokens(output, predicted, correct, digits):
     tokenizer = Spelling(" 12", "345", "346", "\n", " the")
     prompt = Prompt("", " 12345", (0, 1), 2, ("12345",), (2,), (0.5,))
-    made = grade(tokenizer, prompt, Answer(output, predicted, (-0.5, -0.25)))
+    made = grade(tokenizer, TASKS["passkey"], prompt, Answer(output, predicted, (-0.5, -0.25)))
     assert [s.correct for s in made] == correct and [s.digits for s in made] == pytest.approx(digits)
     assert made[0].logprob == -0.75
 
@@ -299,7 +289,9 @@ def test_parts_of_a_joined_answer_are_graded_one_by_one():
     tokenizer = Spelling(" 11", ",", " 22", " 33", " 44")
     prompt = Prompt("", " 11, 22, 33", (0, 1, 2, 1, 3), 5, ("11", "22", "33"), (1, 3, 5), (0.0, 0.5, 1.0))
     scores = (-1.0, -0.5, -2.0, -0.25, -4.0)
-    made = grade(tokenizer, prompt, Answer((3, 1, 4, 1, 0), (0, 1, 4, 1, 3), scores))  # said 33, 44, 11
+    made = grade(
+        tokenizer, TASKS["multivalue"], prompt, Answer((3, 1, 4, 1, 0), (0, 1, 4, 1, 3), scores)
+    )  # said 33, 44, 11
     assert [s.correct for s in made] == [True, False, True]
     assert [s.digits for s in made] == [1.0, 0.0, 1.0]
     assert [s.logprob for s in made] == [-1.0, -2.5, -4.25]
@@ -339,7 +331,7 @@ def test_a_model_in_training_is_measured_in_eval_mode():
 
 def test_progress_counts_the_tokens_of_prompts():
     told = []
-    retrieval(bold(), TOKENIZER, **{**ASKED, "lengths": [72, 80]}, progress=told.append)
+    retrieval(bold(), TOKENIZER, **{**ASKED, "lengths": [72, 80]}, on_progress=told.append)
     assert sum(told) == 3 * 4 * (72 + 80)
 
 
@@ -360,10 +352,10 @@ def test_finished_haystacks_are_kept(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        retrieval(model, TOKENIZER, **asked, resume=journal, progress=stop)
+        retrieval(model, TOKENIZER, **asked, resume=journal, on_progress=stop)
     told = []
     with spy_ids(model) as seen:
-        assert retrieval(model, TOKENIZER, **asked, resume=journal, progress=told.append) == whole
+        assert retrieval(model, TOKENIZER, **asked, resume=journal, on_progress=told.append) == whole
     assert 0.4 < sum(ids.numel() for ids in seen) / everything < 0.6, "two haystacks of four were done already"
     assert sum(told) == 3 * 4 * 72
     with spy_ids(model) as seen:

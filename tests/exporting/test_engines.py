@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_gguf import sentencepiece
+from gguf_files import sentencepiece
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -193,8 +193,8 @@ def test_quantizing_keeps_the_table(base, tmp_path):
     out = tmp_path / "q.gguf"
     assert not llama_cpp.llama_model_quantize(str(patched_file).encode(), str(out).encode(), ctypes.byref(params))
     before, after = read_gguf(patched_file), read_gguf(out)
-    assert torch.equal(before.slots[0].inv_freq, after.slots[0].inv_freq)
-    assert before.record == after.record and not after.remarks
+    assert torch.equal(before.tables[0].inv_freq, after.tables[0].inv_freq)
+    assert before.record == after.record and not after.warnings
 
 
 def test_the_scale_of_the_command_line_is_kept_out(base, tmp_path):
@@ -210,7 +210,7 @@ def test_we_read_the_scaling_of_the_engine_itself(base, tmp_path):
     keys += [Key.of(f"llama.rope.scaling.{name}", *value) for name, value in values.items()]
     path = write_gguf(tmp_path / "keys.gguf", keys, list(pieces_of(open_gguf(base))))
     close(engine(path, ids), wanted(model, ids), 1e-2)
-    (slot,), table = read_gguf(path).slots, model.model.rotary_emb
+    (slot,), table = read_gguf(path).tables, model.model.rotary_emb
     torch.testing.assert_close(slot.inv_freq, table_of(table.inv_freq.tolist()), rtol=3e-7, atol=0)
     assert slot.attention_scaling == pytest.approx(table.attention_scaling)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 
 import pytest
 import torch
+from fits import fit_by_name
+from recipe_runs import LLAMA, SMALL, losses
 from safetensors import safe_open
-from test_finetune import LLAMA, SMALL, losses
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -25,8 +28,13 @@ from rope_patch.training.reading import read
 from rope_patch.training.resuming import flaw
 from rope_patch.training.tables import TABLE_FILE, TableTraining
 
-SHORT = ["patch.target_length=512", "evaluation.lengths=128 256", "evaluation.before=false"]
+DOMAINS = LLAMA.parent / "domains"
+SHORT = [
+    *("patch.target_length=512", "evaluation.lengths=128 256", "evaluation.before=false"),
+    *(f"data.source={DOMAINS}", f"evaluation.text={DOMAINS}", f"evaluation.haystack={DOMAINS}"),  # quickly read
+]
 FITTED = [*SHORT, "patch.method=fit", "fit.init=yarn", "fit.steps=2", "fit.windows=1", "fit.samples=1"]
+FITTED += ["fit.batch_tokens=1024"]
 TRAINED = [*SHORT, "patch.method=yarn:factor=2", "patch.trainable=true", "data.retrieval=0.5", "train.save_every=2"]
 
 
@@ -63,7 +71,7 @@ def test_the_recipe_fits_to_its_own_text_what_fit_would(text, tmp_path):
     result = finetune(options(tmp_path / "run", *FITTED, f"data.source={text}", "data.allow_short=true"))
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    found = rope_patch.fit(
+    found = fit_by_name(
         model,
         tokenizer,
         [text.read_text()],
@@ -71,6 +79,7 @@ def test_the_recipe_fits_to_its_own_text_what_fit_would(text, tmp_path):
         steps=2,
         windows=1,
         samples=1,
+        batch_tokens=1024,
         objective=Objective(),
         checkpointing=True,
     )
@@ -83,38 +92,49 @@ def test_the_recipe_fits_to_its_own_text_what_fit_would(text, tmp_path):
     assert "The rotary table was fitted first" in card and found.chosen in card
 
 
+@contextlib.contextmanager
+def steps_of_fits(stop=None):
+    """Steps that the Adam of a fit begins, one entry each; interrupted at the one of this number."""
+    taken = []
+
+    def count(optimizer, *_):
+        if type(optimizer) is torch.optim.Adam:  # weights are trained by AdamW
+            taken.append(optimizer)
+            if len(taken) == stop:
+                raise KeyboardInterrupt
+
+    handle = register_optimizer_step_pre_hook(count)
+    try:
+        yield taken
+    finally:
+        handle.remove()
+
+
 @pytest.mark.slow
 def test_a_resumed_run_does_not_fit_again(tmp_path):
     words = (*FITTED, "train.save_every=2")
-    whole = finetune(options(tmp_path / "run", *words))
+    with steps_of_fits() as taken:
+        whole = finetune(options(tmp_path / "run", *words))
+    assert len(taken) == 2
     for name in ("results.json", "adapter_model.safetensors"):
         (whole.folder / name).unlink()
     shutil.rmtree(whole.folder / "work" / "checkpoint-4")
-    again = train(options(tmp_path / "run", *words), fit_table=lambda *_: pytest.fail("the table was fitted again"))
+    with steps_of_fits() as taken:
+        again = finetune(options(tmp_path / "run", *words))
+    assert not taken, "it was fitted again"
     assert losses(again) == pytest.approx(losses(whole), abs=1e-5) and not again.finished_before
     assert again.results["patch"] == whole.results["patch"] and again.results["fit"] == whole.results["fit"]
 
 
 @pytest.mark.slow
-def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
-    from rope_patch.fitting import running
-
-    steps, judged = [], running.Run._judge
-    step = running.Run._step
-    monkeypatch.setattr(running.Run, "_step", lambda self, n, *rest: (steps.append(n), step(self, n, *rest))[1])
-
-    def interrupted(self, name, method):
-        if name == "step 2":
-            raise KeyboardInterrupt
-        return judged(self, name, method)
-
-    monkeypatch.setattr(running.Run, "_judge", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+def test_an_interrupted_fit_goes_on(tmp_path):
+    with steps_of_fits(stop=2) as taken, pytest.raises(KeyboardInterrupt):
         finetune(options(tmp_path / "run", *FITTED))
-    assert (tmp_path / "run" / "work" / "fit.jsonl").exists() and steps == [0, 1]
-    monkeypatch.setattr(running.Run, "_judge", judged)
-    result = finetune(options(tmp_path / "run", *FITTED))
-    assert steps == [0, 1] and result.results["fit"]["chosen"]
+    assert (tmp_path / "run" / "work" / "fit.jsonl").exists() and len(taken) == 2
+    with steps_of_fits() as taken:
+        result = finetune(options(tmp_path / "run", *FITTED))
+    assert len(taken) == 1, "the second of two, which was not taken"
+    assert result.results["fit"]["chosen"]
 
 
 def test_a_trained_table_is_saved_as_it_became(trained):
@@ -126,9 +146,9 @@ def test_a_trained_table_is_saved_as_it_became(trained):
     assert values(folder / "work" / "checkpoint-2").tolist() != values(folder).tolist()
     assert values(folder / "work" / "checkpoint-4").tolist() == values(folder).tolist()
     model = rope_patch.load(folder, dtype=torch.float32)
-    assert rope_patch.verify(model).to_method() == read_record(folder).to_method()
+    assert rope_patch.verify(model).record.to_method() == read_record(folder).to_method()
     module_ = find_rotary(model).module
-    assert torch.allclose(module_.slots[None].inv_freq.double().log(), values(folder), atol=1e-7)
+    assert torch.allclose(module_.tables[None].inv_freq.double().log(), values(folder), atol=1e-7)
     again = Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
     assert again(model).metrics() == pytest.approx(trained.results["after"], abs=1e-5)
     assert "The rotary table was trained with them." in (folder / "README.md").read_text()
@@ -198,8 +218,11 @@ def test_text_enough_for_the_held_out_windows_is_read(monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "plain_texts", lambda *_: (taken.append(n) or "x" * 1_000_000 for n in range(100)))
     monkeypatch.setattr(sources, "open_source", lambda *_: None)
     monkeypatch.setattr(fitting, "fit", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(fitting, "held_out_spec", lambda *_, **__: None)
     model = torch.nn.Linear(1, 1)
-    asked = options("x", *FITTED, "fit.windows=8", "patch.target_length=32k", "data.lengths=1k")
+    asked = options(
+        "x", *FITTED, "fit.batch_tokens=null", "fit.windows=8", "patch.target_length=32k", "data.lengths=1k"
+    )
     with pytest.raises(KeyboardInterrupt):
         fit_table(model, None, asked, tmp_path)
     assert len(taken) * 1e6 >= 8 * 32768 * 4.5 * 10
@@ -220,7 +243,7 @@ def test_a_trained_table_has_its_own_parameter_group(trained):
         with pytest.raises(ValueError, match="found no rotary table"):
             rope_patch.verify(model)
         with table.as_patch() as record:
-            assert rope_patch.verify(model) == record
+            assert rope_patch.verify(model).record == record
     assert rope_patch.verify(model).tables  # of float32: the start's own, spelled as values
     with safe_open(trained.folder / "work" / "checkpoint-2" / TABLE_FILE, framework="pt") as opened:
         assert "yarn" in opened.metadata()["begun"]

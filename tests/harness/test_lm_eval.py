@@ -43,7 +43,7 @@ from rope_patch.harness import tasks as lm_eval_tasks
 from rope_patch.harness.model import PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
 from rope_patch.kv_cache.cache import quantized
-from rope_patch.methods.base import METHODS, parse
+from rope_patch.methods import METHODS, parse
 from rope_patch.modeling.scoring import Reader, losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -672,13 +672,15 @@ def test_the_request_cache_knows_its_documents(tmp_path, monkeypatch):
     assert not set(other) & set(first)
 
 
-def test_rulers_own_tasks_run(tmp_path):
+@pytest.fixture(scope="module")
+def folder_for_ruler(tmp_path_factory):
+    """A tiny model with a tokenizer in which RULER's example of variable tracking has fewer than 500 tokens."""
     from lm_eval.tasks.ruler import niah_utils, vt_utils
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    # Its variable tracking never ends when its example has more than 500 tokens, as with the bundled tokenizer.
-    raw = Tokenizer(models.BPE())
+    # Variable tracking never ends when its example has more, as with the bundled tokenizer.
+    folder, raw = tmp_path_factory.mktemp("ruler"), Tokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
     text = [vt_utils.TEMPLATE * 9, niah_utils.TEMPLATE * 9, noise * 90, builtin_text("heldout").text[:90000]]
@@ -689,18 +691,25 @@ def test_rulers_own_tasks_run(tmp_path):
     )
     raw.train_from_iterator(text, trainer)
     names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=raw, **names).save_pretrained(tmp_path)
-    tiny_model(vocab_size=3072).save_pretrained(tmp_path)
-    model = RopePatchLM(str(tmp_path), method="yarn", target_length=2048, device="cpu", batch_size=2)
-    for length, names in {
-        512: ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_fwe"],
-        1024: ["ruler_vt", "ruler_cwe"],
-    }.items():
-        metadata = {"pretrained": str(tmp_path), "max_seq_lengths": [length]}
-        manager = TaskManager(include_defaults=False, include_path=str(RULER), metadata=metadata)
-        found = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, limit=2, bootstrap_iters=0)
-        assert set(found["results"]) == set(names)
-        assert all(0 <= scores[f"{length},none"] <= 1 for scores in found["results"].values())
+    PreTrainedTokenizerFast(tokenizer_object=raw, **names).save_pretrained(folder)
+    tiny_model(vocab_size=3072).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("length", "names"),
+    [
+        (512, ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_fwe"]),
+        (1024, ["ruler_vt", "ruler_cwe"]),
+    ],
+)
+def test_rulers_own_tasks_run(folder_for_ruler, length, names):
+    model = RopePatchLM(folder_for_ruler, method="yarn", target_length=2048, device="cpu", batch_size=2)
+    metadata = {"pretrained": folder_for_ruler, "max_seq_lengths": [length]}
+    manager = TaskManager(include_defaults=False, include_path=str(RULER), metadata=metadata)
+    found = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, limit=2, bootstrap_iters=0)
+    assert set(found["results"]) == set(names)
+    assert all(0 <= scores[f"{length},none"] <= 1 for scores in found["results"].values())
 
 
 # --- the command line
@@ -737,17 +746,14 @@ def test_the_commands_of_the_pages_run(page, shell, capsys):
         assert "```bibtex" in text
 
 
-def test_the_command_runs_on_its_own(tmp_path):
-    """A process of its own, with every flag that keeps something."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "LM_HARNESS_CACHE_PATH": str(tmp_path / "requests")}
+def test_every_flag_that_keeps_something(shell, capsys, tmp_path):
     out = tmp_path / "out"
-    line = [sys.executable, "-m", "rope_patch.harness.command", "--tasks", "passkey_512,rope_ppl_256"]
+    line = ["rope-patch-eval", "--tasks", "passkey_512,rope_ppl_256"]
     line += ["--model_args", f"pretrained={LLAMA},method=yarn:factor=4,target_length=1024,dtype=float32"]
     line += ["--metadata", "samples=2", "windows=2", "depths=[0.1,0.9]", "--limit", "3", "--batch_size", "4"]
     line += ["--output_path", str(out), "--log_samples", "--cache_requests", "true", "--device", "cpu"]
-    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "|passkey_512 " in done.stdout
+    shell(line)
+    assert "|passkey_512 " in capsys.readouterr().out
     (results,) = out.rglob("results_*.json")
     saved = json.loads(results.read_text())
     assert saved["results"]["passkey_512"]["sample_len"] == 3

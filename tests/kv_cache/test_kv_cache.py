@@ -14,10 +14,10 @@ import weakref
 import peft
 import pytest
 import torch
+from prompting import ANSWER, MAKER, TOKENIZER, bold
+from rounding import naive
 from scored import bold_model, spy_ids
-from test_capture import INTERLEAVED, model_of, refused
-from test_kv_schemes import naive
-from test_retrieval import ANSWER, MAKER, TOKENIZER, bold
+from states import INTERLEAVED, model_of, refused
 from tiny import MIXED, SIZE, ids, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from test_capture import model_of
+from states import model_of
 from tiny import ids, tiny_model
 from transformers import DynamicCache, QuantizedCache
 

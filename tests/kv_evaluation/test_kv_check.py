@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_analyze import small
-from test_report import row as scored
+from evaluated import check_cache
+from kv_rows import BASE, by_hand, error, off
+from tiny import small
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch
@@ -20,16 +21,16 @@ from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.frequencies import still
+from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
-from rope_patch.kv_evaluation.errors import LayerErrors
+from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
+from rope_patch.kv_evaluation.mitigations import mitigations
 from rope_patch.kv_evaluation.results import KVCheck
-from rope_patch.kv_evaluation.run import kv_check, remedies
-from rope_patch.kv_evaluation.verdicts import Causes, CheckRow, Divergence, blame, longest_keys
+from rope_patch.kv_evaluation.verdicts import Limits
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -53,7 +54,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def checked(tokenizer):
     model = small()
-    made = kv_check(model, tokenizer, SCHEMES, methods=("default", "p_rope:p=0.5"), **ASKED)
+    made = check_cache(model, tokenizer, SCHEMES, methods=("default", "p_rope:p=0.5"), **ASKED)
     assert rope_patch.inspect(model).record is None
     return model, made
 
@@ -69,14 +70,14 @@ def test_rows_are_what_the_engines_measure(tokenizer, checked):
     means = key_means(model, calibration(tokenizer, model))
     assert made.calibration == calibration(tokenizer, model).numel() == 512 and made.text == "text of the user's own"
     for row, scheme in zip(made.of("default"), ("none", *SCHEMES), strict=True):
-        assert (row.scheme, row.spelled) == (scheme, str(Scheme.parse(scheme)))
+        assert (row.scheme, row.scheme_text) == (scheme, str(Scheme.parse(scheme)))
         with quantized(model, scheme, means=means) as factory:
             cache = None if scheme == "none" else factory
             score = perplexity(model, texts, window=56, buckets=[0, 40, 56], cache=cache)
             found = retrieval(
                 model, tokenizer, lengths=LENGTHS, depths=(0, 1), samples=1, haystack="noise", cache=cache
             )
-        assert row.scores.perplexity == score and row.scores.retrieval == found
+        assert row.scores.perplexity == score and row.scores.retrieval == {"passkey": found}
     plain, rough = made.of("default")[:2]
     assert plain.scores.perplexity != rough.scores.perplexity
 
@@ -84,8 +85,8 @@ def test_rows_are_what_the_engines_measure(tokenizer, checked):
 def test_each_method_has_its_own_table(checked):
     _, made = checked
     for method, resting in (("default", 0), ("p_rope:p=0.5", 4)):
-        (slot,) = made.of(method)[0].scores.slots
-        assert int(still(slot.inv_freq).sum()) == resting
+        (slot,) = made.of(method)[0].tables
+        assert int(unrotated(slot.inv_freq).sum()) == resting
         assert torch.equal(made.captures[method].layers[0].inv_freq, slot.inv_freq)
     one, other = (made.of(method)[0].scores.perplexity.nll for method in made.methods)
     assert one != other
@@ -116,12 +117,12 @@ def test_bits_by_hand(checked, tokenizer):
     assert (centred.key_bits, centred.value_bits) == (5, 16)
     assert centred.cache_bits[40] == ((38 * 5 + 2 * 16) / 40 + 16) / 2
     # Of two layers one slides over 16 tokens, and holds no more: the residual window leaves it nothing.
-    slides = kv_check(small("gemma3"), tokenizer, ["k=int4.token;v=int4.token;residual=16"], **ASKED).rows[1]
+    slides = check_cache(small("gemma3"), tokenizer, ["k=int4.token;v=int4.token;residual=16"], **ASKED).rows[1]
     assert slides.cache_bits[40] == pytest.approx((24 * 6 + 16 * 16 + 16 * 16) / (40 + 16))
 
 
 def test_prediction_is_none_where_nothing_is_rounded(tokenizer):
-    made = kv_check(small(), tokenizer, ["kivi-2"], **ASKED)
+    made = check_cache(small(), tokenizer, ["kivi-2"], **ASKED)
     assert made.rows[1].prediction == (None, None)
     verdict = made.verdict(made.rows[1], 56)
     assert verdict.kind == "undecided" and verdict.measured == "nothing is quantized at 56 tokens"
@@ -153,31 +154,12 @@ def test_json_says_all_and_is_standard(checked):
 # --- what is concluded
 
 
-def error(layer, output, logit=(1.0, 1.0), pair=None, direct=math.nan, induced=math.nan):
-    """Errors of a layer of two query heads and three pairs."""
-    pair = torch.ones(2, 3) if pair is None else torch.tensor(pair)
-    parts = [torch.full((2,), value, dtype=torch.float64) for value in (output, direct, induced)]
-    return LayerErrors(layer, torch.tensor(logit).double(), torch.ones(2).double(), pair.double(), *parts)
-
-
-def by_hand(scheme, losses, hits=None, errors=(), remedy_of=None, bits=4.0, method="m"):
-    made = None if scheme == "none" else Divergence(0.1, 0.9, 8)
-    cache = dict.fromkeys((4, 8), 16.0 if scheme == "none" else bits)
-    scores = scored(method, losses, hits)
-    return CheckRow(method, scheme, "none", scores, made, bits, bits, cache, tuple(errors), (None, None), remedy_of)
-
-
 def check_of(*rows, **changes):
-    given = {"model": "tiny", "lengths": (4, 8), "windows": 4, "text": "a text", "digest": "ab" * 32, "calibration": 0}
-    given |= {"compared": 2, "context": None, "captures": {}, "tolerance": 0.02, "confidence": 0.95}
+    given = {"model": "tiny", "windows": 4, "text": "a text", "digest": "ab" * 32, "calibration": 0}
+    given |= {"compared": 2, "captures": {}, "limits": Limits(changes.pop("tolerance", 0.02))}
+    spec = rows[0].scores.spec
+    given["spec"] = replace(spec, lengths=changes.pop("lengths", spec.lengths))
     return KVCheck(**{**given, "rows": rows, "environment": {}, **changes})
-
-
-BASE = [1.0, 1.1, 0.9, 1.05]
-
-
-def off(*shifts):
-    return [loss + shift for loss, shift in zip(BASE, shifts, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -213,11 +195,11 @@ def test_the_summary_says_what_to_do():
     broken = off(0.5, 0.51, 0.49, 0.5)
     errors = [error(0, 0.9, pair=[[3.0, 1.0, 0.0]] * 2), error(1, 0.1)]
     rows = [by_hand("none", BASE), by_hand("a", broken, errors=errors), by_hand("b", BASE, bits=8.0)]
-    rows += [by_hand("a+x", BASE, remedy_of="a", bits=6.0), by_hand("a+y", BASE, remedy_of="a", bits=5.0)]
-    rows += [by_hand("a+z", broken, remedy_of="a", bits=3.0)]
+    rows += [by_hand("a+x", BASE, mitigation_of="a", bits=6.0), by_hand("a+y", BASE, mitigation_of="a", bits=5.0)]
+    rows += [by_hand("a+z", broken, mitigation_of="a", bits=3.0)]
     check = check_of(*rows)
     assert [row.scheme for row in check.of("m")] == ["none", "a", "a+x", "a+y", "a+z", "b"]
-    assert [row.scheme for row, _ in check.remedies(rows[1], 8)] == ["a+y", "a+x", "a+z"]
+    assert [row.scheme for row, _ in check.mitigations(rows[1], 8)] == ["a+y", "a+x", "a+z"]
     assert check.summary() == [
         "Safe at every length: b.",
         *(
@@ -227,41 +209,41 @@ def test_the_summary_says_what_to_do():
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
     rows = [by_hand("none", BASE), by_hand("a", broken, lost, errors)]
-    rows += [by_hand("a+z", off(0.2, 0.2, 0.2, 0.2), remedy_of="a")]
+    rows += [by_hand("a+z", off(0.2, 0.2, 0.2, 0.2), mitigation_of="a")]
     (sentence,) = check_of(*rows, lengths=(8,)).summary()
     assert sentence == (
-        "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no remedy is surely safe, "
-        "the best is a+z (none): perplexity +22.1%)."
+        "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no mitigation is safe, the "
+        "best is a+z (none): perplexity +22.1%)."
     )
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
     assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
 
 
-def test_blame_by_hand():
-    assert blame([]) == ((), (), None)
+def test_attribution_by_hand():
+    assert attribute([]) == ((), (), None)
     # Layer 2 is worst, layer 0 has two thirds of its harm, layer 1 less.
     some = [error(0, 0.6, pair=[[0, 2, 1], [0, 2, 1.0]]), error(1, 0.5, pair=[[9, 0, 0], [9, 0, 0.0]]), error(2, 0.9)]
-    assert blame(some) == ((0, 2), (1,), None)  # squares 2, 10 and 4: pair 1 carries over half
-    assert blame([error(3, 0.0, logit=(0, 0), pair=[[0, 0, 0], [0, 0, 0.0]])]) == ((3,), (), None)
+    assert attribute(some) == ((0, 2), (1,), None)  # squares 2, 10 and 4: pair 1 carries over half
+    assert attribute([error(3, 0.0, logit=(0, 0), pair=[[0, 0, 0], [0, 0, 0.0]])]) == ((3,), (), None)
     marked = {0: torch.tensor([[True, False, False]]), 2: torch.tensor([[False, False, True]])}
     spoilt = [error(0, 0.9, (1, 1), direct=0.1, induced=0.9), error(2, 0.9, (0.1, 0.1), direct=0.0, induced=0.1)]
-    layers, pairs, share = blame(spoilt, marked)
+    layers, pairs, share = attribute(spoilt, marked)
     assert (layers, pairs) == ((0, 2), (0,)) and share == pytest.approx((2 * 0.8 + 0.02 * 0.1) / 2.02)
     own = [error(0, 0.9, pair=[[5, 1, 1], [5, 1, 1.0]], direct=0.9, induced=0.95)]  # the error is their own
-    assert blame(own, marked) == ((0,), (0,), None)
+    assert attribute(own, marked) == ((0,), (0,), None)
 
 
-def test_blame_by_what_was_measured():
+def test_attribution_by_what_was_measured():
     some = [error(0, 0.9, pair=[[0, 2, 1], [0, 2, 1.0]]), error(1, 0.1, pair=[[9, 0, 0], [9, 0, 0.0]]), error(2, 0.9)]
-    causes = Causes(whole=0.5, keys=0.4, values=0.1, layers={0: 0.1, 1: 0.3, 2: 0.2})
-    assert blame(some, None, causes) == ((1, 2), (0,), None)  # not by the largest error of outputs
-    assert blame(some, None, causes, 0.02)[0] == (0, 1, 2)  # each alone costs more than is tolerated
-    assert blame(some, None, replace(causes, values=0.5)) == ((1, 2), (), None)
+    attribution = Attribution(whole=0.5, keys=0.4, values=0.1, layers={0: 0.1, 1: 0.3, 2: 0.2})
+    assert attribute(some, None, attribution) == ((1, 2), (0,), None)  # not by the largest error of outputs
+    assert attribute(some, None, attribution, 0.02)[0] == (0, 1, 2)  # each alone costs more than is tolerated
+    assert attribute(some, None, replace(attribution, values=0.5)) == ((1, 2), (), None)
     rows = [by_hand("none", BASE), by_hand("a", off(0.5, 0.51, 0.49, 0.5), errors=some)]
     said = []
-    for found in (causes, replace(causes, left=0.02), replace(causes, values=0.5)):
-        check = check_of(rows[0], replace(rows[1], causes=found), lengths=(8,), tolerance=0.25)
-        said.append(check.verdict(check.rows[1], 8).cause)
+    for found in (attribution, replace(attribution, left=0.02), replace(attribution, values=0.5)):
+        check = check_of(rows[0], replace(rows[1], attribution=found), lengths=(8,), tolerance=0.25)
+        said.append(check.verdict(check.rows[1], 8).explanation)
     assert said == [
         "layers 1-2, pair 0",
         "layers 1-2, pair 0 (+2.0% with these in full precision)",
@@ -269,10 +251,10 @@ def test_blame_by_what_was_measured():
     ]
 
 
-def test_causes_are_what_happens_without(tokenizer):
+def test_attribution_is_what_happens_without(tokenizer):
     """Each part of a scheme costs what perplexity through a scheme of that part alone says."""
     asked = {**ASKED, "lengths": [56], "confidence": 0.1}  # three windows decide little
-    made = kv_check(small(), tokenizer, ["k=int2.token;v=int3.token"], **asked)
+    made = check_cache(small(), tokenizer, ["k=int2.token;v=int3.token"], **asked)
     row, base = made.rows[1], made.rows[0]
     assert made.verdict(row, 56).kind == "unsafe"
     texts, _ = spread_windows(tokenizer, TEXT, 56, 3)
@@ -284,14 +266,17 @@ def test_causes_are_what_happens_without(tokenizer):
 
     full = 0.0
     full = cost("none")
-    assert row.causes.whole == pytest.approx(cost("k=int2.token;v=int3.token"), abs=1e-6)
-    assert row.causes.keys == pytest.approx(cost("k=int2.token;v=none"), abs=1e-6)
-    assert row.causes.values == pytest.approx(cost("k=none;v=int3.token"), abs=1e-6)
+    assert row.attribution.whole == pytest.approx(cost("k=int2.token;v=int3.token"), abs=1e-6)
+    assert row.attribution.keys == pytest.approx(cost("k=int2.token;v=none"), abs=1e-6)
+    assert row.attribution.values == pytest.approx(cost("k=none;v=int3.token"), abs=1e-6)
     for layer, other in ((0, 1), (1, 0)):
         wanted = cost(f"k=int2.token;v=int3.token;skip={other}")
-        assert row.causes.layers[layer] == pytest.approx(wanted, abs=1e-6)
-    assert 0 < row.causes.left < row.causes.whole and base.causes is None
-    assert made.rows[0].causes is None and json.loads(made.to_json())["rows"][1]["lengths"]["56"]["verdict"]["causes"]
+        assert row.attribution.layers[layer] == pytest.approx(wanted, abs=1e-6)
+    assert 0 < row.attribution.left < row.attribution.whole and base.attribution is None
+    assert (
+        made.rows[0].attribution is None
+        and json.loads(made.to_json())["rows"][1]["lengths"]["56"]["verdict"]["attribution"]
+    )
 
 
 def test_longest_keys_are_those_that_set_the_range():
@@ -304,8 +289,8 @@ def test_longest_keys_are_those_that_set_the_range():
     assert marks[1].int().tolist() == [[0, 0, 0, 0], [0, 1, 1, 0]]
 
 
-def test_remedies_change_one_thing():
-    made = remedies("int4-token")
+def test_mitigations_change_one_thing():
+    made = mitigations("int4-token")
     assert {name.partition("+")[2]: str(scheme) for name, scheme in made.items()} == {
         "pre": "k=int4.token.pre;v=int4.token",
         "hadamard": "k=int4.token.hadamard;v=int4.token",
@@ -320,7 +305,7 @@ def test_remedies_change_one_thing():
         "residual=128": "k=int4.token;v=int4.token;residual=128",
     }
     # Hadamard mixes features, which have scales of their own in kivi-2; its residual window is 128 already.
-    words = [name.partition("+")[2] for name in remedies("kivi-2")]
+    words = [name.partition("+")[2] for name in mitigations("kivi-2")]
     assert words == ["pre", "centre", "centreall", "pre.centreall", "keep8", "v.int4", "sinks=4"]
 
 
@@ -333,32 +318,34 @@ def test_remedies_change_one_thing():
         ("llama", "table:values=3/2.5/2/1.5/1/0.9/0.8/0.7", {"centre", "keep8"}),  # no pair under the bound
     ],
 )
-def test_remedies_that_do_nothing_on_a_model_are_left_out(tokenizer, monkeypatch, family, method, left):
-    monkeypatch.setattr(engine, "judge", lambda row, *_: SimpleNamespace(kind="unsafe"))
+def test_mitigations_that_do_nothing_on_a_model_are_left_out(tokenizer, monkeypatch, family, method, left):
+    monkeypatch.setattr(engine, "find_verdict", lambda row, *_: SimpleNamespace(kind="unsafe"))
     options = {**ASKED, "lengths": [40], "windows": 1, "depths": [0.5]}
-    made = kv_check(small(family), tokenizer, ["int2.token"], methods=[method], try_remedies=True, **options)
-    tried = [row.scheme.partition("+")[2] for row in made.rows if row.remedy_of == "int2.token"]
-    assert set(tried) == {name.partition("+")[2] for name in remedies("int2.token")} - left - {"residual=128"}
+    made = check_cache(small(family), tokenizer, ["int2.token"], methods=[method], mitigate=True, **options)
+    tried = [row.scheme.partition("+")[2] for row in made.rows if row.mitigation_of == "int2.token"]
+    assert set(tried) == {name.partition("+")[2] for name in mitigations("int2.token")} - left - {"residual=128"}
 
 
 @pytest.mark.parametrize("bad", [40, 56, None])
-def test_remedies_are_tried_where_a_scheme_is_unsafe_at_any_length(tokenizer, monkeypatch, bad):
+def test_mitigations_are_tried_where_a_scheme_is_unsafe_at_any_length(tokenizer, monkeypatch, bad):
     kinds = {True: "unsafe", False: "safe"}
-    monkeypatch.setattr(engine, "judge", lambda row, base, length, *_: SimpleNamespace(kind=kinds[length == bad]))
-    monkeypatch.setattr(engine, "remedies", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
-    made = kv_check(small(), tokenizer, ["int4-token"], try_remedies=True, **{**ASKED, "windows": 1})
-    assert [row.remedy_of for row in made.rows] == [None, None, *["int4-token"] * (bad is not None)]
+    monkeypatch.setattr(
+        engine, "find_verdict", lambda row, base, length, *_: SimpleNamespace(kind=kinds[length == bad])
+    )
+    monkeypatch.setattr(engine, "mitigations", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
+    made = check_cache(small(), tokenizer, ["int4-token"], mitigate=True, **{**ASKED, "windows": 1})
+    assert [row.mitigation_of for row in made.rows] == [None, None, *["int4-token"] * (bad is not None)]
 
 
-def test_what_rounds_nothing_is_said_and_no_remedy():
+def test_what_rounds_nothing_is_said_and_no_mitigation():
     broken, idle = off(0.5, 0.51, 0.49, 0.5), {"bits": 16.0}
-    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("a+wide", BASE, remedy_of="a", **idle)]
-    rows += [by_hand("a+x", off(0.2, 0.2, 0.2, 0.2), remedy_of="a"), by_hand("b", BASE, **idle)]
+    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("a+wide", BASE, mitigation_of="a", **idle)]
+    rows += [by_hand("a+x", off(0.2, 0.2, 0.2, 0.2), mitigation_of="a"), by_hand("b", BASE, **idle)]
     rows += [by_hand("c", off(0.1, -0.1, 0.1, -0.1)), by_hand("d", BASE, **idle)]
     check = check_of(*rows, lengths=(8,))
     assert check.verdict(check.rows[4], 8).measured == "nothing is quantized at 8 tokens"
     assert [check.idle(row, 8) for row in check.rows] == [False, False, True, False, True, False, True]
-    assert [row.scheme for row, _ in check.remedies(check.rows[1], 8)] == ["a+x"]
+    assert [row.scheme for row, _ in check.mitigations(check.rows[1], 8)] == ["a+x"]
     (sentence,) = check.summary()
     assert sentence.endswith("+22.1%); c is undecided; b, d round nothing at 8 tokens.")
     (sentence,) = check_of(*rows[:1], rows[4], lengths=(8,)).summary()
@@ -367,13 +354,13 @@ def test_what_rounds_nothing_is_said_and_no_remedy():
 
 def test_the_patch_that_a_model_came_with_is_told(tokenizer, checked):
     model, _ = checked
-    (plain,) = rope_patch.inspect(model).slots
+    (plain,) = rope_patch.inspect(model).tables
     with rope_patch.patched(model, "yarn:factor=4") as patch:
         options = {"methods": ["default", "p_rope:p=0.5"], **ASKED, "windows": 1, "depths": (0.5,)}
-        made = kv_check(model, tokenizer, ["int4-token"], name="tuned", **options)
+        made = check_cache(model, tokenizer, ["int4-token"], **options)
         (own,) = (slot.fingerprint for slot in patch.after.values())
     assert own != plain.fingerprint
-    assert (made.model, made.loaded) == ("tuned", "yarn:factor=4")
+    assert made.loaded == "yarn:factor=4"
     assert made.tables["default"] == {"all": own} and made.tables["p_rope:p=0.5"]["all"] not in (own, plain.fingerprint)
     assert made.meant("default") == "default: yarn:factor=4, as loaded"
     assert made.meant("p_rope:p=0.5") == "p_rope:p=0.5"
@@ -384,7 +371,7 @@ def test_the_patch_that_a_model_came_with_is_told(tokenizer, checked):
 
 def test_without_a_patch_default_is_the_table_as_it_is(checked):
     model, made = checked
-    (slot,) = rope_patch.inspect(model).slots
+    (slot,) = rope_patch.inspect(model).tables
     assert made.loaded is None and made.meant("default") == "default" and made.model == "LlamaForCausalLM"
     assert json.loads(made.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
 
@@ -403,11 +390,11 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
 
     names = ["int4-token", CENTRED]
     with pytest.raises(KeyboardInterrupt):
-        kv_check(model, tokenizer, names, resume=path, progress=stop, **ASKED)
+        check_cache(model, tokenizer, names, resume=path, on_progress=stop, **ASKED)
     assert rope_patch.inspect(model).record is None and path.exists()
     first = len(heads)
     seen = []
-    made = kv_check(model, tokenizer, names, resume=path, progress=lambda *told: seen.append(told), **ASKED)
+    made = check_cache(model, tokenizer, names, resume=path, on_progress=lambda *told: seen.append(told), **ASKED)
     whole, again = len(heads) - first, len(heads)
     assert whole < first and {stage for stage, _ in seen} == {f"default, {name}" for name in ("none", *names)}
     assert sum(tokens for _, tokens in seen) == 3 * (3 * 56 + 2 * 96)
@@ -420,12 +407,12 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         read.append(kwargs["input_ids"].numel())
 
     hook = model.model.register_forward_hook(note, with_kwargs=True)
-    kept = kv_check(model, tokenizer, names, resume=path, **ASKED)
+    kept = check_cache(model, tokenizer, names, resume=path, **ASKED)
     assert len(heads) == again and not calls
     hook.remove()
     assert sum(size for size in read if size > 8) == 2 * 56  # the windows that radii come from; 8 tokens are a probe
-    assert kept.to_json() == made.to_json() == kv_check(model, tokenizer, names, **ASKED).to_json()
-    kv_check(small(seed=1), tokenizer, names, resume=path, **{**ASKED, "windows": 2})
+    assert kept.to_json() == made.to_json() == check_cache(model, tokenizer, names, **ASKED).to_json()
+    check_cache(small(seed=1), tokenizer, names, resume=path, **{**ASKED, "windows": 2})
     assert calls  # another model is measured anew
 
 
@@ -444,15 +431,15 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         ("llama", {"context": -64}, "context must be >= 1 token, got -64"),
         ("llama", {"methods": ["prope"]}, "Did you mean 'p_rope'"),
         ("llama", {"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
-        ("llama", {"lengths": [1]}, "lengths must be >= 2"),
+        ("llama", {"lengths": [1]}, "lengths must be at least 2 tokens, got 1"),
         ("llama", {"lengths": [20]}, "20"),
-        ("llama", {"lengths": []}, "one length"),
+        ("llama", {"lengths": []}, "lengths is empty"),
         ("llama", {"windows": 0}, "windows >= 1"),
         ("llama", {"windows": 10**6}, "ask for fewer windows"),
         ("llama", {"haystack": Path("nowhere")}, "nowhere"),
-        ("llama", {"confidence": 1.0}, r"confidence in \(0, 1\)"),
-        ("llama", {"tolerance": -0.1}, "tolerance >= 0"),
-        ("llama", {"task": "pass"}, "pass"),
+        ("llama", {"confidence": 1.0}, r"confidence must be in \(0, 1\)"),
+        ("llama", {"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
+        ("llama", {"tasks": ["pass"]}, "pass"),
         ("llama", {"chunk": 0}, "chunk"),
     ],
 )  # fmt: skip
@@ -460,7 +447,7 @@ def test_errors_before_anything_is_measured(tokenizer, tmp_path, monkeypatch, fa
     monkeypatch.setattr(engine, "measure", lambda *_: pytest.fail("something was measured"))
     given = {"schemes": ["int4-token"], **ASKED, **changes}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        kv_check(small(family), tokenizer, given.pop("schemes"), resume=tmp_path / "kept.jsonl", **given)
+        check_cache(small(family), tokenizer, given.pop("schemes"), resume=tmp_path / "kept.jsonl", **given)
 
 
 # --- a planted fault
@@ -485,21 +472,21 @@ def planted(layers, pairs, size):
 
 
 @pytest.mark.slow
-def test_a_planted_fault_is_named_and_a_remedy_found(tokenizer):
+def test_a_planted_fault_is_named_and_a_mitigation_found(tokenizer):
     options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": TEXT}
-    without = kv_check(planted((0, 2), (14, 15), 0.0), tokenizer, ["int4-token"], **options)
+    without = check_cache(planted((0, 2), (14, 15), 0.0), tokenizer, ["int4-token"], **options)
     assert without.verdict(without.rows[1], 96).kind == "safe"
-    made = kv_check(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], try_remedies=True, **options)
+    made = check_cache(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], mitigate=True, **options)
     plain, broken = made.rows[:2]
     assert plain.scores.perplexity.nll == pytest.approx(without.rows[0].scores.perplexity.nll, abs=1e-3)
     verdict = made.verdict(broken, 96)
     assert (verdict.kind, verdict.layers, verdict.pairs) == ("unsafe", (0, 2), (14, 15))
     assert verdict.induced > 0.9 and made.change(broken, 96)[0] > 0.1
-    remedy, good = made.remedies(broken, 96)[0]
-    assert good.kind == "safe" and remedy.bits == broken.bits
-    assert made.change(remedy, 96)[2] < math.log1p(0.05)
+    mitigation, good = made.mitigations(broken, 96)[0]
+    assert good.kind == "safe" and mitigation.bits == broken.bits
+    assert made.change(mitigation, 96)[2] < math.log1p(0.05)
     (sentence,) = made.summary()
     assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\), whose long", sentence)
-    assert f"{remedy.scheme} ({remedy.spelled}) is safe" in sentence
+    assert f"{mitigation.scheme} ({mitigation.scheme_text}) is safe" in sentence
     centred = next(row for row in made.rows if row.scheme == "int4-token+pre.centreall")
     assert made.verdict(centred, 96).kind == "safe"

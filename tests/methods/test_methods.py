@@ -960,7 +960,7 @@ def test_a_slot_tells_its_shape_and_its_trained_context() -> None:
     assert (slot().context, slot().is_geometric, found.is_geometric) == (4096, True, False)
     cut = PRope(p=0.5)(slot())
     assert str(cut) == (
-        "model.rotary_emb: proportional, 4 pairs (2 still), rope_theta 10000, attention_scaling 1, "
+        "model.rotary_emb: proportional, 4 pairs (2 unrotated), rope_theta 10000, attention_scaling 1, "
         f"table {cut.fingerprint}"
     )
     assert str(dataclasses.replace(cut, layer_type="full_attention")).startswith("model.rotary_emb [full_attention]: ")

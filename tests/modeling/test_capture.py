@@ -1,17 +1,11 @@
-"""Statistics of queries, keys and values against states stored by an independent route.
-
-``stored`` wraps ``apply_rotary_pos_emb`` of the family's modeling file, which sees queries and keys before rotation,
-and transformers' ``sdpa``, which sees values. The capture knows neither.
-"""
+"""Statistics of queries, keys and values against states stored by a route that the capture does not know."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import math
 import re
-import sys
 
 import numpy
 import peft
@@ -19,22 +13,14 @@ import pytest
 import scipy.stats
 import torch
 from scored import spy
-from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, ids, tiny_config, tiny_model
+from states import FAMILIES, INTERLEAVED, TOKENS, model_of, refused, stored, text
+from tiny import SIZE, ids, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     DeepseekV3Config,
-    Ernie4_5Config,
-    Gemma4TextConfig,
-    GlmConfig,
     GPT2Config,
-    GPTNeoXConfig,
-    Olmo2Config,
-    PersimmonConfig,
-    PhiConfig,
     SmolLM3Config,
-    StableLmConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -42,90 +28,6 @@ import rope_patch
 from rope_patch.modeling import streaming
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.sources import ROLES
-
-GEMMA4 = {
-    **{**SIZE, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    **{"sliding_window": 16, "head_dim": 16, "global_head_dim": 32},
-    **{"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 64},
-}
-OTHERS = {
-    "phi": PhiConfig(**SIZE, qk_layernorm=True),  # norms put out (rows, heads, tokens, head_dim); half a head rotates
-    "stablelm": StableLmConfig(**SIZE, qk_layernorm=True, use_qkv_bias=True),
-    "glm": GlmConfig(**SIZE, head_dim=16),  # interleaved pairs behind an ordinary table
-    "ernie4_5": Ernie4_5Config(**SIZE, head_dim=16),  # the same
-    "olmo2": Olmo2Config(**SIZE),  # one norm over all heads
-    "gpt_neox": GPTNeoXConfig(**SIZE),  # query, key and value fused head by head
-    "persimmon": PersimmonConfig(**SIZE),  # the same, with norms behind
-    "phi3-partial": tiny_config(
-        "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    ),
-    "llama-llama3": tiny_config("llama", rope_parameters=LLAMA3),
-    "llama-yarn": tiny_config("llama", rope_parameters=YARN),
-    "llama-bias": tiny_config("llama", attention_bias=True),
-    "gemma4-shared": Gemma4TextConfig(**GEMMA4, num_kv_shared_layers=2),
-    "gemma4-keys-are-values": tiny_config("gemma4", attention_k_eq_v=True, num_global_key_value_heads=1),
-}  # fmt: skip
-FAMILIES = [*ARCHITECTURES, *OTHERS]
-INTERLEAVED = ("glm", "ernie4_5")
-TOKENS = 40
-
-
-def text(tokens=TOKENS, seed=0):
-    """Token ids (tokens,), no two of them equal: no two norms are."""
-    return torch.randperm(93, generator=torch.Generator().manual_seed(seed))[:tokens] + 3
-
-
-def model_of(name, **changes):
-    """A model in which nothing is zero or one: weights, biases and norms are drawn."""
-    if name in OTHERS:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(OTHERS[name])).eval()
-    else:
-        model = tiny_model(name, **changes)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-            elif "embed" not in key:
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-@contextlib.contextmanager
-def stored(model, monkeypatch):
-    """Queries and keys before rotation, and values: role to layer to (tokens, heads, features), as a pass goes."""
-    found = {role: [] for role in ROLES}
-    attention = model.get_decoder().layers[0]
-    module = sys.modules[type(attention).__module__]
-    rotate = module.apply_rotary_pos_emb
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    single = "gemma4" in module.__name__  # rotates one tensor at a call, (rows, tokens, heads, head_dim)
-    state = {"calls": 0}
-
-    def spy_rotation(*args, **kwargs):
-        if single:
-            # Shared layers rotate queries alone: a layer's query is the first call after its attention.
-            role = "query" if state["calls"] == 0 else "key"
-            found[role].append(args[0][0].clone())
-            state["calls"] += 1
-        else:
-            found["query"].append(args[0][0].transpose(0, 1).clone())
-            found["key"].append(args[1][0].transpose(0, 1).clone())
-        return rotate(*args, **kwargs)
-
-    def spy_attention(module, query, key, value, *args, **kwargs):
-        state["calls"] = 0
-        found["value"].append(value[0].transpose(0, 1).clone())
-        return attend(module, query, key, value, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "apply_rotary_pos_emb", spy_rotation)
-        patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", spy_attention)
-        if model.config._attn_implementation == "eager":  # Gemma 2's own choice
-            attend = module.eager_attention_forward
-            patch.setattr(module, "eager_attention_forward", spy_attention)
-        yield found
 
 
 def direct(states, pairs, interleaved):
@@ -535,10 +437,6 @@ def test_states_that_are_not_finite_are_named(value):
     with pytest.raises(ValueError, match="position 25 of row 1"):
         capture(model, torch.stack((torch.full_like(row, 9), row)))
     handle.remove()
-
-
-def refused(config):
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from patches import cos_sin, method_for, module_of
 from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, ids, logits, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -13,30 +14,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import METHODS, PatchError
-from rope_patch.methods import Scaling, create
 from rope_patch.patching.locate import find_rotary
 
-PLAIN_ONLY = ("partial", "abf", "ntk", "yarn", "llama3")
 IDENTITIES = ("default", "longrope", "table")
 every_case = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
-
-
-def method_for(family: str, name: str):
-    """The method at its defaults, its factor at 4; on Gemma 4, whose stock table is p-RoPE already, over the base."""
-    params = {"factor": 4} if issubclass(METHODS[name], Scaling) else {}
-    if family == "gemma4" and name in PLAIN_ONLY:
-        params["replace_scaling"] = True
-    return create(name, **params)
-
-
-def module_of(model):
-    return find_rotary(model).module
-
-
-def cos_sin(model, positions, layer_type=None):
-    x = torch.zeros(1)
-    module = module_of(model)
-    return module(x, positions) if layer_type is None else module(x, positions, layer_type=layer_type)
 
 
 def last_layer_type(family):
@@ -560,17 +541,22 @@ def test_unknown_layer_type():
         rope_patch.apply(tiny_model("gemma3"), "p_rope", layer_types=["global"])
 
 
-def test_atomic_when_the_swap_fails(monkeypatch):
+def test_atomic_when_the_swap_fails():
+    """The record is refused, after the module was put in and the table was written into the config."""
     model = tiny_model()
-    stock, config = module_of(model), model.config.to_json_string()
+    stock, config, plain = module_of(model), model.config.to_json_string(), type(model.config)
 
-    def boom(*_):
-        raise RuntimeError("boom")
+    class Refusing(plain):
+        def __setattr__(self, name, value):
+            if name == "rope_patch":
+                assert module_of(model) is not stock and self.rope_parameters["rope_type"] == "proportional"
+                raise RuntimeError("boom")
+            super().__setattr__(name, value)
 
-    monkeypatch.setattr("rope_patch.patching.apply._write", boom)
+    model.config.__class__ = Refusing
     with pytest.raises(RuntimeError, match="boom"):
         rope_patch.apply(model, "p_rope")
-    monkeypatch.undo()
+    model.config.__class__ = plain
     assert module_of(model) is stock
     assert model.config.to_json_string() == config
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from test_apply import module_of
+from patches import module_of
 from tiny import SIZE, ids, logits, tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,

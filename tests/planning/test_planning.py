@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from commands import fail, run
 from peft import LoraConfig, get_peft_model
-from test_cli import fail, run
 from tiny import SIZE as TINY
 from tiny import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rope_patch.modeling.scoring import Reader
-from rope_patch.planning import Shape, plan, shipped
+from rope_patch.planning import plan, shape_of, shipped
 from rope_patch.planning.compute import attention_flops
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def test_every_shipped_model_is_checked():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name):
-    assert Shape.of(name).parameters == PUBLISHED[name]
+    assert shape_of(name).parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,22 @@ def test_parameters_are_the_published_ones(name):
     ],
 )
 def test_short_and_full_names(name, stem):
-    assert Shape.of(name).name == stem
+    assert shape_of(name).name == stem
 
 
 def test_a_folder_comes_before_a_shipped_name(tmp_path, monkeypatch):
     tiny_model().save_pretrained(tmp_path / "Llama-3.1-8B")
     monkeypatch.chdir(tmp_path)
-    assert Shape.of("Llama-3.1-8B").parameters < 1e6
+    assert shape_of("Llama-3.1-8B").parameters < 1e6
 
 
 def test_layers_are_read_as_they_are():
-    kinds = Shape.of("gemma-3-12b").kinds
+    kinds = shape_of("gemma-3-12b").kinds
     assert {layer.window: count for layer, count in kinds.items()} == {1024: 40, None: 8}
-    layer = Shape.of("Qwen3-8B").layers[0]
+    layer = shape_of("Qwen3-8B").layers[0]
     assert (layer.hidden, layer.query, layer.key, layer.heads, layer.ffn) == (4096, 4096, 1024, 32, 12288)
     assert layer.norm_inputs == (4096, 1024, 4096, 4096)  # q_norm reads every head, k_norm every KV head
-    fused = Shape.of(tiny_model("phi3")).layers[0]
+    fused = shape_of(tiny_model("phi3")).layers[0]
     assert (fused.query, fused.key, fused.ffn) == (64, 32, 128)
 
 
@@ -360,7 +360,7 @@ def test_nf4_is_as_large_as_bitsandbytes_packs_it():
     packed, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
     stored = packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
     per_weight = stored / weight.numel()
-    shape = Shape.of("Llama-3.1-8B")
+    shape = shape_of("Llama-3.1-8B")
     linear = shape.total(lambda layer: layer.matmul_weights)
     expected = linear * per_weight + (shape.parameters - linear) * 2
     assert plan(shape, length=1024, quantization="nf4")["weights"] == pytest.approx(expected, rel=1e-3)
@@ -466,18 +466,18 @@ def test_bad_options(options, message):
 
 def test_bad_models(tmp_path):
     with pytest.raises(ValueError, match=r"unknown model 'lama-3.1-8b'. Did you mean 'Llama-3.1-8B'\? Give a folder"):
-        Shape.of("lama-3.1-8b")
+        shape_of("lama-3.1-8b")
     with pytest.raises(OSError, match=r"cannot load nobody/llama-3\.1-8b from the hub"):
-        Shape.of("nobody/llama-3.1-8b")  # not the organisation whose config ships
+        shape_of("nobody/llama-3.1-8b")  # not the organisation whose config ships
     with pytest.raises(OSError, match=r"has no config\.json"):
-        Shape.of(tmp_path)
+        shape_of(tmp_path)
     with pytest.raises(TypeError, match="quantisation"):
         plan("gemma-2-2b", length=4096, quantisation="nf4")
     experts = MixtralConfig(**TINY, num_local_experts=2)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(experts)
     with pytest.raises(ValueError, match=r"dense decoders.* not MixtralForCausalLM"):
-        Shape.of(model)
+        shape_of(model)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

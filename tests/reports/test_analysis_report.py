@@ -14,7 +14,7 @@ import numpy
 import pytest
 import tiny
 import torch
-from test_report import Page
+from report_pages import Page
 
 from rope_patch import frequencies
 from rope_patch.analysis.before_after import changes, differences

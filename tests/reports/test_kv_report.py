@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_analyze import small
-from test_kv_check import BASE, TEXT, by_hand, error, off
-from test_report import Page
+from evaluated import check_cache
+from kv_rows import BASE, by_hand, error, off
+from report_pages import Page
+from tiny import small
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -25,7 +26,7 @@ from rope_patch.cli import app as cli
 from rope_patch.files import folder_to_write
 from rope_patch.frequencies import geometric, wavelength
 from rope_patch.kv_cache.schemes import PRESETS
-from rope_patch.kv_evaluation.run import kv_check
+from rope_patch.kv_evaluation.verdicts import Limits
 from rope_patch.plots import base as plots
 from rope_patch.plots import kv as plots_kv
 from rope_patch.plots.kv import Spot, Waves, errors_by_layer, errors_by_wavelength, front, outlier_shares, tradeoff
@@ -33,6 +34,7 @@ from rope_patch.reports import kv as kv_report
 from rope_patch.reports import kv_pictures
 
 SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
+TEXT = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
 ASKED = {"windows": 3, "samples": 1, "text": TEXT, "haystack": "noise", "depths": (0.0, 1.0)}
 
 
@@ -47,7 +49,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checked(folder):
     model, tokenizer = rope_patch.load(folder), AutoTokenizer.from_pretrained(folder)
-    return kv_check(model, tokenizer, SCHEMES, methods=["default", "p_rope:p=0.5"], lengths=[40, 56], **ASKED)
+    return check_cache(model, tokenizer, SCHEMES, methods=["default", "p_rope:p=0.5"], lengths=[40, 56], **ASKED)
 
 
 @pytest.fixture
@@ -62,14 +64,14 @@ def errors(size=1.0):
 
 
 def unsafe(checked, scheme="a", **changes):
-    """A check with one scheme that is unsafe, and remedies that are safe, unsafe and undecided."""
+    """A check with one scheme that is unsafe, and mitigations that are safe, unsafe and undecided."""
     broken = off(0.5, 0.51, 0.49, 0.5)
     rows = [by_hand("none", BASE), by_hand(scheme, broken, errors=errors())]
-    rows += [by_hand(f"{scheme}+ok", BASE, errors=errors(0.1), remedy_of=scheme, bits=5.0)]
-    rows += [by_hand(f"{scheme}+bad", broken, errors=errors(), remedy_of=scheme, bits=6.0)]
+    rows += [by_hand(f"{scheme}+ok", BASE, errors=errors(0.1), mitigation_of=scheme, bits=5.0)]
+    rows += [by_hand(f"{scheme}+bad", broken, errors=errors(), mitigation_of=scheme, bits=6.0)]
     rows += [by_hand("b", off(0.1, -0.1, 0.1, -0.1), errors=errors(0.5), bits=8.0)]
-    given = {"rows": tuple(rows), "lengths": (4, 8), "captures": {"m": checked.captures["default"]}, **changes}
-    return replace(checked, **given)
+    given = {"rows": tuple(rows), "spec": rows[0].scores.spec, "captures": {"m": checked.captures["default"]}}
+    return replace(checked, **given | changes)
 
 
 # --- figures
@@ -115,7 +117,7 @@ def test_tradeoff_by_hand():
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])  # two points are one
     assert len(second.lines) == 1 + 2 + 2 + 1  # steps, two lines across, two points, one bar
     legend = [text.get_text() for text in figure.legends[0].texts]
-    assert legend == [*names, "safe", "undecided", "unsafe", "full precision", "hollow: a remedy"]
+    assert legend == [*names, "safe", "undecided", "unsafe", "full precision", "hollow: a mitigation"]
     up = tradeoff({"m": spots()[:2]}, ["one"], title="t", ylabel="y", lower=False)
     assert up.axes[0].get_yscale() == "linear" and up.axes[0].lines[0].get_xydata().tolist() == [[4, 5]]
     assert plots.svg(figure) == plots.svg(
@@ -182,7 +184,7 @@ def test_pictures_show_the_check(checked, monkeypatch):
     layers, values = drawn["errors_by_layer"][0]["default"]["int4-token"]
     assert layers == [0, 1]
     assert values == [100 * float(item.output.mean()) for item in checked.of("default")[1].errors]
-    assert kv_pictures.radii(replace(checked, context=16)).caption == made[-1].caption
+    assert kv_pictures.radii(replace(checked, limits=Limits(context=16))).caption == made[-1].caption
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,7 @@ def test_the_tables_have_the_numbers(checked, undrawn):
         return f"{value:+.{2 if abs(value) < 10 else 1}f}".replace("-", "−")
 
     assert firsts[0][1] == "6.00" and firsts[0][2] == f"{row.scores.perplexity.between(0, 40):.0f}"
-    assert firsts[0][3] == f"{shown(change)} %{shown(low)} to {shown(high)}"
+    assert firsts[0][3] == f"{shown(change)} %{shown(low)} % to {shown(high)} %"
     assert firsts[0][-1] == checked.verdict(row, 40).kind
     assert firsts[0][6] == f"{row.divergence.kl:.4f}"
     kivi = next(cells for cells in page.rows if cells[0][1].strip() == "kivi-2")
@@ -245,7 +247,7 @@ def test_the_tables_have_the_numbers(checked, undrawn):
     assert correlations[2][1] == f"{row.prediction[0]:.2f}".replace("-", "−")
 
 
-def test_what_is_unsafe_is_named_with_its_remedy(checked, undrawn):
+def test_what_is_unsafe_is_named_with_its_mitigation(checked, undrawn):
     check = unsafe(checked)
     page = Page(kv_report.page(check))
     kinds = [kind for cells in page.rows for kind, _ in cells]
@@ -253,7 +255,7 @@ def test_what_is_unsafe_is_named_with_its_remedy(checked, undrawn):
     blamed = next([text for _, text in cells] for cells in page.rows if cells[0][1] == "a" and cells[1][1] == "m")
     assert blamed[:6] == ["a", "m", "4, 8", "0-1", "3", "they carry half of the logit error"]
     assert blamed[6] == "+ok: safeperplexity +0.00 %, 5.00 bits"
-    assert [attributes.get("class") for attributes in page.all("tr")].count("remedy") == 2 * 2 + 2
+    assert [attributes.get("class") for attributes in page.all("tr")].count("mitigation") == 2 * 2 + 2
     spoilt = error(0, 0.9, direct=0.1, induced=0.8, pair=[[1.0] * 8] * 2)
     rows = by_hand("none", BASE), by_hand("a", off(0.5, 0.5, 0.51, 0.5), errors=[spoilt])
     long = unsafe(checked, rows=rows)
@@ -267,14 +269,14 @@ def test_what_is_unsafe_is_named_with_its_remedy(checked, undrawn):
     assert "pair 5, whose long keys cost other pairs 70% of the logit error" in text
 
 
-def test_hostile_names_infinities_and_nothing_to_blame(checked, undrawn):
+def test_hostile_names_infinities_and_nothing_to_attribute(checked, undrawn):
     evil = "<script>&$x$"
     text = kv_report.page(unsafe(checked, evil, model=evil, text=evil))
     assert "<script" not in text and "".join(Page(text).text).count(evil) >= 5
     one = unsafe(checked, rows=(by_hand("none", [1.0]), by_hand("a", [900.0], errors=errors())))
     said = "".join(Page(kv_report.page(one)).text)
     assert not re.search(r"\b(nan|inf|None)\b", said) and "+∞ %" in said
-    assert "nothing is to blame" in said and "No remedy" not in said
+    assert "there is nothing to attribute" in said and "No mitigation" not in said
     bare = [replace(item, direct=torch.full((2,), math.nan), induced=torch.full((2,), math.nan)) for item in errors()]
     quiet = unsafe(checked, rows=(by_hand("none", BASE), by_hand("a", BASE, errors=bare)))
     assert "No head has outlier pairs" in "".join(Page(kv_report.page(quiet)).text)
@@ -284,7 +286,7 @@ def test_hostile_names_infinities_and_nothing_to_blame(checked, undrawn):
 def unrounded(folder):
     """A scheme that rounds nothing of 40 tokens, and one that rounds no key."""
     model, tokenizer = rope_patch.load(folder), AutoTokenizer.from_pretrained(folder)
-    return kv_check(model, tokenizer, ["kivi-2", "k=none;v=int2.token"], lengths=[40], **{**ASKED, "windows": 1})
+    return check_cache(model, tokenizer, ["kivi-2", "k=none;v=int2.token"], lengths=[40], **{**ASKED, "windows": 1})
 
 
 @pytest.mark.parametrize(("schemes", "missing"), [((1,), (True, True)), ((2,), (True, False)), ((1, 2), (True, False))])
@@ -315,7 +317,7 @@ def test_what_precision_means_is_said(unrounded, undrawn):
 
 
 def test_models_with_two_kinds_of_layers(tmp_path, folder, undrawn):
-    made = kv_check(small("gemma3"), AutoTokenizer.from_pretrained(folder), ["int4-token"], lengths=[40], **ASKED)
+    made = check_cache(small("gemma3"), AutoTokenizer.from_pretrained(folder), ["int4-token"], lengths=[40], **ASKED)
     said = "".join(Page(kv_report.page(made)).text)
     assert "default: full_attention, 64 tokens" in said and "default: sliding_attention, 16 tokens" in said
 
@@ -347,7 +349,7 @@ def given(tmp_path_factory):
         "--text",
         path,
     )
-    return ("--schemes", " ".join(SCHEMES), "--compare", "default p_rope:p=0.5", *words)
+    return ("--schemes", " ".join(SCHEMES), "--methods", "default p_rope:p=0.5", *words)
 
 
 def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
@@ -435,7 +437,7 @@ def test_help_and_list_name_every_preset():
         (("--schemes", "kivi2"), "Did you mean 'kivi-2'"),
         (("--schemes", "fp8 k=int4.token;v=int4.tokn"), r"\n  k=int4.token;v=int4.tokn\n {22}\^{4}\n"),
         (("--schemes", "none"), "at least one scheme beside none"),
-        (("--compare", "prope"), "Did you mean 'p_rope'"),
+        (("--methods", "prope"), "Did you mean 'p_rope'"),
         (("--lengths", "4 k"), "k"),
         (("--lengths", ""), "one length"),
         (("--depths", "half"), "a depth is a number"),
@@ -561,5 +563,5 @@ def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, ca
         cli.main()
     assert raised.value.code == 130
     said = capsys.readouterr().err
-    assert f"what was finished is kept in {tmp_path / 'out'}" in said and "interrupted" in said
+    assert f"Finished work is saved in {tmp_path / 'out' / 'kept.jsonl'}" in said and "interrupted" in said
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.jsonl"]

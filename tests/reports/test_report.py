@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
-import torch
+from report_pages import DEPTHS, LENGTHS, Page, row
 
-from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
+from rope_patch.evaluation.compare import Comparison
 from rope_patch.plots import base as plots
 from rope_patch.reports import comparison as report
-from rope_patch.tables import RotaryTable
-
-VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
-LENGTHS, DEPTHS = (4, 8), (0.0, 0.5, 1.0)
-
-
-def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengths=LENGTHS, table=(1.0, 0.1)):
-    """A method with a loss per window [nats/token], and of 6 samples so many right at each (length, depth)."""
-    edges = [0, *lengths]
-    tokens = tuple(b - a for a, b in itertools.pairwise(edges))
-    documents = tuple(
-        DocumentScore(f"row {i}", tokens, tuple(n * loss for n in tokens), sum(tokens), sum(tokens) * loss, None)
-        for i, loss in enumerate(losses)
-    )
-    mean, error = sum(losses) / len(losses), None if len(losses) == 1 else 0.1
-    buckets = tuple(Bucket(a, b, (b - a) * len(losses), mean, error) for a, b in itertools.pairwise(edges))
-    score = PerplexityResult(
-        *(mean, error, edges[-1] * len(losses), None, len(losses), edges[-1], edges[-1], edges[-1], (), 0),
-        *(buckets, documents),
-    )
-    cells = tuple(
-        RetrievalCell(
-            *(length, depth),
-            tuple(Sample("12", "12", i < (hits or {}).get((length, depth), 6), 0.5, -1.5) for i in range(6)),
-        )
-        for length in lengths
-        for depth in DEPTHS
-    )
-    found = RetrievalResult(task, "single", cells, 7, "noise", "cd" * 32, None, (0, 5))
-    slots = tuple(RotaryTable(torch.tensor(table), 1.0, 1e4, "default", 4, layer_type=kind) for kind in layer_types)
-    return Row(method, score, found, slots)
 
 
 def comparison(*rows, **fields):
-    lengths = tuple(sorted({cell.length for cell in rows[0].retrieval.cells}))
-    given = {"trained_length": 4, "text": "ab" * 32, "text_name": "a text", "python_version": None, "seed": 7}
-    return Comparison(rows, lengths, **{**given, "model": "Tiny model", "environment": {"torch": "2"}, **fields})
+    given = {"trained_length": 4, "text": "ab" * 32, "text_name": "a text", "python_version": None}
+    given |= {"model": "Tiny model", "environment": {"torch": "2"}}
+    return Comparison(
+        rows, rows[0].scores.spec, **{**given, "model": "Tiny model", "environment": {"torch": "2"}, **fields}
+    )
 
 
 NOTHING = {(length, depth): 0 for length in LENGTHS for depth in DEPTHS}
@@ -64,46 +31,6 @@ NEAR = row("near", [1.01, 1.09, 1.04, 1.02])
 def undrawn(monkeypatch):
     """For tests of words and tables: figures are made, and saving them is left out."""
     monkeypatch.setattr(plots, "svg", lambda figure: "<svg></svg>")
-
-
-class Page(HTMLParser):
-    """Checks that tags nest, and keeps what was seen: attributes by tag, text of table rows."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.rows: list[list[tuple[str, str]]] = []  # of each row: class and text of its cells
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append((dict(attrs).get("class") or "", ""))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.text.append(data)
-        if {"td", "th"} & set(self.open):
-            kind, text = self.rows[-1][-1]
-            self.rows[-1][-1] = kind, text + data
-
-    def all(self, tag):
-        return [attributes for name, attributes in self.seen if name == tag]
-
-    def row(self, method):
-        """The first row of a method: its scores."""
-        return next(cells for cells in self.rows if cells[0][1].strip() == method)
 
 
 def test_the_page_is_whole_and_loads_nothing():
@@ -223,7 +150,7 @@ def test_twins_stay_two():
 
 def test_cells_land_where_they_belong():
     hits = {(8, 0.5): 3, (4, 1.0): 0}
-    assert row("m", [1.0], hits).retrieval.cells[1].depth == 0.5
+    assert row("m", [1.0], hits).scores.retrieval["passkey"].cells[1].depth == 0.5
     drawn = []
     original = plots.retrieval_heatmap
     with pytest.MonkeyPatch.context() as patch:

@@ -49,10 +49,10 @@ def two(tmp_path_factory):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests / "modeling"), str(tests.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
     }
     done = subprocess.run(
-        [*command, str(tests / "training" / "distributed_child.py"), str(folder)],
+        [*command, str(tests / "distributed_child.py"), str(folder)],
         env=environment,
         capture_output=True,
         text=True,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rope_patch.planning import Shape
+from rope_patch.planning import shape_of
 from rope_patch.training import estimate
 from rope_patch.training.estimate import describe, evaluation_flops, evaluations, matmul_speed, tokens_read
 from rope_patch.training.reading import read
@@ -60,7 +60,7 @@ def test_tokens_of_an_evaluation_by_hand(overrides, tokens):
 
 def test_flops_of_an_evaluation_by_hand():
     """One window of 8 tokens: 2 FLOPs per weight and token, and 4 * q * keys per query of each layer."""
-    shape = Shape.of("Llama-3.2-1B")
+    shape = shape_of("Llama-3.2-1B")
     found = evaluation_flops(
         options("evaluation.windows=1", "evaluation.lengths=8", "evaluation.samples=1", "evaluation.depths=[1.0]"),
         shape,

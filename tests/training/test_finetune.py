@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PeftModel
+from recipe_runs import LLAMA, SMALL, losses
 from tiny import ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,33 +29,10 @@ from rope_patch.training.setup import arguments, collator
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
-LLAMA = rope_patch.data_path("assets") / "llama"
-SMALL = [
-    "model.name=llama",
-    "model.dtype=float32",
-    "patch.method=yarn:factor=4",
-    "patch.target_length=1024",
-    "data.lengths=128",
-    "train.steps=4",
-    "train.batch=1",
-    "train.accumulate=2",
-    "train.warmup=1",
-    "train.precision=float32",
-    "train.learning_rate=0.01",
-    "train.log_every=1",
-    "evaluation.lengths=128 256",
-    "evaluation.depths=[0.2,0.8]",
-    "evaluation.samples=1",
-    "evaluation.windows=2",
-]
 
 
 def options(out, *words):
     return read(overrides=[*SMALL, f"output={out}", *words])
-
-
-def losses(result):
-    return [entry["loss"] for entry in result.results["losses"]]
 
 
 @pytest.fixture(scope="module")
@@ -305,11 +283,12 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_made_things_worse_says_so(tmp_path):
     words = ("train.learning_rate=0.3", "train.steps=2", "evaluation.lengths=128")
-    with pytest.warns(UserWarning, match="the loss of text is significantly higher than before training"):
+    with pytest.warns(UserWarning, match="ppl 0-128 is significantly worse than before training"):
         result = finetune(options(tmp_path / "run", *words))
-    change = result.results["changes"]["perplexity"]
-    assert result.results["worse"] and change["verdict"] == "worse" and change["low"] > 0
-    assert f"- **T{change['sentence'][1:]}.**" in (result.folder / "README.md").read_text()
+    change, _ = result.results["changes"]
+    assert change["metric"] == "perplexity" and result.results["worse"]
+    assert change["verdict"] == "worse" and change["low"] > 0
+    assert f"- **{change['sentence']}**" in (result.folder / "README.md").read_text()
 
 
 @pytest.mark.slow

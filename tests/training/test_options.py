@@ -251,7 +251,7 @@ def test_a_list_that_stands_for_another_value_is_refused(file):
         ("evaluation.lengths= ", "evaluation: lengths is empty"),
         (
             "evaluation.task=haystack",
-            "evaluation: unknown task 'haystack' in mode 'single'. Known: passkey, niah, multivalue, multiquery, vt",
+            "evaluation: unknown task 'haystack' in mode 'single'. Known: multiquery, multivalue, niah, passkey, vt",
         ),
         ("patch.target_length=x", "patch.target_length: a length is a number of tokens such as 4096 or 4k, got 'x'"),
         (
@@ -308,11 +308,11 @@ def test_values_out_of_range_are_named(word, message):
         ),
         (
             ["evaluation.mode=multikey", "evaluation.task=vt"],
-            "evaluation: unknown task 'vt' in mode 'multikey'. Known: passkey, niah",
+            "evaluation: unknown task 'vt' in mode 'multikey'. Known: niah, passkey",
         ),
         (
             ["data.retrieval=0.1", "data.task=needle"],
-            "data.task: unknown task 'needle' in mode 'single'. Known: passkey, niah, multivalue, multiquery, vt",
+            "data.task: unknown task 'needle' in mode 'single'. Known: multiquery, multivalue, niah, passkey, vt",
         ),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import itertools
 import json
@@ -13,30 +12,17 @@ import random
 import re
 import runpy
 import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from reference_recipe import SCRIPT, recipe
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation import text as corpora
 from rope_patch.evaluation.text import builtin_text
 
-SCRIPT = Path(__file__).parents[2] / "recipes" / "pretrain_reference.py"
-
-
-def load_recipe() -> ModuleType:
-    """The recipe as a module: it is a script outside the package."""
-    spec = importlib.util.spec_from_file_location("pretrain_reference", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-recipe = load_recipe()
 every_stage = pytest.mark.parametrize("stage", recipe.CURRICULUM, ids=lambda stage: stage.name)
 
 

@@ -28,11 +28,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Mixt
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.evaluation.documents import TokenDocument, encode
-from rope_patch.evaluation.prompts import NEEDLES, Haystack, Prompt, PromptMaker
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.tasks import NEEDLES
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.modeling.loss import IGNORED
 from rope_patch.patching.locate import PatchError, find_rotary
-from rope_patch.planning.shapes import Shape
+from rope_patch.planning import shape_of
 from rope_patch.training import sources
 from rope_patch.training.collators import Collator, PackedCollator
 from rope_patch.training.data import WeightedDocument, conversation, mix, pack, prompt_row
@@ -464,16 +466,16 @@ def test_rows_are_those_of_the_documents(stories, tmp_path, tokenizer):
     assert re.fullmatch(r"rows-[0-9a-f]{16}\.arrow", path.name)
 
 
-def test_the_same_run_finds_its_rows_and_packs_nothing(stories, tmp_path, tokenizer, monkeypatch):
+def test_the_same_run_finds_its_rows_and_packs_nothing(stories, tmp_path, tokenizer, capfd):
     asked = options(stories)
     first = rows_of(make_rows(asked, tokenizer, tmp_path / "work", quiet=True))
     (path,) = (tmp_path / "work").iterdir()
-    content = path.read_bytes()
+    content, written = path.read_bytes(), path.stat()
     again = make_rows(asked, tokenizer, tmp_path / "other", quiet=True)
     assert (tmp_path / "other" / path.name).read_bytes() == content and rows_of(again) == first, "in another folder"
-    monkeypatch.setattr(sources, "_all_rows", None)
-    assert rows_of(make_rows(asked, tokenizer, tmp_path / "work", quiet=True)) == first
-    assert path.read_bytes() == content
+    assert rows_of(make_rows(asked, tokenizer, tmp_path / "work")) == first
+    assert "packing" not in capfd.readouterr().err
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
 
 
 CHANGES = [
@@ -524,20 +526,29 @@ def test_what_lies_in_a_folder_beside_its_texts_does_not_matter(tmp_path, tokeni
     assert sources._identity(asked, tokenizer, plan_stages(asked)) != before
 
 
+class Breaking:
+    """A tokenizer that fails at its third document."""
+
+    def __init__(self, tokenizer, error, folder):
+        self.tokenizer, self.error, self.folder, self.read = tokenizer, error, folder, 0
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *args, **options):
+        self.read += 1
+        if self.read == 3:
+            assert len(list(self.folder.iterdir())) == 1, "being written"
+            raise self.error
+        return self.tokenizer(*args, **options)
+
+
 @pytest.mark.parametrize("error", [ValueError("in the middle"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_what_breaks_off_leaves_nothing(stories, tmp_path, tokenizer, monkeypatch, error):
-    asked, whole = options(stories), sources._all_rows
-
-    def breaking(*args):
-        yield from itertools.islice(whole(*args), 5)
-        assert len(list((tmp_path / "work").iterdir())) == 1, "being written"
-        raise error
-
-    monkeypatch.setattr(sources, "_all_rows", breaking)
+def test_what_breaks_off_leaves_nothing(tmp_path, tokenizer, error):
+    asked = options(jsonl(tmp_path / "a.jsonl", [story(i, 12) for i in range(12)]))  # some 300 tokens each
     with pytest.raises(type(error)):
-        make_rows(asked, tokenizer, tmp_path / "work", quiet=True)
+        make_rows(asked, Breaking(tokenizer, error, tmp_path / "work"), tmp_path / "work", quiet=True)
     assert list((tmp_path / "work").iterdir()) == []
-    monkeypatch.setattr(sources, "_all_rows", whole)
     assert len(make_rows(asked, tokenizer, tmp_path / "work", quiet=True)) == 8
 
 
@@ -753,7 +764,7 @@ def test_targets_are_read_from_the_model(family):
     fused = {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"}
     assert set(every) == (fused if family == "phi3" else LINEAR)
     assert set(attention) == {name for name in every if name in {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}}
-    planned = {x.name.rpartition(".")[2] for layer in Shape.of(model).kinds for x in layer.linears}
+    planned = {x.name.rpartition(".")[2] for layer in shape_of(model).kinds for x in layer.linears}
     assert set(every) == planned, "what the plan counts"
     inside = {
         name
@@ -832,8 +843,7 @@ def test_embeddings_and_norms_are_all_that_is_trained_beside_adapters(family):
     assert tied is (made.get_input_embeddings().weight is made.get_output_embeddings().weight)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma4"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True), ("gemma3", True), ("gemma4", False)])
 def test_long_lora_comes_back_whole(family, tied, tmp_path):
     """In a new process' model, and merged into a stock checkpoint: embeddings, norms, adapters, patch."""
     base = tmp_path / "base"

@@ -11,9 +11,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.intervals import paired_shares
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.fitting.rows import Objective
 from rope_patch.methods import Method
 from rope_patch.processes import from_first
@@ -46,6 +44,27 @@ class Candidate:
         """Share of prompts answered, by length."""
         return {length: sum(found) / len(found) for length, found in self.hits.items()}
 
+    @classmethod
+    def from_scores(cls, name: str, method: Method, scores: EvalResult) -> Candidate:
+        """Return the candidate with the scores that its table was given.
+
+        Args:
+            name: as above.
+            method: as above.
+            scores: on held-out text and prompts of one task.
+        """
+        lengths, text = scores.spec.lengths, scores.perplexity
+        (retrieval,) = scores.retrieval.values()
+        if text is None:
+            raise ValueError("a fit is chosen on held-out text too: give windows >= 1")
+        return cls(
+            name,
+            method,
+            {length: tuple(sample.correct for sample in retrieval.samples(length)) for length in lengths},
+            math.fsum(-retrieval.logprob(length) for length in lengths) / len(lengths),
+            {high: math.log(text.between(low, high)) for low, high in itertools.pairwise([0, *lengths])},
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the scores, for JSON."""
         return {
@@ -66,11 +85,11 @@ class Candidate:
         return all(self.nll[n] <= other.nll[n] for n in other.nll)
 
     def finds_no_less(self, other: Candidate) -> bool:
-        """Whether retrieval is no worse, and surely worse at no length.
+        """Whether retrieval is no worse, and significantly worse at no length.
 
-        Surely: the paired 95 % interval of the difference in prompts answered lies below 0. Over all lengths, either no
-        fewer are answered, or not surely fewer and the answers are no less probable: which of the marginal ones are
-        answered is chance, and no table but itself would come up to a start that was lucky with them.
+        Significantly: the paired 95 % interval of the difference in prompts answered lies below 0. Over all lengths,
+        either no fewer are answered, or not significantly fewer and the answers are no less probable: which of the
+        marginal ones are answered is chance, and no table but itself would match a start that was lucky with them.
         """
         whole, others = (tuple(itertools.chain(*c.hits.values())) for c in (self, other))
         return (
@@ -84,52 +103,33 @@ class Candidate:
 
 
 @dataclass(eq=False)
-class Judging:
-    """Held-out text and prompts, the same for all candidates."""
+class Evaluator:
+    """Measures tables on held-out text and prompts, the same for all candidates.
+
+    Attributes:
+        model: whose table is fitted.
+        suite: held-out windows and prompts of one task.
+        objective: what is minimised.
+        on_progress: called with a stage and the number of tokens just read.
+    """
 
     model: nn.Module
-    tokenizer: Any
-    texts: Sequence[Any]
-    lengths: Sequence[int]
-    depths: Sequence[float]
-    samples: int
+    suite: EvalSuite
     objective: Objective
-    seed: int
-    maker: PromptMaker
-    progress: Callable[[str, int], None]
+    on_progress: Callable[[str, int], None]
 
-    def __call__(self, name: str, method: Method, kept: MutableMapping[str, Any] | None) -> Candidate:
-        """Measure the table in place; the first process does, for all."""
-        return from_first(lambda: self._measure(name, method, kept))
+    def __call__(self, name: str, method: Method, result_cache: MutableMapping[str, Any] | None) -> Candidate:
+        """Measure the table that is in place; the first process does it for all."""
 
-    def _measure(self, name: str, method: Method, kept: MutableMapping[str, Any] | None) -> Candidate:
-        def told(tokens: int) -> None:
-            self.progress(f"{name}: judging", tokens)
+        def measure() -> Candidate:
+            scores = self.suite.run(
+                self.model,
+                resume=result_cache,
+                on_progress=lambda tokens: self.on_progress(f"{name}: evaluation", tokens),
+            )
+            return Candidate.from_scores(name, method, scores)
 
-        score = perplexity(
-            self.model, self.texts, window=self.lengths[-1], buckets=[0, *self.lengths], resume=kept, progress=told
-        )
-        found = retrieval(
-            self.model,
-            self.tokenizer,
-            self.objective.task,
-            lengths=self.lengths,
-            depths=self.depths,
-            samples=self.samples,
-            seed=SEED + self.seed,
-            haystack=self.maker,
-            resume=kept,
-            progress=told,
-        )
-        answers = [-found.logprob(length) for length in self.lengths]
-        edges = [0, *self.lengths]
-        return Candidate(
-            name,
-            method,
-            {length: tuple(sample.correct for sample in found.samples(length)) for length in self.lengths},
-            math.fsum(answers) / len(answers),
-            {high: math.log(score.between(low, high)) for low, high in itertools.pairwise(edges)},
-        )
+        return from_first(measure)
 
     def loss(self, candidate: Candidate) -> float:
         """Return ``(1 - retrieval) * text + retrieval * answers``, what patience goes by.

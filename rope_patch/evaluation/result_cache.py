@@ -13,7 +13,7 @@ from typing import Any
 START = b'{"key"'
 
 
-class Journal(MutableMapping[str, Any]):
+class ResultCache(MutableMapping[str, Any]):
     r"""A dictionary of JSON values in a file of lines, each written and synced before the next piece of work begins.
 
     Keys come from :func:`key`: they name everything a value depends on, so one file may serve any number of models
@@ -29,9 +29,9 @@ class Journal(MutableMapping[str, Any]):
         >>> import pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "work.jsonl")
-        ...     Journal(path)["a"] = 1.5
+        ...     ResultCache(path)["a"] = 1.5
         ...     _ = path.write_text(path.read_text() + '{"key": "b", "val')  # the machine stopped here
-        ...     dict(Journal(path))
+        ...     dict(ResultCache(path))
         {'a': 1.5}
     """
 

@@ -1,0 +1,101 @@
+"""Inspect and verify: a model in memory, a checkpoint's folder, or an adapter's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
+from rope_patch.checkpoints.gguf import is_gguf
+from rope_patch.checkpoints.gguf_table import read_gguf
+from rope_patch.checkpoints.offline import skeleton, verify_folder
+from rope_patch.patching.apply import reapply
+from rope_patch.patching.record import PatchRecord, TableRecord
+from rope_patch.patching.verify import Inspection, inspect_model, verify_model
+
+
+@dataclass(frozen=True, repr=False)
+class Verification:
+    """A patch that is what its record says; ``print`` shows its tables.
+
+    Attributes:
+        source: the class of the model, or the folder.
+        record: the patch record.
+    """
+
+    source: str
+    record: PatchRecord
+
+    @property
+    def method(self) -> str:
+        """The method string of the patch."""
+        return str(self.record.to_method())
+
+    @property
+    def tables(self) -> Mapping[str, TableRecord]:
+        """Every table in use, by layer type (``"all"`` where there is one for all layers)."""
+        return self.record.tables
+
+    def __repr__(self) -> str:
+        method = self.method if len(self.method) <= 60 else f"{self.method[:60]}…"
+        return f"<Verification of {self.source}: patched with {method}, as recorded>"
+
+    def __str__(self) -> str:
+        tables = ", ".join(f"{key} {table.hash}" for key, table in self.tables.items())
+        return f"{self.source}: patched with {self.method}, as recorded (tables: {tables})"
+
+
+def inspect(source: nn.Module | str | Path) -> Inspection:
+    """Return the rotary tables of a model, patched or not; ``print`` shows them.
+
+    Of a folder only the config is read, and of a GGUF file its header, so it takes no longer for a large model.
+
+    Args:
+        source: a model of transformers, a folder or hub id, an adapter's folder (the tables it is loaded onto), or a
+            GGUF file.
+
+    Raises:
+        OSError: nothing to read there; the message says what to do.
+        ValueError: no model with a rotary table.
+        PatchError: an adapter's record that does not fit its base model.
+    """
+    if isinstance(source, nn.Module):
+        return inspect_model(source)
+    if is_gguf(source):
+        return read_gguf(source)
+    if not is_adapter(source):
+        return inspect_model(skeleton(source))
+    model, record = skeleton(adapter_base(source), beside_adapter=True), read_record(source)
+    if record is not None:
+        reapply(model, record)
+        return inspect_model(model)
+    inspection = inspect_model(model)
+    warning = f"the adapter {source} carries no {RECORD_FILE}: these are the tables of its base model"
+    return replace(inspection, warnings=(*inspection.warnings, warning))
+
+
+def verify(source: nn.Module | str | Path, record: PatchRecord | None = None) -> Verification:
+    """Check that a model really uses the tables that its patch record describes.
+
+    The method is applied again to the base table, the config is read as transformers alone would read it, and the
+    rotary module of a model in memory is called and its cos and sin compared. Of a folder the weights are checked to be
+    whole, without loading them.
+
+    Args:
+        source: a model of transformers, a folder or hub id, or an adapter's folder.
+        record: what to check a model in memory against, such as an adapter's; by default its own record.
+
+    Raises:
+        PatchError: no record, or any difference.
+        OSError: damaged weights, or nothing to read there.
+        ValueError: ``record`` beside a folder, which has its own.
+    """
+    if isinstance(source, nn.Module):
+        verified = verify_model(source, record)
+        return Verification(type(source).__name__, verified)
+    if record is not None:
+        raise ValueError(f"record= goes with a model in memory, got the folder {str(source)!r}: load it first")
+    return Verification(str(source), verify_folder(source))

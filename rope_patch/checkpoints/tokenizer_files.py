@@ -1,0 +1,58 @@
+"""The files of the tokenizer that belongs to a model, found on this disk."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
+from rope_patch.errors import read_json
+from rope_patch.patching.encoding import text_part
+
+_VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json"),
+    "vocab.txt",
+)
+_SETTINGS = (
+    *("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    "chat_template.json",
+)
+_NAMES = (*_VOCABULARIES, *_SETTINGS)
+
+
+def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> None:
+    """Copy the tokenizer's files of the checkpoint that a model came from, where they are known.
+
+    That is the folder or the hub repository that ``model.config.name_or_path`` names; of a repository only what is in
+    the local cache is taken, so nothing is downloaded.
+
+    Args:
+        model: to be saved.
+        folder: to copy into.
+        beside: the folder that this becomes; a tokenizer that is in it already stays as it is.
+    """
+    source = str(getattr(model.config, "name_or_path", "") or "")
+    if not source or any((beside / name).is_file() for name in _NAMES):
+        return
+    hub = {"local_files_only": True, "revision": getattr(model.config, "_commit_hash", None)}
+    config = find_file(source, CONFIG_FILE, **hub)
+    if config is None or not any(find_file(source, name, **hub) for name in _VOCABULARIES):
+        return
+    try:
+        of_source = text_part(read_json(config)).get("vocab_size")
+    except OSError:  # a folder that was damaged since
+        return
+    size = model.config.get_text_config().vocab_size
+    if of_source is not None and of_source != size:
+        warnings.warn(
+            f"the model has {size} tokens in its vocabulary, and {source}, which it came from, has {of_source}: that "
+            "tokenizer is not saved beside it. Give the model's own with tokenizer=, or tokenizer=False",
+            stacklevel=3,
+        )
+        return
+    for name in _NAMES:
+        if (path := find_file(source, name, **hub)) is not None:
+            shutil.copyfile(path, folder / name)

@@ -1,0 +1,59 @@
+"""The text that needles are hidden in."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from rope_patch.evaluation.documents import documents
+from rope_patch.evaluation.text import builtin_text
+
+NOISE = "The road goes on and on. The hill is far away. We walk all day. Then we rest a while, and walk on again. "
+"""What a haystack of noise repeats."""
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text to hide things in.
+
+    Attributes:
+        text: the text.
+        name: what results call it.
+        endless: say the text again when it is too short: for noise. A book said twice would be another task.
+        python_version: whose files the built-in text is made of.
+    """
+
+    text: str
+    name: str = "text"
+    endless: bool = False
+    python_version: str | None = None
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the text."""
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    @classmethod
+    def of(cls, source: str | Path | Haystack) -> Haystack:
+        """Return the haystack called ``"builtin"`` or ``"noise"``, or that of a file or folder (``Path``).
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: an unknown name, or no text.
+        """
+        match source:
+            case Haystack():
+                made = source
+            case "builtin":
+                corpus = builtin_text("haystack")
+                made = cls(corpus.text, "builtin", python_version=corpus.python_version)
+            case "noise":
+                made = cls(NOISE, "noise", endless=True)
+            case Path():
+                made = cls("\n\n".join(document.text for document in documents(source)), source.name)
+            case _:
+                raise ValueError(f"haystack must be 'builtin', 'noise' or a Path, got {source!r}")
+        if not made.text.strip():
+            raise ValueError("the haystack is empty")
+        return made

@@ -1,0 +1,153 @@
+"""What an evaluation measures: a value that can be written down, compared and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from rope_patch.evaluation.tasks import find_task
+
+WINDOWS = 16
+"""Windows of text by default, where the text has room for so many."""
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """What is measured: perplexity by position, and retrieval at every length and depth.
+
+    ``compare``, ``kv_check``, ``fit``, the fine-tuning recipe and the demo all take one, so that the same numbers mean
+    the same measurement everywhere.
+
+    Attributes:
+        lengths: of the retrieval prompts, rising; perplexity is measured over windows of the longest [tokens].
+        depths: of the needles, rising, from 0, the start of the prompt, to 1, right before the question.
+        samples: haystacks for each task and length; each is asked at every depth.
+        windows: windows of text, spread evenly over it; None for 16, or as many as the text has room for; 0 leaves
+            perplexity out.
+        tasks: retrieval tasks, keys of :data:`rope_patch.evaluation.tasks.TASKS`.
+        mode: ``"single"``, one needle in each prompt, or ``"multikey"``, a needle at every depth in all prompts.
+        text: file or folder (``*.txt``) for perplexity; None for the held-out part of the text that ships with Python.
+        haystack: ``"builtin"``, ``"noise"``, or a file or folder; None for the text of perplexity itself.
+        bucket: width of the position buckets of the perplexity curve; None for a sixteenth of the longest length
+            [tokens].
+        chunk: tokens per forward pass, which bounds memory; None for whole windows and prompts [tokens].
+        batch_tokens: tokens read side by side, at most; a single window or prompt may be longer [tokens].
+        seed: of numbers, names and haystacks.
+
+    Raises:
+        ValueError: a value out of its range, or an unknown task or mode.
+
+    Example:
+        >>> EvalSpec(lengths=[512, 256]).lengths
+        (256, 512)
+    """
+
+    lengths: Sequence[int]
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    samples: int = 4
+    windows: int | None = None
+    tasks: Sequence[str] = ("passkey",)
+    mode: str = "single"
+    text: str | None = None
+    haystack: str | None = "builtin"
+    bucket: int | None = None
+    chunk: int | None = None
+    batch_tokens: int = 16384
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values, and put lengths and depths in order."""
+        if isinstance(self.tasks, str):
+            raise ValueError(f"tasks must be a list of names, got {self.tasks!r}")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks must be one or more names that differ from each other, got {list(self.tasks)}")
+        for task in self.tasks:
+            lengths, depths = check_retrieval(task, self.mode, self.lengths, self.depths, self.samples, self.chunk)
+        if min(lengths) < 2:
+            raise ValueError(f"lengths must be at least 2 tokens, got {min(lengths)}")
+        for depth in depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"depth must be in [0, 1], got {depth}")
+        for name, value, least in (
+            ("windows", self.windows, 0),
+            ("bucket", self.bucket, 1),
+            ("batch_tokens", self.batch_tokens, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        object.__setattr__(self, "lengths", tuple(sorted(lengths)))
+        object.__setattr__(self, "depths", tuple(depths))
+        object.__setattr__(self, "tasks", tuple(self.tasks))
+        for name in ("text", "haystack"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else str(value))
+
+    @property
+    def longest(self) -> int:
+        """The longest prompt, and the window of text [tokens]."""
+        return self.lengths[-1]
+
+    @property
+    def edges(self) -> list[int]:
+        """Edges of the position buckets of perplexity; every length is among them [tokens]."""
+        width = max(2, self.longest // 16) if self.bucket is None else self.bucket
+        return sorted({*range(0, self.longest, width), *self.lengths, 0} - {1})
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the whole spec. The texts themselves have digests of their own in the results."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def tokens_to_read(self, windows: int | None = None) -> int:
+        """Return the tokens that one run reads, for a progress bar.
+
+        Args:
+            windows: that the text has room for; by default those asked for.
+        """
+        asked = WINDOWS if self.windows is None else self.windows
+        prompts = sum(1 if find_task(task, self.mode).joined else len(self.depths) for task in self.tasks)
+        return (asked if windows is None else windows) * self.longest + prompts * self.samples * sum(self.lengths)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the spec as JSON values."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EvalSpec:
+        """Return the spec that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        unknown = set(values) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"EvalSpec has no {', '.join(sorted(unknown))}")
+        return cls(**values)
+
+
+def check_retrieval(
+    task: str, mode: str, lengths: Sequence[int], depths: Sequence[float], samples: int, chunk: int | None
+) -> tuple[list[int], list[float]]:
+    """Return lengths and depths as numbers, the depths rising.
+
+    Raises:
+        ValueError: anything that :func:`~rope_patch.evaluation.retrieval.retrieval` cannot ask.
+    """
+    find_task(task, mode)
+    for name, values in (("lengths", lengths), ("depths", depths)):
+        if isinstance(values, str) or not len(values):
+            raise ValueError(f"{name} must be a list of numbers, got {values!r}" if values else f"{name} is empty")
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} must differ from each other, got {list(values)}")
+    for length in lengths:
+        if int(length) != length:
+            raise ValueError(f"a length must be a whole number of tokens, got {length}")
+    if samples < 1:
+        raise ValueError(f"samples must be >= 1, got {samples}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 tokens, got {chunk}")
+    return [int(length) for length in lengths], sorted(float(depth) for depth in depths)

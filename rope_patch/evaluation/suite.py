@@ -1,0 +1,171 @@
+"""One evaluation: windows and prompts made once, then read by any number of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rope_patch.evaluation.documents import Source, TokenDocument, documents, spread_windows
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.losses import PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.result_cache import ResultCache
+from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.text import Corpus, builtin_text
+from rope_patch.modeling.scoring import CacheFactory
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The scores of one model.
+
+    Attributes:
+        spec: what was measured.
+        perplexity: by position; None where no window of text was asked for.
+        retrieval: by length and depth, of each task.
+    """
+
+    spec: EvalSpec
+    perplexity: PerplexityResult | None
+    retrieval: Mapping[str, RetrievalResult]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the scores as JSON values, without the spec."""
+        return {
+            "perplexity": None if self.perplexity is None else asdict(self.perplexity),
+            "retrieval": {task: asdict(result) for task, result in self.retrieval.items()},
+        }
+
+
+class EvalSuite:
+    """The windows of text and the prompts of a spec, in the tokens of one tokenizer.
+
+    Args:
+        spec: what is measured.
+        tokenizer: of the models to be measured.
+        text: a text in memory, in place of the spec's, as :func:`~rope_patch.evaluation.documents.documents` reads it.
+        haystack: a haystack in memory, in place of the spec's.
+
+    Attributes:
+        spec: as given.
+        tokenizer: as given.
+        windows: of the text, each as long as the longest length, the special tokens in front.
+        prompts: makes the prompts.
+        text_name: what the text is.
+        text_sha256: digest of the text; "" where none is read.
+        python_version: whose files the built-in texts are made of; None for texts of the user's own.
+
+    Raises:
+        ValueError: too little text, or a prompt that does not fit: before any model has read anything.
+        FileNotFoundError: a file of the spec that does not exist.
+
+    Example:
+        ``scores = EvalSuite(EvalSpec(lengths=[4096, 16384]), tokenizer).run(model)``
+    """
+
+    def __init__(
+        self, spec: EvalSpec, tokenizer: Any, *, text: Source | None = None, haystack: Haystack | None = None
+    ) -> None:
+        self.spec, self.tokenizer = spec, tokenizer
+        source = text
+        if source is None:
+            source = builtin_text("heldout") if spec.text is None else Path(spec.text)
+        self.text_name = _name(source)
+        self.windows: list[TokenDocument] = []
+        self.text_sha256 = ""
+        if spec.windows != 0:
+            self.windows, self.text_sha256 = spread_windows(tokenizer, source, spec.longest, spec.windows)
+        self.prompts = PromptMaker(tokenizer, haystack or _haystack(spec.haystack, source, self.text_name))
+        for task in spec.tasks:
+            for length in spec.lengths:
+                self.prompts.prompts(task, length, spec.depths, mode=spec.mode, seed=spec.seed)
+        self.python_version = (
+            source.python_version if isinstance(source, Corpus) else self.prompts.haystack.python_version
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one run reads, for a progress bar."""
+        return self.spec.tokens_to_read(len(self.windows))
+
+    def run(
+        self,
+        model: nn.Module,
+        *,
+        cache: CacheFactory | None = None,
+        resume: str | Path | MutableMapping[str, Any] | None = None,
+        on_progress: Callable[[int], None] = lambda tokens: None,
+    ) -> EvalResult:
+        """Return the scores of a model; it is left in the mode it was in.
+
+        Args:
+            model: a causal language model of transformers.
+            cache: zero-argument factory of a cache to read through, such as a quantized one.
+            resume: file (or mapping) in which finished windows and prompts are kept, each under a key that is made of
+                its content: the same call goes on where it was. With a ``cache`` only if that has an ``identity``.
+            on_progress: called with the number of tokens just read.
+
+        Raises:
+            ValueError: logits that are not finite, or token ids that the model does not know.
+        """
+        spec = self.spec
+        kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
+        score = None
+        if self.windows:
+            score = perplexity(
+                model,
+                self.windows,
+                window=spec.longest,
+                buckets=spec.edges,
+                chunk=None if spec.chunk is None else min(spec.chunk, spec.longest),
+                batch=max(1, spec.batch_tokens // spec.longest) if spec.chunk is None else 1,
+                cache=cache,
+                resume=kept,
+                on_progress=on_progress,
+            )
+        answers = {
+            task: retrieval(
+                model,
+                self.tokenizer,
+                task,
+                mode=spec.mode,
+                lengths=spec.lengths,
+                depths=spec.depths,
+                samples=spec.samples,
+                seed=spec.seed,
+                haystack=self.prompts,
+                chunk=spec.chunk,
+                batch_tokens=spec.batch_tokens,
+                cache=cache,
+                resume=kept,
+                on_progress=on_progress,
+            )
+            for task in spec.tasks
+        }
+        return EvalResult(spec, score, answers)
+
+
+def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:
+    """Return the suite of a spec; one that is made already stays as it is."""
+    return spec if isinstance(spec, EvalSuite) else EvalSuite(spec, tokenizer)
+
+
+def _haystack(name: str | None, source: Source, text_name: str) -> str | Path | Haystack:
+    if name is None:
+        return Haystack("\n\n".join(document.text for document in documents(source)), text_name)
+    return name if name in ("builtin", "noise") else Path(name)
+
+
+def _name(source: Source) -> str:
+    match source:
+        case Corpus():
+            return f"built-in {source.split} text"
+        case Path():
+            return source.name
+    return "text of the user's own"

@@ -1,0 +1,23 @@
+"""Several words with a number each, asked for together."""
+
+from collections.abc import Sequence
+
+from rope_patch.evaluation.tasks.base import Draw, Question, Task
+
+
+class MultiQuery(Task, name="multiquery"):
+    """A word with a number of seven digits at every depth."""
+
+    source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-query NIAH; ours asks for them in their order"
+    joined = True
+
+    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+        """Return the one question that asks for the numbers of all words."""
+        values, names = draw.numbers(len(depths), 7), draw.names(len(depths))
+        hidden = [
+            (depth, f" The magic number of {name} is {value}.")
+            for depth, name, value in zip(depths, names, values, strict=True)
+        ]
+        listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
+        text = f" What are the magic numbers of {listed}? In this order, they are"
+        return [Question(tuple(hidden), text, tuple(values), tuple(depths))]

@@ -1,0 +1,20 @@
+"""Several numbers that belong to one word, asked for together."""
+
+from collections.abc import Sequence
+
+from rope_patch.evaluation.tasks.base import Draw, Question, Task
+
+
+class MultiValue(Task, name="multivalue"):
+    """One word, a number of seven digits at every depth."""
+
+    source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, multi-value NIAH; ours asks for them in their order"
+    joined = True
+
+    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+        """Return the one question that asks for all numbers."""
+        values = draw.numbers(len(depths), 7)
+        (name,) = draw.names(1)
+        needles = [f" One magic number of {name} is {value}." for value in values]
+        text = f" What are all the magic numbers of {name}? In order, the magic numbers of {name} are"
+        return [Question(tuple(zip(depths, needles, strict=True)), text, tuple(values), tuple(depths))]

@@ -1,0 +1,21 @@
+"""Variables that take their value from one another, along a chain through the text."""
+
+import itertools
+from collections.abc import Sequence
+
+from rope_patch.evaluation.tasks.base import Draw, Question, Task
+
+
+class VariableTracking(Task, name="vt"):
+    """A number, and a chain of variables that have it: a link at every depth."""
+
+    source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, variable tracking, one chain"
+    joined = True
+
+    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+        """Return the one question that asks for all variables of the chain."""
+        value, names = draw.numbers(len(depths), 5)[0], draw.variables(len(depths))
+        links = [f" VAR {names[0]} = {value}."]
+        links += [f" VAR {name} = VAR {before}." for before, name in itertools.pairwise(names)]
+        text = f" Which variables have the value {value}? In order, they are"
+        return [Question(tuple(zip(depths, links, strict=True)), text, tuple(names), tuple(depths))]

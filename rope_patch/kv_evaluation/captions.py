@@ -1,0 +1,47 @@
+"""Counts and lists of layers, pairs and windows as one says them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def windows_of(count: int, size: int) -> str:
+    """Windows of text in words.
+
+    >>> windows_of(1, 128), windows_of(16, 4096)
+    ('1 window of 128 tokens', '16 windows of 4096 tokens, which do not overlap')
+    """
+    return f"{counted(count, 'window')} of {size} tokens{', which do not overlap' * (count > 1)}"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "sample"), counted(4, "sample")
+    ('1 sample', '4 samples')
+    """
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def listed(what: str, indices: Sequence[int]) -> str:
+    """Indices of something in words.
+
+    >>> listed("layer", [0, 3, 4, 5]), listed("pair", [7]), listed("pair", [])
+    ('layers 0, 3-5', 'pair 7', 'no pair')
+    """
+    return f"{what}{'s' * (len(indices) > 1)} {spans(indices)}" if indices else f"no {what}"
+
+
+def spans(indices: Sequence[int]) -> str:
+    """Indices, those that follow each other as a range.
+
+    >>> spans([0, 3, 4, 5])
+    '0, 3-5'
+    """
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and index == parts[-1][1] + 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)

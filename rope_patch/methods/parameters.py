@@ -1,0 +1,104 @@
+"""The parameters of methods: how they are declared, checked, and read from text and written to it."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, field
+from typing import Any
+
+
+def number(
+    default: Any, *, above: float | None = None, least: float | None = None, most: float | None = None, unit: str = ""
+) -> Any:
+    """Declare a parameter with bounds, which hold for every number of a list.
+
+    Args:
+        default: None for a parameter that may be left out.
+        above: a number that the value exceeds.
+        least: the least value.
+        most: the greatest value; together with ``least``.
+        unit: of the value, for the message.
+    """
+    return field(default=default, metadata={"above": above, "least": least, "most": most, "unit": unit})
+
+
+def check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a number is within the bounds of its declaration."""
+    above, least, most = (bounds.get(key) for key in ("above", "least", "most"))
+    unit = f" {bounds['unit']}" if bounds.get("unit") else ""
+    if above is not None and not value > above:
+        raise ValueError(f"{name} must be > {above:g}{unit}, got {value}")
+    if most is not None and not least <= value <= most:
+        raise ValueError(f"{name} must be in [{least:g}, {most:g}]{unit}, got {value}")
+    if least is not None and not value >= least:
+        raise ValueError(f"{name} must be >= {least:g}{unit}, got {value}")
+
+
+def field_help(f: Field[Any]) -> str:
+    """Return ``name=default`` of a parameter as a method string writes it; empty value where it has none."""
+    return f"{f.name}={written(f.default) if f.default is not MISSING and f.default is not None else '…'}"
+
+
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """Convert to the declared field type: float, int, bool, str, a tuple of floats, each possibly with None."""
+    union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    options = typing.get_args(kind) if union else (kind,)
+    if type(None) in options:
+        if value is None or value == "none":
+            return None
+        kind = next(option for option in options if option is not type(None))
+    if kind is bool:
+        words = {"true": True, "false": False}
+        if str(value).lower() not in words:
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        return words[str(value).lower()]
+    if kind in (int, float):
+        converted = _number(name, value, kind)
+        if converted and not 1e-37 < abs(converted) < 1e37:
+            raise ValueError(f"{name} must be a number that float32 holds, got {value!r}")
+        return converted
+    if kind is str:
+        if not isinstance(value, str) or not value or set(value) & set(":+,="):
+            raise ValueError(f"{name} must be a word, got {value!r}")
+        return value
+    items = value.split("/") if isinstance(value, str) else value
+    if not isinstance(items, Iterable):
+        raise ValueError(f"{name} must be numbers joined by '/', got {value!r}")
+    numbers = tuple(_number(name, item, float) for item in items)
+    if not numbers:
+        raise ValueError(f"{name} must not be empty")
+    return numbers
+
+
+def _number(name: str, value: Any, kind: type) -> float | int:
+    rule = "a whole number" if kind is int else "a number"
+    hint = ""
+    if isinstance(value, str) and "," in value:
+        hint = " (parameters are separated by ':', the numbers of a list by '/')"
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        converted = float(value)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{name} must be {rule}, got {value!r}{hint}") from None
+    if not math.isfinite(converted):
+        raise ValueError(f"{name} must be finite, got {value}")
+    if kind is int and not converted.is_integer():
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    return int(converted) if kind is int else converted
+
+
+def written(value: Any) -> str:
+    """Write a value so that a method string reads it back: no comma, no plus sign."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        return "/".join(map(written, value))
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return repr(value).replace("e+", "e")

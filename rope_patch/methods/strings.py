@@ -1,0 +1,138 @@
+"""Methods from any form in which they are given: a method string, a name with parameters, an object, a dict, a list.
+
+A method string is ``NAME[:key=value…]``; several are chained with ``+``, applied from left to right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from rope_patch.methods.base import METHODS, Chain, Method
+from rope_patch.methods.parameters import written
+from rope_patch.words import did_you_mean
+
+MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
+
+
+def parse(text: str) -> Method:
+    """Return the method of a method string, ``NAME[:key=value…][+NAME…]``.
+
+    Raises:
+        ValueError: an unknown name or parameter (with the nearest known one), or a value out of range.
+
+    >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
+    'abf:rope_theta=500000+p_rope:p=0.5'
+    """
+    steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # 1e+20 is one number
+    return steps[0] if len(steps) == 1 else Chain(tuple(steps))
+
+
+def _parse_one(text: str) -> Method:
+    name, *pairs = (part.strip() for part in text.split(":"))
+    params = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or not value:
+            raise ValueError(f"expected key=value after {name!r}, got {pair!r} in {text!r}")
+        if key in params:
+            raise ValueError(f"{key!r} is given twice in {text!r}")
+        params[key] = value
+    return create(name, **params)
+
+
+def create(name: str, /, **params: Any) -> Method:
+    """Return the method ``name`` with ``params``; strings are converted to each field's type.
+
+    Raises:
+        ValueError: unknown method or parameter, or a value out of range.
+
+    >>> create("p_rope", p="0.5")
+    PRope(p=0.5)
+    """
+    cls = METHODS.get(name)
+    if cls is None and name in METHODS.broken:
+        raise ValueError(f"the method {name!r} cannot be loaded from {METHODS.broken[name]}")
+    if cls is None:
+        raise ValueError(f"unknown method {name!r}.{did_you_mean(name, METHODS)} Known: {', '.join(METHODS)}")
+    known = [f.name for f in fields(cls)]
+    for key in params:
+        if key not in known:
+            takes = ", ".join(known) or "no parameters"
+            raise ValueError(f"{name} has no parameter {key!r}.{did_you_mean(key, known)} It takes: {takes}")
+    return cls(**params)
+
+
+def from_dict(data: Mapping[str, Any]) -> Method:
+    """Return the method that ``to_dict`` described; unknown keys are refused.
+
+    >>> from_dict({"method": "pi", "factor": 8})
+    PI(factor=8.0, replace_scaling=False)
+    """
+    params = dict(data)
+    name = params.pop("method", None)
+    if not isinstance(name, str):
+        raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")
+    if name != "chain":
+        return create(name, **params)
+    steps = params.pop("steps", ())
+    if params:
+        raise ValueError(f"a chain has no parameter {next(iter(params))!r}. It takes: steps")
+    return Chain(tuple(as_method(step) for step in steps))
+
+
+def as_method(method: MethodLike, **params: Any) -> Method:
+    """Return a method from any of its forms: a string, a name with parameters, an object, a dict, or a sequence."""
+    if isinstance(method, str):
+        if not params:
+            return parse(method)
+        if ":" in method or "+" in method:
+            raise ValueError(f"give parameters in the string or as keywords, not both: {method!r} and {sorted(params)}")
+        return create(method, **params)
+    if params:
+        raise TypeError(f"keywords {sorted(params)} only go with a method's name, not with {type(method).__name__}")
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, Mapping):
+        return from_dict(method)
+    if isinstance(method, Sequence) and method:
+        steps = tuple(as_method(item) for item in method)
+        return steps[0] if len(steps) == 1 else Chain(steps)
+    raise TypeError(f"expected a method's name, object, dict, or a non-empty sequence of them, got {method!r}")
+
+
+def missing_methods(data: Mapping[str, Any]) -> list[str]:
+    """Return the names in a method's ``to_dict`` whose classes are not defined here.
+
+    >>> missing_methods({"method": "chain", "steps": [{"method": "pi", "factor": 2}, {"method": "of_a_script"}]})
+    ['of_a_script']
+    """
+    return [str(step["method"]) for step in _steps(data) if step["method"] not in METHODS]
+
+
+def method_string(data: Mapping[str, Any]) -> str:
+    """Return the method string of a method's ``to_dict``, also where its class is not defined here.
+
+    >>> method_string({"method": "of_a_script", "factor": 2.0, "other": None})
+    'of_a_script:factor=2'
+    """
+    strings = []
+    for step in _steps(data):
+        if step["method"] in METHODS:
+            strings.append(str(from_dict(step)))
+            continue
+        params = {key: value for key, value in step.items() if key != "method" and value is not None}
+        given = (tuple(value) if isinstance(value, list) else value for value in params.values())
+        strings.append(":".join([step["method"], *(f"{k}={written(v)}" for k, v in zip(params, given, strict=True))]))
+    return "+".join(strings)
+
+
+def _steps(data: Any) -> list[Mapping[str, Any]]:
+    """Return the steps of a method's ``to_dict``, those of a chain one after the other."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
+        raise ValueError(f"expected a 'method' key with a name, got {data!r}")
+    if data["method"] != "chain":
+        return [data]
+    return [inner for step in data.get("steps", ()) for inner in _steps(step)]

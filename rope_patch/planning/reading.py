@@ -1,0 +1,135 @@
+"""Shapes read off a model without weights, on torch's meta device."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rope_patch.checkpoints.offline import skeleton
+from rope_patch.planning.shapes import Layer, Linear, Shape
+
+
+def read_model(model: Any) -> Shape:
+    """Return the shape of a model, which may have no weights.
+
+    Raises:
+        TypeError: not a model of transformers.
+        ValueError: not a dense decoder of attention and MLP.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"a plan is of a name, a folder, a hub id or a transformers model, got {type(model).__name__}")
+    return _read(model, model.config.name_or_path or type(model).__name__)
+
+
+def read_checkpoint(source: str | Path) -> Shape:
+    """Return the shape of a checkpoint; only its config is read.
+
+    Args:
+        source: folder or hub id.
+
+    Raises:
+        ValueError: not a dense decoder of attention and MLP.
+        OSError: nothing to load there.
+    """
+    return _read(skeleton(source), str(source))
+
+
+def read_config(path: Path) -> Shape:
+    """Return the shape of the model that a JSON file with the keys of a config describes, named as the file is."""
+    config = AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
+    with torch.device("meta"):
+        return _read(AutoModelForCausalLM.from_config(config), path.stem)
+
+
+def _read(model: PreTrainedModel, name: str) -> Shape:
+    parts: Any = model.get_decoder()
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    config = model.config.get_text_config()
+    if head is None or not isinstance(getattr(parts, "layers", None), nn.ModuleList):
+        raise ValueError(f"a plan needs a decoder with .layers and an output head, {type(model).__name__} has none")
+    windows = _windows(config, len(parts.layers))
+    norms = [module for module in parts.modules() if _is_norm(module)]
+    return Shape(
+        name=name,
+        model_class=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        layers=tuple(
+            _layer(layer, config, w, type(model).__name__) for layer, w in zip(parts.layers, windows, strict=True)
+        ),
+        embedding=embedding.weight.numel(),
+        head=head.weight.numel(),
+        tied=head.weight is embedding.weight,
+        vocab=head.weight.shape[0],
+        norm_weights=sum(norm.weight.numel() for norm in norms),
+        norms_in_float32=_multiplies_in_float32(norms[0]),
+        sdpa=bool(model._supports_sdpa),
+        capped_attention=bool(getattr(config, "attn_logit_softcapping", None)),
+        capped_logits=bool(getattr(config, "final_logit_softcapping", None)),
+    )
+
+
+def _windows(config: Any, layers: int) -> list[int | None]:
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 1
+
+
+def _multiplies_in_float32(norm: Any) -> bool:
+    """Ask autograd: run the norm on 16-bit numbers and look at what it saves for the gradient of its weight."""
+    saved: set[torch.dtype] = set()
+    norm = copy.deepcopy(norm).to("meta", torch.bfloat16)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.add(tensor.dtype)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        norm(torch.ones_like(norm.weight))  # the input needs no gradient: only the weight's saves anything
+    return torch.float32 in saved
+
+
+def _layer(layer: nn.Module, config: Any, window: int | None, owner: str) -> Layer:
+    """Read one layer: its attention is the child with ``attn`` in its name, its MLP the one with ``mlp``."""
+    blocks = {key: block for key, block in layer.named_children() if "attn" in key or "mlp" in key}
+    inside = {key: [(n, m) for n, m in b.named_modules() if isinstance(m, nn.Linear)] for key, b in blocks.items()}
+    attention = next((key for key in inside if "attn" in key), "")
+    mlp = next((key for key in inside if "mlp" in key), "")
+    stacked = any(p.ndim > 2 for p in layer.parameters())
+    if not inside.get(attention) or not inside.get(mlp) or stacked:
+        raise ValueError(f"a plan covers dense decoders (attention and one MLP per layer of Linear), not {owner}")
+    linears = []
+    for key, place in ((attention, "attention"), (mlp, "mlp")):
+        last = next((n for n, _ in inside[key] if n.startswith(("o_", "out", "down"))), inside[key][-1][0])
+        for n, m in inside[key]:
+            where = f"{place}_out" if n == last else place
+            linears.append(Linear(n, m.in_features, m.out_features, m.bias is not None, where))
+    query, ffn = (next(x.inputs for x in linears if x.place == f"{place}_out") for place in ("attention", "mlp"))
+    fused = (sum(x.outputs for x in linears if x.place == "attention") - query) // 2
+    key_width = next((x.outputs for x in linears if x.name.rpartition(".")[2] == "k_proj"), fused)
+    hidden = next(x.inputs for x in linears if x.place == "attention")
+    reads = {"q": query, "k": key_width, "v": key_width}
+    norms = [(n.rpartition(".")[2], m.weight.numel()) for n, m in layer.named_modules() if _is_norm(m)]
+    return Layer(
+        hidden=hidden,
+        query=query,
+        key=key_width,
+        heads=query // getattr(blocks[attention], "head_dim", query // config.num_attention_heads),
+        ffn=ffn,
+        window=window,
+        norm_inputs=tuple(hidden if size == hidden else reads.get(n[0], size) for n, size in norms),
+        norm_weights=sum(size for _, size in norms),
+        linears=tuple(linears),
+        parameters=sum(p.numel() for p in layer.parameters()),
+    )

@@ -1,0 +1,184 @@
+"""``load``, ``save``, ``inspect`` and ``verify`` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from transformers import AutoTokenizer
+
+import rope_patch
+from rope_patch import METHODS, PatchError
+
+LLAMA = rope_patch.data_path("assets") / "llama"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base model, a patched model over it, and an adapter trained under that patch."""
+    root = tmp_path_factory.mktemp("saved")
+    tiny_model().save_pretrained(root / "base")
+    model = rope_patch.load(root / "base", "yarn:factor=4", target_length=256)
+    rope_patch.save(model, root / "patched")
+    adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    rope_patch.save(adapter, root / "adapter")
+    return root
+
+
+# --- load ------------------------------------------------------------------------------------------------------------
+
+
+def test_load_takes_the_options_of_apply_by_name(saved):
+    model = rope_patch.load(saved / "patched", "pi", target_length=128, precision="float64", replace=True)
+    record = rope_patch.verify(model).record
+    assert (str(record.to_method()), record.target_length, record.precision) == ("pi:factor=2", 128, "float64")
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("yarn", {"factor": 4}, r"load takes no factor=: .*Write it into the method: load\(source, 'yarn:factor=4'\)"),
+        ("yarn:factor=4", {"beta_fast": 16.0}, r"load\(source, 'METHOD:beta_fast=16'\)"),
+        ("p_rope", {"p": 0.5}, r"a method \(p_rope, p_rope_reversed, partial\)\. .*load\(source, 'p_rope:p=0.5'\)"),
+        (None, {"factor": 4}, r"longrope\)\. .*load\(source, 'METHOD:factor=4'\)"),
+        (None, {"values": [1.0, 0.5]}, r"load\(source, 'METHOD:values=1/0.5'\)"),
+    ],
+)
+def test_load_refuses_a_parameter_of_a_method(saved, method, options, message):
+    with pytest.raises(TypeError, match=message):
+        rope_patch.load(saved / "base", method, **options)
+
+
+def test_load_passes_every_option_of_from_pretrained_on(saved):
+    model = rope_patch.load(saved / "base", dtype="bfloat16", attn_implementation="eager", local_files_only=True)
+    assert str(model.dtype) == "torch.bfloat16" and model.config._attn_implementation == "eager"
+
+
+def test_load_refuses_options_of_a_patch_without_a_method(saved):
+    with pytest.raises(ValueError, match=r"target_length goes with a method: load\(source, 'yarn', target_length="):
+        rope_patch.load(saved / "base", target_length=128)
+
+
+def test_load_refuses_a_bad_method_before_it_reads_the_model():
+    with pytest.raises(ValueError, match="unknown method 'prope'"):
+        rope_patch.load("nowhere", "prope")
+
+
+# --- inspect and verify ----------------------------------------------------------------------------------------------
+
+
+def test_inspect_finds_the_same_in_a_model_its_folder_and_an_adapter(saved):
+    tables = {
+        rope_patch.inspect(source).tables[0].fingerprint
+        for source in (rope_patch.load(saved / "patched"), saved / "patched", str(saved / "patched"), saved / "adapter")
+    }
+    assert len(tables) == 1
+    assert rope_patch.inspect(saved / "base").tables[0].fingerprint not in tables
+
+
+def test_inspect_prints_nothing_has_a_short_repr_and_shows_its_tables_when_printed(saved, capsys):
+    inspection = rope_patch.inspect(saved / "patched")
+    assert capsys.readouterr().out == ""
+    assert repr(inspection) == "<Inspection of LlamaForCausalLM: patched with yarn:factor=4, 1 table, 1 warning>"
+    assert str(inspection).startswith("LlamaForCausalLM: patched, yarn:factor=4\n  model.rotary_emb: yarn, 8 pairs")
+    assert repr(rope_patch.inspect(saved / "base")) == "<Inspection of LlamaForCausalLM: not patched, 1 table>"
+
+
+def test_a_repr_is_one_short_line_for_a_table_of_any_length(saved):
+    values = "/".join(str(1 / (i + 1)) for i in range(8))
+    model = rope_patch.load(saved / "base", f"table:values={values}")
+    for found in (rope_patch.inspect(model), rope_patch.verify(model)):
+        assert len(repr(found)) < 150 and "\n" not in repr(found)
+
+
+def test_verify_takes_a_model_a_folder_and_an_adapter(saved):
+    model = rope_patch.load(saved / "patched")
+    records = [rope_patch.verify(source).record for source in (model, saved / "patched", saved / "adapter")]
+    assert records[0] == records[1] == records[2]
+    verification = rope_patch.verify(saved / "patched")
+    assert repr(verification) == f"<Verification of {saved / 'patched'}: patched with yarn:factor=4, as recorded>"
+    assert str(verification).endswith(f"as recorded (tables: all {verification.tables['all'].hash})")
+
+
+def test_verify_refuses_what_carries_no_patch(saved):
+    with pytest.raises(PatchError, match="carries no patch record"):
+        rope_patch.verify(saved / "base")
+    with pytest.raises(ValueError, match="record= goes with a model in memory"):
+        rope_patch.verify(saved / "base", rope_patch.verify(saved / "patched").record)
+
+
+def test_inspect_says_that_an_adapter_has_no_record(saved, tmp_path):
+    shutil.copytree(saved / "adapter", tmp_path / "adapter")
+    (tmp_path / "adapter" / "rope_patch.json").unlink()
+    inspection = rope_patch.inspect(tmp_path / "adapter")
+    assert inspection.record is None and "carries no rope_patch.json" in inspection.warnings[-1]
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def test_save_takes_the_tokenizer_of_the_folder_that_the_model_came_from(tmp_path):
+    model = rope_patch.load(LLAMA, "pi:factor=2")
+    rope_patch.save(model, tmp_path / "out")
+    again, original = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", LLAMA))
+    assert again.get_vocab() == original.get_vocab()
+    assert again("The ferry came back late.").input_ids == original("The ferry came back late.").input_ids
+
+
+def test_save_leaves_the_tokenizer_out_when_told_so(tmp_path):
+    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out", tokenizer=False)
+    assert not list((tmp_path / "out").glob("*token*"))
+
+
+def test_save_saves_a_tokenizer_that_is_given_in_place_of_the_known_one(tmp_path):
+    given = AutoTokenizer.from_pretrained(LLAMA)
+    given.add_tokens(["<given>"])
+    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out", tokenizer=given)
+    assert "<given>" in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+
+
+def test_save_leaves_a_tokenizer_alone_that_is_in_the_folder_already(tmp_path):
+    own = AutoTokenizer.from_pretrained(LLAMA)
+    own.add_tokens(["<own>"])
+    own.save_pretrained(tmp_path / "out")
+    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out")
+    assert "<own>" in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+
+
+def test_save_takes_no_tokenizer_of_another_vocabulary(tmp_path):
+    model = rope_patch.load(LLAMA, "pi:factor=2")
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    with pytest.warns(UserWarning, match=r"is not saved beside it. Give the model's own with tokenizer="):
+        rope_patch.save(model, tmp_path / "out")
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_save_takes_the_tokenizer_of_a_hub_model_from_the_local_cache_alone(tmp_path, monkeypatch):
+    commit = "0" * 40
+    snapshot = tmp_path / "cache" / "models--someone--llama" / "snapshots" / commit
+    shutil.copytree(LLAMA, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    model = rope_patch.load(LLAMA, "pi:factor=2")
+    for name, expected in (("someone/llama", True), ("someone/unknown", False), ("", False)):
+        model.config.name_or_path = name
+        rope_patch.save(model, tmp_path / f"out-{expected}-{len(name)}")
+        assert (tmp_path / f"out-{expected}-{len(name)}" / "tokenizer.json").exists() == expected
+
+
+def test_save_refuses_what_is_no_tokenizer_before_it_writes(saved, tmp_path):
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer of transformers, False, or left out"):
+        rope_patch.save(rope_patch.load(saved / "patched"), tmp_path / "out", tokenizer="llama")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_field_of_a_method_is_refused_by_load():
+    # One that from_pretrained knows, too, could not be told from its own option.
+    names = {name for cls in METHODS.values() for name in json.loads(json.dumps(cls().to_dict()))} - {"method"}
+    for name in names:
+        with pytest.raises(TypeError, match=f"load takes no {name}="):
+            rope_patch.load("nowhere", **{name: 1})

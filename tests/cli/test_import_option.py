@@ -1,0 +1,77 @@
+"""``--import`` makes methods of a user's own module known to commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny import tiny_model
+from typer.main import get_command
+
+import rope_patch
+from rope_patch.cli.app import app
+
+MODULE = '''
+from dataclasses import dataclass
+import rope_patch
+
+@dataclass(frozen=True)
+class Slower(rope_patch.Method, name="slower"):
+    """Divides every frequency."""
+    divisor: float = 2.0
+
+    def inv_freq(self, table):
+        return table.inv_freq / self.divisor
+'''
+
+
+def child(folder, *words: object, program: str = "rope_patch.cli.app") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", program, *map(str, words)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "my_methods.py").write_text(MODULE)
+    tiny_model().save_pretrained(tmp_path / "base")
+    return tmp_path
+
+
+def test_a_method_of_a_users_module_is_applied(folder):
+    done = child(folder, "apply", "base", "slower:divisor=4", "-o", "out", "--import", "my_methods", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)["record"]
+    (before,), (after,) = record["base_tables"].values(), record["tables"].values()
+    assert after["inv_freq"] == pytest.approx([value / 4 for value in before["inv_freq"]])
+    unknown = child(folder, "apply", "base", "slower:divisor=4", "-o", "other")
+    assert unknown.returncode == 2
+    assert "unknown method 'slower'" in unknown.stderr
+
+
+def test_a_module_that_is_not_there_is_named(folder):
+    done = child(folder, "methods", "--import", "no_methods")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "no_methods" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_command_that_names_methods_or_reads_a_patch_has_the_option():
+    commands = get_command(app).commands
+    having = {name for name, command in commands.items() if any("--import" in param.opts for param in command.params)}
+    assert having == set(commands) - {"plan", "demo", "tasks", "recipes"}
+
+
+def test_the_command_of_lm_eval_takes_the_option_too(folder, monkeypatch):
+    pytest.importorskip("lm_eval")
+    from rope_patch.harness.command import without_imports
+
+    words = ["run", "--tasks", "passkey_512", "--model_args", "pretrained=x"]
+    assert without_imports(words) == words
+    monkeypatch.chdir(folder)
+    try:
+        assert without_imports([*words[:1], "--import", "my_methods", *words[1:]]) == words
+        assert "slower" in rope_patch.METHODS
+    finally:
+        rope_patch.METHODS.pop("slower", None)
+        sys.modules.pop("my_methods", None)

@@ -1,0 +1,58 @@
+"""What commands import: help waits for neither torch nor transformers, nor does a plan of a model that ships."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from rope_patch.cli.app import app
+
+CHILD = """
+import contextlib, io, json, sys
+from rope_patch.cli.app import main
+imported = {}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["rope-patch", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            main()
+        except SystemExit as stop:
+            assert not stop.code, words
+    assert printed.getvalue().strip(), words
+    imported[" ".join(words)] = sorted({"torch", "transformers", "numpy"} & set(sys.modules))
+print(json.dumps(imported))
+"""
+
+
+def imported_by(*commands: list[str]) -> dict[str, list[str]]:
+    """Run commands in a process of their own; return which of the large packages were imported after each."""
+    child = [sys.executable, "-c", CHILD, json.dumps(commands)]
+    done = subprocess.run(child, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    names = [[], *([name] for name in get_command(app).commands), ["recipes", "copy"]]
+    assert len(names) > 15
+    imported = imported_by(*([*words, "--help"] for words in names))
+    assert imported == {words: [] for words in imported}
+
+
+def test_methods_imports_torch_but_not_transformers():
+    assert "transformers" not in imported_by(["methods"])["methods"]
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "google/gemma-3-12b-it"])
+def test_the_plan_of_a_shipped_name_imports_neither_torch_nor_transformers(name):
+    words = ["plan", name, "--length", "128k"]
+    assert imported_by(words)[" ".join(words)] == []
+
+
+@pytest.mark.parametrize("words", [["tasks"], ["--version"]])
+def test_what_prints_a_line_imports_neither(words):
+    assert imported_by(words)[" ".join(words)] == []

@@ -1,0 +1,222 @@
+"""Options that several commands share mean the same in each, and as much as in Python."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_cli import fail, run
+from tiny import tiny_model
+from typer.main import get_command
+
+import rope_patch
+from rope_patch.cli.app import app
+from rope_patch.cli.loading import check_device, choose_device, load_model
+from rope_patch.planning.options import Options
+
+BUNDLED = rope_patch.data_path("assets") / "llama"
+COMMANDS = get_command(app).commands
+TOKENS = {
+    *("--length", "--lengths", "--trained-length", "--target-length", "--freeze-at", "--chunk", "--batch-tokens"),
+    *("--context", "--window", "--tokens", "--bucket"),
+}
+OWN = {  # what a command says of an option in words of its own, because it is about something else there
+    "--length": {"plan", "theory"},
+    "--target-length": {"fit"},
+    "--batch-tokens": {"fit", "compare"},
+    "--windows": {"fit"},
+    "--haystack": {"fit"},
+    "--text": {"analyze"},
+    "--method": {"theory"},
+    "--dtype": {"plan", "export"},
+    "--tolerance": {"analyze", "kv-check"},
+    "--output": {"apply", "restore", "fit", "export"},
+}
+
+
+def options(command: str) -> dict[str, object]:
+    return {option: param for param in COMMANDS[command].params for option in param.opts if option.startswith("--")}
+
+
+SHARED = sorted({option for name in COMMANDS for option in options(name)} - {"--help"})
+
+
+@pytest.mark.parametrize("option", SHARED)
+def test_an_option_of_several_commands_is_defined_once(option):
+    owners = {name for name in COMMANDS if option in options(name)} - OWN.get(option, set())
+    assert len({options(name)[option].help for name in owners}) <= 1, owners
+
+
+def test_every_option_that_counts_tokens_says_so():
+    found = {
+        (o, p.metavar) for name in COMMANDS for o, p in options(name).items() if p.metavar == "TOKENS" or o in TOKENS
+    }
+    assert found == {(option, "TOKENS") for option in TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    sorted((name, option) for name in COMMANDS for option, p in options(name).items() if p.metavar == "TOKENS"),
+)
+def test_a_wrong_number_of_tokens_is_the_same_error_everywhere(monkeypatch, capsys, tmp_path, command, option):
+    monkeypatch.chdir(tmp_path)
+    required = [o for o, p in options(command).items() if p.required and o not in (option, "-o")]
+    arguments = ["x" for p in COMMANDS[command].params if p.param_type_name == "argument" and p.required]
+    words = [command, *arguments, *(word for o in required for word in (o, "1")), option, "8kk"]
+    error = fail(monkeypatch, capsys, *words)
+    assert error == f"error: {option}: a length is a number of tokens such as 4096 or 4k, got '8kk'\n"
+
+
+def test_lengths_are_written_in_thousands_or_in_full(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    for i, length in enumerate(("1k", "1024")):
+        run("apply", tmp_path / "base", "pi", "-o", tmp_path / str(i), "--target-length", length)
+        config = json.loads((tmp_path / str(i) / "config.json").read_text())
+        assert config["max_position_embeddings"] == 1024
+        assert config["rope_parameters"]["factor"] == 1024 / 64
+
+
+PYTHON = [  # a command, the function behind it, and parameters that have another name there
+    ("compare", "rope_patch.evaluation.compare.compare", {}),
+    ("kv_check", "rope_patch.kv_evaluation.run.kv_check", {}),
+    ("fit", "rope_patch.fitting.fit", {}),
+    ("analyze", "rope_patch.analysis.run.analyze", {"p": "shares"}),
+    ("theory", "rope_patch.theory.tables.study", {}),
+    ("export", "rope_patch.exporting.export", {}),
+]
+
+
+@pytest.mark.parametrize(("command", "function", "names"), PYTHON)
+def test_defaults_are_those_of_python(command, function, names):
+    module, _, name = function.rpartition(".")
+    ours = inspect.signature(getattr(importlib.import_module(f"rope_patch.cli.{command}"), command)).parameters
+    theirs = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    differing = {
+        key: (parameter.default, theirs[names.get(key, key)].default)
+        for key, parameter in ours.items()
+        if names.get(key, key) in theirs and parameter.default != theirs[names.get(key, key)].default
+    }
+    # --family excludes both options, so that the command has to know whether they were given.
+    assert differing == ({"init": (None, "yarn"), "steps": (None, 40)} if command == "fit" else {})
+
+
+def test_defaults_of_a_plan_are_those_of_python():
+    command = inspect.signature(importlib.import_module("rope_patch.cli.plan").plan).parameters
+    python = {name: p.default for name, p in inspect.signature(Options).parameters.items()}
+    shared = {name: p.default for name, p in command.items() if name in python}
+    assert len(shared) > 10
+    assert shared == {name: python[name] for name in shared} | {"target_modules": "all-linear"}
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_models_run_on_auto_in_their_own_data_type_by_default():
+    loading = [name for name in COMMANDS if "--device" in options(name)]
+    assert set(loading) == {"compare", "kv-check", "fit", "analyze", "demo"}
+    assert {options(name)["--device"].default for name in loading} == {"auto"}
+    assert {options(name)["--dtype"].default for name in loading if name != "demo"} == {"auto"}
+
+
+def test_auto_is_the_gpu_of_this_process_or_else_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == "cuda:0"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device("auto") == "cuda:3"
+    assert choose_device("cuda:1") == "cuda:1"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
+def test_auto_needs_no_accelerate_where_there_is_no_gpu(tmp_path):
+    tiny_model().bfloat16().save_pretrained(tmp_path / "tiny")
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['accelerate', 'peft', 'bitsandbytes', 'datasets']))\n"
+        "from rope_patch.cli.loading import check_device, load_model\n"
+        "check_device('auto')\n"
+        "parameter = next(load_model(sys.argv[1]).parameters())\n"
+        "print(parameter.device, parameter.dtype)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "tiny")], capture_output=True, text=True)
+    assert done.stdout.strip() == "cpu torch.bfloat16", done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
+def test_balanced_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="no device 'balanced': torch sees no GPU"):
+        check_device("balanced")
+
+
+# --- the patch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dynamic(tmp_path_factory):
+    """The bundled checkpoint with a table that transformers recomputes as texts grow."""
+    folder = tmp_path_factory.mktemp("dynamic") / "model"
+    shutil.copytree(BUNDLED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def frozen(folder):
+    return rope_patch.load(folder, "default", freeze_at=1024)
+
+
+MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report")
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (("compare", "--methods", "default", *MEASURE), "comparison.json"),
+        (("kv-check", "--schemes", "int8-token", *MEASURE), "kv-check.json"),
+        (
+            ("analyze", "--method", "default", "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
+            "analysis.json",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_dynamic_table_is_refused_unless_it_is_frozen(dynamic, tmp_path, monkeypatch, capsys, words, file):
+    command, *rest = words
+    out = tmp_path / "out"
+    assert "freeze" in fail(monkeypatch, capsys, command, dynamic, *rest, "-o", out)
+    run(command, dynamic, *rest, "-o", out, "--freeze-at", "1k")
+    text = (out / file).read_text()
+    (table,) = rope_patch.verify(frozen(dynamic)).record.tables.values()
+    assert table.hash in text or f"{table.inv_freq[-1]}\n" in text
+
+
+def test_export_freezes_a_table_and_patches_the_layer_type_that_it_is_told(dynamic, tmp_path):
+    run("export", dynamic, "--to", "hf", "--method", "default", "--freeze-at", "1k", "-o", tmp_path / "frozen")
+    exported = rope_patch.load(tmp_path / "frozen")
+    assert rope_patch.verify(exported).record.tables == rope_patch.verify(frozen(dynamic)).tables
+    tiny_model("gemma3").save_pretrained(tmp_path / "mixed")
+    words = ("--to", "hf", "--method", "pi:factor=4", "--layer-type", "sliding_attention")
+    run("export", tmp_path / "mixed", *words, "-o", tmp_path / "out")
+    record = rope_patch.verify(rope_patch.load(tmp_path / "out")).record
+    assert record.layer_types == ("sliding_attention",)
+
+
+@pytest.mark.parametrize("command", ["analyze", "export"])
+def test_options_of_a_patch_need_a_method(tmp_path, monkeypatch, capsys, command):
+    to = ("--to", "hf") if command == "export" else ()
+    error = fail(monkeypatch, capsys, command, BUNDLED, *to, "--freeze-at", "1k", "-o", tmp_path / "out")
+    assert "freeze_at goes with a method: name one, or leave freeze_at out" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_patch_of_an_option_is_in_place_when_a_command_measures():
+    model = load_model(str(BUNDLED), "pi", "cpu", "float32", target_length=1024)
+    assert str(rope_patch.verify(model).record.to_method()) == "pi:factor=4"
+    assert next(model.parameters()).dtype == torch.float32

@@ -1,0 +1,49 @@
+"""Evaluations of short texts in memory, and comparisons and checks that take what they measure by name."""
+
+from __future__ import annotations
+
+from rope_patch.evaluation.compare import compare
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.kv_evaluation.run import kv_check
+from rope_patch.kv_evaluation.verdicts import Limits
+
+RUN = {"layer_types", "freeze_at", "resume", "on_progress", "methods", "mitigate", "packed"}
+LIMITS = {"tolerance", "confidence", "context"}
+
+
+def suite_of(tokenizer, *, text=None, haystack="builtin", **asked):
+    """A suite of a spec; a text or haystack in memory takes the place of the spec's."""
+    named = "builtin" if isinstance(haystack, Haystack) else haystack
+    held = haystack if isinstance(haystack, Haystack) else None
+    return EvalSuite(EvalSpec(haystack=named, **asked), tokenizer, text=text, haystack=held)
+
+
+def compared(model, tokenizer, methods, **options):
+    """A comparison whose suite is made of the options that are not its own."""
+    own = {name: options.pop(name) for name in RUN & options.keys()}
+    return compare(model, tokenizer, methods, suite_of(tokenizer, **options), **own)
+
+
+def check_cache(model, tokenizer, schemes, **options):
+    """A check of caches whose limits and suite are made of the options that are not its own."""
+    own = {name: options.pop(name) for name in RUN & options.keys()}
+    own["limits"] = Limits(**{name: options.pop(name) for name in LIMITS & options.keys()})
+    return kv_check(model, tokenizer, schemes, suite_of(tokenizer, **options), **own)
+
+
+def result_of(perplexity, *retrieval, seed=0):
+    """Scores as a suite gives them, of results that were made by hand."""
+    lengths = sorted({cell.length for result in retrieval for cell in result.cells})
+    depths = sorted({cell.depth for result in retrieval for cell in result.cells})
+    samples = max(len(cell.samples) for result in retrieval for cell in result.cells)
+    spec = EvalSpec(
+        lengths,
+        depths=depths,
+        samples=samples,
+        windows=perplexity.windows if perplexity else 0,
+        tasks=[result.task for result in retrieval],
+        seed=seed,
+    )
+    return EvalResult(spec, perplexity, {result.task: result for result in retrieval})

@@ -1,0 +1,44 @@
+"""What tests of patches share: a method that fits a family, the rotary module in use, adapters on a patched model."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from rope_patch import METHODS
+from rope_patch.methods import Scaling, create
+from rope_patch.patching.locate import find_rotary
+
+PLAIN_ONLY = ("partial", "abf", "ntk", "yarn", "llama3")
+
+
+def method_for(family: str, name: str):
+    """The method at its defaults, its factor at 4; on Gemma 4, whose stock table is p-RoPE already, over the base."""
+    params = {"factor": 4} if issubclass(METHODS[name], Scaling) else {}
+    if family == "gemma4" and name in PLAIN_ONLY:
+        params["replace_scaling"] = True
+    return create(name, **params)
+
+
+def module_of(model):
+    return find_rotary(model).module
+
+
+def cos_sin(model, positions, layer_type=None):
+    x = torch.zeros(1)
+    module = module_of(model)
+    return module(x, positions) if layer_type is None else module(x, positions, layer_type=layer_type)
+
+
+def edit_json(path, change):
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def lora(model, seed=1):
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config).eval()

@@ -1,0 +1,28 @@
+"""Retrieval prompts from a short text, and tiny models that read them."""
+
+from __future__ import annotations
+
+from reference_recipe import recipe
+from tiny import tiny_model
+from transformers import AutoTokenizer
+
+import rope_patch
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.text import builtin_text
+
+TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+
+HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
+
+MAKER = PromptMaker(TOKENIZER, HAY)
+
+ANSWER = 6  # a space and five digits, in this tokenizer
+
+
+def bold(family="llama", **changes):
+    """A tiny model with the tokenizer's vocabulary, whose attention is far from uniform."""
+    if family == "gemma4":
+        changes["vocab_size_per_layer_input"] = recipe.VOCABULARY
+    special = {"bos_token_id": recipe.BOS, "eos_token_id": recipe.EOS, "pad_token_id": recipe.PAD}
+    return tiny_model(family, vocab_size=recipe.VOCABULARY, initializer_range=0.2, **special, **changes)

@@ -1,0 +1,30 @@
+"""Options of a short fine-tuning run of a bundled checkpoint, and its losses."""
+
+from __future__ import annotations
+
+import rope_patch
+
+LLAMA = rope_patch.data_path("assets") / "llama"
+
+SMALL = [
+    "model.name=llama",
+    "model.dtype=float32",
+    "patch.method=yarn:factor=4",
+    "patch.target_length=1024",
+    "data.lengths=128",
+    "train.steps=4",
+    "train.batch=1",
+    "train.accumulate=2",
+    "train.warmup=1",
+    "train.precision=float32",
+    "train.learning_rate=0.01",
+    "train.log_every=1",
+    "evaluation.lengths=128 256",
+    "evaluation.depths=[0.2,0.8]",
+    "evaluation.samples=1",
+    "evaluation.windows=2",
+]
+
+
+def losses(result):
+    return [entry["loss"] for entry in result.results["losses"]]

@@ -1,0 +1,85 @@
+"""Scores by hand for reports, and a parser that reads their pages."""
+
+from __future__ import annotations
+
+import itertools
+from html.parser import HTMLParser
+
+import torch
+from evaluated import result_of
+
+from rope_patch.evaluation.compare import Row
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
+from rope_patch.tables import RotaryTable
+
+VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
+
+LENGTHS, DEPTHS = (4, 8), (0.0, 0.5, 1.0)
+
+
+def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengths=LENGTHS, table=(1.0, 0.1)):
+    """A method with a loss per window [nats/token], and of 6 samples so many right at each (length, depth)."""
+    edges = [0, *lengths]
+    tokens = tuple(b - a for a, b in itertools.pairwise(edges))
+    documents = tuple(
+        DocumentScore(f"row {i}", tokens, tuple(n * loss for n in tokens), sum(tokens), sum(tokens) * loss, None)
+        for i, loss in enumerate(losses)
+    )
+    mean, error = sum(losses) / len(losses), None if len(losses) == 1 else 0.1
+    buckets = tuple(Bucket(a, b, (b - a) * len(losses), mean, error) for a, b in itertools.pairwise(edges))
+    score = PerplexityResult(
+        *(mean, error, edges[-1] * len(losses), None, len(losses), edges[-1], edges[-1], edges[-1], (), 0),
+        *(buckets, documents),
+    )
+    cells = tuple(
+        RetrievalCell(
+            *(length, depth),
+            tuple(Sample("12", "12", i < (hits or {}).get((length, depth), 6), 0.5, -1.5) for i in range(6)),
+        )
+        for length in lengths
+        for depth in DEPTHS
+    )
+    found = RetrievalResult(task, "single", cells, 7, "noise", "cd" * 32, None, (0, 5))
+    tables = tuple(RotaryTable(torch.tensor(table), 1.0, 1e4, "default", 4, layer_type=kind) for kind in layer_types)
+    return Row(method, result_of(score, found, seed=7), tables)
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and keeps what was seen: attributes by tag, text of table rows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.rows: list[list[tuple[str, str]]] = []  # of each row: class and text of its cells
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append((dict(attrs).get("class") or "", ""))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+        if {"td", "th"} & set(self.open):
+            kind, text = self.rows[-1][-1]
+            self.rows[-1][-1] = kind, text + data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.seen if name == tag]
+
+    def row(self, method):
+        """The first row of a method: its scores."""
+        return next(cells for cells in self.rows if cells[0][1].strip() == method)

@@ -1,0 +1,72 @@
+"""Quantization of a block in plain Python, number by number."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+import torch
+
+from rope_patch.kv_cache.quantizers import NF4
+from rope_patch.kv_cache.schemes import FORMATS
+
+
+def e4m3():
+    """All finite numbers of float8 e4m3, by definition: to value, its mantissa's last bit."""
+    numbers = {0.0: 0}
+    for exponent, mantissa in itertools.product(range(16), range(8)):
+        if (exponent, mantissa) == (15, 7):
+            continue  # NaN
+        size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        numbers |= {size: mantissa & 1, -size: mantissa & 1}
+    return numbers
+
+
+E4M3 = e4m3()
+
+ORDERED = sorted(E4M3)
+
+
+def eight_bits(value):
+    """The nearest number of e4m3; of two the even one, and the largest beyond all."""
+    at = bisect.bisect_left(ORDERED, value)
+    near = ORDERED[max(0, at - 1) : at + 1] or ORDERED[-1:]
+    return min(near, key=lambda number: (abs(value - number), E4M3[number]))
+
+
+def rounded(values, side):
+    """Numbers that share a scale, one by one."""
+    bits = FORMATS[side.format]
+    largest = max(abs(value) for value in values)
+    if side.format.startswith("int") and not side.symmetric:
+        low, scale = min(values), (max(values) - min(values)) / (2**bits - 1)
+        return [low + scale * round((value - low) / scale) if scale else value for value in values]
+    if side.format.startswith("int"):
+        scale = largest / (2 ** (bits - 1) - 1)
+        return [scale * round(value / scale) if scale else 0.0 for value in values]
+    if side.format == "nf4":
+        return [
+            largest * min(NF4, key=lambda level: abs(value / largest - level)) if largest else 0.0 for value in values
+        ]
+    if side.axis == "tensor" and not side.group:
+        return [eight_bits(value) for value in values]
+    return [eight_bits(value / (largest / 448)) * (largest / 448) if largest else 0.0 for value in values]
+
+
+def naive(x, side):
+    """One block of one row (heads, tokens, features), quantized in plain Python."""
+    heads, tokens, features = (range(size) for size in x.shape)
+    if side.axis == "token":
+        size = side.group or max(1, len(features))
+        shares = [
+            [(h, t, f) for f in features[low : low + size]] for h in heads for t in tokens for low in features[::size]
+        ]
+    elif side.axis == "channel":
+        shares = [[(h, t, f) for t in tokens] for h in heads for f in features]
+    else:
+        shares = [list(itertools.product(heads, tokens, features))]
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for share in shares:
+        for place, value in zip(share, rounded([float(x[place]) for place in share], side), strict=True):
+            out[place] = value
+    return out
