@@ -86,7 +86,7 @@ def test_is_geometric() -> None:
     assert not frequencies.is_geometric(cut, 1e4)
 
 
-# --- unrotated pairs, wavelengths, turns ---------------------------------------------------------------------------------
+# --- unrotated pairs, wavelengths, turns ------------------------------------------------------------------------------
 
 
 def test_pairs_below_1e20th_are_still() -> None:

@@ -23,9 +23,9 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import Run, plain_weights
-from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
+from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import apply
 from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary

@@ -1,4 +1,4 @@
-"""One start, fitted: steps, checks on the way, what is kept for going on."""
+"""The fit from one start: its steps, its checks, and the state from which it is resumed."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch import Tensor, nn
 from rope_patch.evaluation.result_cache import key
 from rope_patch.fitting.candidates import Candidate, Evaluator, best
 from rope_patch.fitting.rows import Rows
-from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method
 from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import device_of, find_rotary
 from rope_patch.processes import from_first, processes
 
 BETAS = (0.9, 0.95)
-"""Of Adam: with its usual .999 the heavy tail of the first answers' gradients would make all later steps small."""
+"""Of Adam. Its usual .999 would remember the first large gradients of answers for long, and keep later steps small."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BACK, ODDS = 0.5, 4.0
-"""Where a check finds a table worse than its start: the share of the way that is kept, and times the odds of the weight
-of answers where less is found, of text where only that is read worse."""
+"""After a check that finds a table worse than its start: the parameters are multiplied by ``BACK``, and the odds of the
+weight of answers (or of text, if only text is predicted worse) by ``ODDS``."""
 WARM = 1 / 8
-"""Share of the steps over which the learning rate rises: Adam's first ones go by the sign of a gradient of noise."""
+"""Share of the steps over which the learning rate rises: Adam's first steps follow the sign of a noisy gradient."""
 WAYS = ("halfway", "quarter", "eighth")
-"""From the start to the average: tried in turn while no candidate is good enough."""
+"""Points between the start and the average, evaluated in turn until one is good enough."""
 WORSE, WATCHED = 1.0, 5
-"""A fit diverges when the mean loss of text of so many steps lies so far above that of the first [nats]."""
+"""A fit has diverged when the mean loss of text over the last ``WATCHED`` steps is ``WORSE`` nats above the first."""
 
 
 class Run:
-    """One start, fitted."""
+    """The fit from one start."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Run:
     def __call__(
         self, steps: int, learning_rate: float, checks: int, patience: int, checkpointing: bool
     ) -> tuple[Candidate, ...]:
-        """Return the start and what was found from it."""
+        """Return the start and the candidates that were found from it."""
         table, parameters = self.table, self.parameters
         made = [self.judged("start", self.method, self.kept)]
         sums = [torch.zeros_like(p) for p in parameters]  # over the second half, for the average
@@ -115,8 +115,8 @@ class Run:
         return tuple(made)
 
     def _steer(self, start: Candidate, now: Candidate) -> bool:
-        """From a table that is worse than its start go back some of the way, and weigh what got worse more."""
-        if not self.weight or now.never_worse(start):  # with no weight it is text alone that was asked for
+        """Move a table that is worse than its start halfway back, and give more weight to what got worse."""
+        if not self.weight or now.never_worse(start):  # without a weight of answers only text is fitted
             return False
         odds = 1 / ODDS if now.finds_no_less(start) else ODDS
         self.weight *= odds / (1 + (odds - 1) * self.weight)
@@ -127,7 +127,7 @@ class Run:
         return True
 
     def _step(self, step: int) -> float:
-        """Take a step; return its mean loss of text [nats/token]."""
+        """Do one step, and return its mean loss of text [nats/token]."""
         rank, size = processes()
         reader = Reader(self.model)
         totals = torch.zeros(len(self.parts), dtype=torch.float64, device=reader.device)
@@ -156,7 +156,7 @@ class Run:
         return float(totals[0])
 
     def _put(self) -> None:
-        """Set the table to the sum of what each goal added."""
+        """Set the table to the sum of the parts of text and answers."""
         with torch.no_grad():
             for p, *parts in zip(self.parameters, *self.parts, strict=True):
                 p.copy_(torch.stack(parts).sum(0))
@@ -169,7 +169,7 @@ class Run:
 
     @contextlib.contextmanager
     def _fitting(self, checkpointing: bool) -> Iterator[None]:
-        """Put the trainable table in, freeze the weights; all as it was at the end."""
+        """Put the trainable table in and freeze the weights, and undo both at the end."""
         model: Any = self.model
         asked = [(p, p.requires_grad) for p in model.parameters()]
         with in_eval_mode(model), contextlib.ExitStack() as stack:
@@ -181,7 +181,7 @@ class Run:
                 if not _checkpointed(model):
                     stack.callback(getattr(model, f"{name}_checkpointing_disable"))
                 getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
-                for module in _checkpointed(model):  # in training mode alone; attention's own dropout stays off
+                for module in _checkpointed(model):  # needs training mode; the dropout of attention stays off
                     module.training = True
             self.site.put(self.table)
             stack.callback(self.site.put, self.site.module)
@@ -206,7 +206,7 @@ class Run:
             }
 
     def _restore(self, step: int, sums: Sequence[Tensor]) -> bool:
-        """Go on from what was kept at a step, if anything was."""
+        """Resume from the state that was saved at a step, if there is one."""
         found = from_first(lambda: None if self.kept is None else self.kept.get(key(step=step, **self.about)))
         if found is None:
             return False
@@ -225,7 +225,7 @@ class Run:
 
 
 def _checkpointed(model: nn.Module) -> list[nn.Module]:
-    """The modules that are computed again in the backward pass, while they are in training mode."""
+    """The modules with activation checkpointing, which works while they are in training mode."""
     return [
         module
         for module in model.modules()
@@ -235,7 +235,7 @@ def _checkpointed(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def plain_weights(model: nn.Module) -> Iterator[None]:
-    """Keep bitsandbytes from packing 4-bit weights for a CPU's own instructions, which no gradient passes through."""
+    """Keep bitsandbytes from packing 4-bit weights for AVX-512 instructions, which have no backward pass."""
     modules: list[Any] = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
     for module in modules:
         module.support_avx512bf16_for_cpu = False

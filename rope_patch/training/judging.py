@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,6 @@ class Judge:
                 raise ValueError(f"evaluation.text: {error}") from error
             raise
 
-    def __call__(self, model: Any) -> Judgement:
-        """Return the scores of a model; it is left in the mode it was in."""
-        return Judgement(self.suite.run(model))
+    def __call__(self, model: Any, on_progress: Callable[[int], Any] = lambda tokens: None) -> Judgement:
+        """Return the scores of a model; it is left in the mode it was in. ``on_progress`` gets the tokens just read."""
+        return Judgement(self.suite.run(model, on_progress=on_progress))

@@ -161,7 +161,7 @@ def test_a_cast_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: trainable(tiny_model("llama"), "nope"), "are still: there is no frequency to fit"),
+        (lambda: trainable(tiny_model("llama"), "nope"), "are unrotated: there is no frequency to fit"),
         (lambda: trainable(tiny_model("llama"), "table:values=1/2/3/4/5/6/7/8", Constraint(monotone=True)), "in order"),
         (lambda: Constraint(band=1.0), "band must be a factor > 1, got 1.0"),
         (lambda: Constraint(curve=0), "curve must be >= 1"),
@@ -628,7 +628,7 @@ def test_two_processes_do_what_one_does(tokenizer, tmp_path):
         ({"init": []}, "init names no table"),
         ({"init": ["yarn", "yarn:factor=1.5"]}, "starts must differ"),
         ({"init": "yarm"}, "Did you mean 'yarn'"),
-        ({"init": "nope"}, "are still: there is no frequency to fit"),
+        ({"init": "nope"}, "are unrotated: there is no frequency to fit"),
         ({"steps": -1}, "steps must be >= 0, got -1"),
         ({"checks": 0}, "checks must be >= 1"),
         ({"learning_rate": 0.0}, "learning_rate must be > 0"),
