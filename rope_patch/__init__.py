@@ -29,12 +29,15 @@ _HOME = {
     "kv_evaluation.run": "kv_check",
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
+    "analysis.run": "analyze",
+    "exporting.run": "export",
     "packaged": "data_path",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
+    from rope_patch.analysis.run import analyze as analyze
     from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
     from rope_patch.checkpoints.checking import inspect as inspect
     from rope_patch.checkpoints.checking import verify as verify
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.retrieval import retrieval as retrieval
     from rope_patch.evaluation.spec import EvalSpec as EvalSpec
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
+    from rope_patch.exporting.run import export as export
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit
     from rope_patch.kv_evaluation.run import kv_check as kv_check

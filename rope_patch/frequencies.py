@@ -284,19 +284,6 @@ def granularity(inv_freq: Table, x: Float[Tensor, " features"] | None = None) ->
     return float((pair_shares(x, len(inv_freq)) * sines).sum() if x is not None else sines.mean())
 
 
-def granularity_bounds(inv_freq: Table, x: Float[Tensor, " features"]) -> tuple[float, float]:
-    """Return the bounds on :func:`granularity` that hold for the smallest and largest squared feature of ``x``.
-
-    ``d min(x^2) / ||x||^2`` and ``d max(x^2) / ||x||^2`` times the mean sine, ``d = 2 pairs``. The paper's printed
-    bounds lose a factor 2, since each pair holds two squares.
-    """
-    _check_features(x, len(inv_freq))
-    squares = x.double().square()
-    mean = granularity(inv_freq)
-    scale = len(x) / squares.sum()
-    return float(scale * squares.min()) * mean, float(scale * squares.max()) * mean
-
-
 def granularity_limit(rope_theta: float, *, factor: float = 1.0, beta: float = 1.0) -> float:
     """Return the mean sine for ``rotary_dim -> infinity``: ``(Si(a) - Si(a / b)) / ln b``.
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.metrics import METRICS
-from rope_patch.evaluation.perplexity import PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
