@@ -22,7 +22,7 @@ from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
 from rope_patch.fitting.rows import Objective, Rows, split_text
-from rope_patch.fitting.running import Run, plain_weights
+from rope_patch.fitting.running import FitRun, plain_weights
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.modeling.trainable_table import Constraint, TrainableTable
@@ -231,13 +231,13 @@ def fit(
     evaluator = Evaluator(model, suite, objective, on_progress)
     first = apply(model, methods[0], replace=replace, **options)
     try:
-        runs: dict[str, Run] = {}
+        runs: dict[str, FitRun] = {}
         candidates: dict[str, tuple[Candidate, ...]] = {}
         with plain_weights(model):
             for label, method in zip(labels, methods, strict=True):
                 apply(model, method, replace=True, **options)
                 identity = {"fit": label, "model": fingerprint(model), **about}
-                runs[label] = Run(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
+                runs[label] = FitRun(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
                 candidates[label] = runs[label](
                     schedule.steps,
                     schedule.learning_rate,
