@@ -443,7 +443,7 @@ def test_help_and_list_name_every_preset():
         (("--depths", "half"), "a depth is a number"),
         (("--depths", "2"), "2"),
         (("--dtype", "int3"), "dtype must be one of"),
-        (("--task", "key"), "key"),
+        (("--tasks", "key"), "key"),
         (("--text", "/nowhere"), "nowhere"),
         (("--haystack", "/nowhere"), "nowhere"),
         (("--context", "far"), "far"),
