@@ -47,7 +47,7 @@ from measuring import (
     time_in_turn,
     write,
 )
-from rope_patch.analysis.heads import REPEATED, masses
+from rope_patch.analysis.attention_mass import REPEATED, measure_heads
 from rope_patch.modeling.capture import Capture, capture
 
 MODEL = {"vocab": 32000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
@@ -87,7 +87,12 @@ def store(model: Any, ids: Tensor) -> dict[tuple[int, str], Tensor]:
     return kept
 
 
-WORKS: dict[str, Callable[[Any, Tensor], Any]] = {"bare": bare, "capture": capture, "store": store, "masses": masses}
+WORKS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "bare": bare,
+    "capture": capture,
+    "store": store,
+    "masses": measure_heads,
+}
 
 
 def mean_sizes(made: Any) -> list[float] | None:

@@ -17,7 +17,8 @@ _HOME = {
     "Truncated Yarn parse",
     "tables": "RotaryTable",
     "patching.module": "PatchedRotary",
-    "patching.apply": "Patch apply patched restore",
+    "patching.apply": "apply patched",
+    "patching.undo": "Patch restore",
     "patching.locate": "PatchError",
     "checkpoints": "RopePatchCallback inspect load load_adapter save verify",
     "evaluation.perplexity": "perplexity",
@@ -28,12 +29,15 @@ _HOME = {
     "kv_evaluation.run": "kv_check",
     "planning": "Plan plan",
     "fitting": "FittedPatch fit",
+    "analysis.run": "analyze",
+    "exporting.run": "export",
     "packaged": "data_path",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 __all__ = sorted([*_MODULE_OF, "__version__"])
 
 if TYPE_CHECKING:
+    from rope_patch.analysis.run import analyze as analyze
     from rope_patch.checkpoints.adapters import RopePatchCallback as RopePatchCallback
     from rope_patch.checkpoints.checking import inspect as inspect
     from rope_patch.checkpoints.checking import verify as verify
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.retrieval import retrieval as retrieval
     from rope_patch.evaluation.spec import EvalSpec as EvalSpec
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
+    from rope_patch.exporting.run import export as export
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit
     from rope_patch.kv_evaluation.run import kv_check as kv_check
@@ -66,12 +71,12 @@ if TYPE_CHECKING:
     from rope_patch.methods import Yarn as Yarn
     from rope_patch.methods import parse as parse
     from rope_patch.packaged import data_path as data_path
-    from rope_patch.patching.apply import Patch as Patch
     from rope_patch.patching.apply import apply as apply
     from rope_patch.patching.apply import patched as patched
-    from rope_patch.patching.apply import restore as restore
     from rope_patch.patching.locate import PatchError as PatchError
     from rope_patch.patching.module import PatchedRotary as PatchedRotary
+    from rope_patch.patching.undo import Patch as Patch
+    from rope_patch.patching.undo import restore as restore
     from rope_patch.planning import Plan as Plan
     from rope_patch.planning import plan as plan
     from rope_patch.tables import RotaryTable as RotaryTable

@@ -431,29 +431,6 @@ def test_granularity_of_equal_pairs_is_the_mean() -> None:
 vectors = st.lists(st.floats(-100, 100, width=32).filter(lambda v: abs(v) > 1e-3), min_size=16, max_size=16)
 
 
-@settings(deadline=None, database=None, max_examples=100)
-@given(vectors.map(torch.tensor), st.sampled_from([1.0, 4.0]))
-def test_granularity_bounds_hold(x: Tensor, factor: float) -> None:
-    table = geometric(1e4, 16) / factor
-    low, high = frequencies.granularity_bounds(table, x)
-    assert low - 1e-12 <= granularity(table, x) <= high + 1e-12
-
-
-def test_granularity_bounds_by_hand() -> None:
-    # x = (1, 2, 1, 1): ||x||^2 = 7, d = 4: 4/7 and 16/7 times the mean sine, (0.8414710 + 0.0099998) / 2
-    low, high = frequencies.granularity_bounds(geometric(1e4, 4), torch.tensor([1.0, 2, 1, 1]))
-    assert (low, high) == pytest.approx((4 / 7 * 0.4257354, 16 / 7 * 0.4257354), rel=1e-6)
-
-
-def test_the_papers_bounds_lose_a_factor_of_two() -> None:
-    # They are attained for pairs of equal norm, x = (1, …, 1), so half of the upper one cannot hold.
-    table, ones = geometric(1e4, 16), torch.ones(16)
-    low, high = frequencies.granularity_bounds(table, ones)
-    assert low == pytest.approx(granularity(table, ones)) == pytest.approx(high)
-    printed = high / 2
-    assert granularity(table, ones) > printed
-
-
 def test_x_has_two_features_per_pair() -> None:
     with pytest.raises(ValueError, match="x must hold 2 features per pair: expected 8, got 7"):
         granularity(geometric(1e4, 8), torch.ones(7))
@@ -521,8 +498,3 @@ def test_longrope_factors_on_another_ambient_device() -> None:
     with torch.device("meta"):
         factors = frequencies.longrope_factors(table, 777.0)
     assert factors == frequencies.longrope_factors(table, 777.0)
-
-
-def test_granularity_bounds_check_the_length_of_x() -> None:
-    with pytest.raises(ValueError, match="x must hold 2 features per pair: expected 8, got 7"):
-        frequencies.granularity_bounds(geometric(1e4, 8), torch.ones(7))

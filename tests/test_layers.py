@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rope_patch"
 
 # A folder imports from itself and from what stands above it. The modules of the package's own folder come first.
 ROOT = "rope_patch"
-MODULES = {"errors", "files", "frequencies", "packaged", "processes", "tables", "words"}
+MODULES = {"claims", "errors", "files", "frequencies", "packaged", "processes", "tables", "words"}
 FOLDERS = (
     *(ROOT, "methods", "patching", "checkpoints", "modeling", "kv_cache", "evaluation", "harness", "analysis"),
     *("kv_evaluation", "theory", "planning", "fitting", "training", "exporting", "plots", "reports", "cli"),
@@ -233,7 +233,7 @@ def test_a_public_name_is_no_module() -> None:
         ("theory.decay", "from ..methods import parse", "theory.decay needs frequencies alone"),
         ("kv_cache.cache", "from ..evaluation.text import builtin_text", "kv_cache stands above evaluation"),
         ("kv_cache.__init__", "from ..evaluation import text", "kv_cache stands above evaluation"),
-        ("evaluation.compare", "from ..analysis.heads import masses", "evaluation stands above analysis"),
+        ("evaluation.compare", "from ..analysis.heads import Heads", "evaluation stands above analysis"),
         ("evaluation.compare", "from ..reports.comparison import write", "evaluation stands above reports"),
         ("fitting.rows", "from ..training.data import pack", "fitting stands above training"),
         ("training.finetune", "from ..plots.base import figure", "training stands above plots"),

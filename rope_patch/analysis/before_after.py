@@ -1,4 +1,4 @@
-"""What another checkpoint does differently on the same text, after fine-tuning for example."""
+"""Compare the analyses of two checkpoints on the same text, before and after fine-tuning for example."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.heads import LayerHeads
-from rope_patch.analysis.run import Analysis
+from rope_patch.analysis.result import Analysis
 from rope_patch.evaluation.result_cache import finite
 
 
 @dataclass(frozen=True)
 class HeadChange:
-    """A head that attends in another way than before.
+    """A head that attends differently after.
 
     Attributes:
         layer: index.
         head: query head.
         moved: largest change of the mean weight on its own token, the previous one, the first one or on sinks, or of
             its induction on the text.
-        before: habits.
-        after: habits.
+        before: its types before.
+        after: its types after.
     """
 
     layer: int
@@ -35,17 +35,17 @@ class HeadChange:
 
 
 @dataclass(frozen=True, eq=False)
-class Difference:
-    """What another checkpoint does differently on the same text, after fine-tuning for example.
+class AnalysisDifference:
+    """The difference between two checkpoints on the same text.
 
     Attributes:
-        heads: those whose habits differ, or whose attention has moved by a tenth or more; most moved first.
+        heads: heads whose types differ, or whose attention mass moved by a tenth or more; most moved first.
         query_norm: (layers, pairs) log2 of the ratio of mean norms, after to before, mean over heads; nan where layers
             have fewer pairs.
         key_norm: (layers, pairs) as for queries.
         layers: indices of the rows.
-        gained: layer, head and pair of keys that have become outliers, by the median of ``before``.
-        lost: of those that no longer are.
+        gained: layer, head and pair of the mean keys that are outliers only after.
+        lost: layer, head and pair of those that are outliers only before.
     """
 
     heads: tuple[HeadChange, ...]
@@ -56,8 +56,8 @@ class Difference:
     lost: tuple[tuple[int, int, int], ...]
 
 
-def differences(before: Analysis, after: Analysis) -> Difference:
-    """Return what ``after`` does differently.
+def differences(before: Analysis, after: Analysis) -> AnalysisDifference:
+    """Return the difference between two analyses.
 
     Raises:
         ValueError: analyses of different texts, layers or shapes.
@@ -65,15 +65,15 @@ def differences(before: Analysis, after: Analysis) -> Difference:
     if before.capture.text != after.capture.text:
         raise ValueError("the analyses read different tokens: give both the same text, and one tokenizer")
     shapes = [
-        [(layer.index, tuple(layer.query.mean.shape), tuple(layer.key.mean.shape)) for layer in made.capture.layers]
-        for made in (before, after)
+        [(layer.index, tuple(layer.query.mean.shape), tuple(layer.key.mean.shape)) for layer in analysis.capture.layers]
+        for analysis in (before, after)
     ]
     if shapes[0] != shapes[1]:
         raise ValueError("the checkpoints have different layers or heads: only one before and after can be compared")
     moves = []
     for old, new in zip(before.heads.layers, after.heads.layers, strict=True):
-        moved = (_masses(new) - _masses(old)).abs().amax(0).tolist()
-        moves += [HeadChange(old.index, h, moved[h], old.habits(h), new.habits(h)) for h in range(old.heads)]
+        moved = (_attention_masses(new) - _attention_masses(old)).abs().amax(0).tolist()
+        moves += [HeadChange(old.index, h, moved[h], old.head_types(h), new.head_types(h)) for h in range(old.heads)]
     pairs = max(layer.query.pairs for layer in before.capture.layers)
 
     def ratio(role: str) -> Tensor:
@@ -83,8 +83,10 @@ def differences(before: Analysis, after: Analysis) -> Difference:
             line[: len(norms[0])] = torch.log2(norms[1] / norms[0])
         return out
 
-    was, now = ({(pair.layer, pair.head, pair.pair): None for pair in made.outliers("key")} for made in (before, after))
-    return Difference(
+    was, now = (
+        {(pair.layer, pair.head, pair.pair): None for pair in analysis.outliers("key")} for analysis in (before, after)
+    )
+    return AnalysisDifference(
         heads=tuple(sorted(
             (move for move in moves if move.before != move.after or move.moved >= 0.1), key=lambda move: -move.moved
         )),
@@ -96,49 +98,50 @@ def differences(before: Analysis, after: Analysis) -> Difference:
     )  # fmt: skip
 
 
-def changes(found: Difference, name: str) -> list[str]:
-    """Return what a difference comes to, a sentence each.
+def changes(difference: AnalysisDifference, name: str) -> list[str]:
+    """Return the main differences, a sentence each.
 
     Args:
-        found: the difference.
-        name: of the other checkpoint.
+        difference: of two analyses.
+        name: of the second checkpoint.
     """
-    if found.heads:
-        most = [f"{head.layer}.{head.head} by {head.moved:.2f}" for head in found.heads[:5]]
-        count = f"{len(found.heads)} heads attend" if len(found.heads) > 1 else "1 head attends"
-        heads = f"{count} in another way, most of all {', '.join(most)}"
+    if difference.heads:
+        most = [f"{head.layer}.{head.head} by {head.moved:.2f}" for head in difference.heads[:5]]
+        count = f"{len(difference.heads)} heads attend" if len(difference.heads) > 1 else "1 head attends"
+        heads = f"{count} differently; the largest changes of attention mass are {', '.join(most)}"
     else:
-        heads = "every head attends as before, to a tenth of its attention"
-    apart = [part[torch.isfinite(part)].abs() for part in (found.query_norm, found.key_norm)]
+        heads = "no head changes its type or moves a tenth of its attention"
+    apart = [part[torch.isfinite(part)].abs() for part in (difference.query_norm, difference.key_norm)]
     factors = [2 ** float(part.max()) if len(part) else 1.0 for part in apart]
     return [
-        f"Against {name}: {heads}.",
-        f"Norms of pairs differ by a factor of up to {factors[0]:.2f} (queries) and {factors[1]:.2f} (keys), mean over "
-        f"heads; key pairs that have become outliers: {len(found.gained)}, that no longer are: {len(found.lost)}.",
+        f"Compared with {name}: {heads}.",
+        f"The mean norm of a pair, averaged over heads, changes by a factor of up to {factors[0]:.2f} (queries) and "
+        f"{factors[1]:.2f} (keys). {len(difference.gained)} key pairs became outliers and {len(difference.lost)} are "
+        "outliers no longer.",
     ]
 
 
-def _masses(layer: LayerHeads) -> Tensor:
+def _attention_masses(layer: LayerHeads) -> Tensor:
     """Return what :class:`HeadChange` compares: (masses, heads)."""
-    kept = (layer.offset_mass[:, 0], layer.offset_mass[:, 1], layer.first_mass, layer.sink_mass, layer.induction_mass)
-    return torch.stack(kept).nan_to_num()
+    masses = (layer.offset_mass[:, 0], layer.offset_mass[:, 1], layer.first_mass, layer.sink_mass, layer.induction_mass)
+    return torch.stack(masses).nan_to_num()
 
 
-def to_json(found: Difference, name: str) -> str:
+def to_json(difference: AnalysisDifference, name: str) -> str:
     """Return a difference as JSON.
 
     Args:
-        found: the difference.
-        name: of the other checkpoint.
+        difference: of two analyses.
+        name: of the second checkpoint.
     """
     out = {
         "against": name,
-        "changes": changes(found, name),
-        "heads": [asdict(head) for head in found.heads],
-        "layers": list(found.layers),
-        "log2_query_norm": found.query_norm.tolist(),
-        "log2_key_norm": found.key_norm.tolist(),
-        "outliers_gained": found.gained,
-        "outliers_lost": found.lost,
+        "changes": changes(difference, name),
+        "heads": [asdict(head) for head in difference.heads],
+        "layers": list(difference.layers),
+        "log2_query_norm": difference.query_norm.tolist(),
+        "log2_key_norm": difference.key_norm.tolist(),
+        "outliers_gained": difference.gained,
+        "outliers_lost": difference.lost,
     }
     return json.dumps(finite(out), indent=1, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What the mean query and the mean key of a head say about distance, pair by pair.
+"""How the logit of a head's mean query and mean key depends on distance, pair by pair.
 
 *Source*: Jonasson, arXiv:2503.01832, eq. 13 and 14: the logit of the mean query at distance ``p`` behind it of
 the mean key is ``D(p) = sum_i d_i(p)`` with ``d_i(p) = ||q_i|| ||k_i|| cos(phi_i - inv_freq_i p)``. The paper prints
@@ -57,7 +57,7 @@ def contributions(query: Tensor, key: Tensor, inv_freq: Tensor, distances: Tenso
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """The mean logit of each head of a layer over distance, and what each pair adds to it. Tensors are float64.
+    """The mean logit of each head of a layer over distance, and the part that each pair adds. Tensors are float64.
 
     Attributes:
         layer: index.
@@ -85,11 +85,6 @@ class Decomposition:
         return self.pairs.sum(1)
 
     @property
-    def leave_one_out(self) -> Tensor:
-        """``D(p) - d_i(p)`` (Jonasson figure 6): (heads, pairs, distances)."""
-        return self.total[:, None] - self.pairs
-
-    @property
     def logits(self) -> Tensor:
         """The logits that softmax would see: (heads, distances); all features, every scaling, and soft-capping."""
         logits = (self.total * self.rotary_scaling + self.constant[:, None]) * self.scaling
@@ -107,19 +102,19 @@ class Decomposition:
         Raises:
             ValueError: a query position whose distances were not computed.
         """
-        known = {distance: at for at, distance in enumerate(self.distances.tolist())}
+        column_of = {distance: at for at, distance in enumerate(self.distances.tolist())}
         out = torch.zeros(len(self.constant), len(queries), max(queries, default=-1) + 1, dtype=torch.float64)
         for column, query in enumerate(queries):
-            seen = range(min(query, self.window - 1), -1, -1)
-            if query < 0 or any(distance not in known for distance in seen):
-                raise ValueError(f"position {query} needs every whole distance from 0 to {max(seen, default=0)}")
-            at = [known[distance] for distance in seen]
+            visible = range(min(query, self.window - 1), -1, -1)
+            if query < 0 or any(distance not in column_of for distance in visible):
+                raise ValueError(f"position {query} needs every whole distance from 0 to {max(visible, default=0)}")
+            at = [column_of[distance] for distance in visible]
             out[:, column, query + 1 - len(at) : query + 1] = self.logits[:, at].softmax(-1)
         return out
 
 
 def decompose(layer: LayerCapture, distances: Tensor | None = None) -> Decomposition:
-    """Return what the mean query and key of each head of a layer say about distance.
+    """Return how the mean logit of each head of a layer depends on distance.
 
     Args:
         layer: from a capture, whose table and scaling are those in use.

@@ -1,4 +1,4 @@
-"""Rotary outliers and offset features: bounds on frequency and angle, recall, and the data of Jonasson's figures.
+"""Rotary outliers and offset features: bounds on frequency and angle, and the data of Jonasson's figures.
 
 *Source*: Jonasson, *Rotary Outliers and Rotary Offset Features in Large Language Models*, arXiv:2503.01832. By
 its definition 3.1 a pair is an offset feature when the mean query's logit with the mean key in it is smaller at every
@@ -6,17 +6,16 @@ distance ``0 < p <= L`` than at 0. That takes a pair that completes no turn in `
 and query beyond ``π + L inv_freq / 2`` (eq. 16).
 
 Two things to know. With distances in whole tokens, a pair faster than eq. 15 can also satisfy the definition, when its
-angle is so close to 2π that no whole number of tokens completes a turn to it: the bounds are those of real ``p``. And a
-still pair never satisfies it, since its logit is the same at every distance, although it lies below eq. 15: so no angle
-is enough for it here.
+angle is so close to 2π that no whole number of tokens completes a turn to it: the bounds are those of real ``p``. And
+an unrotated pair never satisfies it, since its logit is the same at every distance, although it lies below eq. 15: so
+no angle is enough for it here.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,12 +23,6 @@ from torch import Tensor
 from rope_patch import frequencies
 from rope_patch.analysis.decomposition import mean_pairs, phi
 from rope_patch.modeling.statistics import Capture
-
-THRESHOLDS = (6.0, 9.0, 12.0)
-"""Radii above which Jonasson's table 2 calls a pair an outlier."""
-
-RELAXED = 0.1
-"""By how much Jonasson relaxes the angle bound [rad]."""
 
 RATIO = 5.0
 """Times the median radius that make an outlier where no threshold is given."""
@@ -40,15 +33,15 @@ RATIO = 5.0
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """What Jonasson allows an offset feature of a table.
+    """The bounds of Jonasson on the offset features of a table.
 
     Attributes:
         context: distances considered [tokens].
         inv_freq: (pairs,) [rad/token].
         limit: ``2π / context``, the frequency below which no turn is completed [rad/token].
-        partial: (pairs,) whether a pair lies below it, still pairs included (eq. 15).
-        angle: (pairs,) the angle to exceed, ``π + context inv_freq / 2`` (eq. 16) [rad]; inf for still pairs. Beyond
-            2π, and so out of reach, for pairs that are not partial.
+        partial: (pairs,) whether a pair lies below it, unrotated pairs included (eq. 15).
+        angle: (pairs,) the angle to exceed, ``π + context inv_freq / 2`` (eq. 16) [rad]; inf for unrotated pairs.
+            Beyond 2π, and so out of reach, for pairs that are not partial.
     """
 
     context: int
@@ -56,16 +49,6 @@ class Bounds:
     limit: float
     partial: Tensor
     angle: Tensor
-
-    @property
-    def share(self) -> float:
-        """Share of the pairs that lie below the frequency bound."""
-        return float(self.partial.double().mean())
-
-    @property
-    def mean_angle(self) -> float:
-        """Mean of the angle bound over the pairs that turn, but not fully [rad]; nan when there are none."""
-        return float(self.angle[self.partial & torch.isfinite(self.angle)].mean())
 
 
 def bounds(inv_freq: Tensor, context: int) -> Bounds:
@@ -78,9 +61,9 @@ def bounds(inv_freq: Tensor, context: int) -> Bounds:
     Raises:
         ValueError: a context below 1 token.
 
-    >>> phi_1 = bounds(frequencies.geometric(1e4, 32), 2048)
-    >>> phi_1.partial.nonzero().flatten().tolist(), round(phi_1.mean_angle, 2)
-    ([11, 12, 13, 14, 15], 3.93)
+    >>> table_bounds = bounds(frequencies.geometric(1e4, 32), 2048)
+    >>> table_bounds.partial.nonzero().flatten().tolist(), round(float(table_bounds.angle[15]), 2)
+    ([11, 12, 13, 14, 15], 3.32)
     """
     table = inv_freq.double()
     limit = frequencies.offset_frequency_bound(context)
@@ -170,117 +153,12 @@ def scatter(capture: Capture, *, context: int | None = None, layers: Sequence[in
     return Scatter(**{name: torch.cat(values) for name, values in columns.items()})
 
 
-# --- recall ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RecallRow:
-    """A row of Jonasson's table 2.
-
-    Attributes:
-        states: ``"key"`` or ``"query"``.
-        threshold: radius above which a pair is an outlier.
-        quantile: that the threshold is of the radii, where it was given so.
-        features: pairs looked at, over all heads and layers.
-        outliers: of them.
-        still: outliers that do not rotate.
-        frequency: share of the outliers below the frequency bound; None without outliers, as the next two.
-        angle: share beyond the angle bound.
-        relaxed: share beyond the angle bound less 0.1 rad.
-    """
-
-    states: str
-    threshold: float
-    quantile: float | None
-    features: int
-    outliers: int
-    still: int
-    frequency: float | None
-    angle: float | None
-    relaxed: float | None
-
-
-@dataclass(frozen=True)
-class Recall:
-    """Jonasson's table 2 for one model and text."""
-
-    model: str
-    tokens: int
-    rows: tuple[RecallRow, ...]
-
-    def to_json(self) -> str:
-        """Return the table as JSON."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.model}, {self.tokens} tokens: outliers inside the bounds",
-            "states  radius >   outliers  frequency   angle  relaxed",
-        ]
-        for row in self.rows:
-            shares = (row.frequency, row.angle, row.relaxed)
-            told = ["-" if share is None else f"{share:.3f}" for share in shares]
-            lines.append(
-                f"{row.states:<6} {row.threshold:>9.3f} {row.outliers:>10} {told[0]:>10} {told[1]:>7} {told[2]:>8}"
-            )
-        return "\n".join(lines)
-
-
-def recall(
-    capture: Capture,
-    *,
-    thresholds: Sequence[float] = THRESHOLDS,
-    quantiles: Sequence[float] = (),
-    context: int | None = None,
-    layers: Sequence[int] | None = None,
-) -> Recall:
-    """Return how many of the pairs of large radius lie inside the bounds (Jonasson, table 2), for keys and queries.
-
-    Args:
-        capture: what was measured.
-        thresholds: radii above which a pair is an outlier.
-        quantiles: the same, each as a quantile of all radii of the keys or queries, in [0, 1).
-        context: as for :func:`scatter` [tokens].
-        layers: indices; all captured by default.
-
-    Raises:
-        ValueError: a negative threshold, a quantile out of range, a layer that was not captured.
-    """
-    for threshold in thresholds:
-        if not threshold >= 0:
-            raise ValueError(f"thresholds must be >= 0, got {threshold}")
-    for quantile in quantiles:
-        if not 0 <= quantile < 1:
-            raise ValueError(f"quantiles must be in [0, 1), got {quantile}")
-    points = scatter(capture, context=context, layers=layers)
-    rows = []
-    for states in ("key", "query"):
-        radius = points.radius(states)
-        cuts: list[tuple[float, float | None]] = [(float(threshold), None) for threshold in thresholds]
-        cuts += [(_quantile(radius, quantile), quantile) for quantile in quantiles]
-        for threshold, share in cuts:
-            outlier = radius > threshold
-            inside = (points.partial, points.within_angle, points.phi > points.angle - RELAXED)
-            shares = [float(mask[outlier].double().mean()) if bool(outlier.any()) else None for mask in inside]
-            still = int(frequencies.unrotated(points.inv_freq)[outlier].sum())
-            rows.append(RecallRow(states, threshold, share, len(radius), int(outlier.sum()), still, *shares))
-    return Recall(capture.model, capture.tokens, tuple(rows))
-
-
-def _quantile(values: Tensor, share: float) -> float:
-    """The quantile by linear interpolation; ``torch.quantile`` refuses more than 16 million values."""
-    ordered = values.sort().values
-    at = share * (len(ordered) - 1)
-    low, high = float(ordered[math.floor(at)]), float(ordered[math.ceil(at)])
-    return low + (high - low) * (at - math.floor(at))
-
-
 # --- the outliers themselves -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OutlierPair:
-    """A pair whose mean key (or query) is long, and what the bounds say of it.
+    """A pair whose mean key (or query) is long, and where it lies with regard to the bounds.
 
     Attributes:
         states: ``"key"`` or ``"query"``.
@@ -295,7 +173,7 @@ class OutlierPair:
         phi: angle of the mean key minus that of the mean query, in (0, 2π] [rad].
         angle: the angle bound [rad]; inf when it does not rotate.
         kind: ``"offset feature"`` (inside both bounds), ``"partial turn"`` (inside the frequency bound alone),
-            ``"full turns"`` or ``"still"``.
+            ``"full turns"`` or ``"unrotated"``.
     """
 
     states: str
@@ -329,7 +207,7 @@ def outlier_pairs(
         capture: what was measured.
         states: ``"key"`` or ``"query"``.
         ratio: to the median radius, above which a pair is an outlier.
-        median: that counts; by default of the layers looked at.
+        median: the radius that ``ratio`` refers to; by default the median of the layers looked at.
         context: as for :func:`scatter` [tokens].
         layers: indices; all captured by default.
 
@@ -343,29 +221,29 @@ def outlier_pairs(
     deviation = points.key_deviation if states == "key" else points.query_deviation
     median = float(radius.median()) if median is None else median
     contexts = {layer.index: layer.context if context is None else context for layer in capture.layers}
-    found = (radius > ratio * median).nonzero().flatten()
-    made = []
-    for entry in found[radius[found].argsort(descending=True)].tolist():
+    outliers = (radius > ratio * median).nonzero().flatten()
+    pairs = []
+    for entry in outliers[radius[outliers].argsort(descending=True)].tolist():
         layer, f = int(points.layer[entry]), float(points.inv_freq[entry])
-        rests = bool(frequencies.unrotated(points.inv_freq[entry : entry + 1])[0])
+        is_unrotated = bool(frequencies.unrotated(points.inv_freq[entry : entry + 1])[0])
         inside = "offset feature" if points.within_angle[entry] else "partial turn"
-        made.append(
+        pairs.append(
             OutlierPair(
                 states=states,
                 layer=layer,
                 head=int(points.head[entry]),
                 pair=int(points.pair[entry]),
-                wavelength=math.inf if rests else 2 * math.pi / f,
+                wavelength=math.inf if is_unrotated else 2 * math.pi / f,
                 turns=contexts[layer] * f / (2 * math.pi),
                 radius=float(radius[entry]),
                 ratio=float(radius[entry]) / median if median else math.inf,
                 deviation=float(deviation[entry]),
                 phi=float(points.phi[entry]),
                 angle=float(points.angle[entry]),
-                kind="still" if rests else inside if points.partial[entry] else "full turns",
+                kind="unrotated" if is_unrotated else inside if points.partial[entry] else "full turns",
             )
         )
-    return tuple(made)
+    return tuple(pairs)
 
 
 # --- features --------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def sinks(
 
     def visit(source: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
         if role == "key":
-            if not torch.equal(source.slot.inv_freq, found[source.index].layer.inv_freq):
+            if not torch.equal(source.table.inv_freq, found[source.index].layer.inv_freq):
                 raise ValueError(f"layer {source.index} was captured with another table: pass the captured model")
             found[source.index].add(states, ids, row, start)
 

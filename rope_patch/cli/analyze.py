@@ -172,13 +172,18 @@ def analyze(
     Example: **rope-patch analyze ./llama --text ./articles --text ./code -o ./analysis**
     """
     from rope_patch.analysis import run as engine
+    from rope_patch.analysis.result import findings
     from rope_patch.files import folder_to_write, write_atomically
 
     if report:
         from rope_patch.reports import analysis as page
     if tokens_read < 2:
         raise ValueError(f"tokens must be >= 2, got {tokens_read}")
-    options: dict[str, Any] = {"layers": layers, "heads": list(dict.fromkeys(heads)), "shares": list(dict.fromkeys(p))}
+    options: dict[str, Any] = {
+        "layers": layers,
+        "heads": list(dict.fromkeys(heads)),
+        "p_values": list(dict.fromkeys(p)),
+    }
     options |= {"tolerance": tolerance, "chunk": chunk}
     patch: dict[str, Any] = {"target_length": target_length, "layer_types": layer_types, "freeze_at": freeze_at}
     check_patch(method, patch)
@@ -200,17 +205,17 @@ def analyze(
             patched = {"method": method, **patch} if folder == output else {}
             loaded = load_model(source, device=device, dtype=dtype, **patched)
             folder.mkdir(exist_ok=True)
-            total = engine.tokens_to_read(rows, options["shares"], context)
+            total = engine.tokens_to_read(rows, options["p_values"], context)
             with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
                 results.append(
-                    engine.analyze(
+                    engine.analyze_rows(
                         loaded,
                         tokenizer,
                         rows,
                         name=name_of(source),
-                        trial_source=texts,
-                        keep=folder,
-                        progress=on_progress,
+                        text=texts,
+                        resume=folder,
+                        on_progress=on_progress,
                         **options,
                     )
                 )
@@ -225,7 +230,7 @@ def analyze(
     if as_json:
         print(results[0].to_json())
         return
-    _print(results[0], engine)
+    _print(results[0], findings(results[0]))
     for sentence in sentences:
         print(f"- {sentence}")
     print(f"wrote {', '.join(names)} in {output}")
@@ -253,7 +258,7 @@ def _configs(sources: Sequence[str]) -> list[Any]:
         ValueError: two models of different shapes.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.save_load import load_config
+    from rope_patch.checkpoints.reading import load_config
 
     bases = [adapter_base(source) if is_adapter(source) else source for source in sources]
     configs = [load_config(base).get_text_config() for base in bases]
@@ -297,33 +302,33 @@ def _changes(results: Sequence[Any], output: Path, names: list[str]) -> list[str
     return before_after.changes(differences, results[1].name)
 
 
-def _print(result: Any, engine: Any) -> None:
-    """Print what matters most, and what each p would cost."""
+def _print(analysis: Any, findings: list[str]) -> None:
+    """Print the main findings, and what each p of the sweep costs."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for sentence in engine.findings(result):
+    for sentence in findings:
         console.print(f"- {escape(sentence)}")
-    if not result.trials:
+    if not analysis.p_sweep:
         return
-    spans = [f"{low}-{high}" for low, high in itertools.pairwise(result.trial_positions)]
+    spans = [f"{low}-{high}" for low, high in itertools.pairwise(analysis.p_sweep_positions)]
     table = Table(
-        title=f"p-RoPE untrained, on {escape(result.trial_text)}; shares are of the layers whose table changes",
+        title=f"p-RoPE without training on {escape(analysis.p_sweep_text)}; shares of the layers whose table changes",
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )
-    for head in ("p", "unrotated pairs", "share of logits", "turned", *(f"ppl {span}" for span in spans)):
+    for head in ("p", "pairs zeroed", "share of logits", "by distance", *(f"ppl {span}" for span in spans)):
         table.add_column(head, justify="right")
-    for trial in result.trials:
-        stopped = sum(len(pairs) for pairs in trial.stopped.values())
+    for point in analysis.p_sweep:
+        stopped = sum(len(pairs) for pairs in point.stopped.values())
         table.add_row(
-            "unchanged" if trial.change is None else f"{trial.p:g}",
+            "unchanged" if point.change is None else f"{point.p:g}",
             str(stopped),
-            f"{trial.logit_share:.1%}",
-            f"{trial.turned:.1%}",
-            *(f"{value:.2f}" for value in trial.perplexity),
+            f"{point.logit_share:.1%}",
+            f"{point.turned:.1%}",
+            *(f"{value:.2f}" for value in point.perplexity),
         )
     console.print(table)

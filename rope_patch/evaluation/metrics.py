@@ -67,12 +67,14 @@ class Metric(ABC):
     Attributes:
         name: key of :data:`METRICS`, and of results as JSON.
         unit: of its differences.
+        difference_name: what they are called in JSON; its name by default.
         lower_is_better: its direction.
     """
 
     name: ClassVar[str]
     unit: ClassVar[str]
     lower_is_better: ClassVar[bool]
+    difference_name: ClassVar[str] = ""
 
     @abstractmethod
     def spans(self, spec: EvalSpec) -> list[Span]:
@@ -165,6 +167,7 @@ class Perplexity(Metric):
 
     name = "perplexity"
     unit = "nats/token"
+    difference_name = "nll"
     lower_is_better = True
 
     def spans(self, spec: EvalSpec) -> list[Span]:

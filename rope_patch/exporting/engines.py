@@ -66,13 +66,13 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def check(to: str, model_type: str, slots: Sequence[RotaryTable]) -> str:
+def check(to: str, model_type: str, tables: Sequence[RotaryTable]) -> str:
     """Return the version in which an engine was seen to read such tables on such a model, or ``UNVERIFIED``.
 
     Args:
         to: key of ``ENGINES``.
         model_type: of the checkpoint's config.
-        slots: its tables.
+        tables: its tables.
 
     Raises:
         ValueError: the engine cannot express a table, with the reason.
@@ -80,12 +80,12 @@ def check(to: str, model_type: str, slots: Sequence[RotaryTable]) -> str:
     engine = ENGINES[to]
     if reason := engine.refused.get(model_type):
         raise ValueError(f"{engine.name} {engine.version} cannot run {model_type}: {reason}")
-    for slot in slots:
-        if (model_type, slot.layer_type) in engine.base_only and not slot.is_geometric:
-            where = f"the {slot.layer_type} table of {model_type}" if slot.layer_type else model_type
+    for table in tables:
+        if (model_type, table.layer_type) in engine.base_only and not table.is_geometric:
+            where = f"the {table.layer_type} table of {model_type}" if table.layer_type else model_type
             raise ValueError(
                 f"{engine.name} {engine.version} reads nothing but rope_theta on {where}: this table "
-                f"({slot.rope_type}) would be lost there without a word. What changes the base alone runs there (abf, "
+                f"({table.rope_type}) would be lost there without a word. What changes the base alone runs there (abf, "
                 "ntk), and p-RoPE where --form partial can write it (Phi, StableLM); other engines may read the table"
             )
     return engine.version if model_type in engine.reads else UNVERIFIED

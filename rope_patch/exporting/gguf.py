@@ -21,7 +21,7 @@ from rope_patch.checkpoints.gguf_table import (
     table_pieces,
 )
 from rope_patch.checkpoints.offline import skeleton
-from rope_patch.checkpoints.save_load import read_tokenizer
+from rope_patch.checkpoints.reading import read_tokenizer
 from rope_patch.errors import blamed_on
 from rope_patch.exporting.gguf_base import check_base
 from rope_patch.exporting.gguf_lora import export_gguf_lora as export_gguf_lora
@@ -50,9 +50,9 @@ def export_gguf(
     dtype: str = "float16",
     tokenizer: Any = None,
     overwrite: bool = False,
-    progress: Progress = lambda _: None,
+    on_progress: Progress = lambda name: None,
 ) -> Path:
-    """Write a GGUF of a model with its rotary table, which stock llama.cpp runs.
+    """Write a GGUF of a model with its rotary table, which an unmodified llama.cpp runs.
 
     With ``base``, a GGUF of the same model before the patch in any quantization, its tensors are copied byte for byte
     and only the table is new: that takes the checkpoint's config alone. Without, a Llama or Mistral checkpoint is
@@ -70,7 +70,7 @@ def export_gguf(
         dtype: of matrices written without ``base``: ``float32``, ``float16`` or ``bfloat16``.
         tokenizer: to write without ``base``; by default the one in the checkpoint's folder.
         overwrite: replace a file that exists.
-        progress: told the name of each tensor before it is written.
+        on_progress: called with the name of each tensor before it is written.
 
     Returns:
         ``out``.
@@ -86,47 +86,38 @@ def export_gguf(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     gguf()
     out = check_out(out, overwrite=overwrite)
-    if base is not None and Path(base).resolve() == out:
-        raise ValueError(f"{out} is the base itself: give another output file")
-    if not isinstance(source, nn.Module) and is_adapter(source):
-        raise ValueError(
-            f"{source} is an adapter: merge it into its base and export that, or export the base's GGUF and the "
-            "adapter beside it with export_gguf_lora"
-        )
+    _check_source(source, out, base)
     model = _bare(source) if isinstance(source, nn.Module) else skeleton(source)
     place = weights if weights is not None else None if isinstance(source, nn.Module) else source
     config: Any = find_rotary(model).config
     graph = graph_of(config.model_type)
-    slot, before, record = _table(model, graph)
-    _warn_of_window(config, graph, slot)
+    table, before, record = _table(model, graph)
+    _warn_of_window(config, graph, table)
     with ExitStack() as files:
         if base is not None:
             reader = open_gguf(base)
             at_hand = _weights_at_hand(model if place is None else place, files)
-            check_base(reader, Path(base), config, graph, slot, before, at_hand)
+            check_base(reader, Path(base), config, graph, table, before, at_hand)
             keys = [key for key in keys_of(reader) if not replaced_by(key.name, graph.architecture)]
             pieces = [piece for piece in pieces_of(reader) if piece.name not in FACTOR_TENSORS]
             return write_gguf(
                 out,
-                [*keys, *table_keys(slot, graph, record)],
-                [*table_pieces(slot, graph), *pieces],
+                [*keys, *table_keys(table, graph, record)],
+                [*table_pieces(table, graph), *pieces],
                 alignment=int(reader.alignment),
                 overwrite=overwrite,
-                progress=progress,
+                progress=on_progress,
             )
-        if graph.architecture != "llama":
-            raise ValueError(f"without a GGUF of the base only Llama and Mistral are written, not {config.model_type}")
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("the checkpoint is quantized: dequantize it first, or give a GGUF of the base model")
+        _check_writable(config, graph)
         folder = None if place is None else _folder(place)
         tokenizer = _tokenizer(tokenizer, folder)
         own = weights_of(model) if folder is None else weights_in(folder, files)
         name = name or (type(model).__name__ if place is None else name_of(str(place)))
-        keys = [*llama_keys(config, name, dtype), *table_keys(slot, graph, record)]
+        keys = [*llama_keys(config, name, dtype), *table_keys(table, graph, record)]
         keys += vocabulary_keys(tokenizer, config.vocab_size)
         files.enter_context(blamed_on(f"{place or type(model).__name__}: the weights do not fit the config"))
-        pieces = [*table_pieces(slot, graph), *pieces_from(own, config, graph.architecture, dtype)]
-        return write_gguf(out, keys, pieces, overwrite=overwrite, progress=progress)
+        pieces = [*table_pieces(table, graph), *pieces_from(own, config, graph.architecture, dtype)]
+        return write_gguf(out, keys, pieces, overwrite=overwrite, progress=on_progress)
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -134,17 +125,17 @@ def export_gguf(
 
 def _table(model: nn.Module, graph: Graph) -> tuple[RotaryTable, TableRecord, PatchRecord | None]:
     """Return the one table a GGUF can hold, the one before the patch, and the record."""
-    site = find_rotary(model)
-    record = verify_model(model) if site.record is not None or isinstance(site.module, PatchedRotary) else None
-    slots = {slot.layer_type: slot for slot in inspect_model(model).tables}
-    for slot in slots.values():
-        if slot.rope_parameters is not None and is_dynamic(slot.rope_parameters, slot.rope_type):
-            raise ValueError(f"{slot.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")
+    location = find_rotary(model)
+    record = verify_model(model) if location.record is not None or isinstance(location.module, PatchedRotary) else None
+    tables = {table.layer_type: table for table in inspect_model(model).tables}
+    for table in tables.values():
+        if table.rope_parameters is not None and is_dynamic(table.rope_parameters, table.rope_type):
+            raise ValueError(f"{table.path} has a dynamic table: freeze it first, rope-patch apply --freeze-at LENGTH")
     if record is not None and record.precision != "float32":
         warnings.warn(f"llama.cpp computes angles in float32, this patch in {record.precision}", stacklevel=3)
-    if set(slots) == {None}:
-        return slots[None], record.base_tables["all"] if record else TableRecord.of(slots[None]), record
-    full, others = slots.get("full_attention"), [s for kind, s in slots.items() if kind != "full_attention"]
+    if set(tables) == {None}:
+        return tables[None], record.base_tables["all"] if record else TableRecord.of(tables[None]), record
+    full, others = tables.get("full_attention"), [s for kind, s in tables.items() if kind != "full_attention"]
     if full is None or graph.architecture != "gemma4":
         raise ValueError(f"{type(model).__name__} has a table per layer type, and a GGUF of it holds one")
     for other in others:
@@ -158,9 +149,28 @@ def _table(model: nn.Module, graph: Graph) -> tuple[RotaryTable, TableRecord, Pa
     return full, record.base_tables["full_attention"] if record else TableRecord.of(full), record
 
 
-def _warn_of_window(config: Any, graph: Graph, slot: RotaryTable) -> None:
+def _check_writable(config: Any, graph: Graph) -> None:
+    """Raise ValueError for a model whose tensors cannot be written without a GGUF of the base."""
+    if graph.architecture != "llama":
+        raise ValueError(f"without a GGUF of the base only Llama and Mistral are written, not {config.model_type}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("the checkpoint is quantized: dequantize it first, or give a GGUF of the base model")
+
+
+def _check_source(source: str | Path | nn.Module, out: Path, base: str | Path | None) -> None:
+    """Raise ValueError for an adapter, and for a base that would be overwritten."""
+    if base is not None and Path(base).resolve() == out:
+        raise ValueError(f"{out} is the base itself: give another output file")
+    if not isinstance(source, nn.Module) and is_adapter(source):
+        raise ValueError(
+            f"{source} is an adapter: merge it into its base and export that, or export the base's GGUF and the "
+            "adapter beside it with export_gguf_lora"
+        )
+
+
+def _warn_of_window(config: Any, graph: Graph, table: RotaryTable) -> None:
     window = getattr(config, "sliding_window", None)
-    if graph.architecture != "gemma4" and window is not None and window < slot.max_position_embeddings:
+    if graph.architecture != "gemma4" and window is not None and window < table.max_position_embeddings:
         warnings.warn(
             f"this model attends to the last {window} tokens; llama.cpp's graph for {graph.architecture} knows no "
             "window and attends to all: beyond it, logits differ from transformers'",

@@ -16,7 +16,7 @@ from rope_patch.tables import RotaryTable
 
 
 def check_base(
-    reader: Any, path: Path, config: Any, graph: Graph, slot: RotaryTable, before: TableRecord, weights: Weights | None
+    reader: Any, path: Path, config: Any, graph: Graph, table: RotaryTable, before: TableRecord, weights: Weights | None
 ) -> None:
     """Raise unless a GGUF file holds this model as it was before the patch, in whatever quantization.
 
@@ -28,7 +28,7 @@ def check_base(
         path: to it.
         config: the model's text config.
         graph: llama.cpp's for it.
-        slot: the table to write.
+        table: the table to write.
         before: the table before the patch.
         weights: of the checkpoint, to compare norms and the first layer with; None to trust the shapes.
 
@@ -37,13 +37,13 @@ def check_base(
         ValueError: it is another model's.
     """
     pieces = list(pieces_of(reader))
-    _check_shape(reader, pieces, path, config, graph, slot)
+    _check_shape(reader, pieces, path, config, graph, table)
     _check_table(reader, path, before)
     if weights is not None:
         _check_weights(pieces, path, weights, config, graph)
 
 
-def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, graph: Graph, slot: RotaryTable) -> None:
+def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, graph: Graph, table: RotaryTable) -> None:
     architecture = value_of(reader, "general.architecture")
     if architecture != graph.architecture:
         raise ValueError(f"{base} is a GGUF of {architecture!r}, and {config.model_type} is {graph.architecture!r}")
@@ -53,7 +53,7 @@ def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, grap
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "rope.dimension_count": slot.rotary_dim,
+        "rope.dimension_count": table.rotary_dim,
     }
     found = {name: value_of(reader, f"{architecture}.{name}") for name in wanted}
     shapes = {piece.name: piece.shape for piece in pieces}
@@ -68,16 +68,16 @@ def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, grap
 def _check_table(reader: Any, base: Path, before: TableRecord) -> None:
     """Raise unless a base turns as the model did before the patch: else it is another, or is patched already."""
     seen = table_in(reader, base)
-    slot = seen.tables[0]
-    if same_table(TableRecord.of(slot), before):
+    table = seen.tables[0]
+    if same_table(TableRecord.of(table), before):
         return
     if seen.record is not None:
         raise PatchError(f"{base} is patched already, with {seen.record.to_method()}: give the GGUF of the base model")
     carries = "factors of its own" if any(t.name in FACTOR_TENSORS for t in reader.tensors) else "another table"
     raise PatchError(
-        f"{base} carries {carries} (rope_theta {slot.rope_theta:g}, attention_scaling {slot.attention_scaling:g}, "
-        f"table {slot.fingerprint}), not the one this model had before the patch ({before.hash}): give the GGUF of the "
-        "base model"
+        f"{base} carries {carries} (rope_theta {table.rope_theta:g}, attention_scaling {table.attention_scaling:g}, "
+        f"table {table.fingerprint}), not the one this model had before the patch ({before.hash}): give the GGUF of "
+        "the base model"
     )
 
 

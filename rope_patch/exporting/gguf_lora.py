@@ -24,7 +24,7 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 def export_gguf_lora(
-    adapter: str | Path, out: str | Path, *, overwrite: bool = False, progress: Progress = lambda _: None
+    adapter: str | Path, out: str | Path, *, overwrite: bool = False, on_progress: Progress = lambda name: None
 ) -> Path:
     """Write a LoRA adapter over a Llama or Mistral checkpoint as a GGUF adapter.
 
@@ -37,7 +37,7 @@ def export_gguf_lora(
         adapter: folder of a PEFT adapter, with safetensors.
         out: the file, ``*.gguf``.
         overwrite: replace a file that exists.
-        progress: told the name of each tensor before it is written.
+        on_progress: called with the name of each tensor before it is written.
 
     Returns:
         ``out``.
@@ -75,7 +75,7 @@ def export_gguf_lora(
             raise OSError(f"{weights} is truncated or damaged ({error}): copy it again") from error
         files.enter_context(blamed_on(f"{adapter}: its adapter_config.json and its weights do not fit each other"))
         pieces = list(_pieces(file, lora, config))
-        return write_gguf(out, keys, pieces, overwrite=overwrite, progress=progress)
+        return write_gguf(out, keys, pieces, overwrite=overwrite, progress=on_progress)
 
 
 def _config(adapter: str | Path) -> Any:

@@ -1,4 +1,4 @@
-"""p-RoPE as partial rotary: the pairs that turn moved to the front of each head, the still ones left unrotated.
+"""p-RoPE as partial rotary: the rotating pairs are moved to the front of each head, the others left unrotated.
 
 With ``r`` turning pairs of ``n``, p-RoPE with base ``theta`` is partial rotary over ``2 r`` features with base
 ``theta ** (r / n)``, once the rows of each head's queries and keys (weights, biases, norms) stand in the order
@@ -59,15 +59,15 @@ class Layout:
         return torch.cat([self.head_dim * i + rows for i, rows in enumerate(heads)])
 
 
-def as_partial(model: PreTrainedModel, slots: Sequence[RotaryTable]) -> tuple[PreTrainedModel, Layout, int]:
+def as_partial(model: PreTrainedModel, tables: Sequence[RotaryTable]) -> tuple[PreTrainedModel, Layout, int]:
     """Return the skeleton of a p-RoPE checkpoint as a partial-rotary one.
 
-    Whether the family obeys ``partial_rotary_factor``, and holds its queries and keys as :class:`Layout` says, is seen
-    on two small random copies of it, one layer each: the stock model of either config must give the same logits.
+    Whether the family obeys ``partial_rotary_factor``, and holds its queries and keys as :class:`Layout` says, is
+    tested on two small random copies of it, one layer each: transformers must give the same logits with both configs.
 
     Args:
         model: skeleton of the checkpoint.
-        slots: its tables.
+        tables: its tables.
 
     Returns:
         The skeleton, the layout for :func:`permute_file`, and how many tensors of each layer it touches.
@@ -76,44 +76,44 @@ def as_partial(model: PreTrainedModel, slots: Sequence[RotaryTable]) -> tuple[Pr
         ValueError: the table is not p-RoPE, or the family cannot say it so.
     """
     config, name = model.config, type(model).__name__
-    if len(slots) != 1 or slots[0].layer_type is not None:
+    if len(tables) != 1 or tables[0].layer_type is not None:
         raise ValueError(f"{name} has a table for each layer type: --form partial is for models with one")
     if getattr(config, "quantization_config", None):
         raise ValueError("--form partial moves rows of weights, and these are quantized: export the full weights")
-    (slot,) = slots
-    turning = _turning_pairs(slot)
+    (table,) = tables
+    turning = _turning_pairs(table)
     heads = int(config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    n, r = slot.pairs, turning
+    n, r = table.pairs, turning
     order = (*range(r), *range(n, n + r), *range(r, n), *range(n + r, head_dim))
     layout = Layout(heads, int(getattr(config, "num_key_value_heads", None) or heads), head_dim, order)
-    spelled = {
+    encoded = {
         "rope_type": "default",
-        "rope_theta": slot.rope_theta ** (r / n),
+        "rope_theta": table.rope_theta ** (r / n),
         "partial_rotary_factor": 2 * r / head_dim,
     }
-    if int(head_dim * spelled["partial_rotary_factor"]) != 2 * r:
+    if int(head_dim * encoded["partial_rotary_factor"]) != 2 * r:
         raise ValueError(f"no partial_rotary_factor of {head_dim} features gives {2 * r} in float arithmetic")
-    touched = _measure(config, layout, spelled, name)
+    touched = _measure(config, layout, encoded, name)
     with torch.device("meta"):
-        changed: PreTrainedModel = AutoModelForCausalLM.from_config(_config(config, {"rope_parameters": spelled}))
+        changed: PreTrainedModel = AutoModelForCausalLM.from_config(_config(config, {"rope_parameters": encoded}))
     return changed, layout, touched
 
 
-def _turning_pairs(slot: RotaryTable) -> int:
+def _turning_pairs(table: RotaryTable) -> int:
     """How many pairs turn in a p-RoPE table.
 
     Raises:
         ValueError: another table.
     """
-    rests = frequencies.unrotated(slot.inv_freq)
-    turning = int((~rests).sum())
-    geometric = frequencies.geometric(slot.rope_theta, slot.rotary_dim)[:turning]
-    plain = torch.allclose(slot.inv_freq[:turning], geometric, rtol=1e-6, atol=0.0)
-    if bool(rests[:turning].any()) or not plain or slot.attention_scaling != 1.0:
-        raise ValueError(f"--form partial is for p-RoPE alone (p_rope, or abf and then p_rope), not for {slot}")
-    if not 0 < turning < slot.pairs:
-        raise ValueError(f"--form partial needs pairs that turn and pairs that stand still, not {slot}")
+    zeroed = frequencies.unrotated(table.inv_freq)
+    turning = int((~zeroed).sum())
+    geometric = frequencies.geometric(table.rope_theta, table.rotary_dim)[:turning]
+    plain = torch.allclose(table.inv_freq[:turning], geometric, rtol=1e-6, atol=0.0)
+    if bool(zeroed[:turning].any()) or not plain or table.attention_scaling != 1.0:
+        raise ValueError(f"--form partial is for p-RoPE alone (p_rope, or abf and then p_rope), not for {table}")
+    if not 0 < turning < table.pairs:
+        raise ValueError(f"--form partial needs rotating and unrotated pairs, not {table}")
     return turning
 
 
@@ -126,7 +126,7 @@ def _config(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConf
     return changed
 
 
-def _measure(config: PreTrainedConfig, layout: Layout, spelled: dict[str, Any], name: str) -> int:
+def _measure(config: PreTrainedConfig, layout: Layout, encoded: dict[str, Any], name: str) -> int:
     """Compare the two forms on small random copies; return how many tensors of a layer hold queries or keys."""
     grouped = layout.key_heads < layout.heads
     small = Layout(4, 2 if grouped else 4, layout.head_dim, layout.order)
@@ -153,7 +153,7 @@ def _measure(config: PreTrainedConfig, layout: Layout, spelled: dict[str, Any], 
             state = wanted.state_dict()
             rows = {key: small.rows(key, value.shape) for key, value in state.items()}
             got = AutoModelForCausalLM.from_config(
-                _config(config, known | {"rope_parameters": spelled}), dtype=torch.float32
+                _config(config, known | {"rope_parameters": encoded}), dtype=torch.float32
             ).eval()
             got.load_state_dict(state)
             tokens = torch.randint(3, 64, (1, 24))

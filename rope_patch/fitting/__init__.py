@@ -20,15 +20,17 @@ from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, best
+from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import Run, plain_weights
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.modeling.trainable_table import Constraint, TrainableTable
-from rope_patch.patching.apply import Patch, apply, for_target
+from rope_patch.patching.apply import apply
 from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
+from rope_patch.patching.undo import Patch
 from rope_patch.processes import processes
 from rope_patch.words import did_you_mean
 
@@ -243,9 +245,8 @@ def fit(
                     schedule.patience,
                     schedule.checkpointing,
                 )
-        winners = {label: best(several) for label, several in candidates.items()}
-        label = max(winners, key=lambda name: max(winners[name].rank, candidates[name][0].rank))
-        last = apply(model, winners[label].method, replace=True, **options)
+        label, winner = choose(candidates)
+        last = apply(model, winner.method, replace=True, **options)
     except BaseException:
         first._state.reinstate()
         raise
@@ -253,7 +254,7 @@ def fit(
     return FittedPatch(
         **known,
         candidates=candidates,
-        chosen=f"{label}, {winners[label].name}",
+        chosen=f"{label}, {winner.name}",
         losses={label: tuple(run.losses) for label, run in runs.items()},
         stopped={label: run.stopped for label, run in runs.items()},
     )

@@ -128,13 +128,13 @@ def quantized(
         ValueError: as for ``plan_layers`` and ``Scheme.parse``.
     """
     planned = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
-    site = find_rotary(model)
-    root: Any = site.model
+    location = find_rotary(model)
+    root: Any = location.model
     run = SchemeRun(plan_layers(model, planned, means=means, context=context))
 
     with contextlib.ExitStack() as stack:
         if any(plan.key.pre for plan in run.plans.values()):
-            stack.enter_context(noting_turns(site.module, run))
+            stack.enter_context(noting_turns(location.module, run))
         decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
         stack.callback(decoder.register_forward_pre_hook(_check_padding, with_kwargs=True).remove)
         full = all(side.format == "none" for plan in run.plans.values() for side in (plan.key, plan.value))

@@ -125,7 +125,7 @@ def plan_layers(
 
     Raises:
         ValueError: a skipped layer that the model does not have, centring without means or under attention
-            soft-capping, or a model whose keys cannot be told (see ``find_sources``).
+            soft-capping, or a model whose keys cannot be found (see ``find_sources``).
     """
     sources = _sources(model)
     known = [layer.index for layer in sources.layers]
@@ -137,7 +137,7 @@ def plan_layers(
             raise ValueError(f"skip names layer {index}, which reads the keys of layer {owners[index]}: name that one")
     made = {}
     for layer in sources.layers:
-        slot, table = layer.slot, layer.slot.inv_freq
+        slot, table = layer.table, layer.table.inv_freq
         key, value = (Side(), Side()) if layer.keys_of in scheme.skip else (scheme.key, scheme.value)
         if key.centre and not key.pre and layer.softcap is not None:
             raise ValueError(
@@ -153,7 +153,7 @@ def plan_layers(
             if not key.pre:
                 turned = slot.attention_scaling * mean_turn(table, context or slot.max_position_embeddings)
                 mean = _rotated(mean, turned.real, turned.imag, slot.pairs, layer.interleaved)
-            if key.centre == "still":
+            if key.centre == "unrotated":
                 mean = mean * features_of(frequencies.unrotated(table), width, layer.interleaved, rest=True)
         kept = None
         if key.keep:
@@ -191,7 +191,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool)
 def mean_turn(inv_freq: Tensor, tokens: int) -> Tensor:
     """Return the mean of a table's rotations over positions 0 to tokens - 1: (pairs,) complex128.
 
-    1 for a still pair, near 0 for one that makes full turns: what is left of a constant key once it is stored.
+    1 for an unrotated pair, near 0 for one that makes full turns: what is left of a constant key once it is stored.
     """
     half = inv_freq.double() / 2
     size = torch.where(half == 0, 1.0, (tokens * half).sin() / (tokens * half.sin()))

@@ -1,6 +1,6 @@
 """How a key-value cache is quantized, as frozen dataclasses with one text form.
 
-The grammar is free of commas, so that it passes through lm-eval's ``--model_args``::
+Scheme strings have no commas, so that it passes through lm-eval's ``--model_args``::
 
     k=int2.channel32.pre;v=int2.token32;residual=128;sinks=4;skip=0+27
 
@@ -39,7 +39,7 @@ class Side:
             (0 for fp8 with a fixed scale of 1, which saturates at 448).
         symmetric: integers around 0 without a zero point.
         pre: keys are quantized before rotation and rotated when read.
-        centre: subtract one mean per key head before quantizing, from ``"still"`` pairs alone or from ``"all"``; "" for
+        centre: subtract one mean per key head before quantizing, from ``"unrotated"`` pairs or from ``"all"``; "" for
             none. Under ``pre`` it is the mean before rotation, and added again; else that of keys as they are stored,
             averaged over the rotations of the layer's context, and never added again: softmax drops any constant.
         hadamard: rotate features by a Hadamard matrix before quantizing, and back when read.
@@ -71,8 +71,8 @@ class Side:
             raise ValueError("tensor needs the number of tokens that share a scale, such as tensor128")
         if self.symmetric and self.format in ("none", "nf4", "fp8"):
             raise ValueError(f"sym is for integers, {self.format} has no zero point")
-        if self.centre not in ("", "still", "all"):
-            raise ValueError(f"centre must be still or all, got {self.centre!r}")
+        if self.centre not in ("", "unrotated", "all"):
+            raise ValueError(f"centre must be unrotated or all, got {self.centre!r}")
         if self.keep not in (0, 8, 16):
             raise ValueError(f"outlier pairs are kept in 8 or 16 bits, got {self.keep}")
         if self.hadamard and (self.keep or self.axis == "channel"):
@@ -93,7 +93,7 @@ class Side:
         size = str(self.group) if self.group else ""
         words = [self.format, f"{self.axis}{size}"]
         words += [word for word, on in (("sym", self.symmetric), ("pre", self.pre), ("hadamard", self.hadamard)) if on]
-        words += {"": [], "still": ["centre"], "all": ["centreall"]}[self.centre]
+        words += {"": [], "unrotated": ["centre"], "all": ["centreall"]}[self.centre]
         words += [f"keep{self.keep}"] if self.keep else []
         return ".".join(words)
 
@@ -231,7 +231,7 @@ _WORDS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "asym": {"symmetric": False},
         "pre": {"pre": True},
         "post": {"pre": False},
-        "centre": {"centre": "still"},
+        "centre": {"centre": "unrotated"},
         "centreall": {"centre": "all"},
         "hadamard": {"hadamard": True},
         "keep8": {"keep": 8},

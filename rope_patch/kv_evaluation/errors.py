@@ -21,8 +21,8 @@ from rope_patch.kv_cache.cache import noting_turns
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import Scheme, Side
+from rope_patch.modeling.attention_probe import attending_with
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.sources import attending_with
 from rope_patch.modeling.statistics import pairs_of
 from rope_patch.patching.locate import device_of, find_rotary
 

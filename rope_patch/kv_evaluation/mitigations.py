@@ -34,7 +34,7 @@ def mitigations(name: str) -> dict[str, Scheme]:
     changed = {
         "pre": with_keys(pre=True),
         "hadamard": with_keys(hadamard=True),
-        "centre": with_keys(centre="still"),
+        "centre": with_keys(centre="unrotated"),
         "centreall": with_keys(centre="all"),
         "pre.centreall": with_keys(pre=True, centre="all"),
         "keep8": with_keys(keep=8),

@@ -39,8 +39,19 @@ from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, find_verdict
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.statistics import Capture
-from rope_patch.patching.apply import for_target
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
+
+
+def check_spec(spec: EvalSpec) -> None:
+    """Raise unless a check of caches can be made of a spec.
+
+    Raises:
+        ValueError: it asks for no window of text.
+    """
+    if spec.windows == 0:
+        raise ValueError("a check of caches needs windows of text: give windows >= 1, got 0")
+
 
 _Patches = dict[str, tuple[nn.Module, Method, bool, dict[str, Any]]]
 """What :func:`~rope_patch.evaluation.compare.under` takes for each method, by its method string."""
@@ -115,8 +126,7 @@ def kv_check(
     suite = as_suite(spec, tokenizer)
     if not methods:
         raise ValueError("give at least one method")
-    if not suite.windows:
-        raise ValueError("a check of caches needs windows of text: give windows >= 1")
+    check_spec(suite.spec)
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     resolved = {str(made): made for made in (for_target(model, m, suite.spec.longest, **options) for m in methods)}
     if len(resolved) < len(methods):

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from rope_patch.modeling.sources import ROLES, LayerSource, split_pairs
+from rope_patch.modeling.attention_probe import ROLES
+from rope_patch.modeling.sources import LayerSource, split_pairs
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
 from rope_patch.modeling.streaming import stream, text_digest, token_rows
 from rope_patch.patching.locate import find_rotary
@@ -36,7 +37,7 @@ def capture(
     segments: int = 8,
     layers: Sequence[int] | None = None,
     groups: Sequence[str] | None = None,
-    progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Capture:
     """Measure a model's queries, keys and values before rotation on a text.
 
@@ -51,7 +52,7 @@ def capture(
         segments: parts of the text's length over which means are kept, in order; no more than there are tokens.
         layers: indices of the layers to measure; all by default.
         groups: what each row is of, a domain for example; norms are kept by group as well. One group by default.
-        progress: told the tokens of each forward pass when it is done.
+        on_progress: called with the number of tokens of each forward pass when it is done.
 
     Returns:
         The statistics.
@@ -59,7 +60,7 @@ def capture(
     Raises:
         TypeError: not a transformers model.
         ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have, groups that do not name
-            each row; a model without a rotary table, or whose states cannot be told (see ``find_sources``); NaN or
+            each row; a model without a rotary table, or whose states cannot be found (see ``find_sources``); NaN or
             infinite states, by name and position.
     """
     for name, number in (("top", top), ("segments", segments)):
@@ -72,24 +73,30 @@ def capture(
         raise ValueError(f"groups must name each of the {len(rows)} rows, got {len(named)} names")
     names = tuple(dict.fromkeys(named))
     codes = [names.index(name) for name in named]
-    tallies: dict[tuple[int, str], _Tally] = {}
+    sums: dict[tuple[int, str], _StateSums] = {}
 
     def visit(layer: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
-        tally = tallies.get((layer.index, role))
-        if tally is None:
-            tally = tallies[layer.index, role] = _Tally(layer, role, states, rows.shape[1], top, segments, codes)
-        tally.add(states, ids, row, start)
+        state_sums = sums.get((layer.index, role))
+        if state_sums is None:
+            state_sums = sums[layer.index, role] = _StateSums(layer, role, states, rows.shape[1], top, segments, codes)
+        state_sums.add(states, ids, row, start)
 
-    read = stream(model, rows, visit, chunk=chunk, layers=layers, progress=progress)
-    made = [_layer_capture(layer, {role: tallies[layer.index, role] for role in ROLES}) for layer in read]
+    read = stream(model, rows, visit, chunk=chunk, layers=layers, on_progress=on_progress)
+    captured = [_layer_capture(layer, {role: sums[layer.index, role] for role in ROLES}) for layer in read]
     size = 0 if chunk is None or chunk >= rows.shape[1] else chunk
     return Capture(
-        type(find_rotary(model).model).__name__, rows.numel(), len(rows), text_digest(rows), size, names, tuple(made)
+        type(find_rotary(model).model).__name__,
+        rows.numel(),
+        len(rows),
+        text_digest(rows),
+        size,
+        names,
+        tuple(captured),
     )
 
 
-class _Tally:
-    """Sums over the states of one role of one layer: float32 within a slice of tokens, float64 across slices."""
+class _StateSums:
+    """Running sums over the states of one role of a layer: float32 within a slice of tokens, float64 across slices."""
 
     def __init__(
         self,
@@ -101,7 +108,7 @@ class _Tally:
         segments: int,
         groups: Sequence[int],
     ) -> None:
-        self.layer, self.role, self.pairs = layer, role, layer.slot.pairs
+        self.layer, self.role, self.pairs = layer, role, layer.table.pairs
         heads, head_dim = states.shape[1:]
         # Sums stay where the states are, so that an accelerator is not waited for; not every one has doubles.
         self.device = states.device if states.device.type in ("cpu", "cuda") else torch.device("cpu")
@@ -162,11 +169,11 @@ class _Tally:
 
     def _add_top(self, norms: Tensor, ids: Tensor, row: int, start: int) -> None:
         """Merge the largest norms (tokens, heads) of a slice into those so far."""
-        some, at = norms.T.topk(min(self.top, len(norms)))
-        found = torch.stack((torch.full_like(at, row), at + start, ids[at]))
-        self.top_norm, keep = torch.cat((self.top_norm, some), 1).sort(dim=1, descending=True)
+        largest, at = norms.T.topk(min(self.top, len(norms)))
+        places = torch.stack((torch.full_like(at, row), at + start, ids[at]))
+        self.top_norm, keep = torch.cat((self.top_norm, largest), 1).sort(dim=1, descending=True)
         self.top_norm, keep = self.top_norm[:, : self.top], keep[:, : self.top]
-        self.top_at = torch.cat((self.top_at, found), 2).gather(2, keep.expand(3, -1, -1))
+        self.top_at = torch.cat((self.top_at, places), 2).gather(2, keep.expand(3, -1, -1))
 
     def _refuse(self, states: Tensor, row: int, start: int) -> None:
         token, head, feature = (~(states.abs() < HUGE)).nonzero()[0].tolist()
@@ -184,7 +191,7 @@ class _Tally:
         length = torch.hypot(x, y).clamp(0, 1)
         parts = torch.tensor(self.counts, dtype=torch.float64, device=self.device)[:, None, None]
         row, position, token = self.top_at
-        made = {
+        statistics = {
             "mean": self.drift.sum(0) / count,
             "mean_abs": self.abs_sum / count,
             "max_abs": self.abs_max,
@@ -199,22 +206,24 @@ class _Tally:
             "top_token": token,
             "top_row": row,
         }
-        return Statistics(**{name: value.cpu() for name, value in made.items()}, interleaved=self.layer.interleaved)
+        return Statistics(
+            **{name: value.cpu() for name, value in statistics.items()}, interleaved=self.layer.interleaved
+        )
 
 
-def _layer_capture(layer: LayerSource, tallies: Mapping[str, _Tally]) -> LayerCapture:
-    slot = layer.slot
-    stated = slot.max_position_embeddings
+def _layer_capture(layer: LayerSource, sums: Mapping[str, _StateSums]) -> LayerCapture:
+    table = layer.table
+    stated = table.max_position_embeddings
     return LayerCapture(
         index=layer.index,
-        layer_type=slot.layer_type,
-        inv_freq=slot.inv_freq,
-        attention_scaling=slot.attention_scaling,
+        layer_type=table.layer_type,
+        inv_freq=table.inv_freq,
+        attention_scaling=table.attention_scaling,
         context=stated if layer.window is None else min(stated, layer.window),
         scaling=layer.scaling,
         softcap=layer.softcap,
         keys_of=layer.keys_of,
-        query=tallies["query"].result(),
-        key=tallies["key"].result(),
-        value=tallies["value"].result(),
+        query=sums["query"].result(),
+        key=sums["key"].result(),
+        value=sums["value"].result(),
     )

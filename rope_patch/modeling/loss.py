@@ -57,7 +57,7 @@ def token_loss(
     shares = counts if items is None else counts / torch.as_tensor(items, device=counts.device).clamp(min=TINY)
 
     def summed(states: Tensor) -> Tensor:
-        total = (states[:1] * 0).sum().float()  # with nothing to learn still a loss that has a gradient
+        total = (states[:1] * 0).sum().float()  # a loss with a gradient even when there is nothing to learn
         for low in range(0, len(wanted), SLICE):
             part = slice(low, low + SLICE)
             made: Any = checkpoint(_sum, reader, states[part], wanted[part], shares[part], use_reentrant=False)
@@ -76,15 +76,15 @@ def _in_one_pass(reader: Reader, summed: Callable[[Tensor], Tensor], states: Ten
     head, fsdp = reader.head, sys.modules.get("torch.distributed.fsdp")
     if not (fsdp and isinstance(head, fsdp.FSDPModule)) and not hasattr(head.weight, "ds_id"):
         return summed(states)
-    stock, own = head.forward, "forward" in vars(head)
-    reader.call = lambda _, *args: stock(*args)
+    original, own = head.forward, "forward" in vars(head)
+    reader.call = lambda _, *args: original(*args)
     head.forward = summed
     try:
         total: Tensor = head(states)
     finally:
         del head.forward
         if own:
-            head.forward = stock
+            head.forward = original
     return total
 
 
@@ -112,9 +112,9 @@ def fuse(model: Any) -> Any:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_rope_patch_fused", False):
         return model
-    stock = base.forward
+    original = base.forward
 
-    @functools.wraps(stock)
+    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         labels, weights = kwargs.pop("labels", None), kwargs.pop("weights", None)
         ahead, ahead_weights = kwargs.pop("shift_labels", None), kwargs.pop("shift_weights", None)
@@ -124,7 +124,7 @@ def fuse(model: Any) -> Any:
                 "weights must be shifted as labels are: weights with labels, shift_weights with shift_labels"
             )
         if labels is None and ahead is None:
-            return stock(*args, **kwargs)
+            return original(*args, **kwargs)
         kwargs.pop("logits_to_keep", None)
         kwargs |= {"use_cache": False, "return_dict": True}
         reader = Reader(base, inside=True)
@@ -138,10 +138,3 @@ def fuse(model: Any) -> Any:
     base.forward = forward
     base._rope_patch_fused = True
     return model
-
-
-def unfuse(model: Any) -> None:
-    """Give the model its own ``forward`` back."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if base.__dict__.pop("_rope_patch_fused", False):
-        del base.__dict__["forward"]

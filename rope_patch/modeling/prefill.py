@@ -1,6 +1,6 @@
 """Reading a long text in chunks with memory that does not grow beyond the cache.
 
-For each chunk read through a cache, stock transformers makes a mask of chunk × context, the same again in floating
+For each chunk read through a cache, transformers itself makes a mask of chunk × context, the same again in floating
 point, keys and values repeated for grouped heads, and new copies of the layer's cache. None of it is needed.
 """
 

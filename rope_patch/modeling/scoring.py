@@ -234,9 +234,9 @@ def _is_dynamic(model: nn.Module) -> bool:
     if any(isinstance(module, PatchedRotary) for module in model.modules()):
         return False  # ours never is
     config: Any = model.config
-    spelled: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    several = [item for item in spelled.values() if isinstance(item, Mapping)]
-    return any(is_dynamic(item) for item in several or [spelled] if "rope_type" in item)
+    parameters: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    several = [item for item in parameters.values() if isinstance(item, Mapping)]
+    return any(is_dynamic(item) for item in several or [parameters] if "rope_type" in item)
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -8,33 +8,28 @@ the right part's output must equal the recorded query (or key), and what fits no
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rope_patch.modeling.modes import attention_set_to
+from rope_patch.modeling.attention_probe import ROLES, AttentionCall, record_attention
 from rope_patch.patching.base_tables import call_rotary, is_dynamic, where
 from rope_patch.patching.locate import device_of, find_rotary, original_tables
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 
-NAME = "rope_patch_probe"
 PROBE_TOKENS = 8
 PROBE_STEP = 97
 """Positions of the probe are this far apart, so that slow pairs turn visibly as well [tokens]."""
 
-ROLES = ("query", "key", "value")
-
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class HeadOutput:
     """A module whose output holds the heads of one role of one layer.
 
     Attributes:
@@ -59,12 +54,12 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class LayerSource:
-    """One attention layer: its parts, and what its attention does with the logits.
+    """One attention layer: where its queries, keys and values appear, and what it does with the logits.
 
     Attributes:
         index: of the layer.
-        parts: by role.
-        slot: the table it turns with, as in use.
+        parts: by role, the modules that put them out.
+        table: its rotary table as in use.
         interleaved: pair i is features 2 i and 2 i + 1; otherwise i and i + rotary_dim / 2.
         scaling: factor on q·k.
         softcap: of the scaled logits, where there is one.
@@ -73,8 +68,8 @@ class LayerSource:
     """
 
     index: int
-    parts: Mapping[str, Part]
-    slot: RotaryTable
+    parts: Mapping[str, HeadOutput]
+    table: RotaryTable
     interleaved: bool
     scaling: float
     softcap: float | None
@@ -133,12 +128,12 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
             a part of it puts out.
     """
     refuse_prompts(model)
-    site = find_rotary(model)
-    slots = _tables_in_use(site.model, site.module)
-    root: Any = site.model
+    location = find_rotary(model)
+    tables = _tables_in_use(location.model, location.module)
+    root: Any = location.model
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
     positions = torch.arange(min(len(ids), PROBE_TOKENS))[None] * PROBE_STEP
-    calls = _probe(site.model, decoder, ids[None, :PROBE_TOKENS], positions)
+    calls = record_attention(location.model, decoder, ids[None, :PROBE_TOKENS], positions)
     if not calls:
         raise ValueError(
             f"{type(root).__name__} does not attend through transformers' AttentionInterface: what it rotates cannot "
@@ -146,18 +141,18 @@ def find_sources(model: nn.Module, ids: Tensor) -> Sources:
         )
     for order, call in enumerate(calls):
         _check_finite(type(root).__name__, int(getattr(call.module, "layer_idx", order)), call)
-    there = positions.to(device_of(site.model))
-    turns = {kind: tuple(half.cpu() for half in call_rotary(site.module, kind, there)) for kind in slots}
-    types = getattr(site.config, "layer_types", None) or ()
+    there = positions.to(device_of(location.model))
+    turns = {kind: tuple(half.cpu() for half in call_rotary(location.module, kind, there)) for kind in tables}
+    types = getattr(location.config, "layer_types", None) or ()
     layers: list[LayerSource] = []
     for order, call in enumerate(calls):
         index = int(getattr(call.module, "layer_idx", order))
         expected = types[index] if index < len(types) else None
-        kinds = sorted(slots, key=lambda kind: kind != expected)
-        layers.append(_match(type(root).__name__, index, call, {k: slots[k] for k in kinds}, turns, calls, layers))
+        kinds = sorted(tables, key=lambda kind: kind != expected)
+        layers.append(_match(type(root).__name__, index, call, {k: tables[k] for k in kinds}, turns, calls, layers))
     if len({layer.index for layer in layers}) < len(layers):
         raise ValueError(f"{type(root).__name__} calls an attention layer more than once in a pass")
-    return Sources(site.model, decoder, tuple(layers))
+    return Sources(location.model, decoder, tuple(layers))
 
 
 def refuse_prompts(model: nn.Module) -> None:
@@ -167,112 +162,21 @@ def refuse_prompts(model: nn.Module) -> None:
 
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
-    """Return the slots of a model with the tables its rotary module holds, rounded by a cast or not."""
+    """Return the tables that a model's rotary module holds by layer type, rounded by a cast or not."""
     seen = inspect_model(model)  # refuses what the patch layer refuses
-    for slot in seen.tables:
-        if not isinstance(module, PatchedRotary) and is_dynamic(slot.rope_parameters or {}, slot.rope_type):
+    for table in seen.tables:
+        if not isinstance(module, PatchedRotary) and is_dynamic(table.rope_parameters or {}, table.rope_type):
             raise ValueError(
-                f"{where(slot)} has a dynamic table (rope_type {slot.rope_type!r}): it changes with the length that is "
-                "read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
+                f"{where(table)} has a dynamic table (rope_type {table.rope_type!r}): it changes with the length that "
+                "is read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
             )
     if isinstance(module, PatchedRotary):
-        return {slot.layer_type: slot for slot in seen.tables}
+        return {table.layer_type: table for table in seen.tables}
     held = original_tables(module)
-    return {slot.layer_type: slot.becomes(held[slot.layer_type].float().cpu()) for slot in seen.tables}
+    return {table.layer_type: table.becomes(held[table.layer_type].float().cpu()) for table in seen.tables}
 
 
-# --- the probe -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Call:
-    """What one attention layer was given, and what the modules directly below it had put out, in order."""
-
-    module: nn.Module
-    states: dict[str, Tensor]
-    kwargs: dict[str, Any]
-    window: int | None
-    outputs: list[tuple[str, nn.Module, Tensor]]
-
-
-@dataclass(eq=False)
-class _Notes:
-    """What a probe has seen: the attention calls, and the outputs since the last of them."""
-
-    calls: list[_Call] = field(default_factory=list)
-    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
-
-
-_NOTES: ContextVar[_Notes | None] = ContextVar("_NOTES", default=None)
-
-
-def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attend causally, and note the states: (rows, heads, tokens, head_dim) each."""
-    notes = _NOTES.get()
-    if notes is not None:
-        states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
-        names = {child: name for name, child in module.named_children()}
-        outputs = [(names[child], child, output) for child, output in notes.outputs.items() if child in names]
-        notes.calls.append(_Call(module, states, kwargs, window_of(attention_mask), outputs))
-        notes.outputs.clear()
-    out = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, enable_gqa=True, scale=kwargs.get("scaling")
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def window_alone(local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """Make no mask, and give its window in its place, which not every layer that slides tells: (1, 1, 1, 1)."""
-    return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
-
-
-def window_of(mask: Tensor | None) -> int | None:
-    """Return the window that :func:`window_alone` gave.
-
-    Raises:
-        ValueError: a mask that the model made itself.
-    """
-    if mask is not None and (mask.numel() > 1 or mask.dtype != torch.long):
-        raise ValueError("a layer attends with a mask of its own: causal and sliding layers alone are known")
-    return None if mask is None else int(mask)
-
-
-AttentionInterface.register(NAME, _record)
-AttentionMaskInterface.register(NAME, window_alone)
-
-
-@torch.no_grad()
-def _probe(model: Any, decoder: nn.Module, ids: Tensor, positions: Tensor) -> list[_Call]:
-    """Read a few tokens with the recording attention."""
-    notes = _Notes()
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            notes.outputs.pop(module, None)  # the order is that of the last calls
-            notes.outputs[module] = output.cpu().clone()
-
-    device = device_of(model.get_input_embeddings())
-    with contextlib.ExitStack() as stack:
-        for module in decoder.modules():
-            stack.callback(module.register_forward_hook(note).remove)
-        stack.enter_context(attending_with(model, NAME))
-        stack.callback(_NOTES.reset, _NOTES.set(notes))
-        decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
-    return notes.calls
-
-
-@contextlib.contextmanager
-def attending_with(model: nn.Module, name: str) -> Iterator[None]:
-    """Let the parts of a model attend through a registered function."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    configs = list({id(part.config): part.config for part in parts if part._can_set_attn_implementation()}.values())
-    with attention_set_to(configs, name):
-        yield
-
-
-def _check_finite(model: str, index: int, call: _Call) -> None:
+def _check_finite(model: str, index: int, call: AttentionCall) -> None:
     """Raise where a layer is given states that are no numbers: they match nothing."""
     for role, state in call.states.items():
         bad = ~torch.isfinite(state)
@@ -290,10 +194,10 @@ def _check_finite(model: str, index: int, call: _Call) -> None:
 def _match(
     model: str,
     index: int,
-    call: _Call,
-    slots: Mapping[str | None, RotaryTable],
+    call: AttentionCall,
+    tables: Mapping[str | None, RotaryTable],
     turns: Mapping[str | None, tuple[Tensor, ...]],
-    calls: Sequence[_Call],
+    calls: Sequence[AttentionCall],
     before: Sequence[LayerSource],
 ) -> LayerSource:
     """Find the parts of one layer.
@@ -302,24 +206,24 @@ def _match(
         model: class name, for errors.
         index: of the layer.
         call: its attention call.
-        slots: tables by layer type, the likely one first.
+        tables: by layer type, the likely one first.
         turns: cos and sin of the probe's positions, by layer type.
         calls: those of all layers, in order.
         before: the layers matched so far.
     """
     heads = {role: call.states[role].shape[1] for role in ROLES}
 
-    def search(role: str, turn: Callable[[Tensor], Tensor]) -> Part | None:
+    def search(role: str, turn: Callable[[Tensor], Tensor]) -> HeadOutput | None:
         return _search(call, role, heads, turn)
 
-    for kind, slot in slots.items():
+    for kind, table in tables.items():
         cos, sin = turns[kind]
         for interleaved in (False, True):
 
             def turn(
-                x: Tensor, cos: Tensor = cos, sin: Tensor = sin, slot: RotaryTable = slot, odd: bool = interleaved
+                x: Tensor, cos: Tensor = cos, sin: Tensor = sin, table: RotaryTable = table, odd: bool = interleaved
             ) -> Tensor:
-                return _rotate(x, cos, sin, slot.pairs, odd)
+                return _rotate(x, cos, sin, table.pairs, odd)
 
             query = search("query", turn)
             if query is None:
@@ -339,7 +243,7 @@ def _match(
             return LayerSource(
                 index=index,
                 parts=dict(zip(ROLES, (query, key, value), strict=True)),
-                slot=slot,
+                table=table,
                 interleaved=interleaved,
                 scaling=float(call.kwargs.get("scaling") or call.states["query"].shape[-1] ** -0.5),
                 softcap=call.kwargs.get("softcap"),
@@ -352,11 +256,13 @@ def _match(
     )
 
 
-def _search(call: _Call, role: str, heads: Mapping[str, int], turn: Callable[[Tensor], Tensor]) -> Part | None:
+def _search(
+    call: AttentionCall, role: str, heads: Mapping[str, int], turn: Callable[[Tensor], Tensor]
+) -> HeadOutput | None:
     """Return the part whose output, turned, is what attention was given; the likeliest where several fit."""
     wanted = call.states[role].transpose(1, 2)
     rows, tokens, _, head_dim = wanted.shape
-    fits: list[tuple[bool, int, Part]] = []
+    fits: list[tuple[bool, int, HeadOutput]] = []
     for order, (name, module, output) in enumerate(call.outputs):
         for tokens_last in (False, True):
             blocks = _try_blocks(output, rows, tokens, head_dim, tokens_last)
@@ -364,9 +270,9 @@ def _search(call: _Call, role: str, heads: Mapping[str, int], turn: Callable[[Te
                 continue
             for picked in _arrangements(blocks.shape[2], role, heads):
                 if _close(turn(blocks[:, :, picked]), wanted):
-                    # Equal outputs, as of zero weights, are told apart by name; of a projection and its norm, the
+                    # Equal outputs, as of zero weights, are distinguished by name; of a projection and its norm, the
                     # later one counts.
-                    fits.append((name.startswith(role[0]), order, Part(module, picked, head_dim, tokens_last)))
+                    fits.append((name.startswith(role[0]), order, HeadOutput(module, picked, head_dim, tokens_last)))
     return max(fits, key=lambda fit: fit[:2])[2] if fits else None
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rope_patch.files import write_atomically
-from rope_patch.modeling.sources import ROLES, split_pairs
+from rope_patch.modeling.attention_probe import ROLES
+from rope_patch.modeling.sources import split_pairs
 
 SCHEMA = 1
 
@@ -236,11 +237,11 @@ class Capture:
         return cls(**outline, layers=tuple(layers), schema=SCHEMA)
 
     def _outline(self) -> dict[str, Any]:
-        told = ("index", "layer_type", "attention_scaling", "context", "scaling", "softcap", "keys_of")
+        names = ("index", "layer_type", "attention_scaling", "context", "scaling", "softcap", "keys_of")
         return {
             **{name: getattr(self, name) for name in ("schema", "model", "tokens", "rows", "text", "chunk", "groups")},
             "layers": [
-                {**{name: getattr(layer, name) for name in told}, "interleaved": layer.query.interleaved}
+                {**{name: getattr(layer, name) for name in names}, "interleaved": layer.query.interleaved}
                 for layer in self.layers
             ],
         }

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.sources import ROLES, LayerSource, find_sources
+from rope_patch.modeling.sources import LayerSource, find_sources
 from rope_patch.patching.locate import device_of, find_rotary
 
 SLICES = {"cpu": 512}
@@ -21,8 +22,8 @@ cache. Elsewhere, where a small kernel costs as much as a large one, ``LARGE_SLI
 LARGE_SLICE = 4096
 
 Visit = Callable[[LayerSource, str, Tensor, Tensor, int, int], None]
-"""Told of states as they appear: layer, role, states (tokens, heads, head_dim) float32 before rotation, their token ids
-(tokens,), the row of the text and the position of the first of them."""
+"""Called with states as they appear: layer, role, states (tokens, heads, head_dim) float32 before rotation, their token
+ids (tokens,), the row of the text and the position of the first of them."""
 
 
 @torch.no_grad()
@@ -33,20 +34,20 @@ def stream(
     *,
     chunk: int | None = None,
     layers: Sequence[int] | None = None,
-    progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> tuple[LayerSource, ...]:
-    """Read a text and show the states of its layers to a visitor as they appear.
+    """Read a text and call a function with the states of its layers as they appear.
 
     Args:
         model: as for :func:`capture`.
         token_ids: (tokens,) or (rows, tokens).
-        visit: told of each state, a slice of tokens at a time.
+        visit: called with each state, a slice of tokens at a time.
         chunk: tokens per forward pass.
-        layers: indices of the layers to show.
-        progress: told the tokens of each forward pass when it is done.
+        layers: indices of the layers whose states are passed on; all by default.
+        on_progress: called with the number of tokens of each forward pass when it is done.
 
     Returns:
-        The layers shown.
+        The layers whose states were passed on.
 
     Raises:
         TypeError: as for :func:`capture`.
@@ -65,7 +66,7 @@ def stream(
             )
         sources = find_sources(model, rows[0])
         shown = sources.pick(layers)
-        reader = _Reader(visit)
+        reader = _TextReader(visit)
         for layer in shown:
             for role, part in layer.parts.items():
                 stack.callback(part.module.register_forward_hook(reader.hook(layer, role)).remove)
@@ -77,8 +78,8 @@ def stream(
                 ids = reader.ids[None].to(device_of(embedding))
                 sources.decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
                 reader.check(len(shown) * len(ROLES))
-                if progress is not None:
-                    progress(len(reader.ids))
+                if on_progress is not None:
+                    on_progress(len(reader.ids))
     return shown
 
 
@@ -103,29 +104,29 @@ def text_digest(rows: Tensor) -> str:
     return hashlib.sha256(f"{tuple(rows.shape)}".encode() + rows.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
-class _Reader:
-    """Knows where in the text the model is, and slices what its hooks see."""
+class _TextReader:
+    """Keeps the place in the text that the model is reading, and slices what the hooks receive."""
 
     def __init__(self, visit: Visit) -> None:
         self.visit = visit
         self.at(torch.empty(0, dtype=torch.long), 0, 0)
 
     def at(self, ids: Tensor, row: int, start: int) -> None:
-        self.ids, self.row, self.start, self.seen = ids, row, start, 0
+        self.ids, self.row, self.start, self.received = ids, row, start, 0
 
     def hook(self, layer: LayerSource, role: str) -> Callable[[nn.Module, Any, Tensor], None]:
         part = layer.parts[role]
 
         def show(module: nn.Module, args: Any, output: Tensor) -> None:
             states = part.of(output)[0]
-            self.seen += 1
+            self.received += 1
             step = SLICES.get(states.device.type, LARGE_SLICE)
             for low in range(0, len(states), step):
-                some = slice(low, low + step)
-                self.visit(layer, role, states[some].float(), self.ids[some], self.row, self.start + low)
+                part_of = slice(low, low + step)
+                self.visit(layer, role, states[part_of].float(), self.ids[part_of], self.row, self.start + low)
 
         return show
 
-    def check(self, wanted: int) -> None:
-        if self.seen != wanted:
-            raise RuntimeError(f"{wanted} states were to be seen in a pass, {self.seen} were: was the model changed?")
+    def check(self, expected: int) -> None:
+        if self.received != expected:
+            raise RuntimeError(f"a pass gave {self.received} states, expected {expected}: was the model changed?")

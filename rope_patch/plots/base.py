@@ -241,7 +241,7 @@ def svg(figure: Figure) -> str:
     return out.getvalue()
 
 
-# Okabe & Ito's colours, told apart by colour-blind readers too; without their yellow, too pale for a line.
+# Okabe & Ito's colours, which colour-blind readers can distinguish; without their yellow, which is too pale for a line.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 

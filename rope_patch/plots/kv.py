@@ -29,7 +29,7 @@ LINEAR = 1.0
 PLACES = ((6, 4), (6, -10), (-6, 4), (-6, -10), (0, 9), (0, -15), (10, 14), (10, -20), (-10, 14), (-10, -20), (12, 24))
 """Where a label may stand beside its point, the best first [points]."""
 STEP = 1.25
-"""Between still pairs, which have no wavelength, on their axis."""
+"""Distance between unrotated pairs, which have no wavelength, on the axis of wavelengths."""
 FAR = 6
 """Of those, the first that needs a line to its point."""
 
@@ -141,7 +141,7 @@ class Waves(NamedTuple):
     """A panel of errors by wavelength.
 
     Attributes:
-        wavelength: (pairs,) of the pairs; inf for still ones [tokens].
+        wavelength: (pairs,) of the pairs; inf for unrotated ones [tokens].
         errors: scheme to its errors (pairs,).
         context: where the frequency bound is drawn [tokens].
     """
@@ -183,7 +183,9 @@ def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *,
                       textcoords="offset points", va="top", color="0.25")  # fmt: skip
         without_spines(axes)
     decades = [10.0**i for i in range(0, 10) if min(finite, default=1.0) / 2 <= 10.0**i <= longest]
-    ticks = {length: waved(length) for length in decades} | ({math.sqrt(rest[0] * rest[-1]): "still"} if most else {})
+    ticks = {length: waved(length) for length in decades} | (
+        {math.sqrt(rest[0] * rest[-1]): "unrotated"} if most else {}
+    )
     for axes in grid:
         axes.set_xticks(list(ticks), list(ticks.values()))
         axes.minorticks_off()

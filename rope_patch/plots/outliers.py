@@ -209,16 +209,16 @@ def shares(
 
 
 class _Kinds:
-    """Pairs by the frequency bound: those with full turns in grey, without by wavelength, still ones in black."""
+    """Pairs by the frequency bound: those with full turns in grey, others by wavelength, unrotated ones in black."""
 
     def __init__(self, points: Scatter) -> None:
-        self.rests = unrotated(points.inv_freq).numpy()
-        self.partial = points.partial.numpy() & ~self.rests
+        self.unrotated = unrotated(points.inv_freq).numpy()
+        self.partial = points.partial.numpy() & ~self.unrotated
         self.full = ~points.partial.numpy()
         self.waves = wavelength(points.inv_freq).numpy()
         turns = ((points.angle - math.pi) / math.pi).numpy()  # angle = π + L f / 2, turns = L f / 2π
-        lowest = float(turns[~self.rests].min()) if (~self.rests).any() else 1.0
-        self.turns = numpy.where(self.rests, lowest / 3, turns)  # the scale has no 0: they stand at its end
+        lowest = float(turns[~self.unrotated].min()) if (~self.unrotated).any() else 1.0
+        self.turns = numpy.where(self.unrotated, lowest / 3, turns)  # the scale has no 0: they stand at its end
         ends = self.waves[self.partial]
         low, high = (float(ends.min()), float(ends.max())) if len(ends) else (1.0, 10.0)
         self.norm = LogNorm(low, high if high > low else 2 * low)
@@ -231,10 +231,10 @@ class _Kinds:
         by = {"c": self.waves[self.partial], "cmap": self.colors, "norm": self.norm}
         axes.scatter(x[self.partial], y[self.partial], **by, **options)
         if not only_partial:
-            axes.scatter(x[self.rests], y[self.rests], color="black", marker="^", **{**options, "s": 14})
+            axes.scatter(x[self.unrotated], y[self.unrotated], color="black", marker="^", **{**options, "s": 14})
 
     def explain(self, figure: Figure, panels: Sequence[Axes]) -> None:
-        """Say what the colours are."""
+        """Draw the legend of the colours."""
         if self.partial.any():
             shown = matplotlib.cm.ScalarMappable(self.norm, self.colors)
             lengths = sorted(set(self.waves[self.partial].tolist()))
@@ -243,20 +243,22 @@ class _Kinds:
             bar.ax.minorticks_off()
             bar.ax.set_yticks(ticks, [waved(tick) for tick in ticks])
         dot: dict[str, Any] = {"marker": "o", "linestyle": "", "markersize": 4}
-        made = {}
+        legend = {}
         if self.full.any():
-            made["makes full turns"] = matplotlib.lines.Line2D([], [], color="0.72", **dot)
-        if self.rests.any():
-            made["does not rotate"] = matplotlib.lines.Line2D([], [], color="black", **{**dot, "marker": "^"})
-        if made:
-            figure.legend(list(made.values()), list(made), loc="outside lower left", ncols=2, frameon=False, fontsize=8)
+            legend["makes full turns"] = matplotlib.lines.Line2D([], [], color="0.72", **dot)
+        if self.unrotated.any():
+            legend["unrotated"] = matplotlib.lines.Line2D([], [], color="black", **{**dot, "marker": "^"})
+        if legend:
+            figure.legend(
+                list(legend.values()), list(legend), loc="outside lower left", ncols=2, frameon=False, fontsize=8
+            )
 
 
 # --- small parts -----------------------------------------------------------------------------------------------------
 
 
 def _orbit(axes: Axes, path: Tensor, positions: Tensor, keys: Tensor, last: float) -> Any:
-    """Draw a mean query's way around, and keys of sinks, each kind relative to its longest."""
+    """Draw a mean query's path around the plane, and keys of sinks, each kind relative to its longest."""
     axes.add_patch(Circle((0, 0), 1, fill=False, color="0.85", linewidth=0.8))
     axes.axhline(0, color="0.9", linewidth=0.8)
     axes.axvline(0, color="0.9", linewidth=0.8)
@@ -279,7 +281,7 @@ def _orbit(axes: Axes, path: Tensor, positions: Tensor, keys: Tensor, last: floa
 
 
 def _wave(axes: Axes, x: Any, y: Any, color: str, *, whole: bool = False) -> Any:
-    """Draw values over distance: one by one while they can be told apart, then means, and the range of the whole."""
+    """Draw values over distance: one by one while they are distinguishable, then means, and the range of the whole."""
     near, width = x < NEAR, 1.5 if whole else 1.1
     line = axes.plot(x[near], y[near], color=color, linewidth=width)[0]
     if not near.all():

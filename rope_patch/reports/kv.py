@@ -129,7 +129,7 @@ def _schemes(check: KVCheck) -> Section:
     words = (
         "k is of keys, v of values: a format, what shares a scale (the features of a token, or of a group of them; "
         "tokens of a channel; a whole block), and switches: pre quantizes keys before rotation; centre takes the "
-        "mean of still pairs away, which softmax does not see; centreall that of all pairs as they are stored, "
+        "mean of unrotated pairs away, which softmax does not see; centreall that of all pairs as they are stored, "
         "averaged over their rotations, and before rotation (pre) the mean there, which is added when read; keep8 "
         "keeps the pairs under the frequency bound in 8 bits; hadamard mixes features before rounding. The "
         "residual window and sinks, the latest and first tokens, stay in full precision."

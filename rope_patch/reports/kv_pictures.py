@@ -16,7 +16,7 @@ from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.plots import kv as plots_kv
 from rope_patch.plots.analysis import PAIRS, heat_maps, pair_map
 from rope_patch.plots.kv import Spot, Waves, front
-from rope_patch.reports.analysis_words import Kind, kinds, stacked
+from rope_patch.reports.analysis_captions import Kind, kinds, stacked
 from rope_patch.reports.comparison import Picture, picture, short_names
 
 COLORS = "A scheme has one colour in all figures."
@@ -130,7 +130,7 @@ def by_wavelength(check: KVCheck) -> Picture | str:
         figure,
         f"Lines of logit error over wavelength. The pair with the largest: {'; '.join(told)}.",
         "What the rounding of each pair of the keys adds to a logit, root mean square over heads, layers and queries; "
-        "the fastest pair is leftmost, pairs that stand still are at the right edge. Right of the line marked 2π/L, "
+        "the fastest pair is leftmost, unrotated pairs are at the right edge. Right of the line marked 2π/L, "
         "Jonasson’s frequency bound, pairs make no full turn within the context. Where long pairs stretch the scale of "
         f"others, the error is in all pairs alike, and the cause is told below. {COLORS}",
     )

@@ -87,7 +87,7 @@ def _wavelengths(study: Study) -> Picture:
         figure,
         "Wavelength of each pair, the plain table in grey and the one in use in colour, on a logarithmic scale.",
         "Grey: plain RoPE. The dotted line is the trained length: a pair above it makes no full turn within it, and is "
-        "under Jonasson's frequency bound. Triangles at the top are pairs that stand still.",
+        "under Jonasson's frequency bound. Triangles at the top are unrotated pairs.",
     )
 
 
@@ -202,7 +202,7 @@ def _content() -> Picture:
         "are flat.",
         "Barbero et al. section E.1 and theorem 6.1, with the paper's vectors; the query comes after the key. Dotted: "
         "8000 tokens, where neither has changed sign yet. BOS stays ahead wherever the two stand in contexts of up to "
-        f"{held} tokens, and in none beyond. Where the pair stands still, it always does.",
+        f"{held} tokens, and in none beyond. Where the pair is unrotated, it always does.",
     )
 
 

@@ -19,7 +19,6 @@ model, and an *activation* is ``query^T R^-distance key``: the logit before it i
 from rope_patch.theory.constructions import (
     head_mass,
     necessary_lead,
-    peak_is_unique,
     positional_head,
     robust_length,
     rotate,
@@ -37,7 +36,6 @@ from rope_patch.theory.decay import (
 from rope_patch.theory.images import (
     Gap,
     Separation,
-    breaking_beta,
     farthest_image,
     helix,
     image_distance,
@@ -50,7 +48,6 @@ __all__ = [
     "Separation",
     "activation",
     "activation_curve",
-    "breaking_beta",
     "farthest_image",
     "gaussian_activation",
     "gaussian_moments",
@@ -59,7 +56,6 @@ __all__ = [
     "image_distance",
     "nearest_old",
     "necessary_lead",
-    "peak_is_unique",
     "positional_head",
     "randpos_activation",
     "robust_length",

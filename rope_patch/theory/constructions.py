@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rope_patch.frequencies import Table, unrotated, zero_unrotated
+from rope_patch.frequencies import Table, zero_unrotated
 from rope_patch.theory.decay import Distances, Features, activation_curve, as_complex
 
 Masses = Float[Tensor, " positions"]
@@ -44,7 +44,7 @@ def positional_head(inv_freq: Table, psi: Features, offset: int) -> tuple[Featur
 
     ``query = psi`` and ``key = R^offset psi``, the same at every position: offset 0 is the diagonal head, 1 the
     previous-token head. Scaled by a large enough factor the head attends there with any mass below 1
-    (:func:`sharpness_for`); the peak is the only one if :func:`peak_is_unique`.
+    (:func:`sharpness_for`); the peak is the only one if some rotating pair of psi is not 0.
 
     *Source*: Barbero et al. proposition 3.1 and theorem 5.3.
 
@@ -76,19 +76,6 @@ def wendler_head(inv_freq: Table, alpha: float = 1.0) -> tuple[Features, Feature
     pairs = len(inv_freq)
     key = torch.cat([torch.ones(pairs, dtype=torch.float64), torch.zeros(pairs, dtype=torch.float64)])
     return alpha * rotate(inv_freq, key, torch.tensor([-1]))[0], key
-
-
-def peak_is_unique(inv_freq: Table, psi: Features) -> bool:
-    """Tell whether :func:`positional_head` peaks at one distance only: some pair turns and psi is not 0 there.
-
-    One such pair is enough: a float is a rational number and pi is not, so no whole number of steps is a whole turn.
-
-    *Source*: Barbero et al. lemma A.1, here for any psi and any table.
-
-    >>> peak_is_unique(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0, 1.0]))  # psi only where nothing turns
-    False
-    """
-    return bool((~unrotated(inv_freq) & (as_complex(psi, len(inv_freq)).abs() > 0)).any())
 
 
 def head_mass(

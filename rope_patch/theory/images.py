@@ -1,24 +1,21 @@
 """Distances between the images of one vector at different positions.
 
 The images of ``x`` under RoPE lie on a curve on a sphere; how close two of them come says how well positions can be
-told apart, and how far a patched table's images lie from those the model was trained on. *Source*: Xiong et al.,
+distinguished, and how far a patched table's images lie from those the model was trained on. *Source*: Xiong et al.,
 arXiv:2309.16039, appendix B. ``x`` is scaled to norm 1, and by default all its pairs have equal norm. An attention
 scaling would change the norm of every image alike: it is divided out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rope_patch.frequencies import Table, geometric, pair_shares, zero_unrotated
+from rope_patch.frequencies import Table, pair_shares, zero_unrotated
 from rope_patch.theory.decay import BLOCK, Curve, Distances, Features
-
-POWERS = tuple(10.0**power for power in range(33))
 
 
 class Separation(NamedTuple):
@@ -73,7 +70,7 @@ def separation(inv_freq: Table, length: int, x: Features | None = None) -> Separ
     """Return q: the smallest distance between two images within ``length`` positions, and how far apart they are.
 
     Xiong et al. take consecutive images for the closest. That holds if ``apart`` is 1, and fails when the fast pairs
-    come round before the slow ones have moved: for few pairs, or a very large base (:func:`breaking_beta`).
+    come round before the slow ones have moved: for few pairs, or a very large base.
 
     *Source*: Xiong et al. appendix B, ``q(f)``. It needs every difference once: linear in ``length``.
 
@@ -90,30 +87,6 @@ def separation(inv_freq: Table, length: int, x: Features | None = None) -> Separ
     distances = image_distance(inv_freq, torch.arange(1, length), x)
     nearest = int(distances.argmin())
     return Separation(float(distances[nearest]), nearest + 1)
-
-
-def breaking_beta(rope_theta: float, rotary_dim: int, length: int, betas: Iterable[float] = POWERS) -> float | None:
-    """Return the first ``beta`` for which consecutive images are not the closest within ``length``; None if none is.
-
-    Adjusting the base makes the slow pairs slower and leaves pair 0 as it is. When they hardly move, pair 0 decides,
-    and it comes almost round after 6 tokens: those are nearer than 1 once neighbouring frequencies differ by more than
-    about 6.5 times, a base of ``6.5 ** (rotary_dim / 2)``. That is 3e6 at 16 features and 1e52 at 128.
-
-    *Source*: the assumption is Xiong et al.'s, appendix B; where it ends is ours.
-
-    Args:
-        rope_theta: base of the geometric table.
-        rotary_dim: features that rotate, even.
-        length: positions looked at [tokens].
-        betas: factors on the base, tried in this order; powers of ten by default. Above 3.4e38 a base is infinite.
-
-    >>> [breaking_beta(10000.0, dim, 4096) for dim in (8, 16, 128)]
-    [1.0, 1000.0, None]
-    """
-    for beta in betas:
-        if separation(geometric(rope_theta * beta, rotary_dim), length).apart != 1:
-            return beta
-    return None
 
 
 def nearest_old(

@@ -65,7 +65,7 @@ class Study:
     """One table, looked at.
 
     Attributes:
-        method: in the grammar.
+        method: as a method string.
         head_dim: features of a head, all of them in the table.
         rope_theta: base of the plain table.
         trained_length: context of the plain table [tokens].
@@ -123,7 +123,7 @@ def study(
     """Return what theory says of the table that a method makes of plain RoPE.
 
     Args:
-        method: a method or its name in the grammar.
+        method: a method or a method string.
         head_dim: features of a head, all of them rotary, even.
         rope_theta: base of the plain table, > 1.
         trained_length: context of training [tokens].
@@ -214,7 +214,7 @@ def facts(before: Tensor, after: Tensor, *, trained_length: int, length: int) ->
         (
             "Quarter turn of the slowest pair",
             "tokens",
-            "Barbero et al. thm 6.1: content in it changes sign; none where a pair is still",
+            "Barbero et al. thm 6.1: content in it changes sign; none where a pair is unrotated",
         ),
     ]
     values = zip(names, of(before), of(after), strict=True)

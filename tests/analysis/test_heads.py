@@ -41,10 +41,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import theory
-from rope_patch.analysis import heads as module
-from rope_patch.analysis import views
-from rope_patch.analysis.heads import FAR, FEW, OFFSETS, OFTEN, SETTLED, TOP, Heads, masses, repeated_tokens
-from rope_patch.analysis.outliers import recall, scatter
+from rope_patch.analysis import attention_mass, attention_sums, views
+from rope_patch.analysis.attention_mass import OFFSETS, measure_heads, repeated_tokens
+from rope_patch.analysis.attention_sums import OFTEN, SETTLED, TOP
+from rope_patch.analysis.heads import FAR, TRIGGERS, Heads
+from rope_patch.analysis.outliers import scatter
+from rope_patch.analysis.recall import recall
 from rope_patch.analysis.views import view_heads
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.frequencies import geometric
@@ -57,7 +59,7 @@ MORE = {
         **{"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     ),
     "phimoe": PhimoeConfig(**SIZE, sliding_window=16, num_local_experts=2),
-    # These capture refuses: of masses, no pairs are asked.
+    # capture refuses these; measure_heads needs no pairs.
     "cohere": CohereConfig(**SIZE),
     "smollm3": SmolLM3Config(**{**SIZE, "num_hidden_layers": 4}),
     "deepseek_v3": DeepseekV3Config(
@@ -160,7 +162,8 @@ def loops(rows, layers, window, offsets=OFFSETS):
         "offset_mass": numpy.stack([mean["offset", offset] for offset in range(offsets)], 1),
         "first_mass": mean["first"],
         "sink_mass": [
-            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > module.SINK) / queries for h in range(heads)
+            sum(sum(all_of[at])[h] for at in draws if draws[at][h] > attention_sums.SINK) / queries
+            for h in range(heads)
         ],
         "sink_position": [[at[1] for at in row] for row in places],
         "sink_row": [[at[0] for at in row] for row in places],
@@ -195,13 +198,13 @@ def assert_looped(layer, wanted, atol=2e-5):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
-    monkeypatch.setattr(module, "SINK", 0.08)  # random heads have no sinks of 0.3
+    monkeypatch.setattr(attention_sums, "SINK", 0.08)  # random heads have no sinks of 0.3
     model, rows = model_for(name), few_kinds()
     states = attended(model, rows, monkeypatch)
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
     wanted = [loops(rows, [row[index] for row in states], window) for index, window in enumerate(windows)]
     for block in (1, 7, None):
-        got = masses(model, rows, block=block)
+        got = measure_heads(model, rows, block=block)
         assert (got.model, got.tokens, got.rows) == (type(model).__name__, 80, 2)
         assert [layer.index for layer in got.layers] == list(range(model.config.num_hidden_layers))
         for layer, expected in zip(got.layers, wanted, strict=True):
@@ -216,9 +219,9 @@ def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
 )
 def test_a_patched_model_is_measured_with_its_table(name, method, monkeypatch):
     model, rows = model_of(name), few_kinds()
-    stock = masses(model, rows)
+    stock = measure_heads(model, rows)
     with rope_patch.patched(model, rope_patch.parse(method)):
-        got = masses(model, rows)
+        got = measure_heads(model, rows)
         states = attended(model, rows, monkeypatch)
     for layer, window in zip(got.layers, SLIDING.get(name, [None] * 2), strict=True):
         assert_looped(layer, loops(rows, [row[layer.index] for row in states], window))
@@ -231,7 +234,7 @@ def test_short_texts_small_windows_and_far_offsets(window, tokens, monkeypatch):
     model = model_of("llama") if window is None else model_of("mistral", sliding_window=window)
     rows = few_kinds(1, tokens, seed=3)
     states = attended(model, rows, monkeypatch)
-    for layer in masses(model, rows[0], block=4, offsets=12).layers:
+    for layer in measure_heads(model, rows[0], block=4, offsets=12).layers:
         wanted = loops(rows, [states[0][layer.index]], window, offsets=12)
         assert_looped(layer, {key: value for key, value in wanted.items() if numpy.size(value)})
         assert layer.repeated_mass.isnan().all()
@@ -245,7 +248,7 @@ def test_the_bound_is_that_of_the_states_before_rotation(name, monkeypatch):
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
     scaling = {"gemma4": 1.0, "llama-yarn": 0.25 * (0.1 * math.log(4) + 1) ** 2}.get(name, 0.25)
-    for layer in masses(model, row).layers:
+    for layer in measure_heads(model, row).layers:
         query, key = (states[role][layer.index].double().norm(dim=-1) for role in ("query", "key"))
         key = key.repeat_interleave(4 // key.shape[1], 1)
         wanted = torch.stack([(query * key).mean(0), (query[1:] * key[:-1]).mean(0)], 1)
@@ -258,7 +261,7 @@ def test_logits_are_those_of_stored_states_turned_by_transformers(monkeypatch):
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(len(row))[None])
-    got = masses(model, row)
+    got = measure_heads(model, row)
     for layer, view in zip(got.layers, view_heads(model, row, [(0, 3), (1, 3)]), strict=True):
         query, key = (states[role][layer.index].transpose(0, 1)[None] for role in ("query", "key"))
         query, key = apply_rotary_pos_emb(query, key.repeat_interleave(2, 1), cos, sin)
@@ -276,7 +279,7 @@ def test_repeated_mass_is_induction_on_random_tokens_that_come_twice(name, monke
     again = repeated_tokens(row[None])
     assert torch.equal(again[:20], again[20:]) and len(again[:20].unique()) == 20 and torch.isin(again, row).all()
     states = attended(model, again[None], monkeypatch)
-    for layer in masses(model, row).layers:
+    for layer in measure_heads(model, row).layers:
         window = SLIDING.get(name, [None] * 2)[layer.index]
         wanted = loops(again[None], [states[0][layer.index]], window)
         torch.testing.assert_close(
@@ -298,28 +301,32 @@ def test_random_tokens_that_come_twice():
 def test_a_fixed_distance_is_not_taken_for_induction():
     """Of 4 random tokens, 2 come twice and the match is the previous token."""
     model = golden(["diagonal", "previous"]).model
-    for tokens, told in ((4, False), (16, False), (18, True)):
-        layer = masses(model, text(60)[:tokens] % 50 + 1).layer(1)
-        assert layer.repeated_mass.isnan().all() != told
-        assert not any("induction" in layer.habits(head) for head in range(4))
+    for tokens, measured in ((4, False), (16, False), (18, True)):
+        layer = measure_heads(model, text(60)[:tokens] % 50 + 1).layer(1)
+        assert layer.repeated_mass.isnan().all() != measured
+        assert not any("induction" in layer.head_types(head) for head in range(4))
 
 
 def test_even_attention_to_one_token_over_and_over_is_no_induction():
-    layer = masses(model_of("llama"), torch.full((40,), 5)).layer(1)
+    layer = measure_heads(model_of("llama"), torch.full((40,), 5)).layer(1)
     assert float(layer.induction_mass.min()) > 0.7 and float(layer.induction_chance) > 0.9
-    assert [layer.habits(head) for head in range(4)] == [()] * 4
+    assert [layer.head_types(head) for head in range(4)] == [()] * 4
 
 
 def test_rows_layers_and_offsets():
     model, rows = model_of("gemma2"), few_kinds(3, 30)
-    whole, some, single = masses(model, rows), masses(model, rows, layers=[1]), masses(model, rows[1])
+    whole, some, single = (
+        measure_heads(model, rows),
+        measure_heads(model, rows, layers=[1]),
+        measure_heads(model, rows[1]),
+    )
     assert [layer.index for layer in some.layers] == [1]
     for name, value in vars(some.layer(1)).items():
         torch.testing.assert_close(value, getattr(whole.layer(1), name), rtol=0, atol=0, equal_nan=True)
-    mean = torch.stack([masses(model, row).layer(0).entropy for row in rows]).mean(0)
+    mean = torch.stack([measure_heads(model, row).layer(0).entropy for row in rows]).mean(0)
     torch.testing.assert_close(whole.layer(0).entropy, mean)
     assert single.layer(0).sink_row.unique().tolist() == [0] and single.text != whole.text
-    wide = masses(model, rows, offsets=12).layer(1)
+    wide = measure_heads(model, rows, offsets=12).layer(1)
     assert wide.offset_mass.shape == (4, 12)
     torch.testing.assert_close(wide.offset_mass[:, :8], whole.layer(1).offset_mass)
     with pytest.raises(ValueError, match=re.escape("layers [1] were measured, got 0")):
@@ -327,9 +334,9 @@ def test_rows_layers_and_offsets():
 
 
 def test_progress_adds_up_to_the_tokens():
-    told = []
-    masses(model_of("gemma4-shared"), few_kinds(3, 40), progress=told.append)
-    assert sum(told) == 120 and len(told) > 3 and min(told) > 0
+    steps = []
+    measure_heads(model_of("gemma4-shared"), few_kinds(3, 40), on_progress=steps.append)
+    assert sum(steps) == 120 and len(steps) > 3 and min(steps) > 0
 
 
 # --- states in, states out
@@ -344,7 +351,7 @@ def test_the_pass_computes_the_states_of_the_model(name):
         out.setdefault(tuple(kwargs["input_ids"][0].tolist()), []).append(output[0])
 
     handle = model.get_decoder().register_forward_hook(note, with_kwargs=True)
-    masses(model, rows, block=11)
+    measure_heads(model, rows, block=11)
     handle.remove()
     for row in rows:
         (ours,) = out[tuple(row.tolist())]
@@ -358,7 +365,7 @@ def test_the_model_is_left_as_it_was(implementation):
     model, rows = model_of("llama", attention=implementation, attention_dropout=0.5), few_kinds()
     with torch.no_grad():
         before = model(rows, use_cache=False).logits
-    still = masses(model, rows)
+    quiet = measure_heads(model, rows)
     model.train()
     model.model.layers[0].eval()
 
@@ -366,9 +373,9 @@ def test_the_model_is_left_as_it_was(implementation):
         assert model.training and not model.model.layers[0].training and model.model.layers[1].training
         assert model.config._attn_implementation == implementation
         assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-        assert module._STUDY.get() is None
+        assert attention_mass._PASS.get() is None
 
-    assert torch.equal(masses(model, rows).layer(1).entropy, still.layer(1).entropy), "without dropout"
+    assert torch.equal(measure_heads(model, rows).layer(1).entropy, quiet.layer(1).entropy), "without dropout"
     unchanged()
     view_heads(model, rows[0], [(1, 2)])
     unchanged()
@@ -377,13 +384,13 @@ def test_the_model_is_left_as_it_was(implementation):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        masses(model, rows, progress=stop)
+        measure_heads(model, rows, on_progress=stop)
     unchanged()
     weight = model.model.layers[1].self_attn.k_proj.weight
     kept = weight[20].clone()
     with torch.no_grad():
         weight[20] = math.nan
-    for measure in (masses, lambda model, rows: view_heads(model, rows[0], [(1, 2)])):
+    for measure in (measure_heads, lambda model, rows: view_heads(model, rows[0], [(1, 2)])):
         with pytest.raises(ValueError, match="layer 1"):
             measure(model, rows)
         unchanged()
@@ -413,14 +420,14 @@ def test_nothing_is_as_large_as_the_weights(name, monkeypatch):
     model, row = model_of(name), ids(600, 1)[0]
     model.config.max_position_embeddings = 600
     with Largest() as least:
-        masses(model, row, block=16)
+        measure_heads(model, row, block=16)
     assert 4 * 16 * 40 < least.numbers < 600 * 600 / 2
     with Largest() as whole:
-        masses(model, row, block=600)
+        measure_heads(model, row, block=600)
     assert whole.numbers >= 4 * 600 * 600, "the measure sees what it should"
-    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 4 * 600 * 20)  # so 20 queries, by itself
+    monkeypatch.setattr(attention_mass, "BLOCK_BYTES", 4 * 4 * 600 * 20)  # so 20 queries, by itself
     with Largest() as chosen:
-        masses(model, row)
+        measure_heads(model, row)
     assert 4 * 20 * 30 < chosen.numbers < 600 * 600 / 2
 
 
@@ -433,9 +440,9 @@ def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
                 self.keys = max(self.keys, args[0].shape[-1])
             return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(module, "_check_reproduced", lambda *args: None)  # the model's own attention does
+    monkeypatch.setattr(attention_mass, "_check_reproduced", lambda *args: None)  # the model's own attention does
     with Weights() as seen:
-        masses(model_of("mistral"), ids(200, 1), block=16)
+        measure_heads(model_of("mistral"), ids(200, 1), block=16)
     assert seen.keys == 16 + 31
 
 
@@ -514,16 +521,16 @@ def test_a_golden_layer_is_recovered_head_by_head_and_pair_by_pair(order, layer,
     golden(order, layer=layer, outliers=[INSIDE, OUTSIDE[outside]]).model.save_pretrained(tmp_path)
     model, rows = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), golden_rows()
     at = {role: order.index(role) for role in ROLES}
-    got = masses(model, rows)
+    got = measure_heads(model, rows)
     found = got.layer(layer)
-    habits = {role: found.habits(head) for role, head in at.items()}
-    assert habits == {"diagonal": ("diagonal",), "previous": ("previous token",), "sink": ("sink",), "outliers": ()}
+    types = {role: found.head_types(head) for role, head in at.items()}
+    assert types == {"diagonal": ("diagonal",), "previous": ("previous token",), "sink": ("sink",), "outliers": ()}
     assert float(found.offset_mass[at["diagonal"], 0]) > 0.99 < float(found.offset_mass[at["previous"], 1])
     assert float(found.sink_mass[at["sink"]]) > 0.99 < float(found.sink_weight[at["sink"], 0])
     assert found.sink_position[at["sink"]].tolist()[:2] == [SINK_AT] * 2, "one in each row"
     assert found.sink_token[at["sink"]].tolist()[:2] == [SINK_TOKEN] * 2
     assert sorted(found.sink_row[at["sink"]].tolist()[:2]) == [0, 1]
-    assert not any(one.habits(head) for one in got.layers if one.index != layer for head in range(4))
+    assert not any(one.head_types(head) for one in got.layers if one.index != layer for head in range(4))
     positional = [(layer, at["diagonal"], ("diagonal",)), (layer, at["previous"], ("previous token",))]
     assert got.positional() == sorted(positional)
     # Barbero et al.'s tables: at its own distance a positional head's logit is its bound.
@@ -541,20 +548,20 @@ def test_a_golden_layer_is_recovered_head_by_head_and_pair_by_pair(order, layer,
     assert (row.outliers, row.angle, row.frequency) == (2, 0.5, 1.0 if outside == "by its angle" else 0.5)
 
     with rope_patch.patched(model, "nope"):
-        flat = masses(model, rows)
+        flat = measure_heads(model, rows)
     assert flat.positional() == [] and float(flat.layer(layer).offset_mass[at["previous"], 1]) < 0.1
-    assert flat.layer(layer).habits(at["sink"]) == ("sink",), "a sink asks for no position"
-    assert masses(model, rows).positional() == sorted(positional)
+    assert flat.layer(layer).head_types(at["sink"]) == ("sink",), "a sink asks for no position"
+    assert measure_heads(model, rows).positional() == sorted(positional)
 
 
 @pytest.mark.parametrize("back", [2, 7, 10])
 def test_a_head_that_looks_further_back(back):
     model = golden(["previous"], back=back).model
-    got = masses(model, golden_rows(), offsets=12)
+    got = measure_heads(model, golden_rows(), offsets=12)
     assert got.positional() == [(1, 0, (f"{back} back",))]
     assert float(got.layer(1).distance[0]) == pytest.approx(back, abs=0.05)  # the first queries have no 10 behind them
     assert float(got.layer(1).entropy[0]) < 0.05
-    assert masses(model, golden_rows()).positional() == ([] if back == 10 else [(1, 0, (f"{back} back",))])
+    assert measure_heads(model, golden_rows()).positional() == ([] if back == 10 else [(1, 0, (f"{back} back",))])
 
 
 def induction_pair():
@@ -593,16 +600,16 @@ def test_an_induction_head_made_of_two():
     model = induction_pair()
     rows = torch.randint(1, 40, (2, 90), generator=torch.Generator().manual_seed(0))
     rows[:, 0] = 0
-    got = masses(model, rows)
-    assert got.layer(0).habits(0) == ("previous token",) and got.layer(1).habits(0) == ("induction",)
+    got = measure_heads(model, rows)
+    assert got.layer(0).head_types(0) == ("previous token",) and got.layer(1).head_types(0) == ("induction",)
     assert float(got.layer(0).offset_mass[0, 1]) > 0.99
     # The first key has none before it and holds its own token: one query of 40 shares its attention with it.
     assert float(got.layer(1).repeated_mass[0]) == pytest.approx(1 - 0.5 / 40, abs=1e-3)
     assert float(got.layer(1).induction_mass[0]) > 0.99
     assert float(got.layer(1).induction_chance) < 0.1
-    assert got.layer(0).habits(1) == got.layer(1).habits(1) == ()
+    assert got.layer(0).head_types(1) == got.layer(1).head_types(1) == ()
     with rope_patch.patched(model, "nope"):
-        flat = masses(model, rows)
+        flat = measure_heads(model, rows)
     assert flat.positional() == [] and float(flat.layer(1).repeated_mass[0]) < 0.1
 
 
@@ -616,51 +623,51 @@ def test_a_trained_model_looks_back_before_it_repeats(shape):
 
     def heads(name, majority=0.7):
         return [layer.index for layer in got.layers for head in range(layer.heads)
-                if name in layer.habits(head, majority=majority)]  # fmt: skip
+                if name in layer.head_types(head, majority=majority)]  # fmt: skip
 
-    got = masses(model, rows)
+    got = measure_heads(model, rows)
     assert heads("previous token") and len(heads("induction")) >= 2
     assert min(heads("previous token")) < min(heads("induction"))
     every = {"layer_types": ["sliding_attention", "full_attention"]} if shape == "gemma3" else {}
     with rope_patch.patched(model, "nope", **every):
-        got = masses(model, rows)
+        got = measure_heads(model, rows)
     assert not heads("previous token", 0.5) and not heads("induction", 0.5)
 
 
-def test_habits_by_hand():
+def test_head_types_by_hand():
     """What the numbers of a head are called: at half of its attention, or at another majority."""
-    some = masses(model_of("llama"), text(40)).layers[0]
+    some = measure_heads(model_of("llama"), text(40)).layers[0]
     zero = {name: torch.zeros_like(value) for name, value in vars(some).items() if isinstance(value, torch.Tensor)}
     empty = dataclasses.replace(some, **zero)
-    assert empty.habits(0) == ()
+    assert empty.head_types(0) == ()
 
-    def habits(majority=0.5, **values):
+    def types_of(majority=0.5, **values):
         changes = {}
         for name, value in values.items():
             name, _, place = name.partition("__")
             changes.setdefault(name, zero[name].clone())[1, *([int(place)] if place else [])] = value
         layer = dataclasses.replace(empty, **changes)
-        assert layer.habits(0) == ()
-        return layer.habits(1, majority=majority)
+        assert layer.head_types(0) == ()
+        return layer.head_types(1, majority=majority)
 
-    assert habits(offset_mass__0=0.5) == ("diagonal",)
-    assert habits(offset_mass__0=0.49) == ()
-    assert habits(offset_mass__0=0.49, majority=0.4) == ("diagonal",)
-    assert habits(offset_mass__1=0.6) == ("previous token",)
-    assert habits(offset_mass__7=0.6) == ("7 back",)
-    assert habits(first_mass=0.5, sink_mass=0.5) == ("first token",)
-    assert habits(first_mass=0.4, sink_mass=0.5) == ("sink",)
-    assert habits(induction_mass=0.5) == habits(induction_mass=math.nan, repeated_mass=0.5) == ("induction",)
-    assert habits(induction_mass=math.nan, repeated_mass=math.nan) == ()
+    assert types_of(offset_mass__0=0.5) == ("diagonal",)
+    assert types_of(offset_mass__0=0.49) == ()
+    assert types_of(offset_mass__0=0.49, majority=0.4) == ("diagonal",)
+    assert types_of(offset_mass__1=0.6) == ("previous token",)
+    assert types_of(offset_mass__7=0.6) == ("7 back",)
+    assert types_of(first_mass=0.5, sink_mass=0.5) == ("first token",)
+    assert types_of(first_mass=0.4, sink_mass=0.5) == ("sink",)
+    assert types_of(induction_mass=0.5) == types_of(induction_mass=math.nan, repeated_mass=0.5) == ("induction",)
+    assert types_of(induction_mass=math.nan, repeated_mass=math.nan) == ()
     by_chance = dataclasses.replace(empty, induction_mass=torch.full((4,), 0.9).double())
-    assert by_chance.habits(0) == ("induction",)
-    assert dataclasses.replace(by_chance, induction_chance=torch.tensor(0.5).double()).habits(0) == ()
-    several = {f"trigger_mass__{i}": 0.5 for i in range(FEW)}
-    assert habits(**several) == ("after a token",)
-    assert habits(trigger_mass__0=0.5) == (), "one token of hundreds may do so by chance"
-    assert habits(trigger_mass__0=0.5, first_mass=0.6) == ("first token", "after a token")
-    assert habits(**several, offset_mass__1=0.1) == (), "it looks there anyway"
-    assert habits(offset_mass__0=0.5, repeated_mass=0.9, **several) == ("diagonal", "induction")
+    assert by_chance.head_types(0) == ("induction",)
+    assert dataclasses.replace(by_chance, induction_chance=torch.tensor(0.5).double()).head_types(0) == ()
+    several = {f"trigger_mass__{i}": 0.5 for i in range(TRIGGERS)}
+    assert types_of(**several) == ("after a token",)
+    assert types_of(trigger_mass__0=0.5) == (), "one token of hundreds may do so by chance"
+    assert types_of(trigger_mass__0=0.5, first_mass=0.6) == ("first token", "after a token")
+    assert types_of(**several, offset_mass__1=0.1) == (), "it looks there anyway"
+    assert types_of(offset_mass__0=0.5, repeated_mass=0.9, **several) == ("diagonal", "induction")
 
 
 def test_a_head_that_looks_back_after_one_token_alone():
@@ -680,11 +687,11 @@ def test_a_head_that_looks_back_after_one_token_alone():
         attention.q_proj.bias[:64] = 8 * query.float()
         attention.k_proj.weight[:64, 0] = 14 / 8 * key.float()
         attention.k_proj.weight[28:32, 1] = 14 * 31.5 / 4 / 8
-    layer = masses(made.model, rows).layer(1)
+    layer = measure_heads(made.model, rows).layer(1)
     assert int(layer.trigger_token[0, 0]) == SINK_TOKEN and float(layer.trigger_mass[0, 0]) > 0.99
     assert int(layer.trigger_count[0, 0]) == 16 and float(layer.trigger_mass[0, 1]) < 0.01
     assert float(layer.first_mass[0]) > 0.9 > 0.1 > float(layer.offset_mass[0, 1])
-    assert layer.habits(0) == ("first token", "after a token")
+    assert layer.head_types(0) == ("first token", "after a token")
 
 
 # --- single heads
@@ -728,7 +735,7 @@ def test_soft_capping_is_of_the_pattern_alone(monkeypatch):
         assert float(view.logits.abs().max()) > 0.5
         uncapped = dataclasses.replace(view, softcap=None)
         assert not torch.allclose(uncapped.pattern, view.pattern, atol=1e-2)
-    layer = masses(model, row).layer(1)
+    layer = measure_heads(model, row).layer(1)
     assert float(layer.bound.max()) > 0.5, "before soft-capping"
 
 
@@ -789,9 +796,11 @@ def test_an_adapter_is_part_of_the_model():
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(model_of("llama"), config).eval()
     merged, bare = copy.deepcopy(adapted).merge_and_unload(), model_of("llama")
-    got = masses(adapted, rows)
+    got = measure_heads(adapted, rows)
     assert got.model == "LlamaForCausalLM"
-    for layer, same, other in zip(got.layers, masses(merged, rows).layers, masses(bare, rows).layers, strict=True):
+    for layer, same, other in zip(
+        got.layers, measure_heads(merged, rows).layers, measure_heads(bare, rows).layers, strict=True
+    ):
         torch.testing.assert_close(layer.entropy, same.entropy, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(layer.entropy, other.entropy, atol=1e-3)
     (view,), (same,) = (view_heads(model, rows[0], [(1, 3)]) for model in (adapted, merged))
@@ -802,7 +811,7 @@ def test_an_adapter_is_part_of_the_model():
 def test_a_model_in_bfloat16(name, monkeypatch):
     model, rows = model_of(name).to(torch.bfloat16), few_kinds()
     states = attended(model, rows, monkeypatch)
-    for layer in masses(model, rows, block=7).layers:
+    for layer in measure_heads(model, rows, block=7).layers:
         wanted = loops(rows, [row[layer.index] for row in states], SLIDING.get(name, [None] * 2)[layer.index])
         for key in ("offset_mass", "first_mass", "distance", "entropy"):
             numpy.testing.assert_allclose(getattr(layer, key).numpy(), wanted[key], rtol=0.03, atol=0.03, err_msg=key)
@@ -814,7 +823,7 @@ def test_a_model_in_bfloat16(name, monkeypatch):
 
 
 def test_heads_survive_their_file(tmp_path):
-    got = masses(model_of("gemma2"), few_kinds(), layers=[1])
+    got = measure_heads(model_of("gemma2"), few_kinds(), layers=[1])
     assert got.layers[0].repeated_mass.isnan().all()
     got.to_npz(tmp_path / "some.npz")
     back = Heads.from_npz(tmp_path / "some.npz")
@@ -827,7 +836,7 @@ def test_heads_survive_their_file(tmp_path):
         if isinstance(value, torch.Tensor):
             assert read.dtype == value.dtype
             torch.testing.assert_close(read, value, rtol=0, atol=0, equal_nan=True)
-    assert back.layer(1).habits(2) == got.layer(1).habits(2)
+    assert back.layer(1).head_types(2) == got.layer(1).head_types(2)
     with numpy.load(tmp_path / "some.npz", allow_pickle=False) as arrays:
         assert {"outline", "layer1.offset_mass", "layer1.cosine"} <= set(arrays)
     with pytest.raises(FileNotFoundError):
@@ -835,7 +844,7 @@ def test_heads_survive_their_file(tmp_path):
 
 
 def test_files_of_another_kind_are_told_apart(tmp_path):
-    masses(model_of("llama"), few_kinds()).to_npz(tmp_path / "heads.npz")
+    measure_heads(model_of("llama"), few_kinds()).to_npz(tmp_path / "heads.npz")
     capture(model_of("llama"), text(8)).to_npz(tmp_path / "capture.npz")
     with pytest.raises(ValueError, match="holds no results of schema heads 1, got schema 1"):
         Heads.from_npz(tmp_path / "capture.npz")
@@ -860,9 +869,9 @@ def test_files_of_another_kind_are_told_apart(tmp_path):
         ([5, 6], {"offsets": 1}, "offsets must be >= 2 and block >= 1, got 1 and None"),
     ],
 )
-def test_bad_input_of_masses(tokens, options, message):
+def test_bad_input_of_measure_heads(tokens, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        masses(tiny_model(), torch.tensor(tokens), **options)
+        measure_heads(tiny_model(), torch.tensor(tokens), **options)
 
 
 @pytest.mark.parametrize(
@@ -910,8 +919,8 @@ def test_weights_that_are_no_numbers_are_named():
     message = "layer 1, query head 2 has logits that are no finite numbers at position 0: statistics need finite"
     for block in (None, 7):
         with pytest.raises(ValueError, match=re.escape(message)):
-            masses(model, rows, block=block)
-    assert len(masses(model, rows, layers=[0]).layers) == 1
+            measure_heads(model, rows, block=block)
+    assert len(measure_heads(model, rows, layers=[0]).layers) == 1
     with pytest.raises(ValueError, match="layer 1"):
         view_heads(model, rows[0], [(1, 0)])
 
@@ -950,7 +959,7 @@ def test_infinite_logits_are_named_where_they_appear():
         attention.k_proj.register_forward_hook(spoil)
         message = r"layer 0, query head 2 has logits that are no finite numbers at position 2\d: "
         with pytest.raises(ValueError, match=message):
-            masses(model, row, block=16)
+            measure_heads(model, row, block=16)
 
 
 def halved(part, query, key, value, mask, scaling=None, **kwargs):
@@ -972,7 +981,7 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "halved", halved)
     model.config._attn_implementation = "halved"
     with pytest.raises(ValueError, match="LlamaForCausalLM attends in a way of its own: a causal softmax of q·k gives"):
-        masses(model, row)
+        measure_heads(model, row)
     assert model.config._attn_implementation == "halved"
     model.config._attn_implementation = "sdpa"
 
@@ -992,9 +1001,9 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
         (masked, "a layer attends with a mask of its own: causal and sliding layers alone are known"),
     ):
         with attention_replaced(model, forward), pytest.raises(ValueError, match=re.escape(message)):
-            masses(model, row)
+            measure_heads(model, row)
     with attention_replaced(model, none):
-        assert len(masses(model, row, layers=[0]).layers) == 1
+        assert len(measure_heads(model, row, layers=[0]).layers) == 1
 
 
 @pytest.mark.parametrize(
@@ -1017,17 +1026,17 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
 )
 def test_models_that_cannot_be_measured(config, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        masses(AutoModelForCausalLM.from_config(config).eval(), ids(8, 1))
+        measure_heads(AutoModelForCausalLM.from_config(config).eval(), ids(8, 1))
 
 
 def test_a_learned_prompt_is_refused():
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     model = peft.get_peft_model(tiny_model(), config)
-    for measure in (masses, lambda model, row: view_heads(model, row, [(0, 0)])):
+    for measure in (measure_heads, lambda model, row: view_heads(model, row, [(0, 0)])):
         with pytest.raises(ValueError, match="learn a prompt or prefix"):
             measure(model, ids(8, 1))
 
 
 def test_not_a_transformers_model():
     with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
-        masses(torch.nn.Linear(2, 2), ids(8, 1))
+        measure_heads(torch.nn.Linear(2, 2), ids(8, 1))

@@ -194,7 +194,7 @@ def grid(name, answers, task="passkey"):
     """A row whose answers are (haystack, depth)."""
     made = made_up({name: WINDOWS}, {name: [True]}).rows[0]
     cells = tuple(
-        RetrievalCell(8, depth, tuple(Sample("1", "", bool(hit), 1.0, 0.0) for hit in column))
+        RetrievalCell(8, depth / 10, tuple(Sample("1", "", bool(hit), 1.0, 0.0) for hit in column))
         for depth, column in enumerate(zip(*answers, strict=True))
     )
     found = replace(made.scores.retrieval["passkey"], task=task, cells=cells)

@@ -238,7 +238,7 @@ def test_partial_form_is_refused_where_the_family_ignores_it(family, tmp_path):
 def test_partial_form_is_refused_for_other_tables(method, tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.CONFIGS, "phi", PARTIAL["phi"])
     first = saved(tiny_model("phi"), tmp_path / "base")
-    with pytest.raises(ValueError, match=r"--form partial (is for p-RoPE alone|needs pairs that turn)"):
+    with pytest.raises(ValueError, match=r"--form partial (is for p-RoPE alone|needs rotating)"):
         export(first, tmp_path / "out", to="hf", form="partial", method=method)
 
 
@@ -252,6 +252,39 @@ def test_an_adapter_is_merged(adapter, tmp_path):
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted, atol=1e-4)
     assert "patched with p_rope" in run("verify", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
+
+
+def test_a_model_in_memory_is_exported_as_its_folder_is(base, tmp_path):
+    model = rope_patch.load(base, "p_rope:p=0.5")
+    written = rope_patch.export(model, tmp_path / "out", to="vllm")
+    assert written == rope_patch.export(base, tmp_path / "copy", to="vllm", method="p_rope:p=0.5")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "copy", "out"]
+
+
+def test_an_unpatched_model_in_memory_takes_a_method_and_its_tokenizer_along(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED)
+    rope_patch.export(model, tmp_path / "out", to="sglang", method="pi", target_length=1024)
+    assert config_of(tmp_path / "out")["max_position_embeddings"] == 1024
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert rope_patch.inspect(model).record is None
+
+
+def test_an_adapter_in_memory_is_merged(adapter, tmp_path):
+    folder, wanted = adapter
+    rope_patch.export(rope_patch.load(folder), tmp_path / "out", to="vllm")
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"to": "tgi"}, "unknown engine 'tgi'. Known: hf, vllm"), ({"to": "vllm", "lora": True}, "lora is for adapters")],
+)
+def test_wrong_options_of_a_model_in_memory_are_refused_before_it_is_saved(base, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        rope_patch.export(rope_patch.load(base), tmp_path / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_an_adapter_beside_its_patched_base(adapter, base, tmp_path):
@@ -299,7 +332,7 @@ def test_gguf_files_say_the_same_tables(tmp_path):
     assert said["engine"] == "llama.cpp" and "llama-cpp-python" in said["checked_against"]
     for source, options in (
         (first, {"method": "yarn:factor=4", "dtype": "float32"}),
-        (first, {"method": "yarn:factor=4", "base": plain}),
+        (first, {"method": "yarn:factor=4", "base_gguf": plain}),
         (tmp_path / "adapter", {"dtype": "float32"}),
     ):
         export(source, out, to="gguf", overwrite=True, **options)
@@ -398,7 +431,7 @@ def test_one_table_of_two_is_judged_by_its_layer_type(tmp_path):
     with pytest.raises(ValueError, match="the sliding_attention table of gemma3_text"):
         export(tmp_path / "sliding", tmp_path / "out", to="sglang")
     said = export(tmp_path / "sliding", tmp_path / "out", to="vllm")
-    assert said["notes"] == ["transformers 4 cannot say these tables"]
+    assert said["notes"] == ["transformers 4 cannot express these tables"]
     assert "rope_local_base_freq" not in config_of(tmp_path / "out")
     full = config_of(tmp_path / "full")
     assert (full["rope_local_base_freq"], full["rope_scaling"]["rope_type"]) == (10000.0, "longrope")
@@ -417,7 +450,7 @@ def test_gemma4_on_sglang_is_refused():
         (("{base}", "--to", "vllm", "-o", "{base}"), "base"),
         (("{base}", "--to", "hf", "--form", "half", "-o", "{out}"), "form must be one of table, partial"),
         (("{base}", "--to", "gguf", "--form", "partial", "-o", "{out}"), "form 'partial' moves rows of the weights"),
-        (("{base}", "--to", "vllm", "--lora", "-o", "{out}"), "lora is for adapters: the source holds none"),
+        (("{base}", "--to", "vllm", "--lora", "-o", "{out}"), "lora is for adapters, and the model is not one"),
         (("{base}", "--to", "vllm", "--gguf", "{base}/config.json", "-o", "{out}"), "a base GGUF file is for"),
         (("{base}", "--to", "gguf", "--gguf", "{base}/none.gguf", "-o", "{out}"), "no file"),
         (("{base}", "--to", "vllm", "--target-length", "1k", "-o", "{out}"), "target_length goes with a method"),

@@ -541,7 +541,9 @@ def test_one_tensor_at_a_time(tmp_path, tokenizer, onto_base):
 
     gc.collect()
     measure("before anything is read")
-    out = export_gguf(folder, tmp_path / "out.gguf", base=own, dtype="float32", tokenizer=tokenizer, progress=measure)
+    out = export_gguf(
+        folder, tmp_path / "out.gguf", base=own, dtype="float32", tokenizer=tokenizer, on_progress=measure
+    )
     assert out.stat().st_size > 50 * 2**20
     assert max(held) - held[0] < 20  # MiB; a tensor has 4, and is copied a few times
 

@@ -87,7 +87,7 @@ SIDES = st.builds(
     group=st.sampled_from([0, 1, 8, 32, 1000]),
     symmetric=st.booleans(),
     pre=st.booleans(),
-    centre=st.sampled_from(["", "still", "all"]),
+    centre=st.sampled_from(["", "unrotated", "all"]),
     hadamard=st.booleans(),
     keep=st.sampled_from([0, 8, 16]),
 )
@@ -199,7 +199,7 @@ def test_schemes_made_in_python_are_checked(options, message):
         ({"format": "int1"}, "unknown format 'int1'"),
         ({"format": "int4", "axis": "row"}, "unknown axis 'row'"),
         ({"format": "int4", "group": -1}, "a group must hold >= 1 elements, got -1"),
-        ({"format": "int4", "centre": "rotating"}, "centre must be still or all, got 'rotating'"),
+        ({"format": "int4", "centre": "rotating"}, "centre must be unrotated or all, got 'rotating'"),
         ({"format": "int4", "keep": 4}, "outlier pairs are kept in 8 or 16 bits, got 4"),
     ],
 )

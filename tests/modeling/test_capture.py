@@ -26,8 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_patch
 from rope_patch.modeling import streaming
+from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.capture import Capture, capture
-from rope_patch.modeling.sources import ROLES
 
 
 def direct(states, pairs, interleaved):
@@ -481,6 +481,6 @@ def test_a_module_exchanged_during_the_pass_is_noticed():
             attention.k_proj._forward_hooks.clear()
 
     handle = model.model.layers[0].register_forward_pre_hook(exchange)
-    with pytest.raises(RuntimeError, match="6 states were to be seen in a pass, 5 were"):
+    with pytest.raises(RuntimeError, match="a pass gave 5 states, expected 6"):
         capture(model, row)
     handle.remove()

@@ -20,10 +20,12 @@ from rope_patch import frequencies
 from rope_patch.analysis.before_after import changes, differences
 from rope_patch.analysis.decomposition import contributions, decompose
 from rope_patch.analysis.heads import Heads, LayerHeads
-from rope_patch.analysis.outliers import OutlierPair, recall, scatter
-from rope_patch.analysis.run import Analysis, analyze, findings
+from rope_patch.analysis.outliers import OutlierPair, scatter
+from rope_patch.analysis.p_sweep import Advice, SweepPoint
+from rope_patch.analysis.recall import recall
+from rope_patch.analysis.result import Analysis, findings
+from rope_patch.analysis.run import analyze_rows
 from rope_patch.analysis.sinks import Sinks
-from rope_patch.analysis.trials import Advice, Trial
 from rope_patch.analysis.views import HeadView
 from rope_patch.evaluation.domains import TextRows
 from rope_patch.modeling.statistics import Capture, LayerCapture, Statistics
@@ -31,8 +33,8 @@ from rope_patch.plots import analysis as plots_analysis
 from rope_patch.plots import base as plots
 from rope_patch.plots.analysis import Map, bound_edges, heat_maps, pair_map, pair_ticks
 from rope_patch.reports import analysis as analysis_report
-from rope_patch.reports import analysis_pictures, analysis_tables
-from rope_patch.reports.analysis_words import facts, kinds, visible, word
+from rope_patch.reports import analysis_figures, analysis_mean_logits, analysis_tables
+from rope_patch.reports.analysis_captions import facts, kinds, token_text, visible
 
 WORDS = {0: "<s>", 1: " the", 2: "\n", 3: "$x$", 4: "<script>", 5: "字"}
 NO_NUMBER = re.compile(r"\b(nan|inf)\b|\bNone\b(?! of)")
@@ -167,10 +169,10 @@ def random_analysis(
         interleaved=False,
     )
     cost = ((0.1, -0.001, 0.2), (0.02, 0.01, 0.03))
-    trials = (
-        Trial(1.0, {}, 0.0, 0.0, 0.0, 0.0, (8.0, 30.0), 8, None),
-        Trial(0.75, {tables[0][0] or "all": (6, 7)}, 0.21, 0.22, 0.18, 0.011, (8.04, 30.6), 8, cost),
-        Trial(0.25, {tables[0][0] or "all": (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 0.3, (16.0, math.inf), 8,
+    points = (
+        SweepPoint(1.0, {}, 0.0, 0.0, 0.0, 0.0, (8.0, 30.0), 8, None),
+        SweepPoint(0.75, {tables[0][0] or "all": (6, 7)}, 0.21, 0.22, 0.18, 0.011, (8.04, 30.6), 8, cost),
+        SweepPoint(0.25, {tables[0][0] or "all": (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 0.3, (16.0, math.inf), 8,
               ((0.7, 0.6, 0.8), (math.inf, -math.inf, math.inf))),
     )  # fmt: skip
     made = Analysis(
@@ -183,11 +185,11 @@ def random_analysis(
         heads=Heads("TinyForCausalLM", 2 * tokens, 2, "c" * 16, tuple(attended)),
         sinks=tuple(preferred),
         views=(view,),
-        trials=trials,
-        trial_positions=(0, 256, 1024),
-        trial_text="some text",
+        p_sweep=points,
+        p_sweep_positions=(0, 256, 1024),
+        p_sweep_text="some text",
         advice=Advice(0.75, "p = 0.75 suits."),
-        words=WORDS,
+        token_texts=WORDS,
         environment={"torch": "2"},
     )
     return replace(made, **changes)
@@ -282,8 +284,8 @@ def test_the_page_is_whole_and_loads_nothing():
 def test_the_same_analysis_gives_the_same_text(standard):
     """Figures one by one: the page holds nothing else that could differ."""
     again = random_analysis()
-    assert analysis_pictures.mean_logit(standard.made, 0, 1) == analysis_pictures.mean_logit(again, 0, 1)
-    assert analysis_pictures.outlier_scatter(standard.made)[1] == analysis_pictures.outlier_scatter(again)[1]
+    assert analysis_mean_logits.mean_logit(standard.made, 0, 1) == analysis_mean_logits.mean_logit(again, 0, 1)
+    assert analysis_figures.outlier_scatter(standard.made)[1] == analysis_figures.outlier_scatter(again)[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "svg", lambda figure: "<svg></svg>")
         assert analysis_report.page(again, against=standard.after) == standard.text
@@ -304,28 +306,28 @@ def test_tokens_are_seen_and_do_no_harm(standard):
     seen = ["<s>", "␣the", r"\n", "$x$", "<script>", "字"]
     assert rows[0] == ["0", *(seen * 3)[:16]]
     assert rows[1][0] == "16"
-    assert word(replace(standard.made, words={7: "\ufffd"}), 7) == "� (id 7)"
+    assert token_text(replace(standard.made, token_texts={7: "\ufffd"}), 7) == "� (id 7)"
     assert visible("a\tb\x00\u202e") == r"a\tb\u0000\u202e"
 
 
 def test_numbers_of_heads_are_those_of_the_analysis(standard):
     made, page = standard.made, standard.page
-    rows = {row[0]: row for row in table(page, "Heads with habits")[1:]}
+    rows = {row[0]: row for row in table(page, "Heads and their types")[1:]}
     assert set(rows) == {"0.0", "0.1", "0.3", "1.0", "1.1", "2.0", "2.1"}
     layer = made.heads.layer(1)
     assert rows["1.1"][1] == "previous token"
     masses = [layer.offset_mass[1, 0], layer.offset_mass[1, 1], layer.first_mass[1], layer.sink_mass[1]]
     assert rows["1.1"][2:7] == [f"{float(mass):.2f}" for mass in [*masses, layer.induction_mass[1]]]
     assert rows["1.1"][7:] == ["–", f"{float(layer.distance[1]):.1f}", f"{float(layer.entropy[1]):.2f}"]
-    rest = table(page, "3 heads that only rest")[1:]
+    rest = table(page, "3 heads that attend to sinks only")[1:]
     assert [row[:2] for row in rest] == [["0.2", "first token"], ["1.2", "first token"], ["2.2", "first token"]]
-    bound = {row[0]: row for row in table(page, "How near positional heads come to their bound")[1:]}
+    bound = {row[0]: row for row in table(page, "Logits of positional heads and their upper bound")[1:]}
     assert set(bound) == {"0.0", "0.1", "1.0", "1.1", "2.0", "2.1"}
     expected = [part[1, offset] for offset in (0, 1) for part in (layer.logit, layer.bound, layer.cosine)]
     assert bound["1.1"][2:] == [f"{float(value):.2f}" for value in expected]
-    (trigger,) = table(page, "Heads that look back after certain tokens")[1:]
+    (trigger,) = table(page, "Heads that attend to the previous token after certain tokens")[1:]
     assert trigger[0] == "0.3" and trigger[2].startswith("<script> 0.57 (9 times); ")
-    assert table(page, "Sinks, by the attention they draw")[1:] == [["<s>", "first", "3", "2.2", "0.64"]]
+    assert table(page, "Sinks")[1:] == [["<s>", "first", "3", "2.2", "0.64"]]
 
 
 def test_numbers_of_outliers_sinks_and_p_are_those_of_the_analysis(standard):
@@ -342,30 +344,32 @@ def test_numbers_of_outliers_sinks_and_p_are_those_of_the_analysis(standard):
         assert row[2] == f"{expected.outliers} of {expected.features}"
         for cell, share in zip(row[4:], (expected.frequency, expected.angle, expected.relaxed), strict=True):
             assert cell == "–" if share is None else float(cell.split()[0]) == pytest.approx(100 * share, abs=0.5)
-    for row, sink in zip(table(page, "The strongest of each layer")[1:], made.sinks, strict=True):
+    for row, sink in zip(table(page, "The preferred token of each layer")[1:], made.sinks, strict=True):
         head = int(sink.score[:, 0].argmax())
         assert row[:4] == [f"{sink.layer}.{head}", r"\n", "0", "0"]
         values = (sink.logit[head, 0], sink.cosine[head, 0])
         assert [row[4], row[6]] == [f"{float(value):.2f}" for value in values]
         assert row[5] == f"{float(sink.score[head, 0]):.1f}"
         assert row[7] == f"{float(made.heads.layer(sink.layer).sink_weight[head, 0]):.2f}"
-    base, some, most = table(page, "What each p stops, carries and costs")[1:]
-    assert base == ["1", "none", "0.0 %", "0.0 %", "0.0 %", "0.0 %", "8.00", "as found", "30.00", "as found"]
+    base, some, most = table(page, "The p sweep")[1:]
+    assert base == ["1", "none", "0.0 %", "0.0 %", "0.0 %", "0.0 %", "8.00", "unchanged", "30.00", "unchanged"]
     assert some[:6] == ["0.75", "2 of 8", "21 %", "22 %", "18 %", "1.1 %"]
     assert some[7] == "+10.5 % (−0.1 % to +22.1 %)"  # exp(0.1) - 1
-    assert most[8:] == ["∞", "+∞ % (one window: no interval)"]
+    assert most[8:] == ["∞", "+∞ % (no interval from one window)"]
 
 
 def test_a_sink_that_is_not_measured_says_so():
     made = random_analysis()
     moved = tuple(replace(sink, row=torch.ones_like(sink.row)) for sink in made.sinks)
     rows = analysis_tables.preferred_table(replace(made, sinks=moved)).rows
-    assert {row[-1].text for row in rows} == {"not among its sinks"}
+    assert {row[-1].text for row in rows} == {"not a sink of the head"}
 
 
 def test_nothing_found_is_said(figures):
-    """No habits, triggers, sinks, outliers, single heads or trials."""
-    made = random_analysis(groups=("all",), views=(), trials=(), advice=Advice(None, "No p was tried."))
+    """No head types, triggers, sinks, outliers, single heads or p sweep."""
+    made = random_analysis(
+        groups=("all",), views=(), p_sweep=(), advice=Advice(None, "The p sweep was left out, so no p is advised.")
+    )
     plain = [
         replace(
             layer,
@@ -391,10 +395,14 @@ def test_nothing_found_is_said(figures):
     )
     said = "".join(Page(analysis_report.page(made)).text)
     for words in (
-        *("No head has a habit.", "No head is positional", "No head looks back after certain tokens only"),
-        *("No token occurs often enough to tell.", "No head has a sink: no token draws attention from afar."),
-        *("No mean key has a pair longer than 5 times", "No mean query has a pair", "No single head was looked at."),
-        *("the nearest to a positional head, since there is none", "No p was tried.", "none was tried"),
+        *(
+            "No head is of a known type.",
+            "No head is positional",
+            "No head attends to the previous token after certain",
+        ),
+        *("No token occurs often enough to measure it.", "No head has a sink: no token draws attention from far"),
+        *("No pair of a mean key is longer than 5 times", "No pair of a mean query", "No single head was analyzed."),
+        *("the most positional head, since none is of that type", "so no p is advised", "the p sweep was left out"),
     ):
         assert words in said
     assert not NO_NUMBER.search(said)
@@ -407,8 +415,10 @@ def test_numbers_that_are_none(figures):
     nowhere = torch.full((2, 8), math.inf, dtype=torch.float64)
     layers = [replace(layer, key=replace(layer.key, circular_deviation=nowhere)) for layer in made.capture.layers]
     made = replace(made, capture=replace(made.capture, layers=tuple(layers)))
-    _, drawn = analysis_pictures.outlier_scatter(made)
-    assert "96 points whose directions cancel out are not drawn" in drawn.caption  # 3 layers of 4 heads of 8 pairs
+    _, drawn = analysis_figures.outlier_scatter(made)
+    assert (
+        "96 points are not drawn because their directions cancel out" in drawn.caption
+    )  # 3 layers of 4 heads of 8 pairs
     found = analysis_tables.outlier_table(made, "key")
     assert {row[6].text for row in found.rows} == {"∞"}
 
@@ -439,10 +449,11 @@ def test_words_for_outliers_are_true():
     assert seen == {"offset feature", "partial turn"}
     full = OutlierPair("query", 0, 0, 0, 6.28, 40.7, 9.0, 9.0, 0.25, 1.0, 100.0, "full turns")
     assert analysis_tables.why(full) == (
-        "Full turns: 40.7 of them; the mean survives because queries point the same way (deviation 0.25 rad)."
+        "Full turns (40.7): the mean is long although the pair rotates fast, because queries point the same way "
+        "(deviation 0.25 rad)."
     )
-    still = OutlierPair("key", 0, 0, 0, math.inf, 0.0, 9.0, 9.0, 0.25, 1.0, math.inf, "still")
-    assert analysis_tables.why(still) == "Still: does not rotate, a constant at every distance."
+    unrotated = OutlierPair("key", 0, 0, 0, math.inf, 0.0, 9.0, 9.0, 0.25, 1.0, math.inf, "unrotated")
+    assert analysis_tables.why(unrotated) == "Unrotated: adds the same at every distance."
 
 
 # --- before and after ------------------------------------------------------------------------------------------------
@@ -545,7 +556,7 @@ def test_heat_maps_show_their_values_and_clip_few():
 
 def test_the_scatter_draws_each_pair_against_its_own_bound(figures):
     made = random_analysis(tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 8)))
-    analysis_pictures.outlier_scatter(made)
+    analysis_figures.outlier_scatter(made)
     points = scatter(made.capture)
     turns_of = {layer.index: layer.context * layer.inv_freq.double() / (2 * math.pi) for layer in made.capture.layers}
     turns = torch.stack([turns_of[layer][pair] for layer, pair in zip(points.layer.tolist(), points.pair, strict=True)])
@@ -564,15 +575,15 @@ def test_the_scatter_draws_each_pair_against_its_own_bound(figures):
     numpy.testing.assert_allclose(shown.get_array(), waves)
 
 
-def test_still_pairs_stand_at_the_end_of_the_scale(figures):
+def test_unrotated_pairs_stand_at_the_end_of_the_scale(figures):
     made = random_analysis()
     layers = [
         replace(layer, inv_freq=torch.where(torch.arange(8) < 5, layer.inv_freq, 0.0)) for layer in made.capture.layers
     ]
     made = replace(made, capture=replace(made.capture, layers=tuple(layers)))
     rows = analysis_tables.outlier_table(made, "key").rows
-    assert {row[9].text for row in rows} == {"Still: does not rotate, a constant at every distance."}
-    analysis_pictures.outlier_scatter(made)
+    assert {row[9].text for row in rows} == {"Unrotated: adds the same at every distance."}
+    analysis_figures.outlier_scatter(made)
     shown = figures[0]
     offsets = shown.axes[0].collections[2].get_offsets()
     assert len(offsets) == 3 * 4 * 3 and (offsets[:, 0] < 1).all()
@@ -581,7 +592,7 @@ def test_still_pairs_stand_at_the_end_of_the_scale(figures):
 
 def test_mean_logits_are_those_of_the_decomposition(figures):
     made = random_analysis()
-    analysis_pictures.mean_logit(made, 1, 2)
+    analysis_mean_logits.mean_logit(made, 1, 2)
     layer = made.capture.layer(1)
     whole = decompose(layer, torch.arange(256))
     sums, without, pattern = figures[0].axes[:3]
@@ -594,7 +605,7 @@ def test_mean_logits_are_those_of_the_decomposition(figures):
     for pair, values in zip(longest, solid, strict=False):
         numpy.testing.assert_allclose(values, (whole.pairs[2, pair] * layer.scaling)[:32])
     left_out = [line.get_ydata() for line in without.lines if line.get_linestyle() == "-"][:-1]
-    expected = [(whole.leave_one_out[2, pair] * layer.scaling)[:32].numpy() for pair in longest]
+    expected = [((whole.total - whole.pairs[:, pair])[2] * layer.scaling)[:32].numpy() for pair in longest]
     assert all(any(numpy.allclose(values, one) for one in expected) for values in left_out) and len(left_out) == 3
     weights = whole.pattern(range(128))[2].numpy()
     numpy.testing.assert_allclose(pattern.images[0].get_array().data, weights)
@@ -603,11 +614,11 @@ def test_mean_logits_are_those_of_the_decomposition(figures):
 
 
 def test_a_long_context_is_sampled():
-    distances = analysis_pictures.distances_of(131072)
+    distances = analysis_mean_logits.distances_of(131072)
     assert distances[:512].tolist() == list(range(512))
     assert len(distances) < 1300 and int(distances[-1]) < 131072
     assert bool((distances[1:] > distances[:-1]).all())
-    assert analysis_pictures.distances_of(16).tolist() == list(range(16))
+    assert analysis_mean_logits.distances_of(16).tolist() == list(range(16))
 
 
 def test_clearest_heads_are_of_both_kinds():
@@ -617,14 +628,14 @@ def test_clearest_heads_are_of_both_kinds():
     mass[3, 2] = 0.99
     layers[2] = replace(layers[2], offset_mass=mass)
     heads = replace(made.heads, layers=tuple(layers))
-    assert analysis_pictures.clearest(heads) == [(0, 1), (0, 0), (2, 3)]
-    assert analysis_pictures.busiest(heads) == (2, 3)
+    assert analysis_mean_logits.clearest(heads) == [(0, 1), (0, 0), (2, 3)]
+    assert analysis_figures.busiest(heads) == (2, 3)
 
 
 def test_a_view_shows_its_head(figures):
     made = random_analysis()
     (view,) = made.views
-    told = analysis_pictures.view(made, replace(view, window=6))
+    told = analysis_figures.view(made, replace(view, window=6))
     query, key, *_ = [axes.images[0] for axes in figures[0].axes if axes.images]
     numpy.testing.assert_allclose(query.get_array().data, view.query_norms.T)
     numpy.testing.assert_allclose(key.get_array().data, view.key_norms.T)
@@ -647,7 +658,7 @@ def test_layers_of_two_tables_are_apart(figures):
         ("sliding_attention, 64 tokens", ["0", "2", "4"]),
         ("full_attention, 4096 tokens", ["1", "3"]),
     ]
-    analysis_pictures.norms(made)
+    analysis_figures.norms(made)
     shown = [axes for axes in figures[0].axes if axes.images]
     assert sorted(axes.images[0].get_array().shape for axes in shown) == [(2, 16)] * 3 + [(3, 8)] * 3
     for axes in shown:
@@ -660,7 +671,7 @@ def test_layers_of_two_tables_are_apart(figures):
     told = dict(facts(made))
     assert told["Layers, sliding_attention, 64 tokens"].startswith("0, 2, 4; 4 query heads over 2 key heads; 8 pairs")
     again = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)), seed=9)
-    analysis_pictures.norm_changes(made, differences(made, again), "one", "two")
+    analysis_figures.norm_changes(made, differences(made, again), "one", "two")
     assert {axes.images[0].get_array().shape for axes in figures[1].axes if axes.images} == {(3, 8), (2, 16)}
 
 
@@ -699,12 +710,12 @@ class Words:
 def test_a_real_model_has_a_page(figures, tmp_path, family):
     model = tiny.tiny_model(family)
     rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32, ())
-    made = analyze(model, Words(), rows, name=family, shares=(), heads=[(0, 1), (1, 3)])
+    made = analyze_rows(model, Words(), rows, name=family, p_values=(), heads=[(0, 1), (1, 3)])
     analysis_report.write(tmp_path / "page.html", made, against=made)
     page = Report((tmp_path / "page.html").read_text(encoding="utf-8"))
     said = "".join(page.text)
     assert f"How {family} uses its rotary table" in said and f"What {family} (2) does differently" in said
-    assert "No head has another habit, and none has moved a tenth of its attention." in said
+    assert "No head changes its type, and none moves a tenth of its attention." in said
     assert not NO_NUMBER.search(said)
     (norms,) = (figure for figure in figures if figure.get_suptitle() == "Mean norm of each pair, by layer")
     assert len([axes for axes in norms.axes if axes.images]) == (3 if family == "llama" else 6)

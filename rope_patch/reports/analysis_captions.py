@@ -1,4 +1,4 @@
-"""An analysis in words: kinds of layers, facts, names of heads, tokens that can be seen."""
+"""Text of an analysis that its tables and figures share: layer groups, facts, names of heads, visible tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.heads import LayerHeads
-from rope_patch.analysis.run import Analysis
+from rope_patch.analysis.result import Analysis
 from rope_patch.frequencies import offset_frequency_bound, unrotated, wavelength
 from rope_patch.modeling.sources import layers_text
 from rope_patch.modeling.statistics import Capture, LayerCapture
@@ -56,19 +56,19 @@ class Kind:
 
 
 def kinds(capture: Capture) -> list[Kind]:
-    """Return the layers by table and context: what can share an axis of wavelengths and one bound."""
-    found: dict[tuple[object, ...], list[LayerCapture]] = {}
+    """Return the layers grouped by table and context: those of a group share an axis of wavelengths and a bound."""
+    groups: dict[tuple[object, ...], list[LayerCapture]] = {}
     for layer in capture.layers:
-        found.setdefault((layer.context, layer.query.mean.shape[1], *layer.inv_freq.tolist()), []).append(layer)
-    made = []
-    for layers in found.values():
+        groups.setdefault((layer.context, layer.query.mean.shape[1], *layer.inv_freq.tolist()), []).append(layer)
+    kinds_found = []
+    for layers in groups.values():
         types = list(dict.fromkeys(layer.layer_type for layer in layers if layer.layer_type))
         label = (
             " and ".join(types) or f"layers {layers_text([layer.index for layer in layers])}",
             f"{layers[0].context} tokens",
         )
-        made.append(Kind(", ".join(label) if len(found) > 1 else "", tuple(layers)))
-    return made
+        kinds_found.append(Kind(", ".join(label) if len(groups) > 1 else "", tuple(layers)))
+    return kinds_found
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -83,24 +83,27 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def facts(analysis: Analysis) -> list[tuple[str, str]]:
-    """Return what was analysed, on what, and with what."""
-    captured, rows = analysis.capture, analysis.rows
-    groups = ", ".join(f"{name} ({rows.groups.count(name)})" for name in captured.groups)
-    chunk = f", read {captured.chunk} tokens at a time" if captured.chunk else ""
-    made = [
-        ("Model", f"{analysis.name}, {captured.model}"),
+    """Return the facts above the report: checkpoint, text, versions."""
+    statistics, rows = analysis.capture, analysis.rows
+    groups = ", ".join(f"{name} ({rows.groups.count(name)})" for name in statistics.groups)
+    chunk = f", read {statistics.chunk} tokens at a time" if statistics.chunk else ""
+    entries = [
+        ("Model", f"{analysis.name}, {statistics.model}"),
         ("Rotary table", analysis.table),
-        ("Method in place", analysis.method or "none: the checkpoint as found"),
-        ("Context", f"{analysis.context} tokens, as the config states it"),
+        ("Patch", analysis.method or "none"),
+        ("Context", f"{analysis.context} tokens, as stated in the config"),
     ]
-    made += [(f"Layers, {kind.name}" if kind.name else "Layers", _kind(kind)) for kind in kinds(captured)]
-    tried = "none of those tried" if analysis.trials else "none was tried"
+    entries += [(f"Layers, {kind.name}" if kind.name else "Layers", _kind(kind)) for kind in kinds(statistics)]
+    no_p = "none of the measured values" if analysis.p_sweep else "the p sweep was left out"
     return [
-        *made,
-        ("Text", f"{rows.name}; SHA-256 {rows.sha256[:16]}…; token ids {captured.text}"),
-        ("Rows", f"{captured.rows} of {captured.tokens // captured.rows} tokens, {captured.tokens} in all{chunk}"),
+        *entries,
+        ("Text", f"{rows.name}; SHA-256 {rows.sha256[:16]}…; token ids {statistics.text}"),
+        (
+            "Rows",
+            f"{statistics.rows} of {statistics.tokens // statistics.rows} tokens, {statistics.tokens} in all{chunk}",
+        ),
         ("Rows of each group", groups),
-        ("p advised", tried if analysis.advice.p is None else f"{analysis.advice.p:g}, see below"),
+        ("Advised p", no_p if analysis.advice.p is None else f"{analysis.advice.p:g}, see below"),
         ("Environment", ", ".join(f"{name} {version}" for name, version in analysis.environment.items())),
     ]
 
@@ -108,17 +111,19 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
 def _kind(kind: Kind) -> str:
     layer = kind.layers[0]
     partial = int((kind.inv_freq.double() < offset_frequency_bound(kind.context)).sum())
-    rests = unrotated(kind.inv_freq)
-    waves = wavelength(kind.inv_freq.double())[~rests]
+    zeroed = unrotated(kind.inv_freq)
+    waves = wavelength(kind.inv_freq.double())[~zeroed]
     turning = (
-        f"wavelengths {text(float(waves.min()))} to {text(float(waves.max()))} tokens" if len(waves) else "none turns"
+        f"wavelengths {text(float(waves.min()))} to {text(float(waves.max()))} tokens"
+        if len(waves)
+        else "no pair rotates"
     )
     bare_features = layer.query.mean.shape[1] - 2 * layer.query.pairs
-    rest = f"; {bare_features} features of a head do not rotate at all" if bare_features else ""
+    rest = f"; {bare_features} features of a head belong to no pair" if bare_features else ""
     return (
         f"{layers_text([layer.index for layer in kind.layers])}; {layer.query.heads} query heads over "
         f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {turning}, {partial} of them without a full turn "
-        f"within {kind.context} tokens ({int(rests.sum())} still){rest}"
+        f"within {kind.context} tokens ({int(zeroed.sum())} unrotated){rest}"
     )
 
 
@@ -137,27 +142,27 @@ def named(layer: int, head: int) -> str:
 
 def spans_of(analysis: Analysis) -> list[str]:
     """Return the positions that perplexity was measured at, as text."""
-    edges = analysis.trial_positions
+    edges = analysis.p_sweep_positions
     return [f"positions {low}–{high}" for low, high in itertools.pairwise(edges)]
 
 
 def relative(change: float) -> float:
-    """Return a rise of loss [nats/token] as one of perplexity, relative."""
+    """Return the relative rise of perplexity of a rise of loss [nats/token]."""
     return math.expm1(change) if change < 700 else math.inf
 
 
 def visible(token: str) -> str:
-    r"""Return text with what cannot be seen made visible: a space is ␣, a new line \n.
+    r"""Return text with invisible characters shown: a space as ␣, a new line as \n.
 
     >>> visible(" the\n"), visible("\u200b"), visible("")
     ('␣the\\n', '\\u200b', '(empty)')
     """
     plain = {" ": "␣", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
-    made = (plain.get(sign) or (sign if sign.isprintable() else f"\\u{ord(sign):04x}") for sign in token)
-    return "".join(made) or "(empty)"
+    shown = (plain.get(sign) or (sign if sign.isprintable() else f"\\u{ord(sign):04x}") for sign in token)
+    return "".join(shown) or "(empty)"
 
 
-def word(analysis: Analysis, token: int) -> str:
-    """Return a token so that it can be seen; its id beside it where it is a part of a character."""
-    told = visible(analysis.word(token))
-    return f"{told} (id {token})" if "\N{REPLACEMENT CHARACTER}" in told else told
+def token_text(analysis: Analysis, token: int) -> str:
+    """Return the text of a token with invisible characters shown; with its id where it is part of a character."""
+    shown = visible(analysis.token_text(token))
+    return f"{shown} (id {token})" if "\N{REPLACEMENT CHARACTER}" in shown else shown

@@ -1,0 +1,254 @@
+"""Measure where the heads of a model attend: attention mass by distance, sinks, induction, and bounds on the logits.
+
+This is a forward pass of its own, since no fused kernel returns its weights. The model attends through a function of
+this module, which computes weights a block of queries at a time, reduces them, and goes on with the same weights: the
+pass costs one forward with unfused attention, and memory for one block, never ``(heads, tokens, tokens)``.
+
+*Source*: Barbero et al., arXiv:2410.06205, sec. 4 and 5 and tables 3-5, for diagonal, previous-token and
+"apostrophe" heads and for the Cauchy-Schwarz bound; Gu et al., arXiv:2410.10781, for sinks; Olsson et al.,
+arXiv:2209.11895, for induction (their prefix matching).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from rope_patch.analysis.attention_sums import AttentionSums, TextRead
+from rope_patch.analysis.heads import Heads
+from rope_patch.modeling.attention_probe import attending_with, window_alone, window_of
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.sources import layers_text, refuse_prompts
+from rope_patch.modeling.streaming import text_digest, token_rows
+from rope_patch.patching.locate import device_of, find_rotary
+
+NAME = "rope_patch_attention_mass"
+OFFSETS = 8
+"""Distances whose mass is kept one by one [tokens]."""
+REPEATED = 64
+"""Longest half of the random tokens that come twice: short, so that layers of a small window see it too [tokens]."""
+BLOCK_BYTES = 1 << 26
+"""Size of the weights of one block of queries [bytes]."""
+REPRODUCED = 1e-3
+"""How closely the pass must give what the model gives, relative to it; 16-bit models are allowed 50 times as much."""
+
+
+@torch.no_grad()
+def measure_heads(
+    model: nn.Module,
+    token_ids: Tensor,
+    *,
+    offsets: int = OFFSETS,
+    layers: Sequence[int] | None = None,
+    block: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Heads:
+    """Measure where the heads of a model attend on a text.
+
+    Args:
+        model: a causal language model of transformers, patched or not, bare or under a LoRA adapter. It is in eval mode
+            meanwhile, and left as it was.
+        token_ids: (tokens,) or (rows, tokens), at least 2 tokens; rows are texts of their own, read one by one.
+        offsets: distances whose attention mass is kept one by one, at least 2.
+        layers: indices of the layers to measure; all by default.
+        block: queries at a time; by default as many as ``BLOCK_BYTES`` of weights allow.
+        on_progress: called with the number of tokens that were read since the last call.
+
+    Returns:
+        Attention masses, sinks and bounds, by layer.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: fewer than 2 tokens, ids the model does not know, a layer it does not have; a model without rotary
+            table, or whose attention this pass does not reproduce (learned sinks, biases or masks of its own); an
+            adapter that puts tokens of its own before the text; NaN or infinite logits, by layer and head.
+    """
+    if offsets < 2 or (block is not None and block < 1):
+        raise ValueError(f"offsets must be >= 2 and block >= 1, got {offsets} and {block}")
+    rows = token_rows(token_ids)
+    refuse_prompts(model)
+    root: Any = find_rotary(model).model
+    vocabulary = root.get_input_embeddings().num_embeddings
+    if int(rows.min()) < 0 or int(rows.max()) >= vocabulary:
+        raise ValueError(f"token ids must be in [0, {vocabulary}), got {int(rows.min())} to {int(rows.max())}")
+    total = root.config.get_text_config().num_hidden_layers
+    if layers is not None and (not layers or not all(0 <= index < total for index in layers)):
+        raise ValueError(f"{type(root).__name__} has attention layers {layers_text(range(total))}, got {list(layers)}")
+    decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
+    device = device_of(root.get_input_embeddings())
+    on_text = _Pass(TextRead(rows, offsets), block, layers, on_progress, total)
+    on_repeated = _Pass(TextRead(repeated_tokens(rows)[None], offsets), block, layers, None, total)
+    with in_eval_mode(model):
+        _check_reproduced(root, decoder, rows[0, :64].to(device))
+        with attending_with(root, NAME):
+            for current in (on_text, on_repeated):
+                reset = _PASS.set(current)
+                try:
+                    for number, row in enumerate(current.text.rows):
+                        current.begin_row(number)
+                        decoder(input_ids=row[None].to(device), use_cache=False)
+                        current.end_row()
+                finally:
+                    _PASS.reset(reset)
+    measured = tuple(on_text.sums[index].result() for index in sorted(on_text.sums))
+    if on_repeated.text.rows.shape[1] > 2 * OFFSETS:
+        measured = tuple(
+            replace(layer, repeated_mass=on_repeated.sums[layer.index].result().induction_mass) for layer in measured
+        )
+    return Heads(type(root).__name__, rows.numel(), len(rows), text_digest(rows), measured)
+
+
+def repeated_tokens(rows: Tensor, *, longest: int = REPEATED, seed: int = 0) -> Tensor:
+    """Return tokens of a text in random order, twice in a row: (2 length,). No token occurs twice in a half.
+
+    Induction alone can know what follows there.
+
+    Args:
+        rows: (rows, tokens) the text; both halves together are no longer than a row.
+        longest: half [tokens].
+        seed: of the draw.
+    """
+    different = torch.unique(rows)
+    order = torch.randperm(len(different), generator=torch.Generator().manual_seed(seed))
+    half = different[order[: min(longest, max(1, rows.shape[1] // 2))]]
+    return torch.cat((half, half))
+
+
+# --- the attention ---------------------------------------------------------------------------------------------------
+
+
+class _Pass:
+    """One pass over a text: what is measured, and how far the pass has come.
+
+    Args:
+        text: what is read.
+        block: queries at a time; None for as many as memory allows.
+        layers: indices of the layers to measure; None for all.
+        on_progress: called with the number of tokens that were read since the last call.
+        total: number of layers of the model.
+    """
+
+    def __init__(
+        self,
+        text: TextRead,
+        block: int | None,
+        layers: Sequence[int] | None,
+        on_progress: Callable[[int], None] | None,
+        total: int,
+    ) -> None:
+        self.text, self.block, self.layers = text, block, layers
+        self.on_progress, self.total = on_progress, total
+        self.sums: dict[int, AttentionSums] = {}
+
+    def begin_row(self, row: int) -> None:
+        self.row, self.layers_done, self.tokens_reported = row, set[int](), 0
+
+    def end_row(self) -> None:
+        missing = set(range(self.total) if self.layers is None else self.layers) - self.layers_done
+        if missing:
+            raise ValueError(
+                f"layers {layers_text(sorted(missing))} did not attend through transformers' AttentionInterface: where "
+                "they attend cannot be seen"
+            )
+        self._report(self.text.rows.shape[1])
+
+    def begin_layer(self, module: nn.Module, heads: int) -> AttentionSums | None:
+        """Return the sums that a layer's weights are added to; None for a layer that is not measured."""
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        self._report(self.text.rows.shape[1] * len(self.layers_done) // self.total)
+        if index in self.layers_done:
+            raise ValueError(f"attention layer {index} is called more than once in a pass")
+        self.layers_done.add(index)
+        if self.layers is not None and index not in self.layers:
+            return None
+        if index not in self.sums:
+            self.sums[index] = AttentionSums(index, heads, self.text)
+        self.sums[index].begin_row(self.row)
+        return self.sums[index]
+
+    def _report(self, tokens: int) -> None:
+        if self.on_progress is not None and tokens > self.tokens_reported:
+            self.on_progress(tokens - self.tokens_reported)
+        self.tokens_reported = max(self.tokens_reported, tokens)
+
+
+_PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally, a block of queries at a time, and add up the weights on the way; see AttentionInterface."""
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} attends with {name}: this pass knows logits of q·k alone")
+    current = _PASS.get()
+    heads, tokens, head_dim = query.shape[1:]  # one row at a time
+    sums = None if current is None else current.begin_layer(module, heads)
+    key_heads = key.shape[1]
+    scaling = scaling or head_dim**-0.5
+    window = window_of(attention_mask) or tokens
+    chosen = current.block if current else None
+    block = chosen or max(16, min(512, BLOCK_BYTES // (4 * heads * tokens)))
+    out = torch.empty(1, tokens, heads, value.shape[-1], dtype=value.dtype, device=value.device)
+    queries, keys, values = query[0].float(), key[0].float(), value[0].float()
+    places = torch.arange(tokens, device=query.device)
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        low = max(0, start - window + 1)
+        block_queries = queries[:, start:stop]
+        grouped = block_queries.reshape(
+            key_heads, -1, head_dim
+        )  # the queries that share a key head, one after the other
+        logits = (grouped @ keys[:, low:stop].mT).view(heads, stop - start, stop - low) * scaling
+        apart = places[start:stop, None] - places[low:stop]
+        hidden = (apart < 0) | (apart >= window)
+        capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        weights = capped.masked_fill(hidden, -torch.inf).softmax(-1)
+        if sums is not None:
+            sums.add(block_queries, keys[:, low:stop], scaling, logits, weights, apart, hidden, start, low)
+        attended = weights.view(key_heads, -1, stop - low) @ values[:, low:stop]
+        out[0, start:stop] = attended.view(heads, stop - start, -1).transpose(0, 1).to(value.dtype)
+    if sums is not None:
+        sums.end_row()
+    return out, None
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, window_alone)
+
+
+def _check_reproduced(root: Any, decoder: nn.Module, ids: Tensor) -> None:
+    """Raise unless a pass through :func:`_attend` gives what the model gives."""
+    if "chunked_attention" in (getattr(root.config.get_text_config(), "layer_types", None) or ()):
+        raise ValueError(
+            f"{type(root).__name__} attends within chunks: this pass knows causal and sliding layers alone"
+        )
+
+    def read() -> Tensor:
+        out: Tensor = decoder(input_ids=ids[None], use_cache=False)[0]
+        return out.float()
+
+    original = read()
+    with attending_with(root, NAME):
+        ours = read()
+    allowed = REPRODUCED * (50 if root.dtype in (torch.float16, torch.bfloat16) else 1)
+    off = float((ours - original).norm() / original.norm())
+    if torch.isfinite(original).all() and not off <= allowed:
+        raise ValueError(
+            f"{type(root).__name__} attends in a way of its own: a causal softmax of q·k gives states that are off by "
+            f"{off:.2g}, at most {allowed:g} is allowed"
+        )

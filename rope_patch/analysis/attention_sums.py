@@ -1,0 +1,204 @@
+"""Running sums over the attention weights of one layer, from which its attention masses, sinks and bounds follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rope_patch.analysis.heads import FAR, LayerHeads
+
+SETTLED = 8
+"""Queries from this position on are counted: before it, every key is both near and among the first [tokens]."""
+SINK = 0.3
+"""Mean weight above which a key is a sink (Gu et al., arXiv:2410.10781)."""
+OFTEN = 8
+"""Times that a token must occur before its attention mass as a trigger is reported."""
+TOP = 4
+"""Sinks and triggers that are kept per head."""
+
+
+@dataclass(eq=False)
+class TextRead:
+    """The text of a pass, and what every layer's sums need to know of it.
+
+    Attributes:
+        rows: (rows, tokens) token ids.
+        offsets: distances whose mass is kept one by one.
+        first_query: position of the first query that is counted [tokens].
+        token_ids: (different,) the different token ids, sorted.
+        codes: (rows, tokens) index of each token in ``token_ids``.
+    """
+
+    rows: Tensor
+    offsets: int
+    first_query: int = field(init=False)
+    token_ids: Tensor = field(init=False)
+    codes: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_query = min(SETTLED, self.rows.shape[1] // 2)
+        self.token_ids, self.codes = torch.unique(self.rows, return_inverse=True)
+
+
+class AttentionSums:
+    """Running sums over the attention weights of one layer.
+
+    Args:
+        index: of the layer.
+        heads: number of query heads.
+        text: what is read.
+    """
+
+    def __init__(self, index: int, heads: int, text: TextRead) -> None:
+        self.index, self.heads, self.text = index, heads, text
+        self.offset = self._zeros(heads, text.offsets)
+        self.offset_count = [0] * text.offsets
+        self.first, self.first_count = self._zeros(heads), 0
+        self.distance, self.entropy, self.queries = self._zeros(heads), self._zeros(heads), 0
+        self.induction, self.even, self.matched = self._zeros(heads), 0.0, 0
+        self.near = self._zeros(3, heads, 2)  # logit, bound, ratio
+        self.near_count = [0, 0]
+        self.after = self._zeros(heads, len(text.token_ids))
+        self.after_count = torch.zeros(len(text.token_ids), dtype=torch.float64)
+        self.sink_sum = self._zeros(heads)
+        self.sinks: list[tuple[Tensor, Tensor, Tensor]] = []  # weight, position, row: (heads, top) of each row
+
+    @staticmethod
+    def _zeros(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.float64)
+
+    def begin_row(self, row: int) -> None:
+        """Begin a row of the text."""
+        self.row = row
+        tokens = self.text.rows.shape[1]
+        self.far, self.all = self._zeros(self.heads, tokens), self._zeros(self.heads, tokens)
+        self.far_count = torch.zeros(tokens, dtype=torch.float64)
+        self.row_queries = 0
+
+    def add(
+        self,
+        query: Tensor,
+        key: Tensor,
+        scaling: float,
+        logits: Tensor,
+        weights: Tensor,
+        apart: Tensor,
+        hidden: Tensor,
+        start: int,
+        low: int,
+    ) -> None:
+        """Add a block of queries: weights (heads, queries, keys) of keys from ``low`` on, queries from ``start`` on."""
+        invalid = ~(torch.isfinite(logits) | hidden)
+        if bool(invalid.any()):
+            head, at = invalid.nonzero()[0, :2].tolist()
+            raise ValueError(
+                f"layer {self.index}, query head {head} has logits that are no finite numbers at position "
+                f"{start + at}: statistics need finite states"
+            )
+        ids = self.text.rows[self.row].to(weights.device)
+        self._add_bound(query, key, scaling, logits, start, low)
+        skip = max(self.text.first_query - start, 0)
+        if skip >= weights.shape[1]:
+            return
+        weights, logits, apart, hidden = weights[:, skip:], logits[:, skip:], apart[skip:], hidden[skip:]
+        start += skip
+        stop = start + weights.shape[1]
+        queries = stop - start
+        self.queries += queries
+        self.row_queries += queries
+        for offset in range(self.text.offsets):
+            if start - low - offset > -queries:
+                self.offset[:, offset] += _sum(weights.diagonal(start - low - offset, 1, 2))
+                self.offset_count[offset] += int((~hidden).diagonal(start - low - offset).sum())
+        if low == 0:
+            visible_first = ~hidden[:, 0]
+            self.first += _sum(weights[:, visible_first, 0])
+            self.first_count += int(visible_first.sum())
+        self.distance += _sum(torch.einsum("hqk,qk->hq", weights, apart.to(weights.dtype)))
+        self.entropy += _sum(torch.special.entr(weights).sum(-1))
+        # Keys whose previous token is the query's own token; the query itself does not count.
+        match = torch.zeros_like(hidden)
+        match[:, max(0, 1 - low) :] = ids[start:stop, None] == ids[max(low, 1) - 1 : stop - 1]
+        match &= ~hidden & (apart > 0)
+        any_match = match.any(-1)
+        self.induction += _sum(torch.einsum("hqk,qk->hq", weights, match.to(weights.dtype))[:, any_match])
+        visible = (~hidden).sum(-1)
+        self.even += float((match.sum(-1) / visible)[any_match].sum())
+        self.matched += int(any_match.sum())
+        # The query right after each token.
+        if start - low - 1 > -queries:
+            previous = weights.diagonal(start - low - 1, 1, 2)
+            codes = self.text.codes[self.row][stop - 1 - previous.shape[1] : stop - 1]
+            self.after.index_add_(1, codes, previous.cpu().double())
+            self.after_count.index_add_(0, codes, torch.ones(len(codes), dtype=torch.float64))
+        far = (apart >= FAR) & ~hidden
+        self.far[:, low:stop] += torch.einsum("hqk,qk->hk", weights, far.to(weights.dtype)).cpu().double()
+        self.far_count[low:stop] += far.sum(0).cpu().double()
+        self.all[:, low:stop] += weights.sum(1).cpu().double()
+
+    def _add_bound(self, query: Tensor, key: Tensor, scaling: float, logits: Tensor, start: int, low: int) -> None:
+        """Add logits and their Cauchy-Schwarz bound for the query's own key and the previous one."""
+        lengths = key.norm(dim=-1).repeat_interleave(self.heads // len(key), 0)
+        for offset in (0, 1):
+            if start - low - offset <= -logits.shape[1]:
+                continue
+            line = logits.diagonal(start - low - offset, 1, 2)
+            stop = start + logits.shape[1] - low - offset  # of the keys
+            bound = query[:, -line.shape[1] :].norm(dim=-1) * lengths[:, stop - line.shape[1] : stop] * scaling
+            cosine = torch.where(bound > 0, line / bound.clamp_min(torch.finfo(bound.dtype).tiny), 0.0)
+            self.near[:, :, offset] += torch.stack([_sum(part) for part in (line, bound, cosine)])
+            self.near_count[offset] += line.shape[1]
+
+    def end_row(self) -> None:
+        """End the row: keep its sinks."""
+        draws = self.far / self.far_count.clamp_min(1)
+        draws[:, self.far_count < max(FAR, float(self.far_count.max()) / 4)] = 0.0  # too few to tell
+        self.sink_sum += torch.where(draws > SINK, self.all, 0.0).sum(1)
+        weight, position = draws.topk(min(TOP, draws.shape[1]))
+        self.sinks.append((weight, position, torch.full_like(position, self.row)))
+        if len(self.sinks) > 1:
+            weight, position, row = (torch.cat(parts, 1) for parts in zip(*self.sinks, strict=True))
+            weight, keep = weight.topk(min(TOP, weight.shape[1]))
+            self.sinks = [(weight, position.gather(1, keep), row.gather(1, keep))]
+        del self.far, self.all, self.far_count
+
+    def result(self) -> LayerHeads:
+        """Return the means."""
+        ((weight, position, row),) = self.sinks
+        drawn = weight > 0
+        token = self.text.rows[row, position]
+        often = self.after_count >= OFTEN
+        mass = torch.where(often, self.after / self.after_count.clamp_min(1), 0.0)
+        trigger_mass, at = mass.topk(min(TOP, mass.shape[1]))
+        occurs = trigger_mass > 0
+        counts = torch.tensor(self.offset_count, dtype=torch.float64)
+        logit, bound, cosine = self.near / torch.tensor(self.near_count, dtype=torch.float64).clamp_min(1)
+        unknown = torch.full((self.heads,), torch.nan, dtype=torch.float64)
+        return LayerHeads(
+            index=self.index,
+            offset_mass=self.offset / counts.clamp_min(1),
+            first_mass=self.first / max(self.first_count, 1),
+            sink_mass=self.sink_sum / self.queries,
+            sink_position=position.masked_fill(~drawn, -1),
+            sink_token=token.masked_fill(~drawn, -1),
+            sink_row=row.masked_fill(~drawn, -1),
+            sink_weight=weight,
+            induction_mass=self.induction / self.matched if self.matched else unknown,
+            induction_chance=torch.tensor(self.even / max(self.matched, 1), dtype=torch.float64),
+            repeated_mass=unknown,
+            trigger_token=self.text.token_ids[at].masked_fill(~occurs, -1),
+            trigger_mass=trigger_mass,
+            trigger_count=self.after_count[at].long().masked_fill(~occurs, 0),
+            distance=self.distance / self.queries,
+            entropy=self.entropy / self.queries,
+            logit=logit,
+            bound=bound,
+            cosine=cosine,
+        )
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Sums over all but the first dimension, in float64 on the CPU."""
+    return values.flatten(1).sum(1, dtype=torch.float32).cpu().double()

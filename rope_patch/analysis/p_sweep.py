@@ -1,0 +1,300 @@
+"""The p sweep: p-RoPE at several p on one checkpoint, without training.
+
+For each p it measures which pairs become unrotated, how much of the queries, keys and logits those pairs carry, and how
+much perplexity rises. :func:`advise` turns that into advice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch.evaluation.documents import Source, TokenDocument, documents, encode, spread_windows
+from rope_patch.evaluation.intervals import paired_means
+from rope_patch.evaluation.losses import PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.text import builtin_text
+from rope_patch.frequencies import unrotated
+from rope_patch.modeling.statistics import Capture, LayerCapture
+from rope_patch.patching.apply import patched
+from rope_patch.patching.verify import inspect_model
+
+P_VALUES = (0.9, 0.75, 0.5, 0.25)
+"""Values of p that are measured by default."""
+TOLERANCE = 0.01
+"""Relative rise of perplexity within the context that an advised p may cost."""
+CONTEXT = 8192
+"""Perplexity is measured within and beyond the context that the config states, or this where it is longer [tokens]."""
+WINDOWS = 8
+"""Windows of text at most."""
+BEYOND = 4
+"""Positions beyond the context are read up to this many times it."""
+CHUNK = 4096
+"""Tokens per forward pass, through a cache [tokens]."""
+
+OnProgress = Callable[[str, int], None]
+"""Called with the name of the step and the number of tokens that it has read since the last call."""
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One p of the sweep: which pairs it zeroes, and what that costs without training.
+
+    Shares are means over the query heads of the layers whose table changes.
+
+    Attributes:
+        p: share of the pairs that keep rotating; 1 for the unchanged table.
+        stopped: pairs whose frequency is zeroed, by layer type; fastest first.
+        query_share: share of the queries' norms that these pairs carry.
+        key_share: share of the keys' norms.
+        logit_share: share of the products of both norms, which bound what a pair can add to a logit.
+        turned: part of ``logit_share`` that depends on distance: each product times half the mean chord
+            ``|1 - exp(i f n)|`` over distances ``n`` within the context.
+        perplexity: within and beyond the context; one value where the text is too short for both.
+        windows: number of windows of text.
+        change: estimate and 95 % interval of the rise of each over the unchanged table [nats/token], paired by window;
+            None for the unchanged table.
+    """
+
+    p: float
+    stopped: Mapping[str, tuple[int, ...]]
+    query_share: float
+    key_share: float
+    logit_share: float
+    turned: float
+    perplexity: tuple[float, ...]
+    windows: int
+    change: tuple[tuple[float, float, float], ...] | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The p that suits a checkpoint without training.
+
+    Attributes:
+        p: the smallest suitable value; None when no measured value is suitable.
+        reason: why, in a sentence or two.
+    """
+
+    p: float | None
+    reason: str
+
+
+def longest_sweep(context: int) -> int:
+    """Return the most tokens that one p of the sweep reads.
+
+    Args:
+        context: of the model [tokens].
+    """
+    return WINDOWS * BEYOND * min(context, CONTEXT)
+
+
+def sweep_text(
+    tokenizer: Any, text: Mapping[str, Source] | None, context: int
+) -> tuple[list[TokenDocument], tuple[int, ...], str]:
+    """Return the windows that the sweep measures: four contexts long, or one, or as long as the text allows.
+
+    Args:
+        tokenizer: of the model.
+        text: texts by name; by default the held-out part of the built-in text.
+        context: of the model; more than ``CONTEXT`` counts as that [tokens].
+
+    Returns:
+        The windows, the edges of the positions to measure, and the name of the text.
+
+    Raises:
+        ValueError: fewer than 2 tokens.
+    """
+    if text is None:
+        whole, name = builtin_text("heldout").text, "held-out part of the built-in text"
+    else:
+        whole = "\n\n".join(document.text for source in text.values() for document in documents(source))
+        name = ", ".join(text)
+    (stream,) = encode(tokenizer, whole, bos=False)
+    near = min(context, CONTEXT, max(2, len(stream.ids) // 2))
+    edges = (0, near, BEYOND * near) if len(stream.ids) >= 2 * BEYOND * near else (0, near)
+    count = max(1, min(WINDOWS, len(stream.ids) // edges[-1]))
+    windows, _ = spread_windows(tokenizer, whole, edges[-1], count)
+    return windows, edges, name
+
+
+def sweep_p(
+    model: nn.Module,
+    statistics: Capture,
+    windows: Sequence[TokenDocument],
+    edges: tuple[int, ...],
+    p_values: Sequence[float],
+    *,
+    resume: Path | None = None,
+    on_progress: OnProgress = lambda step, tokens: None,
+) -> tuple[SweepPoint, ...]:
+    """Measure p-RoPE at several p, on top of the patch that is in place.
+
+    Args:
+        model: a causal language model.
+        statistics: of its queries and keys, from :func:`~rope_patch.modeling.capture.capture`.
+        windows: of text, from :func:`sweep_text`.
+        edges: of the spans of positions to measure, from :func:`sweep_text` [tokens].
+        p_values: values of p, in (0, 1).
+        resume: file of the result cache: windows that it holds are not scored again.
+        on_progress: called with the name of the step and the tokens it has just read.
+
+    Returns:
+        The unchanged table first, then each p.
+    """
+    inspection = inspect_model(model)
+    before = () if inspection.record is None else (inspection.record.to_method(),)
+    unrotated_before = {slot.layer_type: unrotated(slot.inv_freq) for slot in inspection.tables}
+
+    def score(step: str) -> PerplexityResult:
+        return perplexity(
+            model,
+            windows,
+            window=edges[-1],
+            buckets=edges,
+            chunk=min(CHUNK, edges[-1]),
+            resume=resume,
+            on_progress=lambda tokens: on_progress(step, tokens),
+        )
+
+    unchanged = score("unchanged table")
+    spans = list(itertools.pairwise(edges))
+    points = [
+        SweepPoint(1.0, {}, 0.0, 0.0, 0.0, 0.0, tuple(unchanged.between(*span) for span in spans), len(windows), None)
+    ]
+    for p in p_values:
+        with patched(model, (*before, f"p_rope:p={p:g}"), replace=True) as patch:
+            result = score(f"p = {p:g}")
+            zeroed = {kind: unrotated(table.inv_freq) & ~unrotated_before[kind] for kind, table in patch.after.items()}
+        changes = []
+        for i, _ in enumerate(spans):
+            ours, theirs = (
+                [document.nll[i] / document.tokens[i] for document in scored.documents]
+                for scored in (result, unchanged)
+            )
+            estimate = math.fsum(a - b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+            changes.append((estimate, *paired_means(ours, theirs)))
+        points.append(
+            SweepPoint(
+                p,
+                {
+                    kind or "all": tuple(mask.nonzero().flatten().tolist())
+                    for kind, mask in zeroed.items()
+                    if mask.any()
+                },
+                *_stopped_shares(statistics, zeroed),
+                tuple(result.between(*span) for span in spans),
+                len(windows),
+                tuple(changes),
+            )
+        )
+    return tuple(points)
+
+
+def _stopped_shares(statistics: Capture, zeroed: Mapping[str | None, Tensor]) -> tuple[float, float, float, float]:
+    """Return the shares of queries' norms, keys' norms, products, and turned products, in that order."""
+    sums = [torch.empty(0, dtype=torch.float64)] * 4
+    for layer in statistics.layers:
+        stopped = zeroed[layer.layer_type]
+        if not stopped.any():
+            continue
+        query, keys = layer.query.mean_norm, layer.key_by_query_head.mean_norm
+        product = query * keys
+        moved = product * half_chord(layer)
+        for i, (part, whole) in enumerate(((query, query), (keys, keys), (product, product), (moved, product))):
+            share = part[:, stopped].sum(-1) / whole.sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
+            sums[i] = torch.cat((sums[i], share))
+    query_share, key_share, logit_share, turned = (float(part.mean()) if len(part) else 0.0 for part in sums)
+    return query_share, key_share, logit_share, turned
+
+
+def half_chord(layer: LayerCapture, points: int = 257) -> Tensor:
+    """Return half the mean chord ``|1 - exp(i f n)|`` over distances within a layer's context: (pairs,), 0 to 1."""
+    distances = torch.linspace(0, layer.context, points, dtype=torch.float64)
+    return (layer.inv_freq.double()[:, None] * distances / 2).sin().abs().mean(-1)
+
+
+def advise(points: Sequence[SweepPoint], tolerance: float = TOLERANCE, *, vocabulary: int | None = None) -> Advice:
+    """Return the smallest p whose rise of perplexity within the context is significantly below the tolerance.
+
+    Args:
+        points: from :func:`sweep_p`, the unchanged table first.
+        tolerance: relative rise that may be paid; the upper end of the 95 % interval must not exceed it.
+        vocabulary: tokens of the model; nothing is advised on a text that it predicts worse than a uniform guess does.
+    """
+    if len(points) < 2:
+        return Advice(None, "The p sweep was left out, so no p is advised.")
+    base, *others = points
+    if vocabulary is not None and base.perplexity[0] > vocabulary:
+        return Advice(
+            None, "No p is advised: this checkpoint does not know the text of the p sweep. Its perplexity is "
+            f"{base.perplexity[0]:.0f}, and a uniform guess over the vocabulary has {vocabulary}. Pass a "
+            "text like those it was trained on (--text).",
+        )  # fmt: skip
+    others = [point for point in others if point.stopped]
+    if not others:
+        return Advice(None, "No measured p zeroes a pair that rotates now, so none is advised.")
+    limit = math.log1p(tolerance)
+    kinds = {point.p: _kind(point, limit) for point in others}
+    cheap = [point for point in others if kinds[point.p] == "cheap"]
+    sample = f"over {base.windows} window{'s' * (base.windows > 1)} of text"
+    if cheap:
+        chosen = min(cheap, key=lambda point: point.p)
+        beyond = f", and beyond it by {_rise(chosen, 1)}" if len(chosen.perplexity) > 1 else ""
+        lower = [f"p = {point.p:g} {_cost(point, kinds[point.p])}" for point in others if point.p < chosen.p]
+        rest = f" {'; '.join(lower)}." if lower else " It is the smallest p measured."
+        return Advice(
+            chosen.p,
+            f"p = {chosen.p:g} suits this checkpoint without training: {_carried(chosen)}, and {sample} perplexity "
+            f"within the context changes by {_rise(chosen, 0)}{beyond}.{rest}",
+        )
+    undecided = [point for point in others if kinds[point.p] == "undecided"]
+    if undecided:
+        costs = "; ".join(f"p = {point.p:g} {_cost(point, kinds[point.p])}" for point in others)
+        return Advice(
+            None,
+            f"Whether a p suits this checkpoint without training cannot be decided {sample}: {costs}. Pass more text "
+            "(--text).",
+        )
+    least = min(others, key=lambda point: point.perplexity[0])
+    measured = ", ".join(f"{point.p:g}" for point in others)
+    return Advice(
+        None,
+        f"No measured p ({measured}) suits this checkpoint without training if perplexity may rise by at most "
+        f"{100 * tolerance:g} %: with "
+        f"p = {least.p:g}, {_carried(least)}, and {sample} perplexity within the context changes by {_rise(least, 0)}. "
+        "Fine-tune after patching, or choose a method that keeps every pair rotating (YaRN, ABF).",
+    )
+
+
+def _kind(point: SweepPoint, limit: float) -> str:
+    """Tell whether a rise of perplexity is significantly below the limit, significantly above it, or undecided."""
+    assert point.change is not None
+    _, low, high = point.change[0]
+    return "cheap" if high <= limit else "expensive" if low > limit else "undecided"
+
+
+def _cost(point: SweepPoint, kind: str) -> str:
+    verb = {"cheap": "costs", "expensive": "costs", "undecided": "may cost"}[kind]
+    return f"{verb} {_rise(point, 0)}"
+
+
+def _rise(point: SweepPoint, place: int) -> str:
+    """Return a rise of perplexity in per cent, with its 95 % interval."""
+    assert point.change is not None
+    value, low, high = (f"{math.expm1(part):+.1%}" if part < 20 else "far more" for part in point.change[place])
+    return f"{value} ({low} to {high})"
+
+
+def _carried(point: SweepPoint) -> str:
+    return (
+        f"the pairs it zeroes carry {point.query_share:.0%} of the queries' norm and {point.key_share:.0%} of the "
+        "keys' in the layers whose table changes"
+    )

@@ -1,0 +1,173 @@
+"""The result of :func:`rope_patch.analyze`, its main findings as sentences, and its JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rope_patch.analysis.heads import Heads
+from rope_patch.analysis.outliers import OutlierPair, outlier_pairs
+from rope_patch.analysis.p_sweep import Advice, SweepPoint
+from rope_patch.analysis.recall import recall
+from rope_patch.analysis.sinks import Sinks
+from rope_patch.analysis.views import HeadView
+from rope_patch.evaluation.domains import TextRows
+from rope_patch.evaluation.result_cache import finite
+from rope_patch.modeling.statistics import Capture
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """How a checkpoint uses its rotary table on a text.
+
+    Attributes:
+        name: of the checkpoint.
+        table: its rotary tables, as the config and a patch describe them.
+        method: the patch in place as a method string, or None.
+        context: the context length that the config states [tokens].
+        rows: the text.
+        capture: statistics of queries, keys and values.
+        heads: where its heads attend.
+        sinks: for each layer, the keys that the mean queries prefer.
+        views: single heads in detail.
+        p_sweep: p-RoPE at several p, the unchanged table first; empty when the sweep was left out.
+        p_sweep_positions: edges of the spans of positions whose perplexity the sweep measures [tokens].
+        p_sweep_text: name of the text that the sweep measures.
+        advice: which p suits the checkpoint.
+        token_texts: text of each token id that the result mentions.
+        environment: versions of the libraries.
+    """
+
+    name: str
+    table: str
+    method: str | None
+    context: int
+    rows: TextRows
+    capture: Capture
+    heads: Heads
+    sinks: tuple[Sinks, ...]
+    views: tuple[HeadView, ...]
+    p_sweep: tuple[SweepPoint, ...]
+    p_sweep_positions: tuple[int, ...]
+    p_sweep_text: str
+    advice: Advice
+    token_texts: Mapping[int, str]
+    environment: Mapping[str, str]
+    schema: int = SCHEMA
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token id."""
+        return self.token_texts.get(token, str(token))
+
+    def outliers(self, states: str = "key") -> tuple[OutlierPair, ...]:
+        """Return the outlier pairs of the keys or queries, the longest first."""
+        return outlier_pairs(self.capture, states)
+
+    def to_json(self) -> str:
+        """Return everything but the arrays: types of heads, outliers, recall, sinks, the p sweep and its advice."""
+        table = recall(self.capture, quantiles=(0.99,))
+        out = {
+            "schema": self.schema,
+            "model": self.name,
+            "class": self.capture.model,
+            "table": self.table,
+            "method": self.method,
+            "context": self.context,
+            "text": {
+                "name": self.rows.name,
+                "sha256": self.rows.sha256,
+                "groups": list(self.capture.groups),
+                "rows": self.capture.rows,
+                "tokens": self.capture.tokens,
+            },
+            "findings": findings(self),
+            "heads": [
+                _head_facts(self, layer.index, head) for layer in self.heads.layers for head in range(layer.heads)
+            ],
+            "outliers": {states: [asdict(pair) for pair in self.outliers(states)] for states in ("key", "query")},
+            "recall": json.loads(table.to_json())["rows"],
+            "sinks": [
+                {
+                    "layer": layer.layer,
+                    "head": head,
+                    "token": self.token_text(int(layer.token[head, 0])),
+                    "position": int(layer.position[head, 0]),
+                    "score": float(layer.score[head, 0]),
+                    "cosine": float(layer.cosine[head, 0]),
+                }
+                for layer in self.sinks
+                for head in range(len(layer.token))
+            ],
+            "p_sweep": [asdict(point) for point in self.p_sweep],
+            "p_sweep_positions": list(self.p_sweep_positions),
+            "p_sweep_text": self.p_sweep_text,
+            "advice": asdict(self.advice),
+            "environment": dict(self.environment),
+        }
+        return json.dumps(finite(out), indent=1, allow_nan=False, ensure_ascii=False)
+
+
+def findings(analysis: Analysis) -> list[str]:
+    """Return the main findings, a sentence each."""
+    sentences = []
+    heads = [
+        (layer.index, head, layer.head_types(head)) for layer in analysis.heads.layers for head in range(layer.heads)
+    ]
+    total = len(heads)
+    most = "with most of the attention"
+    for head_type, one, many in (
+        ("previous token", f"attends to the previous token {most}", f"attend to the previous token {most}"),
+        ("diagonal", f"attends to its own token {most}", f"attend to their own token {most}"),
+        ("2 back", f"attends two tokens back {most}", f"attend two tokens back {most}"),
+        ("induction", "does induction, on the text or on repeated random tokens",
+         "do induction, on the text or on repeated random tokens"),
+        ("first token", f"attends to the first token {most}", f"attend to the first token {most}"),
+        ("sink", f"attends to several sinks {most}", f"attend to several sinks {most}"),
+        ("after a token", "attends to the previous token only after certain tokens",
+         "attend to the previous token only after certain tokens"),
+    ):  # fmt: skip
+        names = [f"{layer}.{head}" for layer, head, types in heads if head_type in types]
+        if names:
+            listed = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+            sentences.append(f"{len(names)} of {total} heads {one if len(names) == 1 else many} (layer.head {listed}).")
+    if not any(types for _, _, types in heads):
+        sentences.append(f"None of {total} heads is of a known type.")
+    for states in ("key", "query"):
+        pairs = analysis.outliers(states)
+        count = sum(layer.query.heads * layer.query.pairs for layer in analysis.capture.layers)
+        if not pairs:
+            sentences.append(
+                f"No mean {states} is an outlier: none of {count} pairs has a radius over 5 times the median of the "
+                "layers read."
+            )
+            continue
+        kinds = {kind: sum(pair.kind == kind for pair in pairs) for kind in ("offset feature", "partial turn")}
+        below = sum(kinds.values()) + sum(pair.kind == "unrotated" for pair in pairs)
+        sentences.append(
+            f"{len(pairs)} of {count} mean {states} pairs are outliers, up to {pairs[0].ratio:.0f} times the median of "
+            f"the layers read (layer {pairs[0].layer}, head {pairs[0].head}, pair {pairs[0].pair}); {below} lie below "
+            f"the frequency bound of Jonasson 2025, {kinds['offset feature']} of these also beyond its angle bound."
+        )
+    sentences.append(analysis.advice.reason)
+    return sentences
+
+
+def _head_facts(analysis: Analysis, layer: int, head: int) -> dict[str, Any]:
+    measured = analysis.heads.layer(layer)
+    return {
+        "layer": layer,
+        "head": head,
+        "types": list(measured.head_types(head)),
+        "offset_mass": measured.offset_mass[head].tolist(),
+        "first_mass": float(measured.first_mass[head]),
+        "sink_mass": float(measured.sink_mass[head]),
+        "induction_mass": float(measured.induction_mass[head]),
+        "repeated_mass": float(measured.repeated_mass[head]),
+        "distance": float(measured.distance[head]),
+        "entropy": float(measured.entropy[head]),
+        "cosine": measured.cosine[head].tolist(),
+    }

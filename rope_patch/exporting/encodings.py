@@ -1,0 +1,103 @@
+"""Encode rotary tables in a config.json so that transformers 5 and 4 and other engines read the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch import frequencies
+from rope_patch.methods import longrope_parameters
+from rope_patch.patching.base_tables import READ_GLOBAL, base_of, config_with, original_rotary, scaling_of, settings_of
+from rope_patch.patching.locate import RotaryLocation, original_tables
+from rope_patch.tables import RotaryTable
+
+_SHARE = "partial_rotary_factor"
+_OWN_KEYS = ("attention_factor", "mscale", "mscale_all_dim")
+
+
+def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> dict[str, Any]:
+    """Return ``rope_parameters`` that transformers 4 and 5 read as a table; with ``everywhere`` vLLM and SGLang too.
+
+    ``proportional``, which transformers 4 does not know, is written in the longrope form; but on Gemma 4, whose own
+    type it is and which version 4 does not know either. For other engines more is, since they read it otherwise: they
+    multiply the context by the factor of ``linear``; SGLang ignores the ``attention_factor`` of ``yarn`` and, but for
+    Gemma 4, the share of ``proportional``, which vLLM refuses at 0; and a longrope table must state one context, lest
+    they switch, and its scaling as ``short_mscale`` and ``long_mscale``, lest they make up one of their own.
+    """
+    encoded = dict(table.rope_parameters or {})
+    kind = encoded.get("rope_type", "default") if table.rope_parameters else None
+    if kind in ("default", "llama3") or (kind in ("linear", "yarn", "longrope") and not everywhere):
+        return encoded
+    if kind == "yarn" and not any(key in encoded for key in _OWN_KEYS):
+        covered = encoded["factor"] * encoded.get("original_max_position_embeddings", 0)
+        if covered >= table.max_position_embeddings:  # as many positions as vLLM and SGLang compute
+            return encoded
+    plain = encoded.get(_SHARE, 1.0) > 0 and encoded.get("factor", 1.0) == 1.0
+    if kind == "proportional" and model_type == "gemma4_text" and plain:
+        return encoded
+    factors = frequencies.longrope_factors(table.inv_freq, table.rope_theta)
+    form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
+    mscale = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
+    return {**table.other_keys, **form, **mscale}
+
+
+def config_keys(location: RotaryLocation, tables: Sequence[RotaryTable], *, everywhere: bool) -> dict[str, Any]:
+    """Return the config keys that encode all tables of a model, checked against its original rotary class.
+
+    Args:
+        location: where the model keeps them.
+        tables: the tables.
+        everywhere: encode them for other engines too, as :func:`encoding_for` does.
+
+    Raises:
+        ValueError: the class does not build the tables from it.
+    """
+    kind = str(location.config.model_type)
+    encoded = {
+        table.layer_type: _without_ignored_factor(location, table, encoding_for(table, kind, everywhere=everywhere))
+        for table in tables
+    }
+    parameters: dict[Any, Any] = dict(encoded) if None not in encoded else encoded[None]
+    settings = settings_of(location.config) | {"rope_parameters": parameters}
+    if getattr(location.config, "is_heterogeneous", False) and any(
+        s["rope_type"] == "longrope" for s in encoded.values()
+    ):
+        settings[READ_GLOBAL] = True
+    module, _ = base_of(location)
+    rebuilt = original_rotary(type(module), config_with(location.config, settings))
+    for table in tables:
+        if not builds(rebuilt, table):
+            raise ValueError(f"{type(location.model).__name__} does not build the table of {table} from {parameters}")
+    return settings
+
+
+def _without_ignored_factor(location: RotaryLocation, table: RotaryTable, encoded: dict[str, Any]) -> dict[str, Any]:
+    """Leave out a ``partial_rotary_factor`` that transformers ignores on this family (Llama): vLLM would obey it."""
+    factor = encoded.get(_SHARE)
+    if factor is None or table.layer_type is not None or encoded.get("rope_type") == "proportional":
+        return encoded
+    head_dim = (
+        getattr(location.config, "head_dim", None) or location.config.hidden_size // location.config.num_attention_heads
+    )
+    if int(head_dim * factor) == table.rotary_dim:
+        return encoded
+    return {key: value for key, value in encoded.items() if key != _SHARE}
+
+
+def builds(rotary: nn.Module, table: RotaryTable) -> bool:
+    """Tell whether an original rotary module holds a table, up to the last bit of float32."""
+    built = frequencies.zero_unrotated(original_tables(rotary)[table.layer_type].float().cpu())
+    return (
+        built.shape == table.inv_freq.shape
+        and torch.allclose(built, table.inv_freq, rtol=3e-7, atol=0.0)
+        and abs(scaling_of(rotary, table.layer_type) - table.attention_scaling) < 1e-6
+    )
+
+
+def with_context(tables: Sequence[RotaryTable], length: int) -> tuple[RotaryTable, ...]:
+    """Return the tables as they are in a config that states a context of ``length`` tokens."""
+    return tuple(replace(table, max_position_embeddings=length) for table in tables)

@@ -1,0 +1,280 @@
+"""``rope_patch.export`` and ``rope-patch export``: a checkpoint as a folder or file that another engine reads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from rope_patch import checkpoints
+from rope_patch.checkpoints.offline import check_free, skeleton
+from rope_patch.exporting.engines import ENGINES, UNVERIFIED
+from rope_patch.exporting.folders import export_folder, read_tables
+from rope_patch.exporting.lora import check_adapter, copy_adapter
+from rope_patch.files import scratch_folder
+from rope_patch.methods import MethodLike
+from rope_patch.packaged import name_of
+from rope_patch.patching.apply import apply, reapply
+from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.verify import inspect_model
+
+TARGETS = (*ENGINES, "gguf")
+FORMS = ("table", "partial")
+TYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What an export shall write; the attributes are the arguments of :func:`export`, ``options`` the last of them."""
+
+    to: str
+    form: str
+    method: MethodLike | None
+    options: Mapping[str, Any]
+    base_gguf: str | Path | None
+    dtype: str
+    lora: bool
+    overwrite: bool
+
+    def check(self, adapter: bool) -> None:
+        """Raise ValueError for options that do not go together.
+
+        Args:
+            adapter: whether the source is an adapter.
+        """
+        if self.dtype not in TYPES:
+            raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {self.dtype!r}")
+        if self.to not in TARGETS:
+            raise ValueError(f"unknown engine {self.to!r}. Known: {', '.join(TARGETS)}")
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        if self.form == "partial" and (self.to == "gguf" or self.lora):
+            raise ValueError("form 'partial' moves rows of the weights: it is for folders of whole or merged models")
+        if self.base_gguf is not None and self.to != "gguf":
+            raise ValueError("a base GGUF file is for to='gguf'")
+        if self.base_gguf is not None and adapter:
+            raise ValueError(
+                "tensors of a base GGUF file are copied as they are, and the adapter would be lost: leave the file out "
+                "to write the merged model, or patch the base's GGUF with the adapter's method and keep the adapter "
+                "(lora) beside it"
+            )
+        copied = self.lora or self.base_gguf is not None or (self.to != "gguf" and not adapter)
+        if self.dtype != "auto" and copied:
+            raise ValueError("dtype is for merged weights and new GGUF files: here tensors are copied as they are")
+        if self.lora and not adapter:
+            raise ValueError("lora is for adapters, and the model is not one")
+        if self.lora and self.to == "hf":
+            raise ValueError(
+                "transformers takes the adapter as it is, with rope_patch.load; leave lora out to merge it"
+            )
+        if self.method is not None and adapter:
+            raise ValueError("an adapter fits the tables it was trained under: leave method out")
+        given = [name for name, value in self.options.items() if value is not None]
+        if given and self.method is None:
+            raise ValueError(f"{given[0]} goes with a method: name one, or leave {given[0]} out")
+
+
+def export(
+    model: nn.Module | str | Path,
+    output: str | Path,
+    *,
+    to: str,
+    form: str = "table",
+    method: MethodLike | None = None,
+    base_gguf: str | Path | None = None,
+    dtype: str = "auto",
+    lora: bool = False,
+    overwrite: bool = False,
+    on_progress: Callable[[str], None] = lambda name: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Write a checkpoint so that another engine runs it with the very rotary tables it has here.
+
+    Weights of a folder or hub id are copied, not loaded. An adapter is merged into its base; with ``lora`` it stands
+    beside the base instead, which is patched as the adapter's record says: the engine loads the base's tables, and the
+    adapter fits no others. So the order is: patch the base, export the base, serve it with the adapter.
+
+    Args:
+        model: folder or hub id of a model, patched or not, or of an adapter; or a model of transformers or PEFT in
+            memory, which is saved on the way.
+        output: folder to write (for GGUF, the file); new or empty unless ``overwrite``.
+        to: engine: ``"hf"`` (transformers 5 and 4), ``"vllm"``, ``"sglang"`` or ``"gguf"`` (llama.cpp).
+        form: ``"table"``, or ``"partial"`` for p-RoPE on families that rotate a part of each head.
+        method: patch to apply on the way, for a model that has none.
+        base_gguf: for ``to="gguf"``, a GGUF file of the base model to copy the tensors from.
+        dtype: of merged weights, and of those of a GGUF file written without ``base_gguf``.
+        lora: keep an adapter an adapter.
+        overwrite: write into a folder that holds files.
+        on_progress: called with the name of each file before it is copied.
+        **options: of :func:`rope_patch.apply` for ``method``: ``target_length``, ``layer_types``, ``freeze_at``, or
+            the method's own parameters.
+
+    Returns:
+        What was written, and the version of the engine in which such a table was seen to be read correctly. For folders
+        ``export.json`` says the same.
+
+    Raises:
+        ValueError: options that do not go together, or a table, family or adapter that the engine cannot express, with
+            the reason.
+        OSError: unreadable source, damaged weights, unwritable ``output``.
+
+    Example:
+        >>> import tempfile, rope_patch
+        >>> checkpoint = rope_patch.data_path("assets") / "llama"
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     written = rope_patch.export(checkpoint, f"{folder}/out", to="vllm", method="p_rope:p=0.5")
+        >>> written["engine"], [table["rope_type"] for table in written["tables"]]
+        ('vLLM', ['longrope'])
+    """
+    output = Path(output)
+    request = ExportRequest(to, form, method, options, base_gguf, dtype, lora, overwrite)
+    if not isinstance(model, nn.Module):
+        source = Path(model) if Path(model).exists() else model
+        return _export(source, output, request, name_of(str(source)), on_progress)
+    request.check(adapter=hasattr(model, "peft_config"))
+    origin = str(getattr(model.config, "name_or_path", "")) if hasattr(model, "config") else ""
+    with scratch_folder(output.with_name(f"{output.name}.model")) as folder:
+        _save(model, folder, origin)
+        return _export(folder, output, request, name_of(origin) if origin else type(model).__name__, on_progress)
+
+
+def _export(
+    source: str | Path, output: Path, request: ExportRequest, name: str, on_progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Export a folder or hub id; ``name`` is the model's in a GGUF file."""
+    adapter = checkpoints.is_adapter(source)
+    request.check(adapter)
+    overwrite = request.overwrite
+    if request.to == "gguf":
+        from rope_patch.checkpoints.gguf_file import check_out
+
+        check_out(output, overwrite=overwrite)  # before an adapter is merged, which takes long
+    if request.to == "gguf" and request.lora:
+        from rope_patch.exporting import gguf
+
+        gguf.export_gguf_lora(source, output, overwrite=overwrite, on_progress=on_progress)
+        return _gguf_summary(["load it beside the GGUF of the patched base: it fits no other tables"])
+    if request.to != "gguf":
+        check_free(output, overwrite)
+    for place in (source, checkpoints.adapter_base(source)) if adapter else ():
+        if Path(place).resolve() == output.resolve():  # overwriting would delete what is being exported
+            raise ValueError(f"{output} is the adapter itself or its base: give another output folder")
+    merging = _as_model(source, output, request, on_progress)
+    with merging if adapter else contextlib.nullcontext((skeleton(source), source)) as (model, weights):
+        if request.method is not None:
+            apply(model, request.method, **request.options)
+        if request.to != "gguf":
+            return _folder(model, weights, source, output, request, adapter and request.lora, on_progress)
+        from rope_patch.exporting import gguf
+
+        gguf.export_gguf(
+            model,
+            output,
+            base=request.base_gguf,
+            weights=weights,
+            name=name,
+            dtype="float16" if request.dtype == "auto" else request.dtype,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+        plain = all(table.is_geometric for table in inspect_model(model).tables)
+        lost = f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(output)!r}) reads all"
+        return _gguf_summary([] if plain else [lost])
+
+
+def _save(model: nn.Module, folder: Path, origin: str) -> None:
+    """Save a model in memory, patched or not, with the tokenizer of the checkpoint it came from if that is found."""
+    if find_rotary(model).record is not None:
+        checkpoints.save(model, folder)
+    else:
+        pretrained: Any = model
+        pretrained.save_pretrained(folder)
+    if origin:
+        with contextlib.suppress(ValueError, OSError):
+            checkpoints.read_tokenizer(origin).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _as_model(
+    source: str | Path, output: Path, request: ExportRequest, on_progress: Callable[[str], None]
+) -> Iterator[tuple[PreTrainedModel, str | Path]]:
+    """Yield the skeleton and the weights of the model that an adapter needs: its base patched, or the two merged."""
+    base, record = checkpoints.adapter_base(source), checkpoints.read_record(source)
+    if request.lora:
+        model = skeleton(base)
+        if record is not None:
+            reapply(model, record)
+        yield model, base
+        return
+    import torch
+
+    dtype = request.dtype
+
+    loaded: Any = checkpoints.load(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    on_progress("base and adapter, merged")
+    merged = loaded.merge_and_unload()
+    with scratch_folder(output) as folder:
+        if find_rotary(merged).record is not None:
+            checkpoints.save(merged, folder)
+        else:
+            merged.save_pretrained(folder)
+        del loaded, merged
+        for place in (source, base):
+            with contextlib.suppress(ValueError):
+                checkpoints.read_tokenizer(place).save_pretrained(folder)
+                break
+        yield skeleton(folder), folder
+
+
+def _folder(
+    model: PreTrainedModel,
+    weights: str | Path,
+    source: str | Path,
+    output: Path,
+    request: ExportRequest,
+    keep_adapter: bool,
+    on_progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write a folder for transformers, vLLM or SGLang."""
+    notes: list[str] = []
+    finish: Callable[[Path], None] = lambda _: None  # noqa: E731
+    if request.form == "partial":
+        from rope_patch.exporting.partial import as_partial, permute_folder
+
+        tables, layers = read_tables(model), int(model.config.num_hidden_layers)
+        model, layout, touched = as_partial(model, tables)
+        notes = ["p-RoPE as partial rotary: rows of queries and keys moved, equal up to float32 rounding"]
+
+        def finish(folder: Path) -> None:
+            permute_folder(folder, layout, touched * layers)
+
+    elif keep_adapter:
+        check_adapter(source, request.to)
+        notes = [f"serve with the adapter in {output.name}/adapter; it fits no other tables"]
+        if request.to != "vllm":
+            notes.append(f"adapters beside a base are {UNVERIFIED} on {ENGINES[request.to].name}")
+
+        def finish(folder: Path) -> None:
+            copy_adapter(source, folder / "adapter")
+
+    return export_folder(
+        model,
+        weights,
+        output,
+        to=request.to,
+        overwrite=request.overwrite,
+        on_progress=on_progress,
+        finish=finish,
+        notes=notes,
+    )
+
+
+def _gguf_summary(notes: list[str]) -> dict[str, Any]:
+    from rope_patch.checkpoints.gguf_table import CHECKED
+
+    return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}

@@ -1,0 +1,126 @@
+"""Attention functions of our own, and what a model's attention layers were given while they ran.
+
+A model attends through :func:`attending_with` by way of any function that is registered with transformers'
+``AttentionInterface``. The one registered here attends causally and records the queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from rope_patch.modeling.modes import attention_set_to
+from rope_patch.patching.locate import device_of
+
+NAME = "rope_patch_probe"
+ROLES = ("query", "key", "value")
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """What one attention layer was given, and what the modules directly below it had put out.
+
+    Attributes:
+        module: the attention layer.
+        states: by role, (rows, heads, tokens, head_dim).
+        kwargs: what else the layer passed to its attention function.
+        window: tokens that a sliding layer sees; None where it sees all [tokens].
+        outputs: name, module and output of the modules directly below the layer, in the order of their calls.
+    """
+
+    module: nn.Module
+    states: dict[str, Tensor]
+    kwargs: dict[str, Any]
+    window: int | None
+    outputs: list[tuple[str, nn.Module, Tensor]]
+
+
+@dataclass(eq=False)
+class _Recording:
+    """The attention calls so far, and the outputs of modules since the last of them."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+
+_RECORDING: ContextVar[_Recording | None] = ContextVar("_RECORDING", default=None)
+
+
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend causally, and record the states: (rows, heads, tokens, head_dim) each."""
+    recording = _RECORDING.get()
+    if recording is not None:
+        states = {role: state.cpu().clone() for role, state in zip(ROLES, (query, key, value), strict=True)}
+        names = {child: name for name, child in module.named_children()}
+        outputs = [(names[child], child, output) for child, output in recording.outputs.items() if child in names]
+        recording.calls.append(AttentionCall(module, states, kwargs, window_of(attention_mask), outputs))
+        recording.outputs.clear()
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True, scale=kwargs.get("scaling")
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def window_alone(local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    """Return the window of a mask in place of the mask: (1, 1, 1, 1). Not every sliding layer passes its window on."""
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size)
+
+
+def window_of(mask: Tensor | None) -> int | None:
+    """Return the window that :func:`window_alone` gave.
+
+    Raises:
+        ValueError: a mask that the model made itself.
+    """
+    if mask is not None and (mask.numel() > 1 or mask.dtype != torch.long):
+        raise ValueError("a layer attends with a mask of its own: causal and sliding layers alone are known")
+    return None if mask is None else int(mask)
+
+
+AttentionInterface.register(NAME, _record)
+AttentionMaskInterface.register(NAME, window_alone)
+
+
+@torch.no_grad()
+def record_attention(model: Any, decoder: nn.Module, ids: Tensor, positions: Tensor) -> list[AttentionCall]:
+    """Read a few tokens and return what each attention layer was given, in the order of the calls.
+
+    Args:
+        model: of transformers.
+        decoder: its decoder.
+        ids: (1, tokens) token ids.
+        positions: (1, tokens) their positions.
+    """
+    recording = _Recording()
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            recording.outputs.pop(module, None)  # the order is that of the last calls
+            recording.outputs[module] = output.cpu().clone()
+
+    device = device_of(model.get_input_embeddings())
+    with contextlib.ExitStack() as stack:
+        for module in decoder.modules():
+            stack.callback(module.register_forward_hook(note).remove)
+        stack.enter_context(attending_with(model, NAME))
+        stack.callback(_RECORDING.reset, _RECORDING.set(recording))
+        decoder(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False)
+    return recording.calls
+
+
+@contextlib.contextmanager
+def attending_with(model: nn.Module, name: str) -> Iterator[None]:
+    """Let the parts of a model attend through a registered function."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = list({id(part.config): part.config for part in parts if part._can_set_attn_implementation()}.values())
+    with attention_set_to(configs, name):
+        yield
