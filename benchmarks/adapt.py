@@ -1,11 +1,11 @@
-"""Adapt both bundled checkpoints from 256 to 1024 tokens under five methods, three seeds each, all judged alike.
+"""Adapt both bundled checkpoints from 256 to 1024 tokens under five methods, with three seeds each.
 
     python benchmarks/adapt.py -o benchmarks/results/adapt.json --figure docs/adapt.png      # or: make adapt
     python benchmarks/adapt.py --quick                                                       # one seed, few steps
 
-Every cell is a run of the fine-tuning recipe on the same text, with as many tokens, in a process of its own; no
-retrieval prompt is trained on. Each leaves its adapter in build/adapters/CHECKPOINT/METHOD-SEED and is not run again
-once it is there. Two arms (`yarn-pose`, `abf-pose`) train on rows of 256 tokens at positions up to 1024.
+Every cell is a run of the fine-tuning recipe in a process of its own, on the same number of tokens of the same text; no
+retrieval prompt is among the training rows. Each writes its adapter to build/adapters/CHECKPOINT/METHOD-SEED, and a
+finished one is not run again. Two arms (`yarn-pose`, `abf-pose`) train on rows of 256 tokens at positions up to 1024.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
     import transformers
 
     from rope_patch.training.finetune import finetune
-    from rope_patch.training.options import read
+    from rope_patch.training.reading import read
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
@@ -114,8 +114,8 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
     return cell
 
 
-def _deaf() -> None:
-    """Ctrl-C is for the parent, which ends the workers."""
+def _ignore_interrupt() -> None:
+    """Ignore Ctrl-C in the workers: the parent ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -127,64 +127,64 @@ def folder_of(root: Path, cell: tuple[str, str, int]) -> Path:
 
 def report(root: Path, done: list[tuple[str, str, int]]) -> dict[str, Any]:
     """Return the table of all cells: shares with intervals, differences from default paired by prompt and by seed."""
-    judged = {cell: json.loads((folder_of(root, cell) / "evaluation.json").read_text()) for cell in done}
-    ran = {cell: json.loads((folder_of(root, cell) / "results.json").read_text()) for cell in done}
+    evaluations = {cell: json.loads((folder_of(root, cell) / "evaluation.json").read_text()) for cell in done}
+    runs = {cell: json.loads((folder_of(root, cell) / "results.json").read_text()) for cell in done}
     rows = []
     for shape in dict.fromkeys(shape for shape, *_ in done):
         arms = list(dict.fromkeys(arm for s, arm, _ in done if s == shape))
         seeds = sorted({seed for s, _, seed in done if s == shape})
         for arm in arms:
-            found = {n: [answers(judged[shape, arm, seed], n) for seed in seeds] for n in (SHORT, LONG)}
-            base = [answers(judged[shape, "default", seed], LONG) for seed in seeds]
+            answered = {n: [answers(evaluations[shape, arm, seed], n) for seed in seeds] for n in (SHORT, LONG)}
+            base = [answers(evaluations[shape, "default", seed], LONG) for seed in seeds]
             row = {
                 "checkpoint": shape,
                 "arm": arm,
-                "patch": ran[shape, arm, seeds[0]]["patch"],
+                "patch": runs[shape, arm, seeds[0]]["patch"],
                 "seeds": seeds,
-                "tokens": ran[shape, arm, seeds[0]]["tokens"],
-                "passkey": {str(n): share(found[n]) for n in (SHORT, LONG)},
+                "tokens": runs[shape, arm, seeds[0]]["tokens"],
+                "passkey": {str(n): share(answered[n]) for n in (SHORT, LONG)},
                 "perplexity": {
                     name: {"mean": statistics.fmean(values), "seeds": values}
-                    for name in ran[shape, arm, seeds[0]]["after"]
+                    for name in runs[shape, arm, seeds[0]]["after"]
                     if name.startswith("perplexity")
-                    for values in [[ran[shape, arm, seed]["after"][name] for seed in seeds]]
+                    for values in [[runs[shape, arm, seed]["after"][name] for seed in seeds]]
                 },
-                "seconds": round(statistics.fmean(ran[shape, arm, seed]["seconds"] for seed in seeds), 1),
+                "seconds": round(statistics.fmean(runs[shape, arm, seed]["seconds"] for seed in seeds), 1),
             }
             if arm != "default":
-                row["above_default"] = difference(found[LONG], base)
+                row["above_default"] = difference(answered[LONG], base)
             if arm.endswith("-pose"):
-                full = [answers(judged[shape, arm.removesuffix("-pose"), seed], LONG) for seed in seeds]
-                row["above_full_length"] = difference(found[LONG], full)
+                full = [answers(evaluations[shape, arm.removesuffix("-pose"), seed], LONG) for seed in seeds]
+                row["above_full_length"] = difference(answered[LONG], full)
             rows.append(row)
-    some = ran[done[0]]
+    first = runs[done[0]]
     return {
         "rows": rows,
-        "environment": {**some["environment"], "device": platform.machine()},
-        "options": some["options"],
+        "environment": {**first["environment"], "device": platform.machine()},
+        "options": first["options"],
     }
 
 
-def answers(judged: dict[str, Any], length: int) -> list[list[bool]]:
+def answers(evaluation: dict[str, Any], length: int) -> list[list[bool]]:
     """Return which prompts of a length were answered right: depths of each haystack, haystack by haystack."""
     columns = [
         [sample["correct"] for sample in cell["samples"]]
-        for cell in judged["after"]["retrieval"]["cells"]
+        for cell in evaluation["after"]["retrieval"]["cells"]
         if cell["length"] == length
     ]
     return [list(haystack) for haystack in zip(*columns, strict=True)]
 
 
 def share(seeds: list[list[list[bool]]]) -> dict[str, Any]:
-    """Return the share of right answers over all seeds, with a Wilson interval that knows haystacks as clusters."""
+    """Return the share of right answers over all seeds, with a Wilson interval that counts haystacks as clusters."""
     haystacks = [haystack for seed in seeds for haystack in seed]
     flat = [right for haystack in haystacks for right in haystack]
-    worth = independent_count([[float(x) for x in haystack] for haystack in haystacks])
-    found = sum(flat) / len(flat)
-    low, high = wilson(round(found * worth), max(1, round(worth)))
+    count = independent_count([[float(x) for x in haystack] for haystack in haystacks])
+    accuracy = sum(flat) / len(flat)
+    low, high = wilson(round(accuracy * count), max(1, round(count)))
     return {
-        "exact_match": found,
-        "interval": [min(low, found), max(high, found)],
+        "exact_match": accuracy,
+        "interval": [min(low, accuracy), max(high, accuracy)],
         "prompts": len(flat),
         "seeds": [statistics.fmean(x for haystack in seed for x in haystack) for seed in seeds],
     }
@@ -193,23 +193,23 @@ def share(seeds: list[list[list[bool]]]) -> dict[str, Any]:
 def difference(ours: list[list[list[bool]]], theirs: list[list[list[bool]]]) -> dict[str, Any]:
     """Return a paired difference of shares with two 95 % intervals: over the prompts, and over the seeds alone."""
     pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
-    worth = independent_count([[float(p) - float(q) for p, q in zip(a, b, strict=True)] for a, b in pairs])
+    count = independent_count([[float(p) - float(q) for p, q in zip(a, b, strict=True)] for a, b in pairs])
     a, b = ([x for haystack in side for x in haystack] for side in zip(*pairs, strict=True))
-    low, high = paired_shares(a, b, count=worth)
+    low, high = paired_shares(a, b, count=count)
     each = [
         statistics.fmean(x for h in one for x in h) - statistics.fmean(x for h in two for x in h)
         for one, two in zip(ours, theirs, strict=True)
     ]
-    made: dict[str, Any] = {"difference": (sum(a) - sum(b)) / len(a), "interval_prompts": [low, high], "seeds": each}
+    result: dict[str, Any] = {"difference": (sum(a) - sum(b)) / len(a), "interval_prompts": [low, high], "seeds": each}
     if len(each) > 1:
         half = float(stats.t.ppf(0.975, len(each) - 1)) * statistics.stdev(each) / math.sqrt(len(each))
-        made["interval_seeds"] = [statistics.fmean(each) - half, statistics.fmean(each) + half]
-    return made
+        result["interval_seeds"] = [statistics.fmean(each) - half, statistics.fmean(each) + half]
+    return result
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a table for people."""
-    made = [
+    """Return the rows as a text table."""
+    lines = [
         f"{'checkpoint':10s}  {'arm':10s}  {'ppl 0-256':>9s}  {'ppl 256-1024':>12s}  {'passkey 256':>11s}  "
         f"{'passkey 1024':>20s}  {'above default':>24s}"
     ]
@@ -221,51 +221,57 @@ def table(rows: list[dict[str, Any]]) -> str:
         if "above_default" in row:
             d = row["above_default"]
             ahead = f"{d['difference']:+.2f} ({d['interval_prompts'][0]:+.2f} to {d['interval_prompts'][1]:+.2f})"
-        made.append(
+        lines.append(
             f"{row['checkpoint']:10s}  {row['arm']:10s}  {near:9.2f}  {far:12.2f}  {short['exact_match']:11.2f}  "
             f"{long['exact_match']:4.2f} ({low:.2f} to {high:.2f})  {ahead:>24s}"
         )
-    return "\n".join(made)
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write; else it is printed")
     parser.add_argument("--figure", type=Path, help="picture to write; needs matplotlib")
-    parser.add_argument("--adapters", type=Path, help="folder of the cells; build/adapters, of --quick another")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="cells at one time, a thread each")
+    parser.add_argument(
+        "--adapters",
+        type=Path,
+        help="folder of the cells; by default build/adapters, or build/adapters-quick with --quick",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="cells that run at the same time, one thread each"
+    )
     parser.add_argument("--quick", action="store_true", help="three small cells")
     options = parser.parse_args()
     options.adapters = options.adapters or Path("build/adapters-quick" if options.quick else "build/adapters")
-    wanted, began = cells(options.quick), time.time()
-    left = [cell for cell in wanted if not (folder_of(options.adapters, cell) / "results.json").exists()]
+    chosen, start = cells(options.quick), time.time()
+    todo = [cell for cell in chosen if not (folder_of(options.adapters, cell) / "results.json").exists()]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    bar = tqdm(total=len(wanted), initial=len(wanted) - len(left), unit="run", desc="adapt")
+    bar = tqdm(total=len(chosen), initial=len(chosen) - len(todo), unit="run", desc="adapt")
     work = functools.partial(train, root=str(options.adapters), quick=options.quick)
     try:
-        with get_context("spawn").Pool(min(options.workers, len(wanted)), _deaf) as pool:
-            for shape, arm, seed in pool.imap_unordered(work, wanted):
+        with get_context("spawn").Pool(min(options.workers, len(chosen)), _ignore_interrupt) as pool:
+            for shape, arm, seed in pool.imap_unordered(work, chosen):
                 bar.set_postfix_str(f"{shape} {arm}-{seed}")
-                bar.update((shape, arm, seed) in left)  # one that is there is only checked to be what is asked
+                bar.update((shape, arm, seed) in todo)  # a finished one is only checked to be the same run
             pool.close()
-            pool.join()  # its processes' time is counted when they are gone
+            pool.join()  # their CPU time is counted when they have ended
     except KeyboardInterrupt:
-        print("\nstopped: finished cells are kept, the same command goes on from there", file=sys.stderr)
+        print("\nstopped: finished cells are kept, and the same command runs the others", file=sys.stderr)
         sys.exit(130)
     bar.close()
-    made = {
+    result = {
         "benchmark": "adapt",
         "command": "python benchmarks/adapt.py " + shlex.join(sys.argv[1:]),
         "what": f"LoRA at {LONG} tokens on equal tokens of text; passkey exact match and perplexity, held out",
-        "cells_run_now": len(left),
-        "seconds_now": round(time.time() - began, 1),
+        "cells_run_now": len(todo),
+        "seconds_now": round(time.time() - start, 1),
         "cpu_seconds_now": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, 1),
-        **report(options.adapters, wanted),
+        **report(options.adapters, chosen),
     }
-    print(table(made["rows"]))
+    print(table(result["rows"]))
     if options.figure:
-        draw(made["rows"], options.figure)
-    text = json.dumps(made, indent=1) + "\n"
+        draw(result["rows"], options.figure)
+    text = json.dumps(result, indent=1) + "\n"
     if options.output is None:
         print(text)
     else:

@@ -4,11 +4,11 @@
     python benchmarks/fit.py --quick
 
 Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed (study_methods.py takes
-its tables from here too), then both tables and the plain one on held-out text and prompts that neither the fit nor its
-choice has seen (`evaluation.compare`).
+its tables from here too), then both tables and the original one on held-out text and prompts that the fit and its
+choice have not used (`evaluation.compare`).
 Another checkpoint that cannot copy, such as llama2xs281K, is fitted at factor 4 to the first half of its own text,
-stories divided by <|endoftext|>, and compared on the second: `--also FOLDER --text FILE`. Cells are kept in build/fit,
-and not measured again.
+stories divided by <|endoftext|>, and compared on the second: `--also FOLDER --text FILE`. Finished cells are in
+build/fit, and are not measured again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from measuring import command, environment, write
 from rope_patch.files import write_atomically
 
 FACTORS = {4: 180, 8: 180, 16: 300}
-"""And the CPU seconds that a fit may take."""
+"""Factors, with the CPU seconds that a fit may take."""
 SEEDS = (0, 1, 2)
 WINDOWS, SAMPLES = 16, 8
 
@@ -42,7 +42,7 @@ Cell = tuple[str, int, int, str | None]
 
 
 def place(root: Path, cell: Cell) -> Path:
-    """Return where a cell's result lies."""
+    """Return the file of a cell's result."""
     source, factor, seed, _ = cell
     return root / f"{Path(source).name}-{factor}-{seed}.json"
 
@@ -62,8 +62,12 @@ def opened(source: str) -> tuple[Any, Any]:
     return rope_patch.load(folder, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def halves(file: str | None, tokenizer: Any) -> list[str | None]:
-    """Return the text to fit to and the text to judge by; None for the built-in ones."""
+def halves(file: str | None, tokenizer: Any, quick: bool = False) -> list[str | None]:
+    """Return the text to fit to and the text to compare on; None for the built-in ones; ``quick`` takes parts."""
+    if file is None and quick:
+        from rope_patch.evaluation.text import builtin_text
+
+        return [builtin_text("train").text[:300_000], builtin_text("heldout").text[:50_000]]
     if file is None:
         return [None, None]
     whole = Path(file).read_text(encoding="utf-8").replace("<|endoftext|>", tokenizer.bos_token)
@@ -71,7 +75,7 @@ def halves(file: str | None, tokenizer: Any) -> list[str | None]:
 
 
 def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
-    """Return the table that is fitted for a cell, and what it took; found in the folder, or fitted now."""
+    """Return the fitted table of a cell and its cost, from the folder if it is there, else fitted now."""
     from rope_patch.fitting import Objective, Schedule, fit, held_out_spec
 
     path = root / f"table-{place(root, cell).name}"
@@ -81,24 +85,24 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
         schedule = Schedule(steps=2, checks=1, batch_tokens=2048, seed=seed) if quick else Schedule(seed=seed)
         small: dict[str, Any] = {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
         objective = None if file is None else Objective(retrieval=0)
-        began, clock = time.process_time(), time.perf_counter()
+        cpu_start, wall_start = time.process_time(), time.perf_counter()
         target = factor * int(model.config.max_position_embeddings)
         patch = fit(
             model,
             tokenizer,
-            halves(file, tokenizer)[0],
+            halves(file, tokenizer, quick)[0],
             target_length=target,
             objective=objective,
             schedule=schedule,
             spec=held_out_spec(model, target, seed=seed, **small),
         )
-        seconds = {"cpu_s": time.process_time() - began, "wall_s": time.perf_counter() - clock}
+        seconds = {"cpu_s": time.process_time() - cpu_start, "wall_s": time.perf_counter() - wall_start}
         (tried,) = patch.candidates.values()
-        found = {**seconds, "chosen": patch.chosen, "tried": [candidate.name for candidate in tried],
+        result = {**seconds, "chosen": patch.chosen, "tried": [candidate.name for candidate in tried],
                  "method": str(patch.method), "stopped": dict(patch.stopped)}  # fmt: skip
-        write_atomically(path, json.dumps(found))
-    made: dict[str, Any] = json.loads(path.read_text())
-    return made
+        write_atomically(path, json.dumps(result))
+    table: dict[str, Any] = json.loads(path.read_text())
+    return table
 
 
 def measure(cell: Cell, root: Path, quick: bool) -> Cell:
@@ -108,21 +112,21 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
 
-    made = fitted(cell, root, quick)
+    fit_result = fitted(cell, root, quick)
     source, factor, seed, file = cell
     model, tokenizer = opened(source)
     trained = int(model.config.max_position_embeddings)
     lengths = [trained * 2**i for i in range(factor.bit_length())]
-    yarn, own = f"yarn:factor={factor}", rope_patch.parse(made["method"])
+    yarn, own = f"yarn:factor={factor}", rope_patch.parse(fit_result["method"])
     methods = ["default", yarn] if own == rope_patch.parse(yarn) else ["default", yarn, own]
     options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES}
-    options |= {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
+    options |= {"windows": 1, "samples": 1, "depths": [0.5], "haystack": "noise"} if quick else {}
     spec = EvalSpec(lengths, bucket=lengths[-1], seed=100 + seed, **options)
-    judged = compare(model, tokenizer, methods, EvalSuite(spec, tokenizer, text=halves(file, tokenizer)[1]))
-    ours = str(judged.rows[-1].method)
+    comparison = compare(model, tokenizer, methods, EvalSuite(spec, tokenizer, text=halves(file, tokenizer, quick)[1]))
+    ours = str(comparison.rows[-1].method)
     rows = {}
     for name, method in (("default", "default"), ("yarn", yarn), ("fitted", ours)):
-        row = next(row for row in judged.rows if row.method == method)
+        row = next(row for row in comparison.rows if row.method == method)
         text, prompts = row.scores.perplexity, row.scores.retrieval["passkey"]
         rows[name] = {
             "nll": {
@@ -140,14 +144,14 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
             *(("perplexity", high, low) for low, high in itertools.pairwise([0, *lengths])),
             *(("retrieval", n, 0) for n in lengths),
         ]
-        for found in [judged.difference(ours, yarn, kind, stop, start)]
+        for found in [comparison.difference(ours, yarn, kind, stop, start)]
     }
-    write_atomically(place(root, cell), json.dumps({**made, "rows": rows, "fitted_minus_yarn": differences}))
+    write_atomically(place(root, cell), json.dumps({**fit_result, "rows": rows, "fitted_minus_yarn": differences}))
     return cell
 
 
 def summarise(root: Path, done: list[Cell]) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """Return a row per cell, and whether the bars are reached."""
+    """Return a row per cell, and whether the requirements are met."""
     rows = []
     for cell in done:
         found = json.loads(place(root, cell).read_text())
@@ -184,27 +188,32 @@ def main() -> None:
     """Measure what is missing, then summarise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
-    parser.add_argument("--root", type=Path, default=Path("build/fit"), help="where cells are kept")
+    parser.add_argument("--root", type=Path, default=Path("build/fit"), help="folder of the cells")
     parser.add_argument(
-        "--factors", type=int, nargs="+", choices=list(FACTORS), default=list(FACTORS), help="all of them"
+        "--factors",
+        type=int,
+        nargs="+",
+        choices=list(FACTORS),
+        default=list(FACTORS),
+        help="factors to measure; all by default",
     )
     parser.add_argument("--also", default=None, help="folder of another checkpoint, at factor 4")
     parser.add_argument("--text", default=None, help="file of its text")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes, one thread each")
     parser.add_argument("--quick", action="store_true", help="one cell of a few steps")
     given = parser.parse_args()
-    wanted: list[Cell] = [(given.also, 4, seed, given.text) for seed in SEEDS] if given.also else []
-    wanted += [("llama", factor, seed, None) for factor in given.factors for seed in SEEDS]
-    wanted = [("llama", 4, 0, None)] if given.quick else wanted
+    cells: list[Cell] = [(given.also, 4, seed, given.text) for seed in SEEDS] if given.also else []
+    cells += [("llama", factor, seed, None) for factor in given.factors for seed in SEEDS]
+    cells = [("llama", 4, 0, None)] if given.quick else cells
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
-    todo = [cell for cell in wanted if not place(root, cell).exists()]
+    todo = [cell for cell in cells if not place(root, cell).exists()]
     with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
         waiting = [pool.apply_async(measure, (cell, root, given.quick)) for cell in todo]
         for task in waiting:
             task.get()
             bar.update()
-    rows, bars = summarise(root, wanted)
+    rows, bars = summarise(root, cells)
     report = {
         "benchmark": "fit",
         "command": command(),

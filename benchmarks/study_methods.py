@@ -161,7 +161,7 @@ def _judge(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, qui
 
 def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, tokenizer: Any, quick: bool) -> None:
     from rope_patch.training.finetune import finetune
-    from rope_patch.training.options import read
+    from rope_patch.training.reading import read
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     target = cell.factor * trained

@@ -1,13 +1,13 @@
-"""Fine-tune a patched checkpoint at longer contexts with LoRA or QLoRA, judge it, and leave an adapter with its patch.
+"""Fine-tune a patched checkpoint at longer contexts with LoRA or QLoRA, evaluate it, and save adapter and patch.
 
-    python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke           # all of it in a CPU minute
-    python recipes/finetune_lora.py recipes/configs/lora.yaml --dry-run         # what it takes, from the config alone
-    python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=meta-llama/Llama-3.1-8B output=out
+    python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke                  # about a minute on a CPU
+    python recipes/finetune_lora.py recipes/configs/llama-3.1-8b-32k.yaml --dry-run    # predicted memory and time
+    python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER data.lengths=32k output=out
     accelerate launch --config_file recipes/configs/accelerate/two_gpus_fsdp2.yaml recipes/finetune_lora.py ...
 
-Options are YAML files, each over those before it, then `key=value` words; recipes/configs/lora.yaml names them all.
-`rope_patch.load(OUTPUT)` loads what a run leaves. The work is done in `rope_patch.training`, the same as by
-`rope-patch finetune`; this script is what launchers of several processes start.
+Options come from YAML files and `key=value` overrides; recipes/configs/lora.yaml describes them all.
+`rope_patch.load(OUTPUT)` loads the adapter with base and patch. This script does the same as `rope-patch finetune`, and
+launchers of several processes, such as `accelerate launch`, can start it.
 """
 
 import typer

@@ -23,7 +23,7 @@ UNROTATED = 1e-20
 """Pairs slower than this [rad/token] do not rotate: they are reported as 0, with an infinite wavelength."""
 
 UNROTATED_FACTOR = 1e39
-"""Divisor that stands for a still pair in a longrope spelling. It overflows float32 to inf, so the loader's
+"""Divisor that stands for an unrotated pair in a longrope encoding. It overflows float32 to inf, so the loader's
 ``1 / (factor * base)`` is exactly 0, and unlike ``Infinity`` it is a standard JSON number."""
 
 Table = Float[Tensor, " pairs"]
@@ -82,7 +82,7 @@ def is_geometric(inv_freq: Table, rope_theta: float) -> bool:
 
 
 def zero_unrotated(inv_freq: Table) -> Table:
-    """Return the table with its still pairs (below 1e-20 rad/token) set to exactly 0.
+    """Return the table with its unrotated pairs (below 1e-20 rad/token) set to exactly 0.
 
     >>> zero_unrotated(torch.tensor([1.0, 1e-32])).tolist()
     [1.0, 0.0]
@@ -100,7 +100,7 @@ def unrotated(inv_freq: Table) -> Bool[Tensor, " pairs"]:
 
 
 def wavelength(inv_freq: Table) -> Table:
-    """Return ``2 pi / inv_freq`` [tokens]; inf for still pairs.
+    """Return ``2 pi / inv_freq`` [tokens]; inf for unrotated pairs.
 
     >>> wavelength(torch.tensor([1.0, 0.0])).tolist()
     [6.2831854820251465, inf]
@@ -218,7 +218,7 @@ def llama3(inv_freq: Table, *, factor: float, low_freq_factor: float, high_freq_
 
 
 def longrope(rope_theta: float, factors: Sequence[float]) -> Table:
-    """Return the table a stock loader builds from longrope ``factors``, ``1 / (factors * rope_theta ** (2 i / d))``.
+    """Return the table transformers builds from longrope ``factors``, ``1 / (factors * rope_theta ** (2 i / d))``.
 
     >>> longrope(10000.0, [1.0, 2.0, 1e39]).tolist()
     [1.0, 0.02320794202387333, 0.0]
@@ -227,7 +227,7 @@ def longrope(rope_theta: float, factors: Sequence[float]) -> Table:
 
 
 def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
-    """Return factors from which a stock loader rebuilds the table, to the last bit where float32 allows it.
+    """Return factors from which transformers rebuilds the table, to the last bit where float32 allows it.
 
     A naive quotient is off by one unit in the last place for some pairs. So the float32 neighbours of the quotient are
     searched for one that :func:`longrope` turns into the wanted frequency; where none does, the nearest is taken and
@@ -252,7 +252,7 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
 
 
 def fingerprint(inv_freq: Table, attention_scaling: float) -> str:
-    """Return 16 hex digits that identify a table and its scaling; still pairs count as 0.
+    """Return 16 hex digits that identify a table and its scaling; unrotated pairs count as 0.
 
     >>> fingerprint(torch.tensor([1.0, 0.0]), 1.0) == fingerprint(torch.tensor([1.0, 1e-32]), 1.0)
     True

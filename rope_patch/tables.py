@@ -94,8 +94,8 @@ class RotaryTable:
         plain = geometric(self.rope_theta, self.rotary_dim)
         if torch.equal(zero_unrotated(plain), self.inv_freq) and self.attention_scaling == 1.0:
             return self
-        said = {"rope_type": "default", "rope_theta": self.rope_theta}
-        return self.becomes(plain, rope_parameters=said, attention_scaling=1.0)
+        encoding = {"rope_type": "default", "rope_theta": self.rope_theta}
+        return self.becomes(plain, rope_parameters=encoding, attention_scaling=1.0)
 
     def becomes(
         self,
@@ -116,14 +116,14 @@ class RotaryTable:
             raise ValueError(f"the table of {self.path} would hold infinite, NaN or negative frequencies")
         if not (math.isfinite(scaling) and scaling > 0):
             raise ValueError(f"attention_scaling must be a finite number > 0, got {scaling}")
-        found = rope_parameters
+        encoding = rope_parameters
         return replace(
             self,
             inv_freq=zero_unrotated(inv_freq),
             attention_scaling=scaling,
-            rope_theta=self.rope_theta if found is None else float(found["rope_theta"]),
-            rope_type="custom" if found is None else str(found["rope_type"]),
-            rope_parameters=None if found is None else {**self.other_keys, **found},
+            rope_theta=self.rope_theta if encoding is None else float(encoding["rope_theta"]),
+            rope_type="custom" if encoding is None else str(encoding["rope_type"]),
+            rope_parameters=None if encoding is None else {**self.other_keys, **encoding},
         )
 
     def __str__(self) -> str:

@@ -29,6 +29,8 @@ def compared(model, tokenizer, methods, **options):
 def check_cache(model, tokenizer, schemes, **options):
     """A check of caches whose limits and suite are made of the options that are not its own."""
     own = {name: options.pop(name) for name in RUN & options.keys()}
+    if options["lengths"]:
+        options.setdefault("bucket", max(options["lengths"]))
     own["limits"] = Limits(**{name: options.pop(name) for name in LIMITS & options.keys()})
     return kv_check(model, tokenizer, schemes, suite_of(tokenizer, **options), **own)
 

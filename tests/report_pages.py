@@ -9,7 +9,7 @@ import torch
 from evaluated import result_of
 
 from rope_patch.evaluation.compare import Row
-from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
 from rope_patch.tables import RotaryTable
 

@@ -412,7 +412,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     (tmp_path / ".out.rope-patch.tmp").mkdir()
-    monkeypatch.setattr("rope_patch.files.fcntl.flock", unsupported)
+    monkeypatch.setattr("rope_patch.claims.fcntl.flock", unsupported)
     for text in ("first", "second"):
         with folder_in_one_move(tmp_path / "out") as folder:
             fill(folder, text)

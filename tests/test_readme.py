@@ -92,9 +92,8 @@ def test_contributing_adds_a_metric(tiny_suite):
     model, suite = tiny_suite
     known = dict(EVALUATED)
     try:
-        exec(
-            compile(contributed("answer_logprob"), "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "added"}
-        )
+        code = contributed("answer_logprob")
+        exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), {"__name__": "added"})
         from rope_patch.evaluation.compare import compare
 
         made = compare(model, None, ["default"], suite(text="Some words to read. " * 60))
@@ -137,7 +136,7 @@ def test_contributing_adds_a_method():
         assert patch.after[None].inv_freq.tolist() == pytest.approx(
             (patch.before[None].inv_freq * 0.5).tolist(), rel=1e-6
         )
-        rope_patch.verify(patch._state.site.model)
+        rope_patch.verify(patch._state.location.model)
     finally:
         for name in set(METHODS) - before:
             del METHODS[name]

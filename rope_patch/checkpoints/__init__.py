@@ -13,16 +13,8 @@ from rope_patch.checkpoints.adapters import (
     write_record,
 )
 from rope_patch.checkpoints.checking import Verification, inspect, verify
-from rope_patch.checkpoints.save_load import (
-    building,
-    check_older_keys,
-    config_json,
-    load,
-    load_adapter,
-    load_config,
-    read_tokenizer,
-    save,
-)
+from rope_patch.checkpoints.reading import building, check_older_keys, config_json, load_config, read_tokenizer
+from rope_patch.checkpoints.save_load import load, load_adapter, save
 
 __all__ = [
     "ADAPTER_FILE",

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rope_patch.checkpoints.gguf_table import read_gguf, same_table, sliding_base
 from rope_patch.errors import blamed_on
 from rope_patch.methods import Table
-from rope_patch.patching.apply import apply, reapply, rebase
+from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
+from rope_patch.patching.undo import rebase
 from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 
@@ -40,45 +41,45 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
         ImportError: the package gguf is missing.
     """
     path = Path(path)
-    seen = read_gguf(path)
-    (wanted,) = seen.tables
+    inspection = read_gguf(path)
+    (in_file,) = inspection.tables
     with blamed_on(f"{path}: transformers cannot read this GGUF file"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, **from_pretrained
         )
     _say_dequantized(model)
-    record = seen.record if seen.record is not None and not seen.warnings else None
-    for remark in seen.warnings:
-        warnings.warn(f"{path}: {remark}", stacklevel=4)
+    record = inspection.record if inspection.record is not None and not inspection.warnings else None
+    for warning in inspection.warnings:
+        warnings.warn(f"{path}: {warning}", stacklevel=4)
     if record is not None:
         _as_recorded(model, record)
-    elif not same_table(TableRecord.of(_slot(model, wanted)), TableRecord.of(wanted)):
-        kind = _slot(model, wanted).layer_type
-        table = Table(tuple(wanted.inv_freq.tolist()), wanted.attention_scaling)
+    elif not same_table(TableRecord.of(_table_like(model, in_file)), TableRecord.of(in_file)):
+        kind = _table_like(model, in_file).layer_type
+        table = Table(tuple(in_file.inv_freq.tolist()), in_file.attention_scaling)
         apply(model, table, layer_types=None if kind is None else [kind])
     _check_sliding(model, path)
-    if not same_table(TableRecord.of(_slot(model, wanted)), TableRecord.of(wanted)):
-        raise PatchError(f"{path} holds another table than the model that was loaded from it: {wanted}")
+    if not same_table(TableRecord.of(_table_like(model, in_file)), TableRecord.of(in_file)):
+        raise PatchError(f"{path} holds another table than the model that was loaded from it: {in_file}")
     return model
 
 
-def _slot(model: PreTrainedModel, wanted: RotaryTable) -> RotaryTable:
+def _table_like(model: PreTrainedModel, in_file: RotaryTable) -> RotaryTable:
     """Return the table of a model that a file's stands for: that of full attention where there are several."""
-    slots = {slot.layer_type: slot for slot in inspect_model(model).tables}
-    kind = wanted.layer_type if wanted.layer_type in slots else "full_attention"
-    if kind not in slots:
-        raise PatchError(f"{type(model).__name__} has no table for {wanted.layer_type}, which the file holds")
-    return slots[kind]
+    tables = {table.layer_type: table for table in inspect_model(model).tables}
+    kind = in_file.layer_type if in_file.layer_type in tables else "full_attention"
+    if kind not in tables:
+        raise PatchError(f"{type(model).__name__} has no table for {in_file.layer_type}, which the file holds")
+    return tables[kind]
 
 
 def _check_sliding(model: PreTrainedModel, path: Path) -> None:
     """Raise where a file gives layers with a sliding window another base than transformers read."""
     stated = sliding_base(path)
-    for slot in inspect_model(model).tables:
-        if stated is not None and slot.layer_type == "sliding_attention" and slot.rope_theta != stated:
+    for table in inspect_model(model).tables:
+        if stated is not None and table.layer_type == "sliding_attention" and table.rope_theta != stated:
             raise PatchError(
                 f"{path} states a base of {stated:g} for layers with a sliding window, and transformers reads "
-                f"{slot.rope_theta:g}: it cannot be loaded with its tables"
+                f"{table.rope_theta:g}: it cannot be loaded with its tables"
             )
 
 

@@ -90,28 +90,28 @@ def graph_of(model_type: str) -> Graph:
 
 
 def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
-    """Return what llama.cpp divides the plain frequencies by: (pairs,) float32, 1e30 for a still pair.
+    """Return what llama.cpp divides the plain frequencies by: (pairs,) float32, 1e30 for an unrotated pair.
 
     Args:
-        inv_freq: (pairs,) the wanted table [rad/token].
+        inv_freq: (pairs,) the table to write [rad/token].
         rope_theta: as ``rope.freq_base`` will say it; it is rounded to float32 there, and so here.
     """
-    wanted = frequencies.zero_unrotated(inv_freq.float().cpu())
-    ratio = _plain(rope_theta, len(wanted)) / wanted.double()
-    ratio[frequencies.unrotated(wanted)] = UNROTATED_DIVISOR
+    target = frequencies.zero_unrotated(inv_freq.float().cpu())
+    ratio = _plain(rope_theta, len(target)) / target.double()
+    ratio[frequencies.unrotated(target)] = UNROTATED_DIVISOR
     return ratio.float().numpy()
 
 
-def table_keys(slot: RotaryTable, graph: Graph, record: PatchRecord | None) -> list[Key]:
+def table_keys(table: RotaryTable, graph: Graph, record: PatchRecord | None) -> list[Key]:
     """Return the keys that describe a table: its base, its scaling, its context and the record of the patch."""
     at = f"{graph.architecture}.{{}}".format
     keys = [
-        Key.of(at("rope.freq_base"), float(np.float32(slot.rope_theta)), "FLOAT32"),
-        Key.of(at("context_length"), slot.max_position_embeddings, "UINT32"),
+        Key.of(at("rope.freq_base"), float(np.float32(table.rope_theta)), "FLOAT32"),
+        Key.of(at("context_length"), table.max_position_embeddings, "UINT32"),
         Key.of(at("rope.scaling.type"), "none", "STRING"),
     ]
-    if slot.attention_scaling != 1.0:
-        keys.append(Key.of(at("rope.scaling.attn_factor"), slot.attention_scaling, "FLOAT32"))
+    if table.attention_scaling != 1.0:
+        keys.append(Key.of(at("rope.scaling.attn_factor"), table.attention_scaling, "FLOAT32"))
     if record is not None:
         keys.append(Key.of(RECORD_KEY, json.dumps(record.to_dict()), "STRING"))
     return keys
@@ -123,11 +123,11 @@ def replaced_by(key: str, architecture: str) -> bool:
     return key == RECORD_KEY or key in own or key.startswith(f"{architecture}.rope.scaling.")
 
 
-def table_pieces(slot: RotaryTable, graph: Graph) -> Iterator[Piece]:
+def table_pieces(table: RotaryTable, graph: Graph) -> Iterator[Piece]:
     """Yield the tensors of a table; none for plain RoPE where the graph does without."""
-    if frequencies.is_geometric(slot.inv_freq, slot.rope_theta) and not graph.always:
+    if frequencies.is_geometric(table.inv_freq, table.rope_theta) and not graph.always:
         return
-    factors = divisors(slot.inv_freq, slot.rope_theta)
+    factors = divisors(table.inv_freq, table.rope_theta)
     for name in graph.tensors:
         yield Piece(name, factors.shape, gguf().GGMLQuantizationType.F32, lambda: factors)
 
@@ -139,7 +139,7 @@ def read_gguf(path: str | Path) -> Inspection:
         path: any GGUF model; other tools' are read too.
 
     Returns:
-        What :func:`rope_patch.inspect` returns of a model, with one slot: ``inv_freq`` (pairs,) float32 [rad/token],
+        What :func:`rope_patch.inspect` returns of a model, with one table: ``inv_freq`` (pairs,) float32 [rad/token],
         ``attention_scaling``, ``rope_theta`` and ``max_position_embeddings``; the record where we wrote the file.
 
     Raises:
@@ -163,16 +163,16 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     if architecture in _NO_ROTARY:
         raise ValueError(f"{path} is a GGUF of {architecture!r}, which has no rotary embeddings")
 
-    def said(name: str, default: Any = None) -> Any:
+    def value_in(name: str, default: Any = None) -> Any:
         return value_of(reader, f"{architecture}.{name}", default)
 
     def number(name: str, default: float) -> float:
-        value = said(name, default)
+        value = value_in(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{path} has no table that can be read: {architecture}.{name} is {value!r}, no number")
         return value
 
-    pairs, theta = _rotary_dim(said, path) // 2, number("rope.freq_base", 10000.0)
+    pairs, theta = _rotary_dim(value_in, path) // 2, number("rope.freq_base", 10000.0)
     if theta <= 0:
         raise ValueError(f"{path} has no table that can be read: {architecture}.rope.freq_base is {theta:g}")
     context = int(number("context_length", 0))
@@ -180,7 +180,7 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     factors = _factors(reader, pairs, path)
     scaling = float(number("rope.scaling.attn_factor", 1.0))
     original = int(number("rope.scaling.original_context_length", 0)) or None
-    kind = str(said("rope.scaling.type", "linear"))
+    kind = str(value_in("rope.scaling.type", "linear"))
     stretch = float(number("rope.scaling.factor", number("rope.scale_linear", 0.0))) or 1.0
     if kind == "yarn" and stretch != 1.0:
         if theta <= 1:
@@ -189,31 +189,31 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
             raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
         if not (original or context):
             raise ValueError(f"{path} leaves YaRN to the engine and states no context: its table cannot be read")
-        table = frequencies.yarn(theta, 2 * pairs, factor=stretch, context=original or context)
+        inv_freq = frequencies.yarn(theta, 2 * pairs, factor=stretch, context=original or context)
         scaling *= frequencies.yarn_scaling(stretch)
     else:
         divisor = torch.ones(pairs, dtype=torch.float64) if factors is None else factors.double()
-        table = (plain / divisor / (1.0 if kind == "none" else stretch)).float()
-    slot = RotaryTable(
-        inv_freq=frequencies.zero_unrotated(table),
+        inv_freq = (plain / divisor / (1.0 if kind == "none" else stretch)).float()
+    table = RotaryTable(
+        inv_freq=frequencies.zero_unrotated(inv_freq),
         attention_scaling=scaling,
         rope_theta=theta,
-        rope_type="default" if frequencies.is_geometric(table, theta) and scaling == 1.0 else "custom",
+        rope_type="default" if frequencies.is_geometric(inv_freq, theta) and scaling == 1.0 else "custom",
         max_position_embeddings=context,
         original_max_position_embeddings=original,
-        layer_type="full_attention" if said("attention.sliding_window_pattern") is not None else None,
+        layer_type="full_attention" if value_in("attention.sliding_window_pattern") is not None else None,
         path="GGUF",
     )
-    record, remarks = _record(reader, slot)
-    return Inspection(f"{architecture} in {Path(path).name}", (slot,), record, tuple(remarks))
+    record, warnings = _record(reader, table)
+    return Inspection(f"{architecture} in {Path(path).name}", (table,), record, tuple(warnings))
 
 
-def _rotary_dim(said: Any, path: str | Path) -> int:
-    rotary_dim = said("rope.dimension_count")
+def _rotary_dim(value_in: Any, path: str | Path) -> int:
+    rotary_dim = value_in("rope.dimension_count")
     if rotary_dim is None:
-        width, heads = said("embedding_length"), said("attention.head_count")
+        width, heads = value_in("embedding_length"), value_in("attention.head_count")
         counted = isinstance(width, int) and isinstance(heads, int) and heads > 0
-        rotary_dim = said("attention.key_length") or (width // heads if counted else 0)
+        rotary_dim = value_in("attention.key_length") or (width // heads if counted else 0)
     if not isinstance(rotary_dim, int) or not 2 <= rotary_dim <= WIDEST:
         raise ValueError(f"{path} does not say how many features rotate: it holds no rotary table")
     return rotary_dim
@@ -227,17 +227,17 @@ def _plain(rope_theta: float, pairs: int) -> Tensor:
 
 def _factors(reader: Any, pairs: int, path: str | Path) -> Tensor | None:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    found = [torch.from_numpy(np.array(tensors[name].data)) for name in FACTOR_TENSORS if name in tensors]
-    if not found:
+    factors = [torch.from_numpy(np.array(tensors[name].data)) for name in FACTOR_TENSORS if name in tensors]
+    if not factors:
         return None
-    if len(found[0]) != pairs:
-        raise ValueError(f"{path} has {len(found[0])} rotary factors for {pairs} pairs")
-    if any(not torch.equal(found[0], other) for other in found[1:]):
+    if len(factors[0]) != pairs:
+        raise ValueError(f"{path} has {len(factors[0])} rotary factors for {pairs} pairs")
+    if any(not torch.equal(factors[0], other) for other in factors[1:]):
         raise ValueError(f"{path} has two tables, one for short and one for long contexts: there is no one table")
-    return found[0]
+    return factors[0]
 
 
-def _record(reader: Any, slot: RotaryTable) -> tuple[PatchRecord | None, list[str]]:
+def _record(reader: Any, table: RotaryTable) -> tuple[PatchRecord | None, list[str]]:
     text = value_of(reader, RECORD_KEY)
     if text is None:
         return None, []
@@ -245,14 +245,14 @@ def _record(reader: Any, slot: RotaryTable) -> tuple[PatchRecord | None, list[st
         record = PatchRecord.from_dict(json.loads(text))
     except ValueError as error:
         return None, [f"its patch record cannot be read: {error}"]
-    kept = _table_of(record.tables)
-    if kept is None or not same_table(TableRecord.of(slot), kept):
+    recorded = _table_of(record.tables)
+    if recorded is None or not same_table(TableRecord.of(table), recorded):
         return record, [f"its patch record says another table: {record.to_method()}"]
     return record, []
 
 
 def same_table(one: TableRecord, other: TableRecord) -> bool:
-    """Tell whether two tables are one, up to two roundings to float32; still pairs must be still in both."""
+    """Tell whether two tables are one, up to two roundings to float32; their unrotated pairs must be the same."""
     mine, theirs = frequencies.table_of(one.inv_freq), frequencies.table_of(other.inv_freq)
     return (
         mine.shape == theirs.shape

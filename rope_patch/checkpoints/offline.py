@@ -13,14 +13,15 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE, RECORD_FILE, adapter_base, read_record
-from rope_patch.checkpoints.save_load import building, check_older_keys, config_json, load_config
+from rope_patch.checkpoints.reading import building, check_older_keys, config_json, load_config
 from rope_patch.errors import read_json
 from rope_patch.files import folder_in_one_move, holds_files
 from rope_patch.methods import MethodLike
-from rope_patch.patching.apply import Patch, apply, reapply, restore
+from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.encoding import add_older_keys
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord
+from rope_patch.patching.undo import Patch, restore
 from rope_patch.patching.verify import verify_model
 
 _NOT_COPIED = ("config.json", RECORD_FILE, "export.json")  # what export says of its own folder fits no copy
@@ -70,7 +71,7 @@ def patch_folder(
         method: what to apply.
         out: folder to write; it must be new or empty unless ``overwrite``.
         overwrite: write into a folder that holds files.
-        progress: told the name of each file before it is copied.
+        progress: called with the name of each file before it is copied.
         finish: what else to write into the folder before it becomes ``out``.
         **options: for :func:`rope_patch.apply`.
 
@@ -111,7 +112,7 @@ def restore_folder(
 
 
 def verify_folder(source: str | Path) -> PatchRecord:
-    """Check a patched checkpoint or an adapter: its record, the config a stock loader reads, and whole weights.
+    """Check a patched checkpoint or an adapter: its record, the config as transformers reads it, and whole weights.
 
     Raises:
         PatchError: no record, or tables that differ from it.
@@ -178,7 +179,7 @@ def copied(
         source: folder or hub id.
         out: as for :func:`patch_folder`; nothing is left there if the block raises.
         overwrite: write into a folder that holds files.
-        progress: told the name of each file before it is copied.
+        progress: called with the name of each file before it is copied.
 
     Raises:
         ValueError: ``out`` is in the way.

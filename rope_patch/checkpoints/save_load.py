@@ -12,20 +12,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.adapters import (
     ADAPTER_FILE,
-    CONFIG_FILE,
     HUB_OPTIONS,
     TABLES_ATTRIBUTE,
     WEIGHTS_ATTRIBUTE,
     adapter_base,
     adapter_config,
     check_adapters,
-    find_file,
     is_adapter,
     peft_model,
     put_record,
@@ -33,16 +30,17 @@ from rope_patch.checkpoints.adapters import (
     weight_sizes,
 )
 from rope_patch.checkpoints.gguf import is_gguf, load_gguf
+from rope_patch.checkpoints.reading import check_older_keys, config_json, reaching_hub
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
-from rope_patch.errors import blamed_on, in_one_line, read_json
+from rope_patch.errors import blamed_on
 from rope_patch.files import folder_in_one_move
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.methods.parameters import written
 from rope_patch.methods.registry import is_built_in
-from rope_patch.patching.apply import apply, hashes, reapply
-from rope_patch.patching.encoding import older_differences, text_part
+from rope_patch.patching.apply import apply, reapply
+from rope_patch.patching.encoding import text_part
 from rope_patch.patching.locate import PatchError, find_rotary
-from rope_patch.patching.record import PatchRecord, same_tables
+from rope_patch.patching.record import PatchRecord, hashes, same_tables
 from rope_patch.patching.verify import verify_model
 from rope_patch.processes import first_alone
 
@@ -92,11 +90,11 @@ def save(
         raise TypeError(f"tokenizer must be a tokenizer of transformers, False, or left out, got {tokenizer!r}")
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
     trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
-    with first_alone(f"save to {os.path.realpath(out)}") as here:
+    with first_alone(f"save to {os.path.realpath(out)}") as writes:
         record = verify_model(model)
         check_adapters(model, record, trusted, save_options.get("selected_adapters"))
         _warn_of_precision(record)
-        if not (here and save_options.get("is_main_process", True)):
+        if not (writes and save_options.get("is_main_process", True)):
             with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
                 inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
             return Path(out)
@@ -113,8 +111,8 @@ def save(
 def _warn_of_precision(record: PatchRecord) -> None:
     if record.precision != "float32":
         warnings.warn(
-            f"the angles of this model are computed in {record.precision}; no stock config can say so, and plain "
-            "transformers will compute them in float32. rope_patch.load keeps it",
+            f"the angles of this model are computed in {record.precision}; no config of transformers can say so, and "
+            "plain transformers will compute them in float32. rope_patch.load keeps it",
             stacklevel=3,
         )
 
@@ -212,7 +210,7 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
     if is_adapter(source, **hub):
         return _load_under_adapter(source, patch, from_pretrained, hub)
     config = config_json(source, **from_pretrained)
-    model = _reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
+    model = reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
     saved_as = (model.config.architectures or [""])[0]
     head, loaded_head = saved_as.partition("For")[2], type(model).__name__.partition("For")[2]
     if head not in ("", loaded_head):
@@ -250,7 +248,7 @@ def _load_under_adapter(
     if patch is not None and record is not None:
         raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
     with _without_adapter(base) as bare:
-        model = _reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
+        model = reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
     model.name_or_path = model.config.name_or_path = base
     recorded = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
     if patch is not None:
@@ -284,26 +282,6 @@ def _without_adapter(base: str) -> Iterator[str]:
             if not path.name.startswith("adapter_"):
                 (Path(folder) / path.name).symlink_to(path)
         yield folder
-
-
-def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
-    """Return what a checkpoint's config.json says; nothing where there is none."""
-    path = find_file(source, CONFIG_FILE, **hub)
-    return {} if path is None else read_json(path)
-
-
-def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
-    """Raise where transformers 4 and transformers 5 would read different tables from a patched config.json.
-
-    Raises:
-        PatchError: with the difference.
-    """
-    if text_part(config).get("rope_patch") is None:
-        return
-    if wrong := older_differences(config):
-        raise PatchError(
-            f"{source}: transformers 4 and 5 would read different tables from its config.json:\n  " + "\n  ".join(wrong)
-        )
 
 
 def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> Any:
@@ -359,84 +337,20 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
                 "and apply the adapter's"
             )
         verify_model(model)
-    made: Any = model
+    loaded: Any = model
     if holder is None:
         wrapped: Any = model
         with _onto(model, adapter, hub):
-            made = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
+            loaded = holder = PeftModel.from_pretrained(wrapped, str(adapter), adapter_name=name, **peft_options)
     else:
         with _onto(model, adapter, hub):
             holder.load_adapter(str(adapter), name, **peft_options)
     if record is not None:
         setattr(holder.peft_config[name], TABLES_ATTRIBUTE, record)
         setattr(holder.peft_config[name], WEIGHTS_ATTRIBUTE, weight_sizes(holder, name))
-    return made
+    return loaded
 
 
 def _onto(model: nn.Module, adapter: str | Path, hub: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     adapter_config(adapter, **hub)
     return blamed_on(f"{adapter}: PEFT cannot load this adapter onto {type(model).__name__}")
-
-
-def load_config(source: str | Path, **options: Any) -> Any:
-    """Return a checkpoint's config, from a folder or the hub; errors say what to do."""
-    with contextlib.suppress(FileNotFoundError):
-        read_json(Path(source) / CONFIG_FILE)
-    return _reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
-
-
-def read_tokenizer(source: str | Path, **options: Any) -> Any:
-    """Return a checkpoint's own tokenizer.
-
-    Args:
-        source: folder or hub id.
-        **options: for ``AutoTokenizer.from_pretrained``.
-
-    Raises:
-        ValueError: it has none that can be loaded; the message says why.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(str(source), **options)
-    except Exception as error:  # of many kinds: it reads config.json, too
-        reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).partition("\n")[0]
-        raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
-
-
-@contextlib.contextmanager
-def building(source: str | Path) -> Iterator[None]:
-    """Say of which checkpoint it is what transformers raises in this block over a config or weights.
-
-    Raises:
-        ValueError: with the reason.
-    """
-    try:
-        with blamed_on(f"{source}: transformers cannot build the model of its config.json"):
-            yield
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise ValueError(
-            f"{source} holds no causal language model: load it with its own class of transformers, and give that model "
-            "to rope_patch.apply, rope_patch.verify or rope_patch.save"
-        ) from error
-
-
-def _reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
-    """Run a loader; turn its failures to reach a repository into one error that says what to do."""
-    looks_local = Path(source).is_dir() or str(source).startswith((".", "/", "~"))
-    if looks_local and not Path(source).is_dir():
-        raise FileNotFoundError(f"no folder {source}")
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise FileNotFoundError(f"{source} has no config.json: it is not a Hugging Face checkpoint folder")
-    try:
-        with building(source):
-            return load_it()
-    except SafetensorError as error:
-        raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error
-    except OSError as error:
-        if looks_local:
-            raise
-        hint = "check the name, or download it elsewhere and give the folder (HF_HUB_OFFLINE=1 works then)"
-        if "gated" in str(error).lower() or "401" in str(error) or "403" in str(error):
-            hint = f"accept the licence at https://huggingface.co/{source}, then run `hf auth login` or set HF_TOKEN"
-        raise OSError(f"cannot load {source} from the hub: {hint}. ({str(error).splitlines()[0]})") from error

@@ -258,7 +258,7 @@ def _configs(sources: Sequence[str]) -> list[Any]:
         ValueError: two models of different shapes.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.save_load import load_config
+    from rope_patch.checkpoints.reading import load_config
 
     bases = [adapter_base(source) if is_adapter(source) else source for source in sources]
     configs = [load_config(base).get_text_config() for base in bases]

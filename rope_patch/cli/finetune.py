@@ -1,4 +1,4 @@
-"""``rope-patch finetune``, and the recipe of that name: parsing and printing only; what takes long to import waits."""
+"""``rope-patch finetune`` and ``recipes/finetune_lora.py``: parsing and printing; slow imports are inside functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import typer
 from rope_patch.cli.options import GpuMemory, Import, Threads, resumable
 
 if TYPE_CHECKING:
-    from rope_patch.planning import Shape
-    from rope_patch.training.options import Options
+    from rope_patch.training.recipe import RecipeOptions
 
 SMOKE: dict[str, Any] = {
     "model": {"dtype": "float32", "attention": "sdpa", "revision": None},
@@ -33,7 +32,7 @@ SMOKE: dict[str, Any] = {
     },
     "evaluation": {"lengths": "256 1024", "samples": 1, "depths": [0.1, 0.9], "windows": 2, "patience": 0},
 }
-"""What ``--smoke`` changes in any recipe: the bundled checkpoint, few and short rows; the method and the rest stay."""
+"""What ``--smoke`` changes in any recipe: a bundled checkpoint, few and short rows. Patch, LoRA and positions stay."""
 
 
 def finetune(
@@ -52,7 +51,9 @@ def finetune(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the options and the estimated memory and time, and stop."),
+        typer.Option(
+            "--dry-run", help="Print the options and the estimated memory and time, evaluation included, and stop."
+        ),
     ] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Delete an earlier run in the output folder and start again.")
@@ -64,41 +65,42 @@ def finetune(
     """Fine-tune a patched checkpoint at a longer context with LoRA or QLoRA.
 
     The result is an adapter with its patch and with the scores before and after training. If the run is interrupted,
-    run the same command again to continue from the last checkpoint. All options are listed in **lora.yaml**, which
+    run the same command again to continue from the last checkpoint. Three options are required: **model.name**,
+    **data.lengths** (the length of the rows) and **output**. All options are listed in **lora.yaml**, which
     **rope-patch recipes copy** copies.
 
     Example: **rope-patch finetune model.name=./llama patch.method=yarn:factor=4 data.lengths=16k output=out**
     """
-    from rope_patch.training.options import read
+    from rope_patch.training.reading import read
 
-    given = options or []
-    files = [word for word in given if word.endswith((".yaml", ".yml")) and "=" not in word]
-    words = [word for word in given if word not in files]
+    arguments = options or []
+    files = [argument for argument in arguments if argument.endswith((".yaml", ".yml")) and "=" not in argument]
+    overrides = [argument for argument in arguments if argument not in files]
     if smoke:
-        bare = {"model": {"name": "llama"}, "data": {"lengths": "512"}, "output": "build/finetuned"}
-        chosen = read(words=words, base=smoke_options(read(files, words, bare)))
+        required = {"model": {"name": "llama"}, "data": {"lengths": "512"}, "output": "build/finetuned"}
+        recipe = read(overrides=overrides, base=smoke_options(read(files, overrides, required)))
     else:
-        chosen = read(files, words)
+        recipe = read(files, overrides)
     if dry_run:
-        print(describe(chosen, gpu_memory))
+        print(_estimate(recipe, gpu_memory, threads))
         return
-    with resumable(Path(chosen.output), again="the same command without --restart" if restart else "the same command"):
-        _run(chosen, restart, threads)
+    with resumable(Path(recipe.output), again="the same command without --restart" if restart else "the same command"):
+        _run(recipe, restart, threads)
 
 
-def smoke_options(options: Options) -> dict[str, Any]:
-    """Return the values of a run of a CPU minute that goes through the same code as these options."""
+def smoke_options(options: RecipeOptions) -> dict[str, Any]:
+    """Return options of a run that uses the same code as these and takes about a minute on a CPU."""
     from rope_patch.training.models import BUNDLED
     from rope_patch.training.options import FIT
 
     positions, stages = options.data.positions, len(options.stages)
-    packed = options.model.quantization != "none"
+    quantized = options.model.quantization != "none"
     name = options.model.name if options.model.name in BUNDLED else BUNDLED["gemma" in options.model.name.lower()]
     changes: dict[str, dict[str, Any]] = {
         **SMOKE,
         "model": {**SMOKE["model"], "name": name},
         "data": {**SMOKE["data"], "lengths": "256" if positions != "full" else "256:0.5 512" if stages > 1 else "512"},
-        "evaluation": {**SMOKE["evaluation"], "every": 0 if packed else 2, "before": not packed},
+        "evaluation": {**SMOKE["evaluation"], "every": 0 if quantized else 2, "before": not quantized},
     }
     values = options.to_dict() | {"output": f"{options.output}-smoke"}
     if options.patch.method == FIT:
@@ -106,88 +108,45 @@ def smoke_options(options: Options) -> dict[str, Any]:
     return values | {section: values[section] | changed for section, changed in changes.items()}
 
 
-def describe(options: Options, gpu_memory: float) -> str:
-    """Return the options and what the run takes, from the config alone."""
-    from rope_patch.planning import plan, shape_of
-    from rope_patch.training.advice import changes
-    from rope_patch.training.models import resolve
-    from rope_patch.training.sources import plan_stages, reading_processes
+def _estimate(options: RecipeOptions, gpu_memory: float, threads: int | None) -> str:
+    import torch
 
-    gpus, processes = int(os.environ.get("WORLD_SIZE", 1)), reading_processes()
-    stages = plan_stages(options, processes)
-    longest = max(length for length, *_ in stages)
-    per_step = options.train.batch * options.train.accumulate * processes
-    lines = [options.to_yaml(), f"{options.train.steps} steps of {per_step * longest} tokens:"]
-    lines += [
-        f"  {items // per_step} steps with {items * per} rows of {length} tokens" for length, items, per in stages
-    ]
-    shape = shape_of(resolve(options.model.name))
-    planned = plan(
-        shape,
-        length=longest,
-        batch=options.train.batch,
-        lora_rank=options.lora.rank or None,
-        target_modules=_targets(options, shape),
-        long_lora=options.lora.long_lora,
-        quantization=options.model.quantization,
-        optimizer=options.train.optimizer.removeprefix("paged_"),
-        checkpointing=options.train.checkpointing,
-        attention=options.model.attention,
-        dtype=options.model.dtype,
-        gpus=gpus,
-        context_parallel=gpus // processes,
-    )
-    gib = 2.0**30
-    fits = "fits" if planned.fits(gpu_memory) else "does not fit"
-    lines.append(f"memory of one GPU, predicted: {planned.total / gib:.1f} GiB, {fits} into {gpu_memory:g}")
-    lines += [f"  {part.name:12s} {part.bytes / gib:8.2f}  {part.what}" for part in planned.parts if part.bytes]
-    if options.model.dtype == "float32" and options.train.precision != "float32":
-        lines.append("  (too much: activations are counted in float32, autocast keeps most of them in 16 bits)")
-    if not planned.fits(gpu_memory):
-        lines += ["change, each after those before it:", *changes(planned, gpu_memory)]
-    hours = planned.compute.seconds * options.train.accumulate * options.train.steps / 3600
-    o = planned.options
-    lines.append(f"time: {hours:.1f} h, if {o.mfu:.0%} of {o.tflops:g} TFLOP/s per GPU are reached")
-    return "\n".join(lines)
+    from rope_patch.training.estimate import describe, matmul_speed
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return describe(options, gpu_memory, None if torch.cuda.is_available() else matmul_speed())
 
 
-def _targets(options: Options, shape: Shape) -> tuple[str, ...]:
-    """The projections with adapters, as the plan names them."""
-    modules = options.lora.target_modules
-    if options.lora.rank and modules == "attention":
-        linears = [linear for layer in shape.kinds for linear in layer.linears if linear.place.startswith("attention")]
-        return tuple(dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears))
-    if not options.lora.rank:
-        return ("all-linear",)
-    return (modules,) if isinstance(modules, str) else tuple(modules)
-
-
-def _run(options: Options, restart: bool, threads: int | None) -> None:
+def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     import torch
     from transformers.utils import logging as hf_logging
 
-    from rope_patch.training.finetune import finetune as run
+    from rope_patch.cli.fitted_table import fit_table
+    from rope_patch.training.finetune import finetune as train
 
-    hf_logging.disable_progress_bar()  # of loading weights; the Trainer's own stays
+    hf_logging.disable_progress_bar()  # that of loading weights; the Trainer's own stays
     warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing(_enable)?` is deprecated")
     if threads is not None:
         torch.set_num_threads(threads)
     name = "rope-patch" if os.path.basename(sys.argv[0]) == "rope-patch" else f"python {sys.argv[0]}"
     try:
-        result = run(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart)
-    except torch.OutOfMemoryError as error:  # its advice has lines
+        result = train(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart, fit_table=fit_table)
+    except torch.OutOfMemoryError as error:  # its advice has several lines
         print(f"\nerror: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     except Exception:
         print(file=sys.stderr)  # below the progress bar
         raise
-    if not result.results:  # another process prints
+    if not result.results:  # the first process prints
         return
-    if result.again:
-        print(f"{result.folder} was finished before: nothing was run")
+    if result.finished_before:
+        print(f"{result.folder}: this run was finished before, nothing was trained now")
     before, after = result.results["before"] or {}, result.results["after"]
     for name in list(after)[1:]:
-        was = f"{before[name]:.3g} -> " if name in before else ""
-        print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {was}{after[name]:.3g}")
-    verb = "it is in" if result.again else "wrote"
+        earlier = f"{before[name]:.3g} -> " if name in before else ""
+        print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {earlier}{after[name]:.3g}")
+    for change in result.results.get("changes", []):
+        print(change["sentence"])
+    verb = "found" if result.finished_before else "wrote"
     print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")

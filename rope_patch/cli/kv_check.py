@@ -161,6 +161,7 @@ def kv_check(
         chunk=chunk,
         seed=seed,
     )
+    engine.check_spec(spec)
     limits = Limits(tolerance, context=context)
     check_dtype(dtype)
     check_device(device)

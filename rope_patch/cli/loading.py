@@ -158,7 +158,7 @@ def load_tokenizer(source: str) -> Any:
         ValueError: it has none that can be loaded.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.save_load import read_tokenizer
+    from rope_patch.checkpoints.reading import read_tokenizer
 
     check_source(source)
     bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()

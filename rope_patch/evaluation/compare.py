@@ -21,8 +21,9 @@ from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite
 from rope_patch.methods import Default, Method, MethodLike
-from rope_patch.patching.apply import for_target, patched
+from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 
@@ -146,7 +147,7 @@ class Comparison:
         return max(self.rows, key=rank)
 
     def columns(self) -> list[Column]:
-        """Return the table, metric by metric, with what can be told apart."""
+        """Return the table, metric by metric, with the differences that are significant."""
         return [self._column(metric, span) for metric in METRICS.values() for span in metric.spans(self.spec)]
 
     def difference(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
-from rope_patch.evaluation.perplexity import PerplexityResult
+from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
@@ -67,12 +67,14 @@ class Metric(ABC):
     Attributes:
         name: key of :data:`METRICS`, and of results as JSON.
         unit: of its differences.
+        difference_name: what they are called in JSON; its name by default.
         lower_is_better: its direction.
     """
 
     name: ClassVar[str]
     unit: ClassVar[str]
     lower_is_better: ClassVar[bool]
+    difference_name: ClassVar[str] = ""
 
     @abstractmethod
     def spans(self, spec: EvalSpec) -> list[Span]:
@@ -165,6 +167,7 @@ class Perplexity(Metric):
 
     name = "perplexity"
     unit = "nats/token"
+    difference_name = "nll"
     lower_is_better = True
 
     def spans(self, spec: EvalSpec) -> list[Span]:

@@ -1,11 +1,11 @@
-"""Retrieval: does the model still find what it was told, at every length and depth?"""
+"""Retrieval: does the model find what is hidden in a text, at every length and depth?"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,14 +178,14 @@ def retrieval(
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
     """
     lengths, depths = check_retrieval(task, mode, lengths, depths, samples, chunk)
-    kind = find_task(task, mode)
-    known = cache_identity(cache, resume is not None)
     reader = Reader(model)
     maker = haystack if isinstance(haystack, PromptMaker) else PromptMaker(tokenizer, haystack, bos)
-    kept: MutableMapping[str, Any] = {}
+    stops = _stops(model, tokenizer)
+    kept: MutableMapping[str, Any] | None = None
+    identity: dict[str, Any] = cache_identity(cache, resume is not None)
     if resume is not None:
         kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
-    identity = fingerprint(model) if resume is not None else ""
+        identity |= {"stops": sorted(stops), "chunk": chunk, "model": fingerprint(model)}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
@@ -193,39 +193,74 @@ def retrieval(
     first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
-    stops = _stops(model, tokenizer)
+    questioner = _Questioner(reader, tokenizer, find_task(task, mode), chunk, cache, stops, kept, identity, on_progress)
     cells = []
     with in_eval_mode(model):
         for length in lengths:
             columns: list[list[Sample]] = []  # of each haystack, by depth
             size = max(1, batch_tokens // length)
             for low in range(0, samples, size):
-                made = [prompts_of(length, i) if i else first[length] for i in range(low, min(low + size, samples))]
-                names = [
-                    key(
-                        what="retrieval",
-                        schema=SCHEMA,
-                        prompts=[(p.ids, p.answer, p.parts, p.ends) for p in prompts],
-                        stops=sorted(stops),
-                        chunk=chunk,
-                        model=identity,
-                        **known,
-                    )
-                    for prompts in made
-                ]
-                todo = {name: prompts for name, prompts in zip(names, made, strict=True) if name not in kept}
-                found = _ask(reader, tokenizer, kind, list(todo.values()), chunk, cache, stops, on_progress)
-                fresh = dict(zip(todo, found, strict=True))
-                for prompts, name in zip(made, names, strict=True):
-                    if name not in todo:
-                        on_progress(sum(len(prompt.ids) for prompt in prompts))
-                    elif resume is not None and name not in kept:
-                        kept[name] = [asdict(sample) for sample in fresh[name]]
-                    columns.append(fresh[name] if name in fresh else [Sample(**entry) for entry in kept[name]])
+                group = range(low, min(low + size, samples))
+                columns += questioner([prompts_of(length, i) if i else first[length] for i in group])
             for i, depth in enumerate(depths):
                 cells.append(RetrievalCell(length, depth, tuple(column[i] for column in columns)))
     hay = maker.haystack
     return RetrievalResult(task, mode, tuple(cells), seed, hay.name, hay.sha256, hay.python_version, maker.prefix)
+
+
+@dataclass(frozen=True, eq=False)
+class _Questioner:
+    """Asks the prompts of haystacks, but for those whose samples are in the result cache."""
+
+    reader: Reader
+    tokenizer: Any
+    task: Task
+    chunk: int | None
+    cache: CacheFactory | None
+    stops: Sequence[int]
+    kept: MutableMapping[str, Any] | None
+    identity: Mapping[str, Any]
+    on_progress: Callable[[int], None]
+
+    def __call__(self, haystacks: Sequence[Sequence[Prompt]]) -> list[list[Sample]]:
+        """Return the samples of each haystack, by depth."""
+        kept = self.kept
+        if kept is None:
+            return self._ask(haystacks)
+        names = [self._key(prompts) for prompts in haystacks]
+        todo = {name: prompts for name, prompts in zip(names, haystacks, strict=True) if name not in kept}
+        fresh = dict(zip(todo, self._ask(list(todo.values())), strict=True))
+        for name, samples in fresh.items():
+            kept[name] = [asdict(sample) for sample in samples]
+        for name, prompts in zip(names, haystacks, strict=True):
+            if name not in todo:
+                self.on_progress(sum(len(prompt.ids) for prompt in prompts))
+        return [fresh[name] if name in fresh else [Sample(**entry) for entry in kept[name]] for name in names]
+
+    def _key(self, prompts: Sequence[Prompt]) -> str:
+        asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
+        return key(what="retrieval", schema=SCHEMA, prompts=asked, **self.identity)
+
+    def _ask(self, haystacks: Sequence[Sequence[Prompt]]) -> list[list[Sample]]:
+        """Ask the prompts of several haystacks side by side; those whose answers differ in length go alone."""
+        if not haystacks:
+            return []
+        shapes = {tuple(prompt.answer for prompt in prompts) for prompts in haystacks}
+        groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
+        graded = []
+        for group in groups:
+            answers = answer(
+                self.reader,
+                list(zip(*group, strict=True)),
+                chunk=self.chunk,
+                cache=self.cache,
+                stops=self.stops,
+                on_progress=self.on_progress,
+            )
+            for prompts, given in zip(group, zip(*answers, strict=True), strict=True):
+                pairs = zip(prompts, given, strict=True)
+                graded.append([s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)])
+        return graded
 
 
 def _check(reader: Reader, prompt: Prompt) -> None:
@@ -241,30 +276,6 @@ def _stops(model: Any, tokenizer: Any) -> tuple[int, ...]:
     wanted = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = wanted if isinstance(wanted, list | tuple) else [wanted]
     return tuple(int(i) for i in {*ids, tokenizer.eos_token_id} if i is not None)
-
-
-def _ask(
-    reader: Reader,
-    tokenizer: Any,
-    task: Task,
-    columns: Sequence[Sequence[Prompt]],
-    chunk: int | None,
-    cache: CacheFactory | None,
-    stops: Sequence[int],
-    on_progress: Callable[[int], None],
-) -> list[list[Sample]]:
-    """Ask the prompts of several haystacks side by side; those whose answers differ in length go alone."""
-    if not columns:
-        return []
-    shapes = {tuple(prompt.answer for prompt in column) for column in columns}
-    groups = [columns] if len(shapes) == 1 else [[column] for column in columns]
-    made = []
-    for group in groups:
-        rows = list(zip(*group, strict=True))
-        answers = answer(reader, rows, chunk=chunk, cache=cache, stops=stops, on_progress=on_progress)
-        for column, found in zip(group, zip(*answers, strict=True), strict=True):
-            made.append([s for p, a in zip(column, found, strict=True) for s in grade(tokenizer, task, p, a)])
-    return made
 
 
 def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sample]:

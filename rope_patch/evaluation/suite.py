@@ -11,7 +11,8 @@ from torch import nn
 
 from rope_patch.evaluation.documents import Source, TokenDocument, documents, spread_windows
 from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.perplexity import PerplexityResult, perplexity
+from rope_patch.evaluation.losses import PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval

@@ -21,7 +21,7 @@ from rope_patch.checkpoints.gguf_table import (
     table_pieces,
 )
 from rope_patch.checkpoints.offline import skeleton
-from rope_patch.checkpoints.save_load import read_tokenizer
+from rope_patch.checkpoints.reading import read_tokenizer
 from rope_patch.errors import blamed_on
 from rope_patch.exporting.gguf_base import check_base
 from rope_patch.exporting.gguf_lora import export_gguf_lora as export_gguf_lora

@@ -20,15 +20,17 @@ from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, best
+from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
 from rope_patch.fitting.rows import Objective, Rows, split_text
-from rope_patch.fitting.running import Run, plain_weights
-from rope_patch.fitting.tables import Constraint, TrainableTable
+from rope_patch.fitting.running import FitRun, plain_weights
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.patching.apply import Patch, apply, for_target
+from rope_patch.modeling.trainable_table import Constraint, TrainableTable
+from rope_patch.patching.apply import apply
 from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
+from rope_patch.patching.undo import Patch
 from rope_patch.processes import processes
 from rope_patch.words import did_you_mean
 
@@ -226,34 +228,52 @@ def fit(
         "schedule": asdict(schedule) | {"batch_tokens": tokens, "checkpointing": None},
         "spec": spec.to_dict(),
     }
-    candidates: dict[str, tuple[Candidate, ...]] = {}
-    losses: dict[str, tuple[float, ...]] = {}
-    stopped: dict[str, str] = {}
     evaluator = Evaluator(model, suite, objective, on_progress)
+
+    def start(method: Method) -> FitRun:
+        apply(model, method, replace=True, **options)
+        identity = {"fit": str(method), "model": fingerprint(model), **about}
+        return FitRun(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
+
     first = apply(model, methods[0], replace=replace, **options)
     try:
-        with plain_weights(model):
-            for label, method in zip(labels, methods, strict=True):
-                apply(model, method, replace=True, **options)
-                identity = {"fit": label, "model": fingerprint(model), **about}
-                run = Run(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
-                candidates[label] = run(
-                    schedule.steps,
-                    schedule.learning_rate,
-                    schedule.checks,
-                    schedule.patience,
-                    schedule.checkpointing,
-                )
-                losses[label], stopped[label] = tuple(run.losses), run.stopped
-            winners = {label: best(several) for label, several in candidates.items()}
-            label = max(winners, key=lambda name: max(winners[name].rank, candidates[name][0].rank))
-        last = apply(model, winners[label].method, replace=True, **options)
+        return _fit_all(model, methods, start, schedule, first, options)
     except BaseException:
         first._state.reinstate()
         raise
+
+
+def _fit_all(
+    model: nn.Module,
+    methods: Sequence[Method],
+    start: Callable[[Method], FitRun],
+    schedule: Schedule,
+    first: Patch,
+    options: Mapping[str, Any],
+) -> FittedPatch:
+    """Fit from every start, and leave the best table in place; what ``first`` undoes is undone with it."""
+    runs: dict[str, FitRun] = {}
+    candidates: dict[str, tuple[Candidate, ...]] = {}
+    with plain_weights(model):
+        for method in methods:
+            runs[str(method)] = run = start(method)
+            candidates[str(method)] = run(
+                schedule.steps,
+                schedule.learning_rate,
+                schedule.checks,
+                schedule.patience,
+                schedule.checkpointing,
+            )
+    label, winner = choose(candidates)
+    last = apply(model, winner.method, replace=True, **options)
     known = {f.name: getattr(last, f.name) for f in fields(Patch)} | {"_state": first._state}  # what restore() gives
-    name = f"{label}, {winners[label].name}"
-    return FittedPatch(**known, candidates=candidates, chosen=name, losses=losses, stopped=stopped)
+    return FittedPatch(
+        **known,
+        candidates=candidates,
+        chosen=f"{label}, {winner.name}",
+        losses={label: tuple(run.losses) for label, run in runs.items()},
+        stopped={label: run.stopped for label, run in runs.items()},
+    )
 
 
 def family(name: str) -> list[str]:

@@ -145,3 +145,17 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
     start, *others = candidates
     better = [c for c in others if c.never_worse(start) and c.rank != start.rank]
     return max(better, key=lambda c: c.rank, default=start)
+
+
+def choose(candidates: Mapping[str, Sequence[Candidate]]) -> tuple[str, Candidate]:
+    """Return the label of the start that leads to the best table, and that table.
+
+    A start counts with the better rank of its own and of the table found from it: a table that is as good as its start
+    but for chance does not lose to what that start beats.
+
+    Args:
+        candidates: of each start, itself first.
+    """
+    winners = {label: best(several) for label, several in candidates.items()}
+    label = max(winners, key=lambda name: max(winners[name].rank, candidates[name][0].rank))
+    return label, winners[label]

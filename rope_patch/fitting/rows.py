@@ -1,4 +1,4 @@
-"""What a table is fitted to: rows of text, and rows with something to find in them, drawn by seed and step."""
+"""The rows that a table is fitted to: text and retrieval prompts, drawn by seed and step."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.loss import IGNORED
 
 VALIDATION = 0.1
-"""Share of the text, at its end, that is never fitted to: what is kept is chosen on it."""
+"""Share of the text, at its end, that is held out: the table is chosen on it."""
 HAY = 1_000_000
-"""Characters of the text that needles of training are hidden in; more where a row is so long."""
+"""Characters of the text in which prompts hide their needles; more where a row is longer."""
 TRIES = 20
-"""Draws of a row before one of an exact length is given up."""
+"""Attempts to draw a prompt of an exact length before the error is raised."""
 LIMIT = 64_000_000
-"""Characters read of a text."""
+"""The most characters that are read of a text."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: the loss of plain text, and the loss of answers to prompts that hide them in such text.
+    """What is minimised: the loss of plain text, and the loss of answers to retrieval prompts over such text.
 
     Half of the rows of a step are of each kind; with ``retrieval=0`` all are text. Each loss has its own moments of
-    Adam and a share of its learning rate, whatever the sizes of the gradients: those of answers have a heavy tail. Half
-    of the needles lie anywhere, a quarter at the very start and a quarter right before the question: there most are
-    lost, and prompts that are answered anyway have a gradient of noise.
+    Adam and its share of the learning rate, so that the heavy tail of the answers' gradients does not dominate. Half of
+    the needles are anywhere, a quarter at the very start and a quarter right before the question, where most are lost:
+    prompts that are answered anyway only add noise to the gradient.
 
     Attributes:
         retrieval: share of the learning rate for answers, in [0, 1); text has the rest.
         task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
-        full: share of the steps whose rows have the target length; those of the others are drawn between the trained
-            length and the target, evenly on a logarithmic scale.
+        full: share of the steps whose rows have the target length; the lengths of the others are drawn between the
+            trained length and the target, evenly on a logarithmic scale.
 
     Raises:
         ValueError: a weight or share out of its range, an unknown task.
@@ -61,7 +61,7 @@ class Objective:
 
 
 class Rows:
-    """Rows to fit to; those of a step follow from the seed and the step."""
+    """The rows of every step; they depend on the seed and the step alone."""
 
     def __init__(
         self, tokenizer: Any, text: str, objective: Objective, trained: int, target: int, tokens: int, seed: int
@@ -80,7 +80,7 @@ class Rows:
         self.needles = NEEDLES if find_task(objective.task).joined else 1
 
     def check(self) -> None:
-        """Raise ValueError where the text has no room for a row of the target, or the shortest none for a prompt."""
+        """Raise ValueError if the text is shorter than a row, or a prompt does not fit into a row."""
         self._crop(random.Random(0), self.target)
         for length in (self.target, self.trained) if self.goals == 2 else ():
             self._prompt(random.Random(0), length, 0)
@@ -93,10 +93,10 @@ class Rows:
         The weights add up to 1 over all of them.
 
         Args:
-            step: number of it.
+            step: its number.
             goal: 0 for text, 1 for answers.
-            share: number of this process.
-            shares: processes that divide the rows.
+            share: rank of this process.
+            shares: number of processes that divide the rows.
         """
         rng = random.Random(f"fit/{self.seed}/{step}")
         length = self.target
@@ -105,36 +105,36 @@ class Rows:
         count = self.tokens // length
         texts = count - count // 2 if self.goals == 2 else count
         first, stop = (texts, count) if goal else (0, texts)
-        made: list[tuple[list[int], list[float]]] = []
+        rows: list[tuple[list[int], list[float]]] = []
         for i in range(first, stop):
             if i % shares == share:
                 own = random.Random(f"fit/{self.seed}/{step}/{i}")
                 row, answer = self._prompt(own, length, step * count + i) if goal else (self._crop(own, length), 0)
                 learned = answer or length - 1
-                made.append((row, [0.0] * (length - learned) + [1 / learned / (stop - first)] * learned))
-        if made:
-            ids, weights = (torch.tensor(several) for several in zip(*made, strict=True))
+                rows.append((row, [0.0] * (length - learned) + [1 / learned / (stop - first)] * learned))
+        if rows:
+            ids, weights = (torch.tensor(several) for several in zip(*rows, strict=True))
             labels = ids.masked_fill(weights == 0, IGNORED)
             size = max(1, self.target // length)
-            for low in range(0, len(made), size):
+            for low in range(0, len(rows), size):
                 part = slice(low, low + size)
                 yield ids[part], labels[part], weights[part]
 
     def _prompt(self, rng: random.Random, length: int, number: int) -> tuple[list[int], int]:
-        """Return the ids of a prompt, and how many at its end are the answer."""
+        """Return the ids of a prompt, and the number of tokens of the answer at its end."""
         for left in reversed(range(TRIES)):
             depths = [min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0) for _ in range(self.needles)]
             seed = rng.getrandbits(32)
             try:
                 (prompt,) = self.maker.prompts(self.objective.task, length, depths, seed=seed, sample=number)
                 break
-            except ValueError:  # now and then no stretch of the text has the exact number of tokens
+            except ValueError:  # sometimes no stretch of the text has the exact number of tokens
                 if not left:
                     raise
         return list(prompt.ids), prompt.answer
 
     def _crop(self, rng: random.Random, length: int) -> list[int]:
-        """Return a row that begins anywhere in the text."""
+        """Return a row that begins at a random place of the text."""
         size, characters = length - len(self.prefix), 8 * length
         while True:
             start = rng.randrange(max(1, len(self.text) - characters))
@@ -143,14 +143,14 @@ class Rows:
                 return [*self.prefix, *ids["input_ids"][:size]]
             if characters >= len(self.text):
                 raise ValueError(
-                    f"a row of {length} tokens does not fit into the text to fit to, which has "
+                    f"a row of {length} tokens is longer than the text to fit to, which has "
                     f"{len(ids['input_ids'])}: give more text, or a shorter target"
                 )
             characters *= 2
 
 
 def split_text(data: Source | None) -> tuple[str, str]:
-    """Return the text to fit to and the text held out."""
+    """Return the text to fit to and the held-out text."""
     source = builtin_text("train") if data is None else data
     if isinstance(source, Corpus):
         whole = source.text[:LIMIT]

@@ -1,4 +1,4 @@
-"""One start, fitted: steps, checks on the way, what is kept for going on."""
+"""The fit from one start: its steps, its checks, and the state from which it is resumed."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from torch import Tensor, nn
 from rope_patch.evaluation.result_cache import key
 from rope_patch.fitting.candidates import Candidate, Evaluator, best
 from rope_patch.fitting.rows import Rows
-from rope_patch.fitting.tables import Constraint, TrainableTable
 from rope_patch.methods import Method
 from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import device_of, find_rotary
 from rope_patch.processes import from_first, processes
 
 BETAS = (0.9, 0.95)
-"""Of Adam: with its usual .999 the heavy tail of the first answers' gradients would make all later steps small."""
+"""Of Adam. Its usual .999 would remember the first large gradients of answers for long, and keep later steps small."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BACK, ODDS = 0.5, 4.0
-"""Where a check finds a table worse than its start: the share of the way that is kept, and times the odds of the weight
-of answers where less is found, of text where only that is read worse."""
+"""After a check that finds a table worse than its start: the parameters are multiplied by ``BACK``, and the odds of the
+weight of answers (or of text, if only text is predicted worse) by ``ODDS``."""
 WARM = 1 / 8
-"""Share of the steps over which the learning rate rises: Adam's first ones go by the sign of a gradient of noise."""
+"""Share of the steps over which the learning rate rises: Adam's first steps follow the sign of a noisy gradient."""
 WAYS = ("halfway", "quarter", "eighth")
-"""From the start to the average: tried in turn while no candidate is good enough."""
+"""Points between the start and the average, evaluated in turn until one is good enough."""
 WORSE, WATCHED = 1.0, 5
-"""A fit diverges when the mean loss of text of so many steps lies so far above that of the first [nats]."""
+"""A fit has diverged when the mean loss of text over the last ``WATCHED`` steps is ``WORSE`` nats above the first."""
 
 
-class Run:
-    """One start, fitted."""
+class FitRun:
+    """The fit from one start."""
 
     def __init__(
         self,
         model: nn.Module,
         method: Method,
         rows: Rows,
-        judged: Evaluator,
+        evaluator: Evaluator,
         constraint: Constraint,
         options: Mapping[str, Any],
-        kept: MutableMapping[str, Any] | None,
+        result_cache: MutableMapping[str, Any] | None,
         about: Mapping[str, Any],
-        progress: Callable[[str, int], None],
+        on_progress: Callable[[str, int], None],
     ) -> None:
-        self.model, self.method, self.rows, self.judged = model, method, rows, judged
-        self.options, self.kept, self.about, self.progress = options, kept, about, progress
+        self.model, self.method, self.rows, self.evaluator = model, method, rows, evaluator
+        self.options, self.result_cache, self.about, self.on_progress = options, result_cache, about, on_progress
         self.site = find_rotary(model)
         module: Any = self.site.module
         kinds = [kind for kind in module.tables if kind in self.site.record.layer_types]  # type: ignore[union-attr]
@@ -68,12 +68,12 @@ class Run:
     def __call__(
         self, steps: int, learning_rate: float, checks: int, patience: int, checkpointing: bool
     ) -> tuple[Candidate, ...]:
-        """Return the start and what was found from it."""
+        """Return the start and the candidates that were found from it."""
         table, parameters = self.table, self.parameters
-        made = [self.judged("start", self.method, self.kept)]
+        candidates = [self.evaluator("start", self.method, self.result_cache)]
         sums = [torch.zeros_like(p) for p in parameters]  # over the second half, for the average
         stops = sorted({round(steps * (i + 1) / checks) for i in range(checks)} - {0})
-        least, waited, low, since = self.judged.loss(made[0]), 0, 0, (steps + 1) // 2
+        least, waited, low, since = self.evaluator.loss(candidates[0]), 0, 0, (steps + 1) // 2
         for stop in stops:
             before = [total.clone() for total in sums]
             if not self._restore(stop, sums):
@@ -95,10 +95,10 @@ class Run:
                 self.stopped = f"diverged at step {len(self.losses)} (loss {self.losses[-1]:.3g})"
                 break
             low = stop
-            made.append(self._judge(f"step {stop}", table.method()))
-            if stop < steps and self._steer(made[0], made[-1]):
+            candidates.append(self._evaluate(f"step {stop}", table.method()))
+            if stop < steps and self._steer(candidates[0], candidates[-1]):
                 sums, since = [torch.zeros_like(p) for p in parameters], max(since, stop)
-            loss = self.judged.loss(made[-1])
+            loss = self.evaluator.loss(candidates[-1])
             least, waited = (loss, 0) if loss < least else (least, waited + 1)
             if waited >= patience and stop < steps:
                 self.stopped = f"no better after step {stop}"
@@ -109,14 +109,14 @@ class Run:
                 with torch.no_grad():
                     for total, p in zip(sums, parameters, strict=True):
                         p.copy_(total / counted * 0.5**share)
-                made.append(self._judge(name, table.method()))
-                if best(made) is not made[0]:
+                candidates.append(self._evaluate(name, table.method()))
+                if best(candidates) is not candidates[0]:
                     break
-        return tuple(made)
+        return tuple(candidates)
 
     def _steer(self, start: Candidate, now: Candidate) -> bool:
-        """From a table that is worse than its start go back some of the way, and weigh what got worse more."""
-        if not self.weight or now.never_worse(start):  # with no weight it is text alone that was asked for
+        """Move a table that is worse than its start halfway back, and give more weight to what got worse."""
+        if not self.weight or now.never_worse(start):  # without a weight of answers only text is fitted
             return False
         odds = 1 / ODDS if now.finds_no_less(start) else ODDS
         self.weight *= odds / (1 + (odds - 1) * self.weight)
@@ -127,7 +127,7 @@ class Run:
         return True
 
     def _step(self, step: int) -> float:
-        """Take a step; return its mean loss of text [nats/token]."""
+        """Do one step, and return its mean loss of text [nats/token]."""
         rank, size = processes()
         reader = Reader(self.model)
         totals = torch.zeros(len(self.parts), dtype=torch.float64, device=reader.device)
@@ -140,7 +140,7 @@ class Run:
                 loss, _ = token_loss(reader, hidden, labels.to(ids.device), weights.to(ids.device))
                 torch.autograd.backward(loss)
                 totals[goal] += loss.detach().to(totals)
-                self.progress(f"{self.label}: fitting", ids.numel())
+                self.on_progress(f"{self.label}: fitting", ids.numel())
             for mine, p in zip(part, self.parameters, strict=True):
                 mine.grad, p.grad = p.grad, None
         grads = [p.grad for p in itertools.chain(*self.parts) if p.grad is not None]
@@ -156,7 +156,7 @@ class Run:
         return float(totals[0])
 
     def _put(self) -> None:
-        """Set the table to the sum of what each goal added."""
+        """Set the table to the sum of the parts of text and answers."""
         with torch.no_grad():
             for p, *parts in zip(self.parameters, *self.parts, strict=True):
                 p.copy_(torch.stack(parts).sum(0))
@@ -169,7 +169,7 @@ class Run:
 
     @contextlib.contextmanager
     def _fitting(self, checkpointing: bool) -> Iterator[None]:
-        """Put the trainable table in, freeze the weights; all as it was at the end."""
+        """Put the trainable table in and freeze the weights, and undo both at the end."""
         model: Any = self.model
         asked = [(p, p.requires_grad) for p in model.parameters()]
         with in_eval_mode(model), contextlib.ExitStack() as stack:
@@ -181,22 +181,22 @@ class Run:
                 if not _checkpointed(model):
                     stack.callback(getattr(model, f"{name}_checkpointing_disable"))
                 getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
-                for module in _checkpointed(model):  # in training mode alone; attention's own dropout stays off
+                for module in _checkpointed(model):  # needs training mode; the dropout of attention stays off
                     module.training = True
             self.site.put(self.table)
             stack.callback(self.site.put, self.site.module)
             yield
 
-    def _judge(self, name: str, method: Method) -> Candidate:
+    def _evaluate(self, name: str, method: Method) -> Candidate:
         apply(self.model, method, replace=True, **self.options)
         try:
-            return self.judged(name, method, self.kept)
+            return self.evaluator(name, method, self.result_cache)
         finally:
             apply(self.model, self.method, replace=True, **self.options)
 
     def _keep(self, step: int, sums: Sequence[Tensor]) -> None:
-        if self.kept is not None:
-            self.kept[key(step=step, **self.about)] = {
+        if self.result_cache is not None:
+            self.result_cache[key(step=step, **self.about)] = {
                 "parts": [
                     [p.tolist(), *(self.adam.state[p][name].tolist() for name in MOMENTS)]
                     for p in itertools.chain(*self.parts)
@@ -206,8 +206,10 @@ class Run:
             }
 
     def _restore(self, step: int, sums: Sequence[Tensor]) -> bool:
-        """Go on from what was kept at a step, if anything was."""
-        found = from_first(lambda: None if self.kept is None else self.kept.get(key(step=step, **self.about)))
+        """Resume from the state that was saved at a step, if there is one."""
+        found = from_first(
+            lambda: None if self.result_cache is None else self.result_cache.get(key(step=step, **self.about))
+        )
         if found is None:
             return False
         with torch.no_grad():
@@ -225,7 +227,7 @@ class Run:
 
 
 def _checkpointed(model: nn.Module) -> list[nn.Module]:
-    """The modules that are computed again in the backward pass, while they are in training mode."""
+    """The modules with activation checkpointing, which works while they are in training mode."""
     return [
         module
         for module in model.modules()
@@ -235,7 +237,7 @@ def _checkpointed(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def plain_weights(model: nn.Module) -> Iterator[None]:
-    """Keep bitsandbytes from packing 4-bit weights for a CPU's own instructions, which no gradient passes through."""
+    """Keep bitsandbytes from packing 4-bit weights for AVX-512 instructions, which have no backward pass."""
     modules: list[Any] = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
     for module in modules:
         module.support_avx512bf16_for_cpu = False

@@ -256,7 +256,8 @@ class KVCheck:
             for name, metric, span in self._metrics(length):
                 entry[name] = metric.value(row.scores, span)
                 if row.divergence is not None:
-                    entry[f"{name}_change"] = metric.difference(row.scores, base.scores, span, self.limits.confidence)
+                    change = metric.difference(row.scores, base.scores, span, self.limits.confidence)
+                    entry[f"{metric.difference_name or name}_change"] = change
             if row.divergence is not None:
                 entry["verdict"] = asdict(self.verdict(row, length))
             made["lengths"][str(length)] = entry

@@ -39,8 +39,22 @@ from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, find_verdict
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.statistics import Capture
-from rope_patch.patching.apply import for_target
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.targets import for_target
+
+
+def check_spec(spec: EvalSpec) -> None:
+    """Raise unless a check of caches can be made of a spec.
+
+    Raises:
+        ValueError: it asks for no window of text.
+    """
+    if spec.windows == 0:
+        raise ValueError("a check of caches needs windows of text: give windows >= 1, got 0")
+
+
+_Patches = dict[str, tuple[nn.Module, Method, bool, dict[str, Any]]]
+"""What :func:`~rope_patch.evaluation.compare.under` takes for each method, by its method string."""
 
 
 def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
@@ -112,8 +126,7 @@ def kv_check(
     suite = as_suite(spec, tokenizer)
     if not methods:
         raise ValueError("give at least one method")
-    if not suite.windows:
-        raise ValueError("a check of caches needs windows of text: give windows >= 1")
+    check_spec(suite.spec)
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     resolved = {str(made): made for made in (for_target(model, m, suite.spec.longest, **options) for m in methods)}
     if len(resolved) < len(methods):
@@ -124,23 +137,9 @@ def kv_check(
     calibration_rows = calibration(tokenizer, model) if centred else None
     kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     setting = Setting(model, suite, limits, kept, on_progress)
-    under_method = {label: (model, method, record is not None, options) for label, method in resolved.items()}
-    means = _check_all(setting, under_method, asked, calibration_rows)
-    rows: list[CheckRow] = []
-    captures: dict[str, Capture] = {}
-    compared = torch.stack([window.ids for window in suite.windows[:COMPARED]])
-    for label, patch in under_method.items():
-        with under(*patch) as tables, named(label):
-            captures[label] = capture(model, compared)
-            patched = MethodInPlace(label, tables, means[label], captures[label], long_keys(captures[label]))
-            measured = measure(setting, patched, asked)
-            unsafe = [row for row in measured[1:] if _unsafe(setting, row, measured[0])]
-            rows += [
-                replace(row, attribution=measure_attribution(setting, patched, row)) if row in unsafe else row
-                for row in measured
-            ]
-            for row in unsafe if mitigate else ():
-                rows += measure(setting, patched, possible(setting, patched, mitigations(row.scheme)), row.scheme)
+    patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
+    means = _check_all(setting, patches, asked, calibration_rows)
+    rows, captures = _measure_all(setting, patches, asked, means, mitigate)
     return KVCheck(
         model=name_of(model) or type(model).__name__,
         rows=tuple(rows),
@@ -149,7 +148,7 @@ def kv_check(
         text=suite.text_name,
         digest=suite.text_sha256,
         calibration=0 if calibration_rows is None else calibration_rows.numel(),
-        compared=len(compared),
+        compared=len(suite.windows[:COMPARED]),
         limits=limits,
         captures=captures,
         packed=tuple(packed_caches(model, suite.windows[0].ids, packed)) if packed else (),
@@ -158,15 +157,41 @@ def kv_check(
     )
 
 
+def _measure_all(
+    setting: Setting,
+    patches: _Patches,
+    schemes: Mapping[str, Scheme],
+    means: Mapping[str, Mapping[int, Tensor] | None],
+    mitigate: bool,
+) -> tuple[list[CheckRow], dict[str, Capture]]:
+    """Measure every scheme under every method; return the rows, and the statistics of keys by method."""
+    rows: list[CheckRow] = []
+    captures: dict[str, Capture] = {}
+    compared = torch.stack([window.ids for window in setting.suite.windows[:COMPARED]])
+    for label, patch in patches.items():
+        with under(*patch) as tables, named(label):
+            captures[label] = capture(setting.model, compared)
+            patched = MethodInPlace(label, tables, means[label], captures[label], long_keys(captures[label]))
+            measured = measure(setting, patched, schemes)
+            unsafe = [row for row in measured[1:] if _unsafe(setting, row, measured[0])]
+            rows += [
+                replace(row, attribution=measure_attribution(setting, patched, row)) if row in unsafe else row
+                for row in measured
+            ]
+            for row in unsafe if mitigate else ():
+                rows += measure(setting, patched, possible(setting, patched, mitigations(row.scheme)), row.scheme)
+    return rows, captures
+
+
 def _check_all(
     setting: Setting,
-    under_method: Mapping[str, tuple[nn.Module, Method, bool, dict[str, Any]]],
+    patches: _Patches,
     schemes: Mapping[str, Scheme],
     calibration_rows: Tensor | None,
 ) -> dict[str, Mapping[int, Tensor] | None]:
     """Raise where a scheme does not fit a method, before anything is measured; return the mean keys by method."""
-    means: dict[str, Mapping[int, Tensor] | None] = dict.fromkeys(under_method)
-    for label, patch in under_method.items():
+    means: dict[str, Mapping[int, Tensor] | None] = dict.fromkeys(patches)
+    for label, patch in patches.items():
         with under(*patch), named(label):
             if calibration_rows is not None:
                 means[label] = means_of(setting, calibration_rows)

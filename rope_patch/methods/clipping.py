@@ -46,9 +46,11 @@ class Truncated(Method, name="truncated"):
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Cut the table found."""
-        found = table.inv_freq
+        inv_freq = table.inv_freq
         if self.cutoff_low is None or self.cutoff_high is None:
             bound = frequencies.offset_frequency_bound(self.context or table.context)
-            return torch.where(found < bound, torch.zeros_like(found), found)
-        between = torch.where(found > self.cutoff_low, torch.full_like(found, self.floor), torch.zeros_like(found))
-        return torch.where(found >= self.cutoff_high, found, between)
+            return torch.where(inv_freq < bound, torch.zeros_like(inv_freq), inv_freq)
+        between = torch.where(
+            inv_freq > self.cutoff_low, torch.full_like(inv_freq, self.floor), torch.zeros_like(inv_freq)
+        )
+        return torch.where(inv_freq >= self.cutoff_high, inv_freq, between)

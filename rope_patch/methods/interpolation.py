@@ -101,8 +101,8 @@ class Yarn(Scaling, name="yarn"):
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
         """Type ``yarn``; what is at transformers' own default is left out."""
-        said = {name: getattr(self, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
-        said |= {} if self.truncate else {"truncate": False}
+        given = {name: getattr(self, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+        given |= {} if self.truncate else {"truncate": False}
         return {
             "rope_type": "yarn",
             "rope_theta": table.rope_theta,
@@ -110,7 +110,7 @@ class Yarn(Scaling, name="yarn"):
             "factor": self.stretch,
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
-            **{name: value for name, value in said.items() if value is not None},
+            **{name: value for name, value in given.items() if value is not None},
         }
 
 
@@ -146,8 +146,8 @@ class Llama3(Scaling, name="llama3"):
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any]:
         """Type ``llama3``."""
         context = self.context_of(table)
-        said = {"rope_type": "llama3", "rope_theta": table.rope_theta, "original_max_position_embeddings": context}
-        return said | self._smoothing()
+        given = {"rope_type": "llama3", "rope_theta": table.rope_theta, "original_max_position_embeddings": context}
+        return given | self._smoothing()
 
     def _smoothing(self) -> dict[str, float]:
         return {

@@ -69,7 +69,7 @@ class LongRope(Method, name="longrope"):
 
 
 def longrope_parameters(factors: Sequence[float], table: RotaryTable, *, attention_scaling: float) -> dict[str, Any]:
-    """Return the longrope form that every stock loader rebuilds one fixed table from.
+    """Return the longrope form that every loader of transformers rebuilds one fixed table from.
 
     Both lists are equal, so nothing switches; ``original_max_position_embeddings`` equals ``max_position_embeddings``,
     so no engine derives a scaling of its own. vLLM takes the scaling from the ``mscale`` keys; they are written only

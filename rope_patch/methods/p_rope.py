@@ -35,7 +35,7 @@ class NoPE(Method, name="nope"):
         return torch.zeros_like(table.inv_freq)
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
-        """As p-RoPE says it."""
+        """As p-RoPE encodes it."""
         return PRope(p=0.0).rope_parameters(table)
 
 
@@ -90,11 +90,11 @@ class Partial(Method, name="partial"):
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Recompute the first pairs over the smaller dimension."""
-        kept = int(self.p * table.rotary_dim // 2)
-        made = torch.zeros_like(table.inv_freq)
-        if kept:
-            made[:kept] = frequencies.geometric(table.rope_theta, 2 * kept)
-        return made
+        rotated = int(self.p * table.rotary_dim // 2)
+        inv_freq = torch.zeros_like(table.inv_freq)
+        if rotated:
+            inv_freq[:rotated] = frequencies.geometric(table.rope_theta, 2 * rotated)
+        return inv_freq
 
 
 def _index(table: RotaryTable) -> Tensor:

@@ -41,19 +41,19 @@ CONFIG_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_posit
 ``rope_parameters`` whenever those are checked."""
 
 
-def base_of(site: RotaryLocation) -> tuple[nn.Module, PreTrainedConfig]:
-    """Return the site's stock module and config as they are, or were before the patch."""
-    module = site.module.original if isinstance(site.module, PatchedRotary) else site.module
-    record = site.record
+def base_of(location: RotaryLocation) -> tuple[nn.Module, PreTrainedConfig]:
+    """Return the original module and config as they are, or were before the patch."""
+    module = location.module.original if isinstance(location.module, PatchedRotary) else location.module
+    record = location.record
     if record is None:
-        return module, site.config
+        return module, location.config
     with blamed_on("the rope_patch record was altered: transformers cannot build the table of its base_config"):
-        config = config_with(site.config, record.base_config)
-        return (module if isinstance(site.module, PatchedRotary) else original_rotary(type(module), config)), config
+        config = config_with(location.config, record.base_config)
+        return (module if isinstance(location.module, PatchedRotary) else original_rotary(type(module), config)), config
 
 
 def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return what a stock loader makes of the config with other rotary settings: through its JSON form, no record."""
+    """Return what transformers makes of the config with other rotary settings: through its JSON form, no record."""
     own = {name_in(config, key): key for key in (*CONFIG_KEYS, "rope_patch")}
     data = {k: v for k, v in _decoded(json.loads(config.to_json_string())).items() if k not in own}
     with _quiet():
@@ -109,104 +109,116 @@ def _quiet() -> Iterator[None]:
 
 
 def encoding_of(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
-    """Return the part of ``rope_parameters`` that spells one table."""
+    """Return the part of ``rope_parameters`` that encodes one table."""
     parameters: Mapping[str, Any] = config.rope_parameters
     return parameters if layer_type is None else parameters[layer_type]
 
 
-def read_tables(site: RotaryLocation, *, freeze_at: int | None = None, strict: bool = True) -> tuple[Tables, list[str]]:
-    """Read the base tables of a site, with remarks on what is odd about them.
+def read_tables(
+    location: RotaryLocation, *, freeze_at: int | None = None, strict: bool = True
+) -> tuple[Tables, list[str]]:
+    """Read the base tables of a model, with warnings of what is unusual about them.
 
     A buffer that a cast has rounded is read as the table its config describes, one that was edited by hand as it is.
 
     Args:
-        site: from :func:`find_rotary`.
+        location: from :func:`find_rotary`.
         freeze_at: length at which to freeze a dynamic table [tokens].
-        strict: refuse dynamic tables; otherwise remark on them.
+        strict: refuse dynamic tables; otherwise warn of them.
 
     Raises:
         ValueError: a dynamic table that is not frozen, or a rotary embedding of another kind.
     """
-    module, config = base_of(site)
+    module, config = base_of(location)
     try:
-        stock = original_rotary(type(module), config)
-        tables = {kind: buffer.float() for kind, buffer in original_tables(stock).items()}
-        for kind, table in tables.items():
-            _check_kind(stock, kind, table, encoding_of(config, kind))
+        original = original_rotary(type(module), config)
+        described = {kind: buffer.float() for kind, buffer in original_tables(original).items()}
+        for kind, inv_freq in described.items():
+            _check_kind(original, kind, inv_freq, encoding_of(config, kind))
     except Exception as error:
         raise ValueError(
-            f"{type(site.model).__name__} has a rotary embedding of another kind ({type(module).__name__}): rope_patch "
-            f"needs cos and sin of position x inv_freq, one angle per half-split pair ({error})"
+            f"{type(location.model).__name__} has a rotary embedding of another kind ({type(module).__name__}): "
+            f"rope_patch needs cos and sin of position x inv_freq, one angle per half-split pair ({error})"
         ) from error
-    context = getattr(config, "max_position_embeddings", None)
-    if context is None:
-        raise ValueError(f"the config of {type(site.model).__name__} states no max_position_embeddings: not supported")
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise ValueError(f"the config's max_position_embeddings must be a number of tokens >= 1, got {context!r}")
-    slots: Tables = {}
-    remarks: list[str] = []
+    context = _context_of(location, config)
+    tables: Tables = {}
+    warnings: list[str] = []
     frozen_any = False
-    for kind, table in tables.items():
-        spelled = encoding_of(config, kind)
-        slot = RotaryTable(
-            inv_freq=frequencies.zero_unrotated(table),
-            attention_scaling=scaling_of(stock, kind),
-            rope_theta=float(spelled["rope_theta"]),
-            rope_type=rope_type_of(stock, kind, spelled),
+    for kind, inv_freq in described.items():
+        encoding = encoding_of(config, kind)
+        table = RotaryTable(
+            inv_freq=frequencies.zero_unrotated(inv_freq),
+            attention_scaling=scaling_of(original, kind),
+            rope_theta=float(encoding["rope_theta"]),
+            rope_type=rope_type_of(original, kind, encoding),
             max_position_embeddings=context,
-            original_max_position_embeddings=spelled.get("original_max_position_embeddings"),
+            original_max_position_embeddings=encoding.get("original_max_position_embeddings"),
             layer_type=kind,
-            path=site.path,
-            rope_parameters=spelled,
-            other_keys=other_keys(spelled),
+            path=location.path,
+            rope_parameters=encoding,
+            other_keys=other_keys(encoding),
         )
-        if is_dynamic(spelled, slot.rope_type):
+        if is_dynamic(encoding, table.rope_type):
             if freeze_at is not None:
-                slot, frozen_any = _freeze(slot, config, freeze_at), True
+                table, frozen_any = _freeze(table, config, freeze_at), True
             elif strict:
                 raise ValueError(
-                    f"{slot.path} has a dynamic table (rope_type {slot.rope_type!r}): it changes with the length "
+                    f"{table.path} has a dynamic table (rope_type {table.rope_type!r}): it changes with the length "
                     "during generation and breaks cached keys. Pass freeze_at=LENGTH to fix it as it is at that length"
                 )
             else:
-                remarks.append(f"{where(slot)} changes with the length during generation: pass freeze_at to patch it")
-        elif site.record is not None and key_of(kind) in site.record.edited:
-            base = site.record.base_tables[key_of(kind)]
-            table, scaling = frequencies.table_of(base.inv_freq), base.attention_scaling
-            slot = replace(slot, inv_freq=table, attention_scaling=scaling, rope_type="custom", rope_parameters=None)
+                warnings.append(f"{where(table)} changes with the length during generation: pass freeze_at to patch it")
+        elif location.record is not None and key_of(kind) in location.record.edited:
+            base = location.record.base_tables[key_of(kind)]
+            numbers, scaling = frequencies.table_of(base.inv_freq), base.attention_scaling
+            table = replace(
+                table, inv_freq=numbers, attention_scaling=scaling, rope_type="custom", rope_parameters=None
+            )
         else:
-            slot, remark = _as_found(slot, original_tables(module)[kind], scaling_of(module, kind))
-            remarks += remark
-        slots[kind] = slot
+            table, table_warnings = _as_in_use(table, original_tables(module)[kind], scaling_of(module, kind))
+            warnings += table_warnings
+        tables[kind] = table
     if freeze_at is not None and not frozen_any:
-        raise ValueError(f"freeze_at is for dynamic tables; {site.path} has none")
-    return slots, remarks
+        raise ValueError(f"freeze_at is for dynamic tables; {location.path} has none")
+    return tables, warnings
 
 
-def check_base(site: RotaryLocation) -> None:
+def _context_of(location: RotaryLocation, config: PreTrainedConfig) -> int:
+    """Return the context that a config states [tokens]."""
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise ValueError(
+            f"the config of {type(location.model).__name__} states no max_position_embeddings: not supported"
+        )
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise ValueError(f"the config's max_position_embeddings must be a number of tokens >= 1, got {context!r}")
+    return context
+
+
+def check_base(location: RotaryLocation) -> None:
     """Raise PatchError unless the base a patched model's record describes is the base it was made on."""
-    record = site.record
+    record = location.record
     if record is not None:
         base = {
-            key_of(kind): TableRecord.of(slot)
-            for kind, slot in read_tables(site, freeze_at=record.freeze_at)[0].items()
+            key_of(kind): TableRecord.of(table)
+            for kind, table in read_tables(location, freeze_at=record.freeze_at)[0].items()
         }
         if not same_tables(base, record.base_tables):
             raise PatchError("the rope_patch record was altered: its base_config does not give its base tables")
 
 
-def _check_kind(stock: nn.Module, kind: str | None, table: Tensor, spelled: Mapping[str, Any]) -> None:
-    """Raise unless calling the module gives cos and sin of position x table in the half-split layout."""
-    if not torch.isfinite(table).all():
+def _check_kind(rotary: nn.Module, kind: str | None, inv_freq: Tensor, encoding: Mapping[str, Any]) -> None:
+    """Raise unless calling the module gives cos and sin of position x inv_freq in the half-split layout."""
+    if not torch.isfinite(inv_freq).all():
         raise ValueError("its table holds numbers that are not finite")
-    dynamic = is_dynamic(spelled, rope_type_of(stock, kind, spelled))
+    dynamic = is_dynamic(encoding, rope_type_of(rotary, kind, encoding))
     positions = _PROBES[:, :4] if dynamic else _PROBES  # far positions would change a dynamic table
-    cos, sin = call_rotary(stock, kind, positions)
-    if cos.shape[-1] != 2 * len(table):
-        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(table)} pairs, not two for each")
-    wanted = positions[..., None].float() * table
-    for name, got, half in (("cos", cos, wanted.cos()), ("sin", sin, wanted.sin())):
-        if not torch.allclose(got, torch.cat((half, half), -1) * scaling_of(stock, kind), atol=1e-5):
+    cos, sin = call_rotary(rotary, kind, positions)
+    if cos.shape[-1] != 2 * len(inv_freq):
+        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(inv_freq)} pairs, not two for each")
+    angles = positions[..., None].float() * inv_freq
+    for name, got, half in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
+        if not torch.allclose(got, torch.cat((half, half), -1) * scaling_of(rotary, kind), atol=1e-5):
             raise ValueError(f"its {name} is another function of the position")
 
 
@@ -214,7 +226,7 @@ _PROBES = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
 
 
 def call_rotary(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin: (1, positions, rotary_dim) float32 each, from a stock module or ours."""
+    """Return cos and sin: (1, positions, rotary_dim) float32 each, from an original module or a patched one."""
     x = torch.zeros(1, dtype=torch.float32, device=positions.device)
     returned = module(x, positions) if kind is None else module(x, positions, layer_type=kind)
     if isinstance(returned, Tensor):
@@ -228,11 +240,11 @@ def scaling_of(module: nn.Module, kind: str | None) -> float:
     return float(getattr(module, "attention_scaling" if kind is None else f"{kind}_attention_scaling"))
 
 
-def rope_type_of(module: nn.Module, kind: str | None, spelled: Mapping[str, Any]) -> str:
+def rope_type_of(module: nn.Module, kind: str | None, encoding: Mapping[str, Any]) -> str:
     """Return the type of a table: what its module calls it (HunYuan knows a static kind of dynamic), or its config."""
     named = getattr(module, "rope_type", None)
     named = named.get(kind) if isinstance(named, Mapping) else named
-    return named if isinstance(named, str) else str(spelled.get("rope_type", "default"))
+    return named if isinstance(named, str) else str(encoding.get("rope_type", "default"))
 
 
 def keeps_float32(module: nn.Module, kinds: Sequence[str | None]) -> bool:
@@ -244,57 +256,57 @@ def keeps_float32(module: nn.Module, kinds: Sequence[str | None]) -> bool:
     return bool(cos.dtype == torch.float32)
 
 
-def is_dynamic(spelled: Mapping[str, Any], rope_type: str | None = None) -> bool:
-    """Tell whether a table spelled so, and called so by its module, changes during the forward pass."""
-    rope_type = rope_type or str(spelled.get("rope_type", "default"))
-    return "dynamic" in rope_type or (rope_type == "longrope" and spelled["short_factor"] != spelled["long_factor"])
+def is_dynamic(encoding: Mapping[str, Any], rope_type: str | None = None) -> bool:
+    """Tell whether a table of this encoding, and of this type by its module, changes during the forward pass."""
+    rope_type = rope_type or str(encoding.get("rope_type", "default"))
+    return "dynamic" in rope_type or (rope_type == "longrope" and encoding["short_factor"] != encoding["long_factor"])
 
 
-def _freeze(slot: RotaryTable, config: PreTrainedConfig, length: int) -> RotaryTable:
+def _freeze(table: RotaryTable, config: PreTrainedConfig, length: int) -> RotaryTable:
     """The table a dynamic type uses at ``length`` tokens."""
     if length < 1:
         raise ValueError(f"freeze_at must be >= 1 token, got {length}")
     with torch.device("cpu"), _quiet():
-        build = ROPE_INIT_FUNCTIONS[slot.rope_type]
-        now, _ = build(config, seq_len=1, layer_type=slot.layer_type)
-        table, scaling = build(config, seq_len=length, layer_type=slot.layer_type)
-    if not torch.equal(frequencies.zero_unrotated(now), slot.inv_freq):
-        raise ValueError(f"{where(slot)} builds its {slot.rope_type} table in a way of its own: it cannot be frozen")
-    spelled = slot.rope_parameters or {}
-    if slot.rope_type == "longrope":
-        factors = spelled["long_factor" if length > slot.context else "short_factor"]
-        native = longrope_parameters(factors, slot, attention_scaling=scaling)
+        build = ROPE_INIT_FUNCTIONS[table.rope_type]
+        now, _ = build(config, seq_len=1, layer_type=table.layer_type)
+        inv_freq, scaling = build(config, seq_len=length, layer_type=table.layer_type)
+    if not torch.equal(frequencies.zero_unrotated(now), table.inv_freq):
+        raise ValueError(f"{where(table)} builds its {table.rope_type} table in a way of its own: it cannot be frozen")
+    encoding = table.rope_parameters or {}
+    if table.rope_type == "longrope":
+        factors = encoding["long_factor" if length > table.context else "short_factor"]
+        native = longrope_parameters(factors, table, attention_scaling=scaling)
     else:
-        grown = spelled["factor"] * max(length, slot.max_position_embeddings) / slot.max_position_embeddings
-        theta = frequencies.ntk_theta(slot.rope_theta, grown - (spelled["factor"] - 1), slot.rotary_dim)
+        grown = encoding["factor"] * max(length, table.max_position_embeddings) / table.max_position_embeddings
+        theta = frequencies.ntk_theta(table.rope_theta, grown - (encoding["factor"] - 1), table.rotary_dim)
         native = {"rope_type": "default", "rope_theta": theta}
-    frozen = slot.becomes(table, rope_parameters=native, attention_scaling=scaling)
-    return replace(frozen, rope_theta=slot.rope_theta)  # a method that starts anew starts there
+    frozen = table.becomes(inv_freq, rope_parameters=native, attention_scaling=scaling)
+    return replace(frozen, rope_theta=table.rope_theta)  # a method that starts anew starts there
 
 
-def _as_found(slot: RotaryTable, buffer: Tensor, scaling: float) -> tuple[RotaryTable, list[str]]:
+def _as_in_use(table: RotaryTable, buffer: Tensor, scaling: float) -> tuple[RotaryTable, list[str]]:
     """Reconcile what the config describes with what the buffer holds."""
     if buffer.is_meta:
-        return slot, []
-    found = buffer.detach().float().cpu()
+        return table, []
+    in_use = buffer.detach().float().cpu()
     if (
-        torch.allclose(found, slot.inv_freq, rtol=1e-6, atol=frequencies.UNROTATED)
-        and scaling == slot.attention_scaling
+        torch.allclose(in_use, table.inv_freq, rtol=1e-6, atol=frequencies.UNROTATED)
+        and scaling == table.attention_scaling
     ):
-        return slot, []
-    error = float(((found - slot.inv_freq).abs() / slot.inv_freq.clamp_min(frequencies.UNROTATED)).max())
+        return table, []
+    error = float(((in_use - table.inv_freq).abs() / table.inv_freq.clamp_min(frequencies.UNROTATED)).max())
     for dtype in (torch.bfloat16, torch.float16):
-        if scaling == slot.attention_scaling and torch.equal(found, slot.inv_freq.to(dtype).float()):
-            remark = f"{where(slot)} was rounded to {dtype} by a cast (up to {error:.2%} off)"
-            return slot, [f"{remark}; a patch starts from the float32 table of the config"]
-    remark = (
-        f"{where(slot)} is not the table its config describes (up to {error:.2%} off, attention_scaling {scaling:g} "
-        f"for {slot.attention_scaling:g}); saving without a patch would lose it"
+        if scaling == table.attention_scaling and torch.equal(in_use, table.inv_freq.to(dtype).float()):
+            warning = f"{where(table)} was rounded to {dtype} by a cast (up to {error:.2%} off)"
+            return table, [f"{warning}; a patch starts from the float32 table of the config"]
+    warning = (
+        f"{where(table)} is not the table its config describes (up to {error:.2%} off, attention_scaling {scaling:g} "
+        f"for {table.attention_scaling:g}); saving without a patch would lose it"
     )
-    slot = replace(slot, inv_freq=frequencies.zero_unrotated(found), attention_scaling=scaling)
-    return replace(slot, rope_type="custom", rope_parameters=None), [remark]
+    table = replace(table, inv_freq=frequencies.zero_unrotated(in_use), attention_scaling=scaling)
+    return replace(table, rope_type="custom", rope_parameters=None), [warning]
 
 
-def where(slot: RotaryTable) -> str:
-    """Name a slot in a message."""
-    return slot.path if slot.layer_type is None else f"{slot.path} [{slot.layer_type}]"
+def where(table: RotaryTable) -> str:
+    """Name a table in a message."""
+    return table.path if table.layer_type is None else f"{table.path} [{table.layer_type}]"

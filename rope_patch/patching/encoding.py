@@ -1,4 +1,4 @@
-"""Spell tables in a config so that a stock loader rebuilds them, to the last bit, and in the words of older loaders."""
+"""Encode tables in a config so that transformers rebuilds them, to the last bit; and in the keys of older loaders."""
 
 from __future__ import annotations
 
@@ -31,44 +31,44 @@ from rope_patch.patching.locate import RotaryLocation, original_tables
 from rope_patch.tables import RotaryTable
 
 
-def encode(site: RotaryLocation, before: Tables, after: Tables, length: int) -> tuple[Tables, dict[str, Any]]:
-    """Find config settings from which the model's stock rotary class rebuilds every table, to the last bit.
+def encode(location: RotaryLocation, before: Tables, after: Tables, length: int) -> tuple[Tables, dict[str, Any]]:
+    """Find config settings from which the model's own rotary class rebuilds every table, to the last bit.
 
-    The native spelling of each slot is tried first, then the longrope form; what counts is what the stock class makes
+    The native encoding of each table is tried first, then the longrope form; what counts is what that class makes
     of the config after a round trip through JSON. Tables whose last bits no factor reaches are canonicalised.
 
     Args:
-        site: the model's rotary site.
+        location: where the model keeps its rotary module.
         before: the base tables, as :func:`~rope_patch.patching.base_tables.read_tables` read them.
-        after: the wanted tables; those that are the very slot of ``before`` keep their spelling.
+        after: the new tables; those that are the very table of ``before`` keep their encoding.
         length: the context the config will state [tokens].
 
     Returns:
-        The slots with their final tables, and the config keys to set.
+        The final tables, and the config keys to set.
 
     Raises:
-        ValueError: no stock config gives the table.
+        ValueError: no config of transformers gives the table.
     """
-    module, config = base_of(site)
+    module, config = base_of(location)
     settings = settings_of(config) | {"max_position_embeddings": length}
-    ways: list[dict[str, Any]] = [{}]
+    extras: list[dict[str, Any]] = [{}]
     if getattr(config, "is_heterogeneous", False):
-        ways.append({READ_GLOBAL: True})
+        extras.append({READ_GLOBAL: True})
     if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
-        ways.append({"head_dim": config.hidden_size // config.num_attention_heads})
+        extras.append({"head_dim": config.hidden_size // config.num_attention_heads})
     final: Tables = {}
     reason = "the table it rebuilds is another"
-    for kind, slot in after.items():
-        found = encoding_of(config, kind)
-        changes = is_dynamic(found, rope_type_of(module, kind, found))
-        if slot is before[kind] and slot.rope_parameters is not None and not changes:
-            final[kind] = slot
+    for kind, table in after.items():
+        encoding = encoding_of(config, kind)
+        dynamic = is_dynamic(encoding, rope_type_of(module, kind, encoding))
+        if table is before[kind] and table.rope_parameters is not None and not dynamic:
+            final[kind] = table
             continue
-        for way, candidate in itertools.product(ways, _spellings(replace(slot, max_position_embeddings=length))):
+        for extra, candidate in itertools.product(extras, _encodings(replace(table, max_position_embeddings=length))):
             parameters = dict(candidate.rope_parameters or {})
             if kind is not None:
                 parameters = {**settings["rope_parameters"], kind: parameters}
-            trial = settings | way | {"rope_parameters": parameters}
+            trial = settings | extra | {"rope_parameters": parameters}
             try:
                 rebuilt = original_rotary(type(module), config_with(config, trial))
             except Exception as error:  # a family refuses a type in its own way: Phi3 takes longrope only
@@ -79,34 +79,34 @@ def encode(site: RotaryLocation, before: Tables, after: Tables, length: int) -> 
                 break
         else:
             raise ValueError(
-                f"{type(site.model).__name__} cannot express this table in a config that plain transformers reads; "
-                f"nothing was changed. The last spelling failed with {reason}"
+                f"{type(location.model).__name__} cannot express this table in a config that plain transformers reads; "
+                f"nothing was changed. The last encoding failed with {reason}"
             )
     return final, settings
 
 
-def _spellings(slot: RotaryTable) -> Iterator[RotaryTable]:
-    if slot.rope_parameters is not None:
-        yield slot
-        if slot.other_keys:  # a partial factor the family ignores must not be read by the native type
+def _encodings(table: RotaryTable) -> Iterator[RotaryTable]:
+    if table.rope_parameters is not None:
+        yield table
+        if table.other_keys:  # a partial factor the family ignores must not be read by the native type
             yield replace(
-                slot,
-                rope_parameters={k: v for k, v in slot.rope_parameters.items() if k not in slot.other_keys},
+                table,
+                rope_parameters={k: v for k, v in table.rope_parameters.items() if k not in table.other_keys},
             )
-    factors = frequencies.longrope_factors(slot.inv_freq, slot.rope_theta)
-    form = longrope_parameters(factors, slot, attention_scaling=slot.attention_scaling)
-    table = frequencies.zero_unrotated(frequencies.longrope(slot.rope_theta, factors))
-    scaling = {"short_mscale": slot.attention_scaling, "long_mscale": slot.attention_scaling}
-    for own in (slot.other_keys, {}, scaling):  # which Phi-MoE asks for, also where it is 1
-        yield replace(slot, inv_freq=table, rope_type="longrope", rope_parameters={**own, **form})
+    factors = frequencies.longrope_factors(table.inv_freq, table.rope_theta)
+    form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
+    inv_freq = frequencies.zero_unrotated(frequencies.longrope(table.rope_theta, factors))
+    scaling = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
+    for own in (table.other_keys, {}, scaling):  # which Phi-MoE asks for, also where it is 1
+        yield replace(table, inv_freq=inv_freq, rope_type="longrope", rope_parameters={**own, **form})
 
 
-def _same_table(stock: nn.Module, slot: RotaryTable) -> bool:
-    built = original_tables(stock)[slot.layer_type]
+def _same_table(rotary: nn.Module, table: RotaryTable) -> bool:
+    built = original_tables(rotary)[table.layer_type]
     return (
-        built.shape == slot.inv_freq.shape
-        and torch.equal(frequencies.zero_unrotated(built), slot.inv_freq)
-        and scaling_of(stock, slot.layer_type) == slot.attention_scaling
+        built.shape == table.inv_freq.shape
+        and torch.equal(frequencies.zero_unrotated(built), table.inv_freq)
+        and scaling_of(rotary, table.layer_type) == table.attention_scaling
     )
 
 
@@ -127,8 +127,8 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
     """Return the keys at the top of config.json by which transformers 4, and engines that follow it, say the same.
 
     They repeat ``rope_parameters``, since transformers 5 takes ``rope_scaling`` in its place where both are there.
-    Where version 4 has one scaling for all layer types it is that of full attention. For tables that it has no words
-    for, of sliding layers that are not plain and of families that came later, it is given a base that it fails on,
+    Where version 4 has one scaling for all layer types it is that of full attention. For tables that it cannot
+    express, of sliding layers that are not plain and of families that came later, it is given a base that it fails on,
     instead of none; so do the releases of version 5 in which Olmo 3 has one table. What they make of
     every family that it knows is in ``benchmarks/results/older_loaders.json``.
     """
@@ -168,7 +168,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_older_keys(folder: str | Path) -> None:
-    """Have a checkpoint's config.json say its tables as transformers 4 reads them, too, in the same words.
+    """Have a checkpoint's config.json say its tables as transformers 4 reads them, too.
 
     A plain ``save_pretrained`` writes what transformers 5 reads alone, and version 4 takes such a folder for unpatched.
 
@@ -188,10 +188,10 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
     parameters = text.get("rope_parameters")
     if not isinstance(parameters, Mapping):
         return []
-    wanted = older_keys(str(text.get("model_type")), parameters)
-    said = {key: text[key] for key in {*wanted, "rope_scaling"} if text.get(key) is not None}
+    expected = older_keys(str(text.get("model_type")), parameters)
+    stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}
     return [
-        f"{key} is {said[key]!r}, rope_parameters says {wanted.get(key)!r}"
-        for key in sorted(said)
-        if said[key] != wanted.get(key)
+        f"{key} is {stated[key]!r}, rope_parameters says {expected.get(key)!r}"
+        for key in sorted(stated)
+        if stated[key] != expected.get(key)
     ]

@@ -80,17 +80,17 @@ def find_rotary(model: nn.Module) -> RotaryLocation:
     if not isinstance(base, PreTrainedModel):
         raise TypeError(f"expected a transformers model, got {type(base).__name__}")
     decoder = _decoder_of(base)
-    found = [module for module in decoder.modules() if isinstance(module, PatchedRotary) or original_tables(module)]
-    if not found:
+    modules = [module for module in decoder.modules() if isinstance(module, PatchedRotary) or original_tables(module)]
+    if not modules:
         raise ValueError(
             f"found no rotary table in {type(base).__name__}: rope_patch needs a module with an 'inv_freq' buffer"
         )
-    if len(found) > 1:
+    if len(modules) > 1:
         raise ValueError(
-            f"{type(base).__name__} has {len(found)} rotary modules of its own ({type(found[0]).__name__}, …): "
+            f"{type(base).__name__} has {len(modules)} rotary modules of its own ({type(modules[0]).__name__}, …): "
             "rope_patch patches decoders with one shared rotary embedding"
         )
-    module = found[0]
+    module = modules[0]
     path = next(name for name, child in base.named_modules() if child is module)
     configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
     distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
@@ -126,7 +126,7 @@ def holds_adapters_twice(model: nn.Module) -> bool:
 
 
 def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
-    """The stock tables a module owns, by layer type."""
+    """Return the tables that a module of transformers owns, by layer type."""
     return {
         name.removesuffix("inv_freq").removesuffix("_") or None: buffer
         for name, buffer in module.named_buffers(recurse=False)
@@ -134,29 +134,29 @@ def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
     }
 
 
-def outside_readers(site: RotaryLocation) -> list[str]:
+def outside_readers(location: RotaryLocation) -> list[str]:
     """Name the classes that read the config's ``rope_parameters`` besides the rotary embedding.
 
     DeepSeek's attention takes a scale from it, Ministral 3's a temperature, Moonshine's encoder a table of its own:
-    there, a table cannot be respelled without changing more than the table. The partial factor is a shape, which no
-    spelling changes.
+    there, another encoding of a table would change more than the table. The partial factor is a shape, which none
+    changes.
     """
-    rotary = type(site.module.original if isinstance(site.module, PatchedRotary) else site.module)
-    inside = set(site.decoder.modules())
+    rotary = type(location.module.original if isinstance(location.module, PatchedRotary) else location.module)
+    inside = set(location.decoder.modules())
     classes = {type(module) for module in inside} - {rotary, PatchedRotary}
     names = {cls.__name__ for cls in classes if _reads_rope_parameters(cls)}  # type: ignore[arg-type]
-    for module in set(site.model.modules()) - inside:
-        if any(getattr(module, "config", None) is config for config in site.configs) and (
+    for module in set(location.model.modules()) - inside:
+        if any(getattr(module, "config", None) is config for config in location.configs) and (
             original_tables(module) or _reads_rope_parameters(type(module))  # type: ignore[arg-type]
         ):
             names.add(type(module).__name__)
     return sorted(names)
 
 
-def other_tables(site: RotaryLocation) -> list[str]:
+def other_tables(location: RotaryLocation) -> list[str]:
     """Return the paths of the rotary modules outside the text decoder, such as an encoder's."""
-    inside = set(site.decoder.modules())
-    return [name for name, module in site.model.named_modules() if module not in inside and original_tables(module)]
+    inside = set(location.decoder.modules())
+    return [name for name, module in location.model.named_modules() if module not in inside and original_tables(module)]
 
 
 @functools.cache

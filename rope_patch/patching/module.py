@@ -1,4 +1,4 @@
-"""The rotary embedding that is put into a model: stock arithmetic over tables that nothing can change."""
+"""The rotary embedding that is put into a model: the original arithmetic over tables that nothing can change."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rope_patch.tables import RotaryTable
 
 
 class PatchedRotary(nn.Module):
-    """The rotary embedding that is swapped in: stock arithmetic over tables nothing can change.
+    """The rotary embedding that is swapped in: the original arithmetic over tables that nothing can change.
 
-    A stock ``inv_freq`` is a buffer, and casts, ``to_empty``, sharding and re-initialisation corrupt it in silence.
-    Here a table is a tuple of Python numbers; the tensor made from it is cached per device and is neither buffer nor
-    parameter. It is called as the stock modules are, ``rotary_emb(x, position_ids[, layer_type]) -> (cos, sin)``, and
-    computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table.
+    The original ``inv_freq`` is a buffer, which casts, ``to_empty``, sharding and re-initialisation corrupt in silence.
+    In this module a table is a tuple of Python numbers; the tensor of them is cached per device, and is neither buffer
+    nor parameter. It is called as the original modules are, ``rotary_emb(x, position_ids[, layer_type]) -> (cos,
+    sin)``, and computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table.
 
     Args:
         tables: one table per layer type of the module; a single one with ``layer_type`` None on unmixed models.
         original: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
         precision: ``"float64"`` multiplies positions and frequencies in double, for positions beyond about 1e5.
-        keep_float32: return float32 whatever the model computes in, as the stock module does (OLMo, ERNIE 4.5).
+        keep_float32: return float32 whatever the model computes in, as the original module does (OLMo, ERNIE 4.5).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PatchedRotary(nn.Module):
         self._scaling = {kind: float(table.attention_scaling) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         self._original = (original,)  # in a tuple: out of reach of casts and of state_dict
-        # What attention code may look up on a stock module.
+        # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)
         for kind, scaling in self._scaling.items():
@@ -70,7 +70,7 @@ class PatchedRotary(nn.Module):
         return cached
 
     def __getattr__(self, name: str) -> Any:
-        """Answer for the stock module: its buffers (``inv_freq``, ``full_attention_inv_freq`` …) and attributes."""
+        """Answer for the original module: its buffers (``inv_freq``, ``full_attention_inv_freq`` …) and attributes."""
         if name.endswith("inv_freq") and "_numbers" in self.__dict__:
             kind = name.removesuffix("inv_freq").removesuffix("original_").removesuffix("_") or None
             if kind in self._numbers:
@@ -85,7 +85,7 @@ class PatchedRotary(nn.Module):
         """Return cos and sin: (batch, tokens, rotary_dim) each, in the dtype of ``x``, or as ``keep_float32`` says.
 
         Args:
-            x: any tensor of the wanted dtype and device.
+            x: any tensor of the dtype and on the device to compute for.
             position_ids: (batch, tokens) [tokens].
             layer_type: which table, on models that have several.
         """

@@ -21,11 +21,11 @@ class _Used(Exception):
     """Something that was computed depends on cos or sin."""
 
 
-_found: dict[Any, str | None] = {}
-"""What was found of a class under a config: nothing else has a say in it."""
+_reasons: dict[Any, str | None] = {}
+"""By class, config and layer type: why a table cannot be patched, None where it can."""
 
 
-def check_use(site: RotaryLocation, tables: Mapping[str | None, RotaryTable], chosen: Sequence[str | None]) -> None:
+def check_use(location: RotaryLocation, tables: Mapping[str | None, RotaryTable], chosen: Sequence[str | None]) -> None:
     """Raise unless the layers of a model use its rotary tables, and ours in their place.
 
     The model's own code runs on a copy of its decoder that is built from the config on the meta device, without
@@ -33,7 +33,7 @@ def check_use(site: RotaryLocation, tables: Mapping[str | None, RotaryTable], ch
     left to be found out in use.
 
     Args:
-        site: where the model keeps its tables.
+        location: where the model keeps its tables.
         tables: those it shall have.
         chosen: the layer types to patch.
 
@@ -41,34 +41,34 @@ def check_use(site: RotaryLocation, tables: Mapping[str | None, RotaryTable], ch
         ValueError: no layer depends on a table (ALiBi, layers without rotary embeddings), or the model calls its rotary
             embedding with what a table of one position axis cannot answer.
     """
-    decoder = site.decoder
+    decoder = location.decoder
     config = decoder.config.to_json_string(use_diff=False)
     for kind in chosen:
         key = (type(decoder), config, kind)
-        if key not in _found:
-            if len(_found) == 256:
-                _found.clear()
-            _found[key] = _reason(site, tables, kind)
-        if (reason := _found[key]) is not None:
-            raise ValueError(f"{type(site.model).__name__} {reason}. Nothing was changed")
+        if key not in _reasons:
+            if len(_reasons) == 256:
+                _reasons.clear()
+            _reasons[key] = _reason(location, tables, kind)
+        if (reason := _reasons[key]) is not None:
+            raise ValueError(f"{type(location.model).__name__} {reason}. Nothing was changed")
 
 
-def _reason(site: RotaryLocation, tables: Mapping[str | None, RotaryTable], kind: str | None) -> str | None:
+def _reason(location: RotaryLocation, tables: Mapping[str | None, RotaryTable], kind: str | None) -> str | None:
     """Say why a table cannot be patched; None where it can, or where the copy does not tell."""
-    decoder = _without_weights(site.decoder)
-    path = next(name for name, module in site.decoder.named_modules() if module is site.module)
+    decoder = _without_weights(location.decoder)
+    path = next(name for name, module in location.decoder.named_modules() if module is location.module)
     if decoder is None:
         return None
-    stock = decoder.get_submodule(path)
-    used, calls = _run(decoder, stock, kind)
+    original = decoder.get_submodule(path)
+    used, calls = _run(decoder, original, kind)
     if used is False:
         what = "its rotary embedding" if kind is None else f"its table for {kind}"
         return f"does not use {what}: no layer turns queries or keys with it, and a patch would change nothing"
-    ours = PatchedRotary(tables, stock)
+    patched = PatchedRotary(tables, original)
     for args, kwargs, shapes in calls:
         axes = next((tensor.ndim for tensor in _tensors((args[1:], kwargs))), 2)
         try:
-            same = [tensor.shape for tensor in _tensors(ours(*args, **kwargs))] == shapes
+            same = [tensor.shape for tensor in _tensors(patched(*args, **kwargs))] == shapes
         except Exception as error:
             return f"calls its rotary embedding as a patched one cannot be called ({type(error).__name__}: {error})"
         if not same:

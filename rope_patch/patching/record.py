@@ -189,6 +189,11 @@ def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]
     return set(one) == set(other) and all(one[key].matches(other[key]) for key in one)
 
 
+def hashes(tables: Mapping[str, TableRecord]) -> str:
+    """Name tables in a message."""
+    return ", ".join(f"{key} {table.hash}" for key, table in tables.items())
+
+
 def key_of(layer_type: str | None) -> str:
     """Return the JSON key of a layer type."""
     return layer_type or "all"
@@ -249,12 +254,12 @@ _LAYOUT: Mapping[str, tuple[Callable[[Any], bool], str, bool]] = {
 
 
 def _check_layout(data: Mapping[str, Any]) -> None:
-    for key, (holds, wanted, needed) in _LAYOUT.items():
+    for key, (holds, rule, needed) in _LAYOUT.items():
         if key not in data:
             if needed:
-                raise ValueError(f"the rope_patch record lacks {key!r}, {wanted}")
+                raise ValueError(f"the rope_patch record lacks {key!r}, {rule}")
         elif not holds(data[key]):
-            raise _malformed(key, wanted, data[key])
+            raise _malformed(key, rule, data[key])
     kinds = {key_of(kind) for kind in data["layer_types"]}
     if data["tables"].keys() != data["base_tables"].keys() or not kinds <= data["tables"].keys():
         raise ValueError(
@@ -263,10 +268,10 @@ def _check_layout(data: Mapping[str, Any]) -> None:
         )
 
 
-def _malformed(key: str, wanted: str, found: Any) -> ValueError:
-    text = json.dumps(found, default=str)
+def _malformed(key: str, rule: str, value: Any) -> ValueError:
+    text = json.dumps(value, default=str)
     return ValueError(
-        f"the rope_patch record is malformed: {key!r} must be {wanted}, got "
+        f"the rope_patch record is malformed: {key!r} must be {rule}, got "
         f"{text if len(text) <= 80 else text[:80] + ' …'}. Restore the file from its source"
     )
 

@@ -84,21 +84,21 @@ def inspect_model(model: nn.Module) -> Inspection:
         TypeError: no model of transformers.
         ValueError: a model without a rotary table that could be patched.
     """
-    site = find_rotary(model)
-    record = site.record
+    location = find_rotary(model)
+    record = location.record
     missing = [] if record is None or record.missing is None else [record.missing]
-    if isinstance(site.module, PatchedRotary):
-        in_use = tuple(site.module.tables.values())
+    if isinstance(location.module, PatchedRotary):
+        in_use = tuple(location.module.tables.values())
         lost = ["patched, but its config has lost the record"] if record is None else []
-        return Inspection(type(site.model).__name__, in_use, record, (*missing, *_scaling_warnings(in_use), *lost))
+        return Inspection(type(location.model).__name__, in_use, record, (*missing, *_scaling_warnings(in_use), *lost))
     # Read what the config in force describes, patched or not, without the record's base.
-    by_layer_type, warnings = read_tables(_without_record(site), strict=False)
+    by_layer_type, warnings = read_tables(_without_record(location), strict=False)
     if record is not None:
         records = {key_of(kind): TableRecord.of(table) for kind, table in by_layer_type.items()}
         warnings += _differences(record.tables, records, "record")
     in_use = tuple(by_layer_type.values())
-    warnings += [*_scaling_warnings(in_use), *_cast_warnings(in_use, getattr(site.config, "dtype", None))]
-    return Inspection(type(site.model).__name__, in_use, record, (*missing, *warnings))
+    warnings += [*_scaling_warnings(in_use), *_cast_warnings(in_use, getattr(location.config, "dtype", None))]
+    return Inspection(type(location.model).__name__, in_use, record, (*missing, *warnings))
 
 
 def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:
@@ -123,17 +123,17 @@ def _cast_warnings(tables: Sequence[RotaryTable], dtype: torch.dtype | None) -> 
         )
 
 
-def _without_record(site: RotaryLocation) -> RotaryLocation:
-    config = copy.deepcopy(site.config)
+def _without_record(location: RotaryLocation) -> RotaryLocation:
+    config = copy.deepcopy(location.config)
     config.__dict__.pop("rope_patch", None)
-    return replace(site, configs=(config,))
+    return replace(location, configs=(config,))
 
 
 def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRecord:
     """Check that the model really uses the tables its record describes; raise with the difference if not.
 
-    The method is applied again to the base table, the config is read as a stock loader would, and the rotary module is
-    called and its cos and sin compared.
+    The method is applied again to the base table, the config is read as transformers alone would read it, and the
+    rotary module is called and its cos and sin compared.
 
     Args:
         model: a patched model, in memory or loaded from a patched folder, with or without this package.
@@ -145,12 +145,12 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
     Raises:
         PatchError: no record, or any difference.
     """
-    site = find_rotary(model)
-    own = site.record
+    location = find_rotary(model)
+    own = location.record
     expected = record or own
     if expected is None:
         raise PatchError(
-            f"{type(site.model).__name__} carries no patch record: it is not patched, or the patch was lost"
+            f"{type(location.model).__name__} carries no patch record: it is not patched, or the patch was lost"
         )
     expected.warn_of_missing()
     problems = []
@@ -159,59 +159,61 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
     if own is None:
         problems.append("the model carries no patch record")
     else:
-        base, redone, _ = _redone(site, own)
+        base, redone, _ = _redone(location, own)
         problems += _differences(own.base_tables, {key_of(k): TableRecord.of(s) for k, s in base.items()}, "base table")
         problems += _differences(own.tables, {key_of(k): TableRecord.of(s) for k, s in redone.items()}, "method")
         length = own.target_length or int(own.base_config["max_position_embeddings"])
-        module_class = type(site.module.original if isinstance(site.module, PatchedRotary) else site.module)
-        said = original_rotary(module_class, config_with(site.config, settings_of(site.config)))
-        problems += [f"config: {p}" for p in measure(said, own.tables, torch.device("cpu"))]
-        if site.config.max_position_embeddings != length:
+        module_class = type(location.module.original if isinstance(location.module, PatchedRotary) else location.module)
+        rebuilt = original_rotary(module_class, config_with(location.config, settings_of(location.config)))
+        problems += [f"config: {p}" for p in measure(rebuilt, own.tables, torch.device("cpu"))]
+        if location.config.max_position_embeddings != length:
             problems.append(
-                f"max_position_embeddings is {site.config.max_position_embeddings}, the record says {length}"
+                f"max_position_embeddings is {location.config.max_position_embeddings}, the record says {length}"
             )
-    if not any(buffer.is_meta for buffer in site.module.buffers()):  # without weights only the config can be checked
-        problems += [f"in use: {p}" for p in measure(site.module, expected.tables, device_of(site.model))]
+    if not any(
+        buffer.is_meta for buffer in location.module.buffers()
+    ):  # without weights only the config can be checked
+        problems += [f"in use: {p}" for p in measure(location.module, expected.tables, device_of(location.model))]
     if problems:
         raise PatchError(
-            f"{type(site.model).__name__} does not use the tables of {expected.to_method()}:\n  "
+            f"{type(location.model).__name__} does not use the tables of {expected.to_method()}:\n  "
             + "\n  ".join(problems)
         )
     return expected
 
 
-def method_of(site: RotaryLocation, record: PatchRecord) -> Method:
+def method_of(location: RotaryLocation, record: PatchRecord) -> Method:
     """Return a record's method; where its class is missing and the config has its tables, with their encodings."""
     method = record.to_method()
-    if isinstance(method, RecordedMethod) and site.record is not None and site.record.tables == record.tables:
-        encodings = {key_of(kind): encoding_of(site.config, kind) for kind in record.layer_types}
+    if isinstance(method, RecordedMethod) and location.record is not None and location.record.tables == record.tables:
+        encodings = {key_of(kind): encoding_of(location.config, kind) for kind in record.layer_types}
         return replace(method, encodings=encodings)
     return method
 
 
-def _redone(site: RotaryLocation, record: PatchRecord) -> tuple[Tables, Tables, dict[str, Any]]:
+def _redone(location: RotaryLocation, record: PatchRecord) -> tuple[Tables, Tables, dict[str, Any]]:
     """Apply a record's method again: the base tables, the tables, and the config that says them."""
-    base, _ = read_tables(site, freeze_at=record.freeze_at)
-    method = method_of(site, record)
+    base, _ = read_tables(location, freeze_at=record.freeze_at)
+    method = method_of(location, record)
     again = {kind: method(table) if kind in record.layer_types else table for kind, table in base.items()}
     length = record.target_length or int(record.base_config["max_position_embeddings"])
-    redone, settings = encode(site, base, again, length)
+    redone, settings = encode(location, base, again, length)
     return base, redone, settings
 
 
-def edits_since(site: RotaryLocation) -> list[str]:
+def edits_since(location: RotaryLocation) -> list[str]:
     """Return what somebody has changed in a patched model's config since the patch, a line for each key."""
-    record = site.record
+    record = location.record
     if record is None:
         return []
-    wanted, said = (
-        dict(_flat(settings_of(config_with(site.config, settings))))
-        for settings in (_redone(site, record)[2], settings_of(site.config))
+    recorded, current = (
+        dict(_flat(settings_of(config_with(location.config, settings))))
+        for settings in (_redone(location, record)[2], settings_of(location.config))
     )
     return [
-        f"{key} {wanted.get(key, 'absent')} -> {said.get(key, 'absent')}"
-        for key in sorted({*wanted, *said})
-        if wanted.get(key) != said.get(key)
+        f"{key} {recorded.get(key, 'absent')} -> {current.get(key, 'absent')}"
+        for key in sorted({*recorded, *current})
+        if recorded.get(key) != current.get(key)
     ]
 
 
@@ -223,13 +225,13 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, list(value) if isinstance(value, tuple) else value
 
 
-def _differences(wanted: Mapping[str, TableRecord], got: Mapping[str, TableRecord], what: str) -> list[str]:
-    if set(wanted) != set(got):
-        return [f"{what}: layer types are {sorted(got)}, the record has {sorted(wanted)}"]
+def _differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, TableRecord], what: str) -> list[str]:
+    if set(recorded) != set(tables):
+        return [f"{what}: layer types are {sorted(tables)}, the record has {sorted(recorded)}"]
     return [
-        f"{what} [{key}]: table {got[key].hash}, the record says {wanted[key].hash}"
-        for key in wanted
-        if not wanted[key].matches(got[key])
+        f"{what} [{key}]: table {tables[key].hash}, the record says {recorded[key].hash}"
+        for key in recorded
+        if not recorded[key].matches(tables[key])
     ]
 
 

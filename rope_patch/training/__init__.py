@@ -1,1 +1,1 @@
-"""What the recipes and the studies share: data, collators, the loss and the trainer."""
+"""The fine-tuning recipe: options, data, collators, the trainer, evaluation and results of a run."""

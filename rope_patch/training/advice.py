@@ -1,4 +1,4 @@
-"""What to change when a step does not fit into the GPU's memory, with the totals a plan predicts."""
+"""Advice for a step that does not fit into the GPU's memory: what to change, and the total that a plan predicts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rope_patch.planning import Plan, Shape, plan, shape_of
 
 GIB = 2**30
 
-PLAIN = (
-    "No plan covers this step ({reason}). What takes less memory, in this order: gradient_checkpointing=True; "
+WITHOUT_PLAN = (
+    "No plan covers this step ({reason}). These take less memory, in this order: gradient_checkpointing=True; "
     'per_device_train_batch_size=1 with more gradient_accumulation_steps; attn_implementation="flash_attention_2"; '
     'optim="adamw_8bit"; a frozen model in 4 bits under LoRA; shorter rows; FSDP over more GPUs'
 )
@@ -24,70 +24,70 @@ PLAIN = (
 def oom_advice(
     model: Any, args: TrainingArguments, length: int, gpu_memory: float | None, *, batch: int | None = None
 ) -> str:
-    """Return what a step was predicted to take, by part, and what to change, with the total each change leads to.
+    """Return the predicted memory of a step, by part, and what to change, with the total after each change.
 
     Args:
         model: the one that ran out of memory, bare or under PEFT.
-        args: what it was trained with.
+        args: of its training.
         length: of the longest row [tokens].
-        gpu_memory: of one GPU [GiB]; None where it is not known, then the parts are all that is said.
-        batch: rows of one pass; by default as ``args`` say.
+        gpu_memory: of one GPU [GiB]; if None, only the parts are returned.
+        batch: rows of one pass; by default those of ``args``.
 
     Returns:
-        A few lines; plain words where no plan covers the model.
+        A few lines; general advice where no plan covers the model.
     """
     try:
         planned = _plan(model, args, length, batch or args.per_device_train_batch_size)
         return "\n".join(_lines(planned, gpu_memory))
-    except Exception as error:  # whatever it is, it must not hide the first one
-        return PLAIN.format(reason=error)
+    except Exception as error:  # no failure of the advice may hide the first error
+        return WITHOUT_PLAN.format(reason=error)
 
 
 def _lines(planned: Plan, gpu_memory: float | None) -> Iterator[str]:
     o = planned.options
-    said = f"{o.batch} x {o.length} tokens on each GPU were predicted to take {planned.total / GIB:.1f} GiB"
-    yield f"{said}: {_parts(planned)}"
+    prediction = f"{o.batch} x {o.length} tokens on each GPU were predicted to take {planned.total / GIB:.1f} GiB"
+    yield f"{prediction}: {_parts(planned)}"
     if gpu_memory is None:
         return
     if planned.fits(gpu_memory):
         yield (
             f"That fits into {gpu_memory:.1f} GiB. Look for other processes on the GPU (nvidia-smi), and set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragments"
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation"
         )
         return
-    yield f"The GPU has {gpu_memory:.1f} GiB. Change, each after those before it:"
+    yield f"The GPU has {gpu_memory:.1f} GiB. Change these, each after those before it:"
     yield from changes(planned, gpu_memory)
 
 
 def changes(planned: Plan, gpu_memory: float) -> Iterator[str]:
-    """Yield what to change in a run that does not fit, in order, with the total each change leads to [GiB]."""
+    """Yield what to change in a run that does not fit, in order, with the total after each change [GiB]."""
     longest = planned.longest(gpu_memory)
     if planned.options.dtype == "float32" and planned.options.lora_rank is not None:
         planned = planned.but(dtype="bfloat16")
         yield _line("dtype=torch.bfloat16 for the model (recipe: model.dtype=bfloat16)", planned.total)
     for step in planned.advice(gpu_memory):
-        yield _line(_words(step.changes), step.total, step.cost)
+        yield _line(_setting(step.changes), step.total, step.cost)
         planned = planned.but(**step.changes)
     if not planned.fits(gpu_memory):
-        yield "Nothing known here makes it fit"
+        yield "No change that the plan knows makes it fit"
     if longest:
         yield f"Or shorter rows: up to {longest} tokens fit without these steps"
 
 
-def _line(words: str, total: int, cost: str = "") -> str:
-    return f"- {words}: {total / GIB:.1f} GiB" + (f" ({cost})" if cost else "")
+def _line(change: str, total: int, cost: str = "") -> str:
+    return f"- {change}: {total / GIB:.1f} GiB" + (f" ({cost})" if cost else "")
 
 
 def _parts(planned: Plan) -> str:
-    """The parts that make up the total, largest first; of those that take turns, only the largest is in it."""
+    """The parts of the total, largest first; of those that are never in memory together, only the largest."""
     turns = max((part for part in planned.parts if part.turns), key=lambda part: part.bytes)
     parts = [part for part in planned.parts if not part.turns or part is turns]
     parts = sorted((p for p in parts if p.bytes >= planned.total / 100), key=lambda part: -part.bytes)
     return ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in parts)
 
 
-def _words(changes: Mapping[str, Any]) -> str:
-    """Say an option of a plan as users of Trainer set it, and as the recipe does."""
+def _setting(changes: Mapping[str, Any]) -> str:
+    """Return an option of a plan as users of Trainer set it, and as the recipe does."""
     match changes:
         case {"loss": _}:
             return "train through rope_patch.modeling.loss.fuse(model), as LongTrainer does"
@@ -111,10 +111,10 @@ def _words(changes: Mapping[str, Any]) -> str:
 
 
 def _plan(model: Any, args: TrainingArguments, length: int, batch: int) -> Plan:
-    """Return the plan of what runs.
+    """Return the plan of a step.
 
     Raises:
-        ValueError: a model, an adapter or a quantization that plans do not know.
+        ValueError: a model, an adapter or a quantization that no plan covers.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with torch.device("meta"):  # without adapters and packed weights, which a shape would take for the model's own
@@ -128,7 +128,7 @@ def _plan(model: Any, args: TrainingArguments, length: int, batch: int) -> Plan:
         batch=batch,
         **_adapters(model, base, shape),
         quantization=_quantization(base),
-        # Others, such as Adafactor and Lion, keep less than AdamW.
+        # Others, such as Adafactor and Lion, have fewer states than AdamW.
         optimizer="adamw_8bit" if "8bit" in optimizer else "sgd" if optimizer == "sgd" else "adamw",
         checkpointing=any(getattr(module, "gradient_checkpointing", False) for module in base.modules()),
         loss="fused" if getattr(base, "_rope_patch_fused", False) else "naive",
@@ -149,8 +149,8 @@ def _adapters(model: Any, base: Any, shape: Shape) -> dict[str, Any]:
     if not names:
         raise ValueError(f"adapters of type {config.peft_type.value} on none of the projections")
     copies = [p for name, p in base.named_parameters() if ".modules_to_save." in name]
-    beside = any(p.numel() == shape.embedding for p in copies)
-    return {"lora_rank": config.r, "target_modules": tuple(sorted(names)), "long_lora": beside}
+    embeddings = any(p.numel() == shape.embedding for p in copies)
+    return {"lora_rank": config.r, "target_modules": tuple(sorted(names)), "long_lora": embeddings}
 
 
 def _quantization(base: Any) -> str:
@@ -159,20 +159,20 @@ def _quantization(base: Any) -> str:
     if getattr(base, "is_loaded_in_8bit", False):
         return "8bit"
     if getattr(base.config, "quantization_config", None) is not None:
-        raise ValueError("quantized otherwise than by bitsandbytes")
+        raise ValueError("the weights are not quantized by bitsandbytes")
     return "none"
 
 
 def _sharded(args: TrainingArguments) -> bool:
-    """Whether weights and states are divided among the GPUs: FSDP, or DeepSpeed's third stage."""
+    """Return whether weights and states are sharded: by FSDP, or by the third stage of DeepSpeed's ZeRO."""
     deepspeed = getattr(args, "hf_deepspeed_config", None)
     fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     return fsdp or (deepspeed is not None and bool(deepspeed.is_zero3()))
 
 
 def _sharing(args: TrainingArguments) -> int:
-    """How many GPUs share a row: context parallelism, or Ulysses."""
+    """Return the number of GPUs that share a row, under context parallelism or Ulysses."""
     from accelerate.parallelism_config import ParallelismConfig
 
-    config = args.parallelism_config or ParallelismConfig()  # accelerate launch tells it by the environment
+    config = args.parallelism_config or ParallelismConfig()  # accelerate launch sets it in the environment
     return max(getattr(config, "cp_size", None) or 1, getattr(config, "sp_size", None) or 1)

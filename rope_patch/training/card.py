@@ -6,9 +6,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rope_patch.training.judging import Judgement
 from rope_patch.training.models import BUNDLED
-from rope_patch.training.options import Options, read
+from rope_patch.training.reading import read
+from rope_patch.training.recipe import RecipeOptions
+from rope_patch.training.scores import RecipeScores
 
 TEMPLATE = """---
 {head}---
@@ -25,8 +26,8 @@ model = rope_patch.load("THIS FOLDER", dtype="{dtype}")
 ## Scores
 
 {scores}
-{worse}
-Retrieval: exact match on {asked} {task} prompts per length, with 95 % Wilson intervals{seen}.
+{compared}
+Retrieval: exact match on {asked} {task} prompts per length, with 95 % Wilson intervals{trained_on}.
 Perplexity: by position, over {windows} windows of held-out text.
 
 ## Training
@@ -44,18 +45,18 @@ Last losses: {losses}. torch {torch}, transformers {transformers}, Python {pytho
 {options}```
 """
 
-ONTO = """
-`peft` alone would load this adapter onto the stock rotary table without a word, and the model would be wrong:
+ADAPTER_WARNING = """
+`peft` alone would load this adapter onto the original rotary table without a warning, and the model would be wrong:
 `rope_patch.json` beside it says which patch it needs, and the line above applies it.
 """
 
 
-def card(results: dict[str, Any], final: Judgement) -> str:
+def card(results: dict[str, Any], final: RecipeScores) -> str:
     """Return the card.
 
     Args:
-        results: as in ``results.json``.
-        final: the judgement at the end, for its intervals.
+        results: the contents of ``results.json``.
+        final: the evaluation at the end, for its intervals.
     """
     options = read(base=results["options"])
     data, environment = options.data, results["environment"]
@@ -68,12 +69,14 @@ def card(results: dict[str, Any], final: Judgement) -> str:
         length=results["target_length"],
         version=environment["rope_patch"],
         what=_what(options, results["fit"]),
-        warning=ONTO if adapter and results["patch"] not in (None, "default") else "",
+        warning=ADAPTER_WARNING if adapter and results["patch"] not in (None, "default") else "",
         scores=_scores(results, final),
-        worse="\n**It scores lower than before training.**\n" if results["worse"] else "",
+        compared=_compared(results["changes"]),
         asked=len(final.retrieval.samples(final.lengths[0])),
         task=options.evaluation.task,
-        seen=", of a kind that was trained on" if data.retrieval and data.task == options.evaluation.task else "",
+        trained_on="; such prompts were among the training rows"
+        if data.retrieval and data.task == options.evaluation.task
+        else "",
         windows=final.perplexity.windows if final.perplexity else 0,
         command=results["command"],
         steps=results["steps"],
@@ -96,29 +99,37 @@ def card(results: dict[str, Any], final: Judgement) -> str:
 
 def _patch(results: dict[str, Any]) -> str:
     """The patch in a title; the values of a learned table are in its record."""
-    found = results["patch"] or "no patch"
-    return "a learned table" if "table:" in found else found
+    patch = results["patch"] or "no patch"
+    return "a learned table" if "table:" in patch else patch
 
 
-def _head(options: Options, adapter: bool) -> str:
+def _head(options: RecipeOptions, adapter: bool) -> str:
     """The front matter, as YAML."""
-    made: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
-    if options.model.name not in BUNDLED:  # which no hub knows
-        made["base_model"] = options.model.name
-    return OmegaConf.to_yaml(OmegaConf.create({**made, "tags": ["rope_patch", "long-context"]}))
+    header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    if options.model.name not in BUNDLED:  # these are on no hub
+        header["base_model"] = options.model.name
+    return OmegaConf.to_yaml(OmegaConf.create({**header, "tags": ["rope_patch", "long-context"]}))
 
 
-def _what(options: Options, fit: dict[str, Any] | None) -> str:
-    lora, packed = options.lora, options.model.quantization
-    more = ", embeddings and norms too" if lora.long_lora else ""
-    said = [f"LoRA of rank {lora.rank}{more}" + (f", over weights in {packed}." if packed != "none" else ".")]
-    if not lora.rank:
-        said = ["Every weight was trained."]
+def _what(options: RecipeOptions, fit: dict[str, Any] | None) -> str:
+    lora, quantization = options.lora, options.model.quantization
+    beside = ", embeddings and norms too" if lora.long_lora else ""
+    base = f", over weights in {quantization}." if quantization != "none" else "."
+    sentences = [f"LoRA of rank {lora.rank}{beside}{base}" if lora.rank else "Every weight was trained."]
     if fit is not None:
-        said.append(f"The rotary table was fitted first, the weights frozen (kept: {fit['chosen']}).")
+        sentences.append(f"The rotary table was fitted first, while the weights were frozen (chosen: {fit['chosen']}).")
     if options.patch.trainable:
-        said.append("The rotary table was trained with them.")
-    return " ".join(said)
+        sentences.append("The rotary table was trained with them.")
+    return " ".join(sentences)
+
+
+def _compared(changes: list[dict[str, Any]]) -> str:
+    """What training changed, beyond the noise or not."""
+    lines = []
+    for change in changes:
+        sentence = change["sentence"]
+        lines.append(f"- **{sentence}**" if change["verdict"] == "worse" else f"- {sentence}")
+    return "\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def _curve(rows: list[dict[str, Any]], names: list[str]) -> str:
@@ -129,22 +140,22 @@ def _curve(rows: list[dict[str, Any]], names: list[str]) -> str:
     return "\n" + "\n".join(lines) + "\n"
 
 
-def _scores(results: dict[str, Any], final: Judgement) -> str:
+def _scores(results: dict[str, Any], final: RecipeScores) -> str:
     lines = ["| | before | after |", "|---|---|---|"]
     before, after = results["before"] or {}, results["after"]
     for name in list(after)[1:]:
         kind, *numbers = name.split("_")
-        known = "" if name not in before else f"{before[name]:.3g}"
+        earlier = "" if name not in before else f"{before[name]:.3g}"
         interval = ""
         if kind == "retrieval":
             low, high = final.retrieval.interval(int(numbers[0]))
             interval = f" ({low:.2f} to {high:.2f})"
         label = f"{kind} at {numbers[0]}" if kind == "retrieval" else f"{kind} {numbers[0]} to {numbers[1]}"
-        lines.append(f"| {label} | {known} | {after[name]:.3g}{interval} |")
+        lines.append(f"| {label} | {earlier} | {after[name]:.3g}{interval} |")
     return "\n".join(lines)
 
 
-def _data(options: Options) -> str:
+def _data(options: RecipeOptions) -> str:
     data = options.data
     source = "text that ships with CPython" if data.source == "builtin" else data.source
     stages = options.stages

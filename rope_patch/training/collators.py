@@ -1,8 +1,8 @@
-"""Ways to train short for long: which positions a row of tokens is given, and what the masks need for it.
+"""Collators: the positions that a row of tokens is given, and the masks that go with them.
 
 Positions that do not rise by one start a new segment for transformers' packed attention when no mask is sent (see
 ``masking_utils``). So the collators that skip positions send an all-ones mask, which keeps plain causal attention, and
-the one that keeps documents apart sends none.
+the one that separates documents sends none.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor
 from rope_patch.modeling.loss import IGNORED
 
 Example = Mapping[str, Any]
-"""``ids``: tokens; ``index``: its number in the data, from which all randomness comes; ``weights``: how much each label
-counts, 0 for none, or None where all count 1; ``starts``: where documents begin. The last two may be missing."""
+"""``ids``: tokens; ``index``: number of the example, which seeds all randomness; ``weights``: of each label in the
+loss, or None where all are 1; ``starts``: where documents begin. The last two may be missing."""
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Rows as they are: positions from 0, each token sees all before it.
+    """Rows with positions from 0, in which each token attends to all before it.
 
     Attributes:
-        pad: id that fills short rows on the right; not predicted, not seen by what stands before it.
-        seed: of the positions, with the number of the example: the same example gets the same ones in every run.
+        pad: id that fills short rows on the right; it is not predicted, and no token before it attends to it.
+        seed: of the positions, together with the number of the example, so that they are the same in every run.
     """
 
     pad: int = 0
     seed: int = 0
 
     def __call__(self, examples: Sequence[Example | list[Any]]) -> dict[str, Any]:
-        """Return ``input_ids``, ``labels``, ``weights``, ``position_ids`` and what masks need: (rows, tokens) each.
+        """Return ``input_ids``, ``labels``, ``weights``, ``position_ids`` and the mask: (rows, tokens) each.
 
         Args:
             examples: rows, or lists of rows.
@@ -55,15 +55,15 @@ class Collator:
             row = self.positions(size, example)
             positions[i] = torch.cat([row, torch.arange(width - size) + (int(row[-1]) + 1 if size else 0)])
         labels[weights == 0] = IGNORED
-        made = {"input_ids": ids, "labels": labels, "weights": weights, "position_ids": positions}
-        return made | self.masks(ids, examples)
+        batch = {"input_ids": ids, "labels": labels, "weights": weights, "position_ids": positions}
+        return batch | self.masks(ids, examples)
 
     def positions(self, size: int, example: Example) -> Tensor:
         """Return the positions of a row of ``size`` tokens: (size,)."""
         return torch.arange(size)
 
     def masks(self, ids: Tensor, examples: Sequence[Example]) -> dict[str, Any]:
-        """Return what keeps attention causal over the whole row, whatever the positions."""
+        """Return a mask that keeps attention causal over the whole row, whatever the positions."""
         return {"attention_mask": torch.ones_like(ids)}
 
     def rng(self, example: Example) -> random.Random:
@@ -73,9 +73,9 @@ class Collator:
 
 @dataclass(frozen=True)
 class PackedCollator(Collator):
-    """Documents packed into a row that do not see each other: positions start again at each, and no mask is sent.
+    """Documents packed into a row that do not attend to each other: positions start at 0 in each, and no mask is sent.
 
-    Under flash attention transformers looks for segments in single rows only: train with one row per pass there.
+    Under flash attention transformers detects documents in single rows only: train with one row per pass.
     """
 
     def positions(self, size: int, example: Example) -> Tensor:
@@ -92,7 +92,7 @@ class PackedCollator(Collator):
 
 @dataclass(frozen=True)
 class PoSECollator(Collator):
-    """A short row cut into chunks, with positions skipped between them: distances up to the target are seen.
+    """A short row cut into chunks, with positions skipped between them, so that distances up to the target occur.
 
     *Source*: Zhu et al. (2023), PoSE, arXiv:2309.10400, section 3: chunk lengths and skips drawn uniformly per example.
     Ours starts the first chunk at a random position too when ``offset`` is set; theirs starts at 0.
@@ -122,10 +122,10 @@ class PoSECollator(Collator):
         skips = sorted(rng.randint(0, room) for _ in range(self.chunks))
         if not self.offset:
             skips[0] = 0
-        made = torch.arange(size)
+        positions = torch.arange(size)
         for cut, skip in zip([0, *cuts], skips, strict=True):
-            made[cut:] = torch.arange(cut, size) + skip
-        return made
+            positions[cut:] = torch.arange(cut, size) + skip
+        return positions
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class RandPosCollator(Collator):
     target: int = 4096
 
     def positions(self, size: int, example: Example) -> Tensor:
-        """Return ``size`` different positions, rising.
+        """Return ``size`` different positions in rising order.
 
         Raises:
             ValueError: a row longer than the target.

@@ -22,10 +22,10 @@ BOUNDARIES = ("join", "apart", "whole")
 
 @dataclass(frozen=True, eq=False)
 class WeightedDocument(TokenDocument):
-    """A document some of whose tokens count more, or not at all.
+    """A document whose tokens have different weights in the loss.
 
     Attributes:
-        weights: (tokens,) of each label; None where all count 1.
+        weights: (tokens,) of each label; None where all are 1.
     """
 
     weights: Tensor | None = None
@@ -44,7 +44,7 @@ def pack(documents: Iterable[TokenDocument], length: int, boundaries: Boundaries
 
     Yields:
         ``ids``, ``index`` (number of the row), ``starts`` of the documents within the row, and ``weights`` of its
-        labels (None where all count 1).
+        labels (None where all are 1).
 
     Raises:
         ValueError: a length below 2, or unknown boundaries.
@@ -59,27 +59,27 @@ def pack(documents: Iterable[TokenDocument], length: int, boundaries: Boundaries
     starts: list[int] = []
     weighted = False
 
-    def row() -> dict[str, Any]:
+    def current_row() -> dict[str, Any]:
         return {"ids": ids, "index": next(index), "starts": starts, "weights": weights if weighted else None}
 
     for document in documents:
         own = getattr(document, "weights", None)
         size, done = len(document.ids), 0
         while done < size:
-            starts.append(len(ids))  # what is left of a document goes on in the next row as a start of its own
+            starts.append(len(ids))  # the rest of a document counts as a start in the next row
             stop = min(size, done + length - len(ids))
             ids += document.ids[done:stop].tolist()
             weights += [1.0] * (stop - done) if own is None else own[done:stop].tolist()
             weighted, done = weighted or own is not None, stop
             if len(ids) == length or (boundaries == "whole" and done == size):
-                yield row()
+                yield current_row()
                 ids, weights, starts, weighted = [], [], [], False
     if ids:
-        yield row()
+        yield current_row()
 
 
 def prompt_row(prompt: Prompt, index: int, answer_weight: float) -> dict[str, Any]:
-    """Return a retrieval prompt with its answer as a row, the tokens of the answer counting so much each."""
+    """Return a retrieval prompt with its answer as a row, in which the tokens of the answer have this weight."""
     size = len(prompt.ids)
     weights = [1.0] * (size - prompt.answer) + [answer_weight] * prompt.answer
     return {"ids": list(prompt.ids), "index": index, "starts": [0], "weights": weights}
@@ -96,16 +96,16 @@ def mix(
     seed: int = 0,
     first: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Put retrieval prompts between rows; which and where follows from the seed and the number of the row.
+    """Put retrieval prompts between rows; which and where depends on the seed and the number of the row alone.
 
     Args:
-        rows: of :func:`pack`; they are numbered anew.
-        maker: of prompts; give it a text that is not evaluated on.
+        rows: of :func:`pack`; they get new numbers.
+        maker: of prompts, from a text that is not used in evaluation.
         share: of all rows, in [0, 1].
         length: of a prompt [tokens].
         task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
-        answer_weight: how much a token of an answer counts.
-        seed: of all of it; evaluation draws its keys from seeds of its own.
+        answer_weight: weight of the answer's tokens in the loss.
+        seed: of prompts and places; evaluation draws its keys from other seeds.
         first: number of the first row.
 
     Raises:
@@ -131,8 +131,8 @@ def conversation(tokenizer: Any, messages: list[dict[str, Any]], learn: Literal[
     Args:
         tokenizer: of the model; it has a chat template.
         messages: of ``role`` and ``content``, as transformers' ``apply_chat_template`` takes them.
-        learn: which labels count: all, or those of the assistant's turns, each with the tokens that end it. One that
-            opens the conversation does not count: nothing tells where in its rendering it begins.
+        learn: which labels count: all, or those of the assistant's turns with the tokens that end each. A turn that
+            opens the conversation does not count: where its rendering begins cannot be found.
 
     Raises:
         ValueError: no chat template, one that refuses these messages, or one whose rendering of a turn depends on
@@ -156,8 +156,8 @@ def conversation(tokenizer: Any, messages: list[dict[str, Any]], learn: Literal[
             before, after = render(i, ask=True), render(i + 1)
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise ValueError(
-                    "this chat template renders earlier turns differently once later ones are there, or in tokens that "
-                    "run on from one turn to the next, so the assistant's cannot be told: set data.learn=all"
+                    "this chat template renders earlier turns differently once later ones follow, or joins turns into "
+                    "one token, so the assistant's tokens cannot be found: set data.learn=all"
                 )
             weights[len(before) : len(after)] = 1
     return WeightedDocument("conversation", torch.tensor(ids), weights=weights)

@@ -1,9 +1,10 @@
-"""The model of a run: loaded, patched, with adapters on what is to be trained."""
+"""The model of a run: loaded, patched, and given adapters."""
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import PatchRecord
 from rope_patch.planning.options import ALL_LINEAR
-from rope_patch.training.options import LoraOptions, ModelOptions, Options, Precision
+from rope_patch.training.options import LoraOptions, ModelOptions, Precision
+from rope_patch.training.recipe import RecipeOptions
 from rope_patch.words import did_you_mean
 
 ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
@@ -29,7 +31,7 @@ BUNDLED = ("llama", "gemma3")
 
 
 def resolve(name: str) -> str:
-    """Return the folder of a bundled checkpoint, or the name as it is: a folder of yours comes first.
+    """Return the folder of a bundled checkpoint, or the name itself; a folder of that name here has precedence.
 
     Example:
         >>> resolve("meta-llama/Llama-3.1-8B")
@@ -41,18 +43,18 @@ def resolve(name: str) -> str:
 def load_model(options: ModelOptions, compute: Precision = "bfloat16") -> tuple[Any, Any]:
     """Return model and tokenizer.
 
-    On a GPU the weights go to this process's own; quantized ones are quantized as they are read.
+    Quantized weights are loaded onto this process's GPU, where there is one, and quantized while they are read.
 
     Args:
         options: of the checkpoint.
-        compute: what quantized weights are multiplied in.
+        compute: precision of products with quantized weights.
 
     Raises:
-        ValueError: weights that are quantized already, asked to be quantized again.
-        OSError: nothing to load there; the message says what to do.
+        ValueError: ``model.quantization`` for weights that are quantized already, or an adapter in place of a model.
+        OSError: there is nothing to load; the message says what to do.
     """
-    kind = getattr(torch, options.dtype)
-    wanted: dict[str, Any] = {"dtype": kind, "attn_implementation": ATTENTION[options.attention]}
+    dtype = getattr(torch, options.dtype)
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION[options.attention]}
     shared: dict[str, Any] = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     source = resolve(options.name)
     if Path(source, checkpoints.ADAPTER_FILE).is_file():
@@ -60,13 +62,12 @@ def load_model(options: ModelOptions, compute: Precision = "bfloat16") -> tuple[
             f"{options.name} is an adapter: merge it into its base first (merge_and_unload), and save that"
         )
     if options.quantization != "none":
-        found = getattr(checkpoints.load_config(source, **shared), "quantization_config", None)
-        if found is not None:
+        if getattr(checkpoints.load_config(source, **shared), "quantization_config", None) is not None:
             raise ValueError(f"{options.name} is quantized already: set model.quantization=none")
-        wanted["quantization_config"] = _bitsandbytes(options.quantization, kind, getattr(torch, compute))
+        arguments["quantization_config"] = _bitsandbytes(options.quantization, dtype, getattr(torch, compute))
         local = int(os.environ.get("LOCAL_RANK", 0))
-        wanted["device_map"] = {"": local if torch.cuda.is_available() else "cpu"}
-    model = checkpoints.load(source, **wanted, **shared)
+        arguments["device_map"] = {"": local if torch.cuda.is_available() else "cpu"}
+    model = checkpoints.load(source, **arguments, **shared)
     return model, checkpoints.read_tokenizer(source, **shared)
 
 
@@ -78,16 +79,16 @@ def _bitsandbytes(quantization: str, storage: torch.dtype, compute: torch.dtype)
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
-        bnb_4bit_quant_storage=storage,  # so that FSDP can divide the packed weights with the others
+        bnb_4bit_quant_storage=storage,  # so that FSDP can shard the packed weights with the others
     )
 
 
-def prepare(model: Any, options: Options, fitted: Method | None = None) -> Any:
-    """Patch a model and put adapters on it; in place where the model is, and returned.
+def prepare(model: Any, options: RecipeOptions, fitted: Method | None = None) -> Any:
+    """Patch a model in place and add adapters to it.
 
     Args:
         model: of :func:`load_model`.
-        options: ``patch`` and ``lora`` are read.
+        options: their sections ``patch`` and ``lora`` are read.
         fitted: the table of ``patch.method=fit``.
 
     Returns:
@@ -95,7 +96,8 @@ def prepare(model: Any, options: Options, fitted: Method | None = None) -> Any:
 
     Raises:
         PatchError: the patch does not fit this model.
-        ValueError: a target that matches no projection (the known ones are named).
+        ValueError: a name that matches no projection (the known ones are listed), or a patch that the checkpoint has
+            already and that does not fit the options.
     """
     patch = options.patch
     names = target_names(model, options.lora.target_modules) if options.lora.rank else []
@@ -103,10 +105,16 @@ def prepare(model: Any, options: Options, fitted: Method | None = None) -> Any:
     if patch.method is None and own is not None:
         _check_own_patch(own, options)
     else:
+        if patch.method is None and not patch.trainable:
+            warnings.warn(
+                "there is no patch.method: the model keeps its original rotary table, so only its weights adapt to "
+                "longer rows; choose a method with `rope-patch methods`, or set patch.method=default to say so",
+                stacklevel=2,
+            )
         apply(
             model,
             fitted or as_method(patch.method or "default"),
-            target_length=_stated(model, options),
+            target_length=_stated_context(model, options),
             layer_types=patch.layer_types,
             freeze_at=patch.freeze_at,
             replace=patch.replace,
@@ -116,24 +124,24 @@ def prepare(model: Any, options: Options, fitted: Method | None = None) -> Any:
     return _adapt(model, options.lora, names, options.train.seed, options.model.revision)
 
 
-def _stated(model: Any, options: Options) -> int | None:
-    """The context to state: what was asked for, or the longest row where the checkpoint states no more."""
+def _stated_context(model: Any, options: RecipeOptions) -> int | None:
+    """The context that the config states: the given target, or the longest row if the checkpoint states less."""
     stated = int(find_rotary(model).config.max_position_embeddings)
-    asked = options.patch.target_length is not None
-    return options.target_length if asked or options.target_length >= stated else None
+    given = options.patch.target_length is not None
+    return options.target_length if given or options.target_length >= stated else None
 
 
-def _check_own_patch(own: PatchRecord, options: Options) -> None:
-    """The checkpoint's patch stays: refuse what would be ignored, and rows that it is not made for."""
-    given = [name for name in ("layer_types", "freeze_at", "replace") if getattr(options.patch, name)]
-    if given:
+def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:
+    """Refuse options that would be ignored because the checkpoint keeps its patch, and rows beyond its context."""
+    ignored = [name for name in ("layer_types", "freeze_at", "replace") if getattr(options.patch, name)]
+    if ignored:
         raise ValueError(
-            f"patch.{given[0]} without patch.method would change nothing: the checkpoint keeps its own "
+            f"patch.{ignored[0]} without patch.method would change nothing: the checkpoint keeps its own "
             f"{own.to_method()}"
         )
     if own.target_length is not None and options.target_length > own.target_length:
         raise ValueError(
-            f"the checkpoint's own {own.to_method()} is made for {own.target_length} tokens, not for "
+            f"the checkpoint's own {own.to_method()} was applied for a context of {own.target_length} tokens, not of "
             f"{options.target_length}: give shorter data.lengths or patch.target_length, or patch.method with "
             "patch.replace=true"
         )
@@ -142,9 +150,9 @@ def _check_own_patch(own: PatchRecord, options: Options) -> None:
 def _adapt(model: Any, options: LoraOptions, names: list[str], seed: int, revision: str | None) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    beside = beside_lora(model) if options.long_lora else []
+    beside = long_lora_modules(model) if options.long_lora else []
     tied = bool(beside) and model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    torch.manual_seed(seed)  # the adapters' first values
+    torch.manual_seed(seed)  # of the adapters' initial values
     return get_peft_model(
         model,
         LoraConfig(
@@ -170,14 +178,12 @@ def _decoder_path(model: Any) -> str:
     return next(str(name) for name, module in model.named_modules() if module is decoder)
 
 
-def target_names(model: Any, wanted: str | list[str]) -> list[str]:
-    """Return the last names of the projections that get an adapter.
-
-    Read from the model, so a family needs no code of its own.
+def target_names(model: Any, targets: str | list[str]) -> list[str]:
+    """Return the last names of the projections that get an adapter, read from the model.
 
     Args:
         model: a causal language model of transformers, bare.
-        wanted: ``"all-linear"``, ``"attention"``, or names.
+        targets: ``"all-linear"``, ``"attention"``, or names.
 
     Raises:
         ValueError: a name that matches nothing.
@@ -186,11 +192,11 @@ def target_names(model: Any, wanted: str | list[str]) -> list[str]:
     linear = [name for name, module in layers.named_modules() if isinstance(module, nn.Linear)]
     attention = _last(name for name in linear if "attn" in name)
     known = _last(name for name in linear if "attn" in name or "mlp" in name)
-    if wanted == ALL_LINEAR:
+    if targets == ALL_LINEAR:
         return known
-    if wanted == "attention":
+    if targets == "attention":
         return attention
-    names = [wanted] if isinstance(wanted, str) else list(map(str, wanted))
+    names = [targets] if isinstance(targets, str) else list(map(str, targets))
     for name in names or [""]:
         if name not in known:
             raise ValueError(
@@ -205,19 +211,20 @@ def _last(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def beside_lora(model: Any) -> list[str]:
+def long_lora_modules(model: Any) -> list[str]:
     """Return the paths of embeddings and norms, which LongLoRA trains beside its adapters.
 
-    Whole paths: PEFT takes a name for every module that ends in it, a vision tower's ``post_layernorm`` for ``norm``.
+    The paths are whole because PEFT matches a name with every module that ends in it: ``norm`` would match a vision
+    tower's ``post_layernorm``.
 
     *Source*: Chen et al. (2023), LongLoRA, arXiv:2309.12307, section 3.3. An output projection that is not tied to the
     embeddings stays frozen, as theirs does.
     """
     decoder, embedding = model.get_decoder(), model.get_input_embeddings()
-    inside = _decoder_path(model)
-    names = [f"{inside}.{name}" for name, module in decoder.named_modules() if module is embedding]
+    path = _decoder_path(model)
+    names = [f"{path}.{name}" for name, module in decoder.named_modules() if module is embedding]
     for name, module in decoder.named_modules():
         weights = dict(module.named_parameters(recurse=False))
         if set(weights) <= {"weight", "bias"} and "weight" in weights and weights["weight"].ndim == 1:
-            names.append(f"{inside}.{name}")
+            names.append(f"{path}.{name}")
     return names

@@ -1,24 +1,22 @@
-"""What a training run depends on: typed options from YAML files and ``key=value`` words."""
+"""The sections of a recipe's options: model, patch, fit, LoRA, data, training and evaluation, with their defaults.
+
+:class:`~rope_patch.training.recipe.RecipeOptions` joins and checks them, and :func:`~rope_patch.training.reading.read`
+reads them from YAML files and ``key=value`` overrides.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Literal
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf import MISSING
 
-from rope_patch.evaluation.spec import check_retrieval
-from rope_patch.evaluation.tasks import find_task
-from rope_patch.methods import as_method
 from rope_patch.training.data import Boundaries
-from rope_patch.words import did_you_mean, parse_length
 
 Precision = Literal["bfloat16", "float16", "float32"]
+
+FIT = "fit"
+"""The value of ``patch.method`` for a table that is fitted before the weights are trained."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +24,11 @@ class ModelOptions:
     """The checkpoint.
 
     Attributes:
-        name: folder, hub id, or a bundled checkpoint (``llama``, ``gemma3``).
-        revision: of a hub id.
+        name: a folder, a hub id, or a bundled checkpoint (``llama``, ``gemma3``). Required.
+        revision: branch, tag or commit of a hub id.
         dtype: of the weights that are not quantized.
-        attention: the kernel.
-        quantization: of the frozen weights, by bitsandbytes: NF4 double-quantized (QLoRA), or LLM.int8.
+        attention: the attention kernel.
+        quantization: of the frozen weights, by bitsandbytes: NF4 with double quantization (QLoRA), or LLM.int8.
         trust_remote_code: run code that comes with the checkpoint.
     """
 
@@ -47,13 +45,15 @@ class PatchOptions:
     """The rotary patch; arguments of :func:`rope_patch.apply`.
 
     Attributes:
-        method: in the grammar, chains too, or ``fit``: a table fitted first; none keeps the checkpoint's own.
-        target_length: context the model is made for; by default the longest row or position trained [tokens].
-        layer_types: which tables, on mixed models.
-        freeze_at: length at which a dynamic table is frozen [tokens].
+        method: a method string (chains too), or ``fit`` for a table that is fitted first. Without one the checkpoint
+            keeps its own patch or, where it has none, its original table, which is warned about.
+        target_length: context that the model is patched for; by default the length of the longest row [tokens].
+        layer_types: the layer types whose tables are patched, on models with several.
+        freeze_at: context length at which a table that changes with the input's length is frozen [tokens].
         replace: replace an earlier patch.
-        trainable: train the frequencies of the table, too, with what ``lora`` says.
-        learning_rate: of the table's logarithms where it is trained; ``train.max_grad_norm`` counts their gradient too.
+        trainable: train the frequencies of the table together with what ``lora`` names.
+        learning_rate: of the logarithms of the frequencies, where they are trained. Their gradient counts towards
+            ``train.max_grad_norm``.
     """
 
     method: str | None = None
@@ -65,26 +65,24 @@ class PatchOptions:
     learning_rate: float = 0.01
 
 
-FIT = "fit"
-"""What ``patch.method`` says for a table that is fitted first."""
-
-
 @dataclass(frozen=True)
 class FitOptions:
-    """How the table of ``patch.method=fit`` is fitted, the weights frozen; arguments of :func:`rope_patch.fit`.
+    """How the table of ``patch.method=fit`` is fitted, with frozen weights; arguments of :func:`rope_patch.fit`.
 
     Attributes:
-        init: tables to start from, with spaces between; a factor that is left out is taken from the target length.
+        init: method strings of the tables to start from, separated by spaces. A ``factor`` that is left out is computed
+            from the target length.
         steps: of gradient descent.
-        learning_rate: on the logarithms of the frequencies.
-        batch_tokens: of a step; two rows of the target by default, 4096 at least [tokens].
-        retrieval: share of the learning rate for answers to prompts; 0 fits to text alone, and loses retrieval.
-        task: what is to be found.
-        band: no frequency leaves its start by more than this factor.
-        monotone: no pair overtakes a faster one.
-        curve: the factors follow so many cosines over the pairs.
-        scaling: fit the factor on cos and sin, too.
-        windows: of held-out text, which decides what is kept.
+        learning_rate: of the logarithms of the frequencies.
+        batch_tokens: tokens per step; by default two rows of the target length, and at least 4096 [tokens].
+        retrieval: share of the learning rate for answers to retrieval prompts. With 0 the table is fitted to text
+            alone, which loses retrieval.
+        task: of the retrieval prompts.
+        band: the largest factor by which a frequency may differ from its start.
+        monotone: keep the pairs in order, fast to slow.
+        curve: describe the factors by this many cosines over the pairs, a smooth curve.
+        scaling: fit the attention scaling (the factor on cos and sin), too.
+        windows: of held-out text; with the held-out prompts they decide which table is chosen.
         samples: held-out haystacks per length.
     """
 
@@ -104,14 +102,14 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What is trained.
+    """Which weights are trained.
 
     Attributes:
-        rank: of the adapters; 0 trains every weight and no adapter.
-        alpha: scale of the adapters times rank; twice the rank by default.
-        dropout: before the adapters.
+        rank: of the adapters; 0 trains every weight and adds no adapter.
+        alpha: LoRA's alpha, the scale of the adapters times their rank; twice the rank by default.
+        dropout: on the input of the adapters.
         target_modules: ``all-linear`` (attention and MLP), ``attention``, or names of projections.
-        long_lora: train embeddings and norms too and save them with the adapter (LongLoRA, arXiv:2309.12307).
+        long_lora: train embeddings and norms too, and save them with the adapter (LongLoRA, arXiv:2309.12307).
     """
 
     rank: int = 16
@@ -123,25 +121,27 @@ class LoraOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is read, and in which rows.
+    """The documents, and the rows of tokens that they are packed into.
 
     Attributes:
-        source: ``builtin`` (text that ships with CPython), a file, a folder, or a dataset's hub id.
-        config: of a dataset.
-        split: of a dataset.
-        streaming: read a dataset as it comes, without a download.
-        column: of the text; a column of message lists is rendered with the chat template.
-        learn: of conversations: every token, or the assistant's.
-        shuffle: documents, by the seed.
-        lengths: of rows; a schedule gives shares of the steps: ``"4k:0.25 16k:0.25 32k"``. Each step sees as many
-            tokens as one at the longest length.
-        boundaries: ``join`` (documents see those before them in their row), ``apart`` or ``whole``.
+        source: ``builtin`` (text that ships with CPython), a file, a folder, or the hub id of a dataset.
+        config: of a hub dataset.
+        split: of a hub dataset.
+        streaming: read a dataset while it is downloaded.
+        column: that holds the text; a column of message lists is rendered with the chat template.
+        learn: which tokens of a conversation count in the loss: ``all``, or those of the ``assistant``.
+        shuffle: shuffle the documents, by ``train.seed``.
+        lengths: of the rows [tokens], such as ``32k``. Required. A schedule gives shares of the steps:
+            ``"4k:0.25 16k:0.25 32k"``; each step has as many tokens as one at the longest length.
+        boundaries: between documents. ``join``: documents see those before them in their row; ``apart``: they do not;
+            ``whole``: each row holds one document, or a piece of one.
         allow_short: train although no document is as long as a row.
-        positions: ``full``, or short rows at positions up to ``patch.target_length``: ``pose`` or ``randpos``.
-        chunks: of a row under ``pose``.
+        positions: ``full`` counts from 0; ``pose`` and ``randpos`` give short rows positions up to
+            ``patch.target_length``.
+        chunks: pieces of a row under ``pose``.
         retrieval: share of the rows that are retrieval prompts over training text.
         task: of these prompts.
-        answer_weight: how much an answer's tokens count in these.
+        answer_weight: weight of an answer's tokens in the loss of these prompts; other tokens have weight 1.
     """
 
     source: str = "builtin"
@@ -163,24 +163,24 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How it is trained.
+    """The optimizer and its steps.
 
     Attributes:
         steps: of the optimizer.
-        batch: rows of the longest length per pass and device.
-        accumulate: passes per step.
-        learning_rate: its highest value.
-        scheduler: as transformers names them.
-        warmup: steps, or a share of them below 1.
-        optimizer: AdamW; ``adamw_8bit`` and ``paged_adamw_8bit`` are bitsandbytes'.
+        batch: rows of the longest length per forward pass and device.
+        accumulate: forward passes per step.
+        learning_rate: the highest value that the scheduler reaches.
+        scheduler: a name that transformers knows, such as ``cosine``.
+        warmup: number of warm-up steps, or a share of all steps if below 1.
+        optimizer: AdamW or SGD; ``adamw_8bit`` and ``paged_adamw_8bit`` are those of bitsandbytes.
         weight_decay: of AdamW.
-        max_grad_norm: gradients are clipped to.
+        max_grad_norm: gradients are clipped to this norm.
         precision: of the arithmetic (autocast); ``float32`` turns autocast off.
         checkpointing: compute each layer again in the backward pass: less memory, a third more time.
-        liger: Liger's kernels for norms and MLPs; needs a GPU and the extra ``gpu``. The loss is ours either way.
+        liger: use Liger's kernels for norms and MLPs; needs a GPU and the extra ``gpu``. The loss is ours either way.
         seed: of adapters, order, positions and prompts.
-        save_every: steps between checkpoints; by default those of ``evaluation.every``, or a fifth of all.
-        keep: checkpoints kept, the best one among them.
+        save_every: steps between checkpoints; by default ``evaluation.every``, or a fifth of all steps.
+        keep: number of checkpoints that are not deleted, the best one among them.
         log_every: steps between lines of the log.
     """
 
@@ -204,21 +204,22 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How the run is judged: perplexity by position and retrieval, during training and at the end.
+    """How the model is evaluated: perplexity by position and retrieval, during training and at the end.
 
     Attributes:
-        every: steps between evaluations; the best of them by retrieval, then perplexity, is kept. 0: only at the end.
+        every: steps between evaluations. The checkpoint with the best retrieval (then perplexity) is what is saved at
+            the end. 0 evaluates at the end only.
         before: evaluate the patched model before training too.
-        lengths: of the prompts; perplexity is by the positions between them. By default the target length.
+        lengths: of the prompts; perplexity is measured at the positions between them. By default the target length.
         depths: of the needles.
         samples: haystacks per length; each is asked at every depth.
-        windows: windows of text, as long as the longest length; 0 leaves perplexity out.
+        windows: of text, as long as the longest length; 0 leaves perplexity out.
         text: file or folder for perplexity; by default held-out text that ships with CPython.
         haystack: ``builtin``, ``noise``, a file or folder.
         task: retrieval task.
-        mode: ``single`` (a needle per prompt) or ``multikey``, which reads less text for as many questions.
+        mode: ``single`` (one needle per prompt) or ``multikey``, which reads less text for as many questions.
         chunk: tokens per forward pass; bounds memory.
-        patience: stop after so many evaluations without a better one; 0 never.
+        patience: stop after this many evaluations without an improvement; 0 never stops.
         seed: of keys and haystacks; no prompt of training is among them.
     """
 
@@ -235,329 +236,3 @@ class EvaluationOptions:
     chunk: int | None = None
     patience: int = 0
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Options:
-    """A whole run.
-
-    Attributes:
-        model: the checkpoint.
-        patch: its rotary patch.
-        lora: what is trained.
-        data: what is read.
-        train: how.
-        evaluation: how it is judged.
-        fit: how the table of ``patch.method=fit`` is fitted.
-        output: folder of the adapter; checkpoints, logs and rows are under ``work`` in it.
-
-    Raises:
-        ValueError: a value out of range, or two that exclude each other.
-    """
-
-    model: ModelOptions = field(default_factory=ModelOptions)
-    patch: PatchOptions = field(default_factory=PatchOptions)
-    lora: LoraOptions = field(default_factory=LoraOptions)
-    data: DataOptions = field(default_factory=DataOptions)
-    train: TrainOptions = field(default_factory=TrainOptions)
-    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
-    fit: FitOptions = field(default_factory=FitOptions)
-    output: str = MISSING
-
-    def __post_init__(self) -> None:
-        for name, found in _flat(self.to_dict()):
-            if isinstance(found, float) and not math.isfinite(found):
-                raise ValueError(f"{name} must be finite, got {found}")
-            if found == "":
-                raise ValueError(f"{name} is empty: leave it out, or give a value")
-        if self.patch.method not in (None, FIT):
-            as_method(self.patch.method)
-        stages, target = self.stages, self.target_length
-        low: tuple[tuple[str, float | None, float], ...] = (
-            ("patch.freeze_at", self.patch.freeze_at, 1),
-            ("fit.steps", self.fit.steps, 0),
-            ("fit.batch_tokens", self.fit.batch_tokens, target * (2 if self.fit.retrieval else 1)),
-            ("fit.windows", self.fit.windows, 1),
-            ("fit.samples", self.fit.samples, 1),
-            ("lora.rank", self.lora.rank, 0),
-            ("lora.alpha", self.lora.alpha, 1),
-            ("data.chunks", self.data.chunks, 1),
-            ("data.answer_weight", self.data.answer_weight, 0),
-            ("train.steps", self.train.steps, 1),
-            ("train.batch", self.train.batch, 1),
-            ("train.accumulate", self.train.accumulate, 1),
-            ("train.warmup", self.train.warmup, 0),
-            ("train.weight_decay", self.train.weight_decay, 0),
-            ("train.max_grad_norm", self.train.max_grad_norm, 0),
-            ("train.save_every", self.train.save_every, 1),
-            ("train.keep", self.train.keep, 1),
-            ("train.log_every", self.train.log_every, 1),
-            ("evaluation.every", self.evaluation.every, 0),
-            ("evaluation.windows", self.evaluation.windows, 0),
-            ("evaluation.patience", self.evaluation.patience, 0),
-            ("train.seed", self.train.seed, 0),
-        )
-        for name, value, least in low:
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be >= {least:g}, got {value:g}")
-        for name, value in (("data.retrieval", self.data.retrieval), ("lora.dropout", self.lora.dropout)):
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {value}")
-        for section in ("train", "patch", "fit"):
-            rate = getattr(self, section).learning_rate
-            if not rate > 0:
-                raise ValueError(f"{section}.learning_rate must be > 0, got {rate}")
-        self._check_table()
-        longest, shortest = max(length for length, _ in stages), min(length for length, _ in stages)
-        if longest > target:
-            raise ValueError(
-                f"rows of {longest} tokens are longer than patch.target_length={target}: the patch is not made for them"
-            )
-        if self.data.positions != "full" and self.patch.target_length is None:
-            raise ValueError(
-                f"data.positions={self.data.positions} needs patch.target_length, which positions go up to"
-            )
-        if self.data.positions == "pose" and self.data.chunks > shortest:
-            raise ValueError(f"data.chunks={self.data.chunks} are more than a row has tokens, {shortest}")
-        if self.data.positions != "full" and self.data.boundaries == "apart":
-            raise ValueError(f"data.positions={self.data.positions} needs boundaries join or whole, not apart")
-        if self.lora.rank == 0 and (self.model.quantization != "none" or self.lora.long_lora):
-            raise ValueError("lora.rank=0 trains every weight: not with quantized weights, and long_lora adds nothing")
-        if (self.lora.rank == 0 or self.lora.long_lora) and self.model.dtype != "float32":
-            asked = "lora.long_lora" if self.lora.rank else "lora.rank=0"
-            raise ValueError(
-                f"{asked} trains the model's own weights, whose small updates {self.model.dtype} rounds away: set "
-                "model.dtype=float32 (train.precision still sets the arithmetic)"
-            )
-        if self.evaluation.every and self.save_every != self.evaluation.every:
-            raise ValueError(
-                f"train.save_every={self.save_every} must be evaluation.every={self.evaluation.every}, or left out: "
-                "the best of what was judged must be there to be kept"
-            )
-        if self.evaluation.patience and not self.evaluation.every:
-            raise ValueError("evaluation.patience needs evaluation.every: nothing is judged before the end")
-        self._check_questions()
-
-    def _check_table(self) -> None:
-        """Raise ValueError for a table that can be neither fitted nor trained so."""
-        if self.patch.method == FIT:
-            from rope_patch.fitting import Constraint, Objective
-
-            try:
-                Objective(self.fit.retrieval, self.fit.task)
-                Constraint(self.fit.band, self.fit.monotone, self.fit.curve, self.fit.scaling)
-                starts = [as_method(start) for start in self.fit.init.split()]
-                if not starts or len({str(start) for start in starts}) < len(starts):
-                    raise ValueError(f"init must name tables that differ, got {self.fit.init!r}")
-            except ValueError as error:
-                raise ValueError(f"fit: {error}") from None
-        elif self.fit != FitOptions():
-            raise ValueError("fit.* without patch.method=fit would change nothing")
-        if not self.patch.trainable and self.patch.learning_rate != PatchOptions.learning_rate:
-            raise ValueError("patch.learning_rate without patch.trainable=true would change nothing")
-        if self.patch.trainable and self.train.optimizer not in ("adamw", "sgd"):
-            raise ValueError(f"patch.trainable: {self.train.optimizer} cannot train a table: take adamw or sgd")
-
-    def _check_questions(self) -> None:
-        asked = self.evaluation
-        try:
-            check_retrieval(asked.task, asked.mode, self.evaluation_lengths, asked.depths, asked.samples, asked.chunk)
-            if not all(0 <= depth <= 1 for depth in asked.depths):
-                raise ValueError(f"depths must be in [0, 1], got {asked.depths}")
-        except ValueError as error:
-            raise ValueError(f"evaluation: {error}") from None
-        if self.data.retrieval:
-            try:
-                find_task(self.data.task)
-            except ValueError as error:
-                raise ValueError(f"data.task: {error}") from None
-
-    @property
-    def stages(self) -> tuple[tuple[int, float], ...]:
-        """Length of the rows [tokens] and share of the steps, stage by stage.
-
-        Raises:
-            ValueError: shares that do not make up the whole, or lengths that do not divide the longest.
-        """
-        made, left = [], 1.0
-        words = str(self.data.lengths).replace(",", " ").split()
-        for i, word in enumerate(words):
-            size, _, share = word.partition(":")
-            try:
-                part = float(share) if share else left
-            except ValueError:
-                raise ValueError(f"data.lengths: a stage is LENGTH or LENGTH:SHARE, got {word!r}") from None
-            if i + 1 < len(words) and not share:
-                raise ValueError(f"data.lengths: all stages but the last need a share of the steps, {word!r} has none")
-            if not (part > 1e-9 and left - part > -1e-9):
-                raise ValueError(f"data.lengths: the shares must be > 0 and leave some for the last, got {words}")
-            if i + 1 == len(words) and abs(left - part) > 1e-9:
-                raise ValueError(f"data.lengths: the shares must make up the whole, got {words}: leave out the last")
-            made.append((_length("data.lengths", size), part))
-            left -= part
-        if not made:
-            raise ValueError("data.lengths is empty: give the length of a row, such as 32k")
-        longest = max(length for length, _ in made)
-        for length, _ in made:
-            if length < 2:
-                raise ValueError(f"data.lengths: a row needs at least 2 tokens to learn one, got {length}")
-            if longest % length:
-                raise ValueError(f"data.lengths: {length} does not divide the longest row, {longest}")
-        return tuple(made)
-
-    @property
-    def target_length(self) -> int:
-        """Context that the patch is made for [tokens]."""
-        if self.patch.target_length is None:
-            return max(length for length, _ in self.stages)
-        return _length("patch.target_length", str(self.patch.target_length))
-
-    @property
-    def save_every(self) -> int:
-        """Steps between checkpoints."""
-        return self.train.save_every or self.evaluation.every or max(1, self.train.steps // 5)
-
-    @property
-    def evaluation_lengths(self) -> tuple[int, ...]:
-        """Prompt lengths of the evaluation [tokens]."""
-        lengths = self.evaluation.lengths
-        words = [str(self.target_length)] if lengths is None else lengths.replace(",", " ").split()
-        return tuple(sorted(_length("lengths", word) for word in words))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all values, nested as they are."""
-        return dataclasses.asdict(self)
-
-    def to_yaml(self) -> str:
-        """Return a file that :func:`read` reads back."""
-        return OmegaConf.to_yaml(OmegaConf.create(self.to_dict()))
-
-
-SECTIONS: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Options) if f.name != "output"}
-
-TEXTS = {
-    "output",
-    *(
-        f"{name}.{key}"
-        for name, kind in SECTIONS.items()
-        for key, hint in get_type_hints(kind).items()
-        if hint in (str, str | None)
-    ),
-}
-"""Options that are text, whatever it looks like: a revision may be all digits."""
-
-
-def read(files: Sequence[str | Path] = (), words: Sequence[str] = (), base: dict[str, Any] | None = None) -> Options:
-    """Return the options of YAML files, each over those before it, then of ``key=value`` words.
-
-    Args:
-        files: YAML; relative paths of model, data and output are the caller's, not the file's.
-        words: such as ``train.steps=100``.
-        base: nested values in place of the defaults.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: an unknown key (the nearest known one is named), a value of the wrong type or out of range, or a
-            missing one.
-
-    Example:
-        >>> options = read(words=["model.name=llama", "data.lengths=1k", "output=out", "patch.method=yarn:factor=4"])
-        >>> options.target_length, options.train.steps
-        (1024, 500)
-        >>> read(words=["train.stepps=3"])
-        Traceback (most recent call last):
-        ...
-        ValueError: unknown option 'train.stepps'. Did you mean 'train.steps'? Known in train: steps, batch, ...
-    """
-    made: Any = OmegaConf.structured(Options)
-    for layer, where in _layers(files, words, base):
-        try:
-            made = OmegaConf.merge(made, OmegaConf.create(_plain(layer, where)))
-        except ConfigKeyError as error:
-            raise ValueError(f"{where}{_unknown(str(error.full_key))}") from None
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            if "is not a ListConfig" in reason:
-                reason = "it must be a list, such as [0.1, 0.5] or [full_attention]"
-            raise ValueError(f"{where}{error.full_key}: {reason}") from None
-    for name in sorted(OmegaConf.missing_keys(made)):
-        raise ValueError(f"{name} is missing: give it in a YAML file or as {name}=VALUE")
-    return OmegaConf.to_object(made)  # type: ignore[return-value]
-
-
-def _layers(files: Sequence[str | Path], words: Sequence[str], base: Any) -> Iterator[tuple[dict[Any, Any], str]]:
-    """Nested values, the later over the earlier, with what an error begins with."""
-    if base:
-        yield base, ""
-    for file in files:
-        if not Path(file).is_file():
-            raise FileNotFoundError(f"no config file {str(file)!r}")
-        try:
-            loaded = OmegaConf.load(file)
-        except Exception as error:  # of the YAML parser; its words say line and column
-            raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
-        if not OmegaConf.is_dict(loaded):
-            raise ValueError(f"{file} holds no options: expected sections such as 'model:'")
-        yield OmegaConf.to_container(loaded, resolve=False), f"{file}: "  # type: ignore[misc]
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals:
-            raise ValueError(f"expected key=value or a .yaml file, got {word!r}")
-        section, _, last = name.rpartition(".")
-        if name in TEXTS and text not in ("null", ""):
-            yield ({section: {last: text}} if section else {last: text}), ""
-            continue
-        try:
-            made = OmegaConf.from_dotlist([word])
-        except Exception as error:
-            raise ValueError(f"{name}: no YAML value: {' '.join(str(error).split())}") from None
-        yield OmegaConf.to_container(made, resolve=False), ""  # type: ignore[misc]
-
-
-def _plain(layer: dict[Any, Any], where: str) -> dict[Any, Any]:
-    """Return a layer without its empty sections, where every value stands for itself.
-
-    OmegaConf would fill in ``${...}``, environment variables too, and take ``???`` for nothing.
-    """
-    made = {name: value for name, value in layer.items() if value is not None or name not in SECTIONS}
-    for name, value in made.items():
-        if name in SECTIONS and not isinstance(value, dict):
-            raise ValueError(f"{where}{name} is a section of options, not a value: got {value!r}")
-    for name, value in _flat(made):
-        if isinstance(value, str) and ("${" in value or value == "???"):
-            raise ValueError(f"{where}{name}: {value!r} would stand for another value: write that one out")
-        if name in TEXTS and isinstance(value, bool | float):
-            raise ValueError(f"{where}{name}: text is wanted, and YAML reads {value!r} here: put it in quotes")
-    return made
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is no dictionary and no list, with its dotted name."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _flat(inner, name)
-    else:
-        yield name, value
-
-
-def _length(name: str, text: str) -> int:
-    try:
-        return parse_length(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _unknown(key: str) -> str:
-    section, _, _ = key.rpartition(".")
-    known = [f.name for f in dataclasses.fields(SECTIONS.get(section, Options))]
-    everywhere = [f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
-    common = [name for name in everywhere if not name.startswith(f"{FIT}.")]  # steps are train.steps to most
-    near = (
-        did_you_mean(key, [*common, "output"])
-        or did_you_mean(key, everywhere)
-        or did_you_mean(key.rpartition(".")[2], [name.rpartition(".")[2] for name in everywhere])
-    )
-    return f"unknown option {key!r}.{near} Known in {section or 'the file'}: {', '.join(known)}"

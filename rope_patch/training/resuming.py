@@ -1,4 +1,4 @@
-"""Checkpoints that are whole at every moment, whatever kills a run, and the latest of them to go on from."""
+"""Checkpoints that are complete at every moment, whenever a run is killed, and the latest one to resume from."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from rope_patch.checkpoints.adapters import RopePatchCallback, read_record
 from rope_patch.patching.locate import PatchError, find_rotary
 
 STAGING = ".saving"
-"""Folder beside the checkpoints in which one is written, and into which one that is to be deleted is moved."""
+"""Folder beside the checkpoints in which a new one is written, and into which one is moved to be deleted."""
 
 REPLACED = ".replaced"
 """Folder beside the checkpoints that holds an older one of the same step until the new one is in its place."""
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
-# What a run cannot go on without, each under the names that Trainer, FSDP and DeepSpeed (global_step*) give it.
-_NEEDED: dict[str, tuple[str, ...]] = {
+# What a run cannot be resumed without, under the names that Trainer, FSDP and DeepSpeed (global_step*) use.
+_REQUIRED: dict[str, tuple[str, ...]] = {
     "Trainer's state": (TRAINER_STATE_NAME,),
     "weights": (
         *("adapter_model.safetensors", "adapter_model.bin", "*/adapter_model.safetensors", "*/adapter_model.bin"),
@@ -46,39 +46,39 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the latest checkpoint of a run that is whole.
+    """Return the latest complete checkpoint of a run.
 
-    A plain Trainer that is killed while it saves, or a copy that was cut short, leaves folders that look like
-    checkpoints and are none: they are skipped, with a warning that says what is wrong.
+    A plain Trainer that is killed while it saves, or a copy that was cut short, leaves incomplete checkpoints: they are
+    skipped, with a warning that says what is wrong.
 
     Args:
         folder: ``output_dir`` of the run.
 
     Returns:
-        The ``checkpoint-N`` with the highest N; None where no whole one is found, or no such folder.
+        The complete ``checkpoint-N`` with the highest N; None if there is none, or no such folder.
     """
-    found = _steps(Path(folder) / REPLACED) | _steps(Path(folder))
-    for _, path in sorted(found.items(), reverse=True):
-        wrong = flaw(path)
-        if wrong is None:
+    candidates = _steps(Path(folder) / REPLACED) | _steps(Path(folder))
+    for _, path in sorted(candidates.items(), reverse=True):
+        problem = flaw(path)
+        if problem is None:
             return path
-        warnings.warn(f"skipped the broken checkpoint {path}: {wrong}", stacklevel=2)
+        warnings.warn(f"skipped the broken checkpoint {path}: {problem}", stacklevel=2)
     return None
 
 
 def flaw(checkpoint: str | Path) -> str | None:
-    """Return what keeps a run from going on from a checkpoint as if it had never stopped; None for a whole one.
+    """Return why a run cannot be resumed from a checkpoint as if it had never stopped; None for a complete one.
 
-    Nothing is unpickled and no tensor is read: JSON is parsed, a safetensors header states how long its file must be,
-    and torch's files are zip archives, whose directory stands at their end.
+    Nothing is unpickled and no tensor is read: JSON is parsed, a safetensors header says how long its file must be,
+    and torch's files are zip archives, whose directory is at their end.
 
     Args:
         checkpoint: a folder that Trainer wrote.
     """
     folder = Path(checkpoint)
-    for what, names in _NEEDED.items():
+    for part, names in _REQUIRED.items():
         if not any(True for name in names for _ in folder.glob(name)):
-            return f"it has no {what} ({names[0]})"
+            return f"it has no {part} ({names[0]})"
     for path in sorted(folder.rglob("*")):
         try:
             _check(path)
@@ -93,11 +93,11 @@ def flaw(checkpoint: str | Path) -> str | None:
 
 def _check(path: Path) -> None:
     if path.suffix == ".json":
-        read = json.loads(path.read_text(encoding="utf-8"))
-        if path.name == TRAINER_STATE_NAME and not isinstance(read["global_step"], int):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if path.name == TRAINER_STATE_NAME and not isinstance(content["global_step"], int):
             raise ValueError("its global_step is no number")
         if path.name.endswith(".index.json"):
-            missing = sorted({name for name in read["weight_map"].values() if not (path.parent / name).is_file()})
+            missing = sorted({name for name in content["weight_map"].values() if not (path.parent / name).is_file()})
             if missing:
                 raise ValueError(f"it names {', '.join(missing)}, not found here")
     elif path.suffix == ".safetensors":
@@ -117,10 +117,10 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Make a folder that is written a checkpoint, in one rename, when all of it is on the disk.
+    """Turn a written folder into a checkpoint with one rename, after all its files are on the disk.
 
-    A folder cannot be renamed onto another one. So an older checkpoint of the same step waits in ``REPLACED`` for the
-    moment between two renames; :func:`latest_checkpoint` finds it there, and :func:`tidy` puts it back.
+    A folder cannot be renamed onto another one. So an older checkpoint of the same step is in ``REPLACED`` between two
+    renames; :func:`latest_checkpoint` finds it there, and :func:`tidy` moves it back.
 
     Args:
         staged: the folder with all files, on the same filesystem.
@@ -152,27 +152,27 @@ def _to_disk(path: Path) -> None:
 def rotate(folder: Path, limit: int | None, keep: Collection[Path]) -> None:
     """Delete the oldest checkpoints beyond a limit.
 
-    Each goes in one rename before its files do: what is deleted in part is no checkpoint any more.
+    Each is renamed before its files are deleted, so that no incomplete checkpoint keeps its name.
 
     Args:
         folder: of the run.
-        limit: how many stay, those of ``keep`` among them; None or 0 for all.
-        keep: these stay in any case.
+        limit: number of checkpoints to keep, those of ``keep`` among them; None or 0 keeps all.
+        keep: checkpoints that are not deleted.
     """
-    found, kept = _steps(folder), {path.resolve() for path in keep}
-    # By age first: a run begun anew in an old folder counts its steps from 0.
-    old = sorted(found, key=lambda step: (int(found[step].stat().st_mtime), step))
-    old = [step for step in old if found[step].resolve() not in kept]
-    excess = len(found) - limit if limit and limit > 0 else 0
+    checkpoints, protected = _steps(folder), {path.resolve() for path in keep}
+    # By age first: a new run in an old folder counts its steps from 0.
+    old = sorted(checkpoints, key=lambda step: (int(checkpoints[step].stat().st_mtime), step))
+    old = [step for step in old if checkpoints[step].resolve() not in protected]
+    excess = len(checkpoints) - limit if limit and limit > 0 else 0
     for step in old[: max(0, excess)]:
-        rubbish = folder / STAGING / f"deleted-{step}"
-        rubbish.parent.mkdir(exist_ok=True)
-        os.replace(found[step], rubbish)
+        deleted = folder / STAGING / f"deleted-{step}"
+        deleted.parent.mkdir(exist_ok=True)
+        os.replace(checkpoints[step], deleted)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed run left half written or half deleted, and put back what it was about to replace."""
+    """Delete what a killed run left half written or half deleted, and move back what it was about to replace."""
     for path in _steps(folder / REPLACED).values():
         if not (folder / path.name).exists():
             os.replace(path, folder / path.name)
@@ -183,9 +183,9 @@ def tidy(folder: Path) -> None:
 class WholeCheckpoints(Trainer):
     """A Trainer whose checkpoints appear in one rename, with everything in them.
 
-    Trainer's own code writes them, into ``STAGING``; the patch's record is added, all is flushed to the disk, and the
-    folder gets its name. So a run that is killed at any moment, also while it saves, leaves no broken checkpoint, and
-    loses the steps since the last one. Two runs cannot share an ``output_dir`` at one time.
+    Trainer's own code writes them into ``STAGING``; the patch's record is added, all files are flushed to the disk, and
+    the folder gets its name. So a run that is killed at any moment, also while it saves, leaves no broken checkpoint
+    and loses only the steps since the last one. Two runs cannot use one ``output_dir`` at the same time.
     """
 
     _saving = False
@@ -196,13 +196,13 @@ class WholeCheckpoints(Trainer):
         """Train, from the start or from a checkpoint.
 
         Args:
-            resume_from_checkpoint: a checkpoint, or True for the latest one that is whole.
+            resume_from_checkpoint: a checkpoint, or True for the latest complete one.
             trial: of a hyperparameter search.
             *args: as Trainer takes them.
             **kwargs: as Trainer takes them.
 
         Raises:
-            ValueError: no whole checkpoint to resume from.
+            ValueError: no complete checkpoint to resume from.
             PatchError: the checkpoint was trained under another patch than the model's.
         """
         run = Path(self._get_output_dir(trial))
@@ -213,21 +213,21 @@ class WholeCheckpoints(Trainer):
         if resume is True:
             resume = latest_checkpoint(str(self.args.output_dir))
             if resume is None:
-                raise ValueError(f"found no whole checkpoint in {self.args.output_dir} to resume from")
+                raise ValueError(f"found no complete checkpoint in {self.args.output_dir} to resume from")
         elif resume is not None and not Path(resume).exists() and Path(resume).parent == run / REPLACED:
-            resume = run / Path(resume).name  # found before it was put back
+            resume = run / Path(resume).name  # found before it was moved back
         if resume is not None:
             self._refuse_lost_patch(Path(resume))
         return super().train(None if resume is None else str(resume), trial, *args, **kwargs)
 
     def _refuse_lost_patch(self, checkpoint: Path) -> None:
-        """RopePatchCallback compares patches; a model without one has no such callback."""
+        """Refuse an unpatched model for a patched run: it has no RopePatchCallback, which compares patches."""
         model: Any = self.model
         record = read_record(checkpoint) if checkpoint.is_dir() else None
         if record is not None and not self._guards() and find_rotary(model).record is None:
             raise PatchError(
-                f"this run was begun under {record.to_method()}, the model is not patched: patch it as before, or "
-                "start a run of its own in another output_dir"
+                f"this run was started with the patch {record.to_method()}, and the model is not patched: apply that "
+                "patch, or start another run in another output_dir"
             )
 
     def _guards(self) -> list[RopePatchCallback]:
@@ -253,36 +253,36 @@ class WholeCheckpoints(Trainer):
                     guard.put_beside(trained, staged)
                 self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
                 publish(staged, final)
-                rotate(run, self.args.save_total_limit, self._kept(final))
-        except BaseException:  # a full disk: leave the room there was
+                rotate(run, self.args.save_total_limit, self._protected(final))
+        except BaseException:  # such as a full disk: delete what was written
             self._saving = False
             if self.args.should_save:
                 shutil.rmtree(run / STAGING, ignore_errors=True)
             raise
-        self.accelerator.wait_for_everyone()  # nobody looks for it before it is there
+        self.accelerator.wait_for_everyone()  # no process looks for the checkpoint before it exists
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
     def _note_best(self, run: Path, final: Path) -> None:
-        """Trainer looks for the best checkpoint in the folder it writes to, which was the staging folder."""
+        """Set the path of the best checkpoint, which Trainer looked for in the staging folder it wrote to."""
         if self.state.best_global_step:
             best = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             if best == final or best.is_dir():
                 self.state.best_model_checkpoint = str(best)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._saving:  # an upload reads the folder while training goes on: not before it has its name
+        if not self._saving:  # an upload reads the folder during training: only after it has its name
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _kept(self, *others: Path) -> set[Path]:
+    def _protected(self, *others: Path) -> set[Path]:
         best = self.state.best_model_checkpoint
         return {*others, Path(best)} if best is not None else set(others)
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        """Where only the best checkpoint stays, Trainer deletes the last one here, file by file: be faster."""
+        """Delete the last checkpoint in one rename where only the best one is kept; Trainer deletes it file by file."""
         run = Path(self._get_output_dir(trial))
         self._note_best(run, run)  # the folder may have moved since the last save
         best = self.state.best_model_checkpoint
         if self.args.should_save and best is not None and self.args.save_total_limit == 1 and flaw(best) is None:
-            rotate(Path(self._get_output_dir(trial)), 1, self._kept())
+            rotate(Path(self._get_output_dir(trial)), 1, self._protected())
         return super()._finalize_training(trial, *args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,12 +1,11 @@
-"""Rows longer than one device: what context parallelism and Ulysses need of a batch, and what they would get wrong.
+"""Rows that several devices share: batches for context parallelism and Ulysses, and checks for what they cannot train.
 
 Both cut a batch along the tokens. Context parallelism of accelerate (torch's, over FSDP2) drops every mask and attends
 causally over the whole row, whatever the positions. DeepSpeed's Ulysses sends no mask either, but hands the positions
 to attention kernels that may take a step other than one for the start of a document.
 
 *Source*: accelerate 1.15 ``_attach_context_parallel_hooks``; transformers 5.23 ``deepspeed_sp_compute_loss``; DeepSpeed
-``UlyssesSPDataLoaderAdapter`` and ``UlyssesSPAttentionHF``. None of it runs without GPUs, so only the batches are
-tested.
+``UlyssesSPDataLoaderAdapter`` and ``UlyssesSPAttentionHF``. Both need GPUs, so only the batches are tested.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ShardedCollator:
     """A collator whose batches can be cut along the tokens.
 
     Labels are shifted before the cut, since the last state of a shard predicts the first token of the next. Rows are
-    padded on the right to a length that can be shared out evenly.
+    padded on the right to a multiple of the number of pieces.
 
     Attributes:
         collator: makes the batches.
@@ -47,7 +46,7 @@ class ShardedCollator:
         and knows no weights.
 
         Raises:
-            ValueError: a batch that would be trained on otherwise than it says.
+            ValueError: a batch whose positions, weights or masks would be ignored.
         """
         batch = self.collator(examples)
         if self.sp_size > 1:
@@ -56,7 +55,7 @@ class ShardedCollator:
         if "attention_mask" not in batch:
             raise ValueError(
                 f"{type(self.collator).__name__} keeps documents apart by their positions, which context parallelism "
-                "does not look at: use another collator, or cp_size 1"
+                "ignores: use another collator, or cp_size 1"
             )
         batch = self._padded(batch, 2 * self.cp_size)  # torch gives each device a piece from either end
         weights = batch.pop("weights")
@@ -65,31 +64,31 @@ class ShardedCollator:
         return batch
 
     def _padded(self, batch: dict[str, Any], multiple: int) -> dict[str, Any]:
-        more = -batch["input_ids"].shape[1] % multiple
+        extra = -batch["input_ids"].shape[1] % multiple
         fill = {"input_ids": self.collator.pad, "labels": IGNORED, "attention_mask": 1}
-        made = {name: pad(tensor, (0, more), value=fill.get(name, 0)) for name, tensor in batch.items()}
-        if more:
-            made["position_ids"][:, -more:] = batch["position_ids"][:, -1:] + torch.arange(1, more + 1)
-        return made
+        padded = {name: pad(tensor, (0, extra), value=fill.get(name, 0)) for name, tensor in batch.items()}
+        if extra:
+            padded["position_ids"][:, -extra:] = batch["position_ids"][:, -1:] + torch.arange(1, extra + 1)
+        return padded
 
 
 def _check_ulysses(batch: dict[str, Any]) -> None:
     if bool((batch["position_ids"].diff() != 1).any()):
         raise ValueError(
             "positions must rise by one under Ulysses, whose attention may read a skip as the start of a document that "
-            "sees nothing before it: use Collator, or context parallelism for PoSE and random positions"
+            "attends to nothing before it: use Collator, or context parallelism for PoSE and random positions"
         )
     if bool((batch["weights"][batch["labels"] != IGNORED] != 1).any()):
-        raise ValueError("labels have weights, and under Ulysses each counts 1: leave the weights out, or use cp_size")
+        raise ValueError("labels have weights, which Ulysses ignores: leave the weights out, or use cp_size")
 
 
 def check_windows(config: Any, sp_size: int) -> None:
-    """Refuse a model whose layers see a window: shards are attended to without a mask, so they would see it all.
+    """Refuse a model with sliding windows: shards are attended to without a mask, so the windows would be ignored.
 
-    Flash attention takes the window as a number, and keeps it under Ulysses.
+    Flash attention gets the window as a number, and keeps it under Ulysses.
 
     Raises:
-        ValueError: such a model.
+        ValueError: a model with sliding windows.
     """
     text = config.get_text_config()
     if sp_size > 1 and "flash" in str(getattr(text, "_attn_implementation", "")):
@@ -98,7 +97,7 @@ def check_windows(config: Any, sp_size: int) -> None:
     windowed = sorted({str(kind) for kind in kinds} - {"full_attention"})
     if windowed:
         raise ValueError(
-            f"rows shared among devices are attended to in full, and this model has layers of {', '.join(windowed)}: "
+            f"rows that devices share are attended to in full, and this model has layers of {', '.join(windowed)}: "
             "train on rows that one device holds (cp_size 1, sp_size 1)"
         )
 

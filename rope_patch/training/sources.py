@@ -1,4 +1,4 @@
-"""From a data set to rows on disk: read with ``datasets``, packed once, the same for every process and restart."""
+"""From a dataset to rows on disk: read with ``datasets``, packed once, the same for every process and restart."""
 
 from __future__ import annotations
 
@@ -22,62 +22,64 @@ from rope_patch.evaluation.result_cache import key
 from rope_patch.evaluation.tasks import find_task
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.training.data import conversation, mix, pack
-from rope_patch.training.options import DataOptions, Options
+from rope_patch.training.options import DataOptions
+from rope_patch.training.recipe import RecipeOptions
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Which of ``datasets``' readers takes which files."""
+"""The reader of ``datasets`` for each kind of file."""
 
-ENOUGH = 1000
-"""Documents after which none as long as a row means that there is hardly one."""
+DOCUMENTS_CHECKED = 1000
+"""If none of so many documents is as long as a row, the run is refused without reading on."""
 
 PROMPT_TEXT = 2_000_000
-"""Characters of training text that retrieval prompts are hidden in, at most."""
+"""The most characters of training text that retrieval prompts use as haystack."""
 
 
 def open_source(options: DataOptions, seed: int, epoch: int = 0) -> Any:
     """Return the documents as a ``datasets`` dataset, shuffled if asked.
 
     Args:
-        options: ``source`` and what goes with it.
+        options: of the data.
         seed: of the order.
-        epoch: another order for each time the data is read.
+        epoch: number of times the data has been read; each has an order of its own.
 
     Raises:
         FileNotFoundError: no such file or folder.
-        ValueError: files of no kind that is known or of several, one that cannot be read, or a column that is not
-            there.
+        ValueError: files of an unknown kind or of several kinds, a file that cannot be read, or a missing column.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     path = Path(options.source)
     if options.source == "builtin":
-        made: Any = datasets.Dataset.from_dict({"text": list(builtin_text("train").documents)})
+        dataset: Any = datasets.Dataset.from_dict({"text": list(builtin_text("train").documents)})
     elif path.exists():
         paths = _files(path)
         kinds = {READERS.get(p.suffix) for p in paths}
         if len(kinds) != 1 or None in kinds:
-            found = ", ".join(sorted({p.suffix or p.name for p in paths})) or "nothing"
-            raise ValueError(f"{path} must hold files of one kind ({', '.join(READERS)}), found {found}")
-        more = {"sample_by": "document"} if kinds == {"text"} else {}
+            suffixes = ", ".join(sorted({p.suffix or p.name for p in paths})) or "nothing"
+            raise ValueError(f"{path} must hold files of one kind ({', '.join(READERS)}), found {suffixes}")
+        arguments = {"sample_by": "document"} if kinds == {"text"} else {}
         try:
-            made = datasets.load_dataset(
-                kinds.pop(), data_files=[str(p) for p in paths], split="train", streaming=options.streaming, **more
+            dataset = datasets.load_dataset(
+                kinds.pop(), data_files=[str(p) for p in paths], split="train", streaming=options.streaming, **arguments
             )
         except (DatasetGenerationError, StopIteration) as error:  # the second where there is nothing in a JSON file
             raise ValueError(f"data.source: cannot read {path}: {error.__cause__ or 'it is empty'}") from error
     elif path.is_absolute() or options.source.startswith((".", "~")) or path.suffix in READERS:
         raise FileNotFoundError(f"no file or folder {options.source!r}")
     else:
-        made = datasets.load_dataset(options.source, options.config, split=options.split, streaming=options.streaming)
-    columns = made.column_names or list(next(iter(made), {}))
+        dataset = datasets.load_dataset(
+            options.source, options.config, split=options.split, streaming=options.streaming
+        )
+    columns = dataset.column_names or list(next(iter(dataset), {}))
     if options.column not in columns:
         raise ValueError(f"data.column: {options.source} has no column {options.column!r}. Known: {', '.join(columns)}")
-    return made.shuffle(seed=seed + epoch) if options.shuffle else made
+    return dataset.shuffle(seed=seed + epoch) if options.shuffle else dataset
 
 
 def _files(path: Path) -> list[Path]:
-    """What is read of a folder, in order; a file is itself."""
+    """The files of a folder that can be read, in order; of a file, itself."""
     return sorted(p for p in path.rglob("*") if p.suffix in READERS and p.is_file()) if path.is_dir() else [path]
 
 
@@ -85,7 +87,7 @@ def token_documents(tokenizer: Any, source: Iterable[Any], options: DataOptions)
     """Yield the documents of a dataset as tokens; lists of messages through the chat template.
 
     Raises:
-        ValueError: neither text nor messages in the column, or text where the assistant's turns are to be learnt.
+        ValueError: neither text nor messages in the column, or text under ``data.learn=assistant``.
     """
     for number, row in enumerate(source):
         value = row[options.column]
@@ -117,62 +119,62 @@ def plain_texts(tokenizer: Any, source: Iterable[Any], options: DataOptions) -> 
             yield value
 
 
-class Rows(Dataset[list[dict[str, Any]]]):
-    """Rows in groups of equal tokens: one at the longest length, or as many shorter ones as make up for it.
+class PackedRows(Dataset[list[dict[str, Any]]]):
+    """Rows in items of equal tokens: one row of the longest length, or as many shorter ones as have its tokens.
 
     Args:
         rows: of a ``datasets`` dataset, in order.
-        groups: how many rows each item has, item by item.
+        groups: number of rows of each item.
         name: of the file.
     """
 
     def __init__(self, rows: Any, groups: list[int], name: str = "") -> None:
         self.rows, self.name = rows, name
-        self.upto = [0, *itertools.accumulate(groups)]
+        self.ends = [0, *itertools.accumulate(groups)]
 
     def __len__(self) -> int:
-        return len(self.upto) - 1
+        return len(self.ends) - 1
 
     def __getitem__(self, item: int) -> list[dict[str, Any]]:
         item = range(len(self))[item]
-        return [self.rows[i] for i in range(self.upto[item], self.upto[item + 1])]
+        return [self.rows[i] for i in range(self.ends[item], self.ends[item + 1])]
 
     def tokens(self, items: int) -> int:
-        """Return the tokens of the first so many items."""
-        return sum(len(ids) for ids in self.rows.select_columns("ids").select(range(self.upto[items]))["ids"])
+        """Return the number of tokens in the first items."""
+        return sum(len(ids) for ids in self.rows.select_columns("ids").select(range(self.ends[items]))["ids"])
 
 
 def make_rows(
-    options: Options,
+    options: RecipeOptions,
     tokenizer: Any,
     folder: Path,
     *,
     processes: int = 1,
     quiet: bool = False,
-    known: str | None = None,
-) -> Rows:
-    """Pack the rows of a whole run into a file, or find it there.
+    rows_file: str | None = None,
+) -> PackedRows:
+    """Pack the rows of a whole run into a file, or open the file if it exists.
 
-    What a run needs is known before: so much is read and no more. Data that ends before begins again in another order.
+    Only as many documents are read as the run needs. Data that ends earlier is read again, in another order.
 
     Args:
         options: of the run.
         tokenizer: of the model.
-        folder: of the file; it is named by everything it depends on, and appears in one move.
-        processes: that train side by side, each with its own share of the rows.
-        quiet: show no progress.
-        known: name of the file where a run has one: it goes on with its own rows, whatever became of the data since.
+        folder: of the file. Its name is a hash of everything it depends on, and it appears in one rename.
+        processes: number of processes that train on rows of their own.
+        quiet: show no progress bar.
+        rows_file: name of the file that a resumed run began with, which it keeps even if the data has changed.
 
     Raises:
-        ValueError: no document as long as a row, and ``data.allow_short`` not set.
+        ValueError: no document is as long as a row, and ``data.allow_short`` is not set.
     """
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
     stages = plan_stages(options, processes)
-    path = folder / (known or f"rows-{_identity(options, tokenizer, stages)}.arrow")
-    if known is not None and not path.exists():
-        raise ValueError(f"{path}, the rows that this run was begun on, is gone: --restart, or choose another output")
+    path = folder / (rows_file or f"rows-{_identity(options, tokenizer, stages)}.arrow")
+    if rows_file is not None and not path.exists():
+        raise ValueError(f"{path}, the rows that this run began with, is missing: --restart, or choose another output")
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{path.name}.{os.getpid()}"
@@ -192,7 +194,7 @@ def make_rows(
         finally:
             shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
     groups = [per for _, items, per in stages for _ in range(items)]
-    return Rows(datasets.Dataset.from_file(str(path)), groups, path.name)
+    return PackedRows(datasets.Dataset.from_file(str(path)), groups, path.name)
 
 
 def reading_processes() -> int:
@@ -206,31 +208,33 @@ def reading_processes() -> int:
     return max(1, int(os.environ.get("WORLD_SIZE", 1)) // sharing)
 
 
-def plan_stages(options: Options, processes: int = 1) -> list[tuple[int, int, int]]:
+def plan_stages(options: RecipeOptions, processes: int = 1) -> list[tuple[int, int, int]]:
     """Return length of the rows [tokens], number of items, and rows per item, stage by stage."""
     per_step = options.train.batch * options.train.accumulate * processes
     longest = max(length for length, _ in options.stages)
     edges = [round(share * options.train.steps) for share in itertools.accumulate(s for _, s in options.stages)]
-    made = []
+    stages = []
     for (length, _), low, high in zip(options.stages, [0, *edges], edges, strict=False):
         if high == low:
-            raise ValueError(f"data.lengths: the stage of {length} tokens has no whole step of {options.train.steps}")
-        made.append((length, (high - low) * per_step, longest // length))
-    return made
+            raise ValueError(
+                f"data.lengths: the stage of {length} tokens has less than one of the {options.train.steps} steps"
+            )
+        stages.append((length, (high - low) * per_step, longest // length))
+    return stages
 
 
-def _identity(options: Options, tokenizer: Any, stages: list[tuple[int, int, int]]) -> str:
+def _identity(options: RecipeOptions, tokenizer: Any, stages: list[tuple[int, int, int]]) -> str:
     source = Path(options.data.source)
     sizes = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in _files(source)] if source.exists() else []
     text = builtin_text("train").sha256 if options.data.source == "builtin" else sizes
     probe = tokenizer("Rows of 0123 tokens.\n", add_special_tokens=False)["input_ids"]
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    coding = tokenizer.get_vocab() if fast is None else fast.to_str()
-    speech = [probe, coding, tokenizer.bos_token_id, tokenizer.chat_template]
-    return key(data=asdict(options.data), seed=options.train.seed, stages=stages, text=text, tokenizer=speech)[:16]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = tokenizer.get_vocab() if backend is None else backend.to_str()
+    coding = [probe, vocabulary, tokenizer.bos_token_id, tokenizer.chat_template]
+    return key(data=asdict(options.data), seed=options.train.seed, stages=stages, text=text, tokenizer=coding)[:16]
 
 
-def _all_rows(options: Options, tokenizer: Any, stages: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+def _all_rows(options: RecipeOptions, tokenizer: Any, stages: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
     data, seed = options.data, options.train.seed
     documents = _Documents(options, tokenizer, max(length for length, *_ in stages))
     maker = _prompt_maker(options, tokenizer) if data.retrieval else None
@@ -240,19 +244,19 @@ def _all_rows(options: Options, tokenizer: Any, stages: list[tuple[int, int, int
         rows = pack(documents, length, data.boundaries)
         mixed: Iterable[dict[str, Any]] = ({**row, "index": i} for i, row in enumerate(rows, first))
         if maker is not None:
-            more = {"task": data.task, "answer_weight": data.answer_weight, "seed": seed, "first": first}
-            mixed = mix(rows, maker, data.retrieval, length, **more)  # type: ignore[arg-type]
+            arguments = {"task": data.task, "answer_weight": data.answer_weight, "seed": seed, "first": first}
+            mixed = mix(rows, maker, data.retrieval, length, **arguments)  # type: ignore[arg-type]
         yield from itertools.islice(mixed, count)
         first += count
     documents.check()
 
 
 class _Documents:
-    """The documents without end; each stage goes on where the one before stopped reading."""
+    """The documents, again and again; each stage continues where the one before it stopped reading."""
 
-    def __init__(self, options: Options, tokenizer: Any, longest: int) -> None:
+    def __init__(self, options: RecipeOptions, tokenizer: Any, longest: int) -> None:
         self.options, self.tokenizer, self.longest = options, tokenizer, longest
-        self.seen = self.most = 0
+        self.count = self.longest_document = 0
         self.source = self._endless()
 
     def __iter__(self) -> Iterator[TokenDocument]:
@@ -260,16 +264,17 @@ class _Documents:
 
     def _endless(self) -> Iterator[TokenDocument]:
         for epoch in itertools.count():
-            before = self.seen
+            before = self.count
             source = open_source(self.options.data, self.options.train.seed, epoch)
             for document in token_documents(self.tokenizer, source, self.options.data):
                 if not len(document.ids):
                     continue
-                self.seen, self.most = self.seen + 1, max(self.most, len(document.ids))
-                if self.seen == ENOUGH:
+                self.count += 1
+                self.longest_document = max(self.longest_document, len(document.ids))
+                if self.count == DOCUMENTS_CHECKED:
                     self.check()
                 yield document
-            if self.seen == before:
+            if self.count == before:
                 raise ValueError(f"data.source: {self.options.data.source} holds no text")
             if epoch == 0:
                 self.check()
@@ -277,22 +282,23 @@ class _Documents:
                 warnings.warn(f"the data ends before the run does: it is read again, in {order} order", stacklevel=2)
 
     def check(self) -> None:
-        """Refuse data in which nothing is as far apart as the rows are long."""
-        if self.most < self.longest and self.seen and not self.options.data.allow_short:
+        """Refuse data without a document as long as a row, in which no two tokens are so far apart."""
+        if self.longest_document < self.longest and self.count and not self.options.data.allow_short:
             raise ValueError(
-                f"no document is as long as a row: the longest of {self.seen} read has {self.most} tokens, the rows "
-                f"{self.longest}. Nothing in them is that far apart. Give longer documents or shorter data.lengths, "
-                "or set data.allow_short=true to train on short ones joined"
+                f"no document is as long as a row: the longest of {self.count} read has {self.longest_document} "
+                f"tokens, a row has {self.longest}, so nothing could be learned about such distances. Give longer "
+                "documents or shorter data.lengths, or set data.allow_short=true to train on short documents joined "
+                "into rows"
             )
 
 
-def _prompt_maker(options: Options, tokenizer: Any) -> PromptMaker:
+def _prompt_maker(options: RecipeOptions, tokenizer: Any) -> PromptMaker:
     find_task(options.data.task)
     texts, size = [], 0
     for row in open_source(options.data, options.train.seed):
         value = row[options.data.column]
         if not isinstance(value, str):
-            raise ValueError("data.retrieval: prompts are hidden in plain text, and the data holds conversations")
+            raise ValueError("data.retrieval: prompts need plain text as haystack, and the data holds conversations")
         texts.append(value)
         size += len(value)
         if size > PROMPT_TEXT:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rope_patch.planning import plan
-from rope_patch.training.options import read
+from rope_patch.training.reading import read
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "adapt.py"

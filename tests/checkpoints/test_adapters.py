@@ -336,3 +336,20 @@ def test_the_revision_beside_an_adapter_on_this_disk_is_its_bases(made, monkeypa
     )
     assert torch.equal(logits(rope_patch.load(root / "one", revision="v2").eval()), wanted["one"])
     assert asked == ["v2"]
+
+
+def test_the_revision_that_an_adapter_names_is_its_bases(tmp_path, monkeypatch):
+    """The one it names, unless another is asked for."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    rope_patch.save(lora(rope_patch.load(tmp_path / "base", "yarn:factor=4")), tmp_path / "adapter")
+    edit_json(tmp_path / "adapter" / "adapter_config.json", lambda config: config.update(revision="v1"))
+    asked, stock = [], AutoModelForCausalLM.from_pretrained
+
+    def noted(source, **options):
+        asked.append(options.pop("revision", None))
+        return stock(source, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    rope_patch.load(tmp_path / "adapter")
+    rope_patch.load(tmp_path / "adapter", revision="v2")
+    assert asked == ["v1", "v2"]

@@ -133,7 +133,7 @@ def test_another_machines_last_bit_is_no_alarm():
 def test_double_precision_is_kept_by_us_and_warned_about(tmp_path):
     model = tiny_model()
     rope_patch.apply(model, "pi:factor=4", precision="float64")
-    with pytest.warns(UserWarning, match="no stock config can say so"):
+    with pytest.warns(UserWarning, match="no config of transformers can say so"):
         rope_patch.save(model, tmp_path / "saved")
     assert module_of(rope_patch.load(tmp_path / "saved")).precision == "float64"
 
@@ -219,10 +219,10 @@ def test_adapter_on_a_patched_base_folder(tmp_path):
 def test_adapter_on_a_patched_base_keeps_our_module_and_precision(tmp_path):
     model = tiny_model()
     rope_patch.apply(model, "yarn:factor=4", precision="float64")
-    with pytest.warns(UserWarning, match="no stock config can say so"):
+    with pytest.warns(UserWarning, match="no config of transformers can say so"):
         rope_patch.save(model, tmp_path / "patched_base")
     tuned = lora(rope_patch.load(tmp_path / "patched_base"))
-    with pytest.warns(UserWarning, match="no stock config can say so"):
+    with pytest.warns(UserWarning, match="no config of transformers can say so"):
         rope_patch.save(tuned, tmp_path / "adapter")
     loaded = rope_patch.load(tmp_path / "adapter")
     assert module_of(loaded).precision == "float64"
@@ -386,7 +386,7 @@ def test_nothing_there(tmp_path, monkeypatch):
     def gated(*_, **__):
         raise OSError("401 Client Error. You are trying to access a gated repo.")
 
-    for module in ("adapters", "save_load"):
+    for module in ("adapters", "reading"):
         monkeypatch.setattr(f"rope_patch.checkpoints.{module}.find_file", lambda *_, **__: None)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", gated)
     with pytest.raises(OSError, match=r"accept the licence at https://huggingface.co/a/b, then run `hf auth login`"):

@@ -102,8 +102,8 @@ def test_defaults_are_those_of_python(command, function, names):
         for key, parameter in ours.items()
         if names.get(key, key) in theirs and parameter.default != theirs[names.get(key, key)].default
     }
-    # --family excludes both options, so that the command has to know whether they were given.
-    assert differing == ({"init": (None, "yarn"), "steps": (None, 40)} if command == "fit" else {})
+    # --family excludes --init, so that the command has to know whether it was given.
+    assert differing == ({"init": (None, "yarn")} if command == "fit" else {})
 
 
 def test_defaults_of_a_plan_are_those_of_python():

@@ -27,7 +27,8 @@ from rope_patch.cli.app import app, main
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
 from rope_patch.evaluation.text import builtin_text
@@ -193,7 +194,7 @@ def grid(name, answers, task="passkey"):
     """A row whose answers are (haystack, depth)."""
     made = made_up({name: WINDOWS}, {name: [True]}).rows[0]
     cells = tuple(
-        RetrievalCell(8, depth, tuple(Sample("1", "", bool(hit), 1.0, 0.0) for hit in column))
+        RetrievalCell(8, depth / 10, tuple(Sample("1", "", bool(hit), 1.0, 0.0) for hit in column))
         for depth, column in enumerate(zip(*answers, strict=True))
     )
     found = replace(made.scores.retrieval["passkey"], task=task, cells=cells)

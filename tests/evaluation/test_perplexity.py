@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig
 
 import rope_patch
 from rope_patch.evaluation.documents import TokenDocument, encode
-from rope_patch.evaluation.perplexity import Bucket, DocumentScore, PerplexityResult, perplexity
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.modeling import scoring
 from rope_patch.modeling.scoring import SLICE
 

@@ -285,6 +285,14 @@ def test_digits_are_characters_whatever_the_tokens(output, predicted, correct, d
     assert made[0].logprob == -0.75
 
 
+def test_a_single_answer_comes_first():
+    tokenizer = Spelling(" 12", "345", " the")
+    prompt = Prompt("", " 12345", (0, 1), 2, ("12345",), (2,), (0.5,))
+    for output, correct in (((0, 1, 2), True), ((2, 0, 1), False)):
+        (made,) = grade(tokenizer, TASKS["passkey"], prompt, Answer(output, (0, 1), (-0.5, -0.25)))
+        assert made.correct is correct
+
+
 def test_parts_of_a_joined_answer_are_graded_one_by_one():
     tokenizer = Spelling(" 11", ",", " 22", " 33", " 44")
     prompt = Prompt("", " 11, 22, 33", (0, 1, 2, 1, 3), 5, ("11", "22", "33"), (1, 3, 5), (0.0, 0.5, 1.0))

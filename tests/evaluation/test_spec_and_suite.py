@@ -22,8 +22,8 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.verdicts import Limits, find_verdict
 from rope_patch.reports import comparison as report
 
-TEXT = "Some words to read, and some more of them. " * 60
-ASKED = {"lengths": (48, 64), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
+TEXT = "Some words to read, and some more of them. " * 90
+ASKED = {"lengths": (96, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,9 @@ def test_without_a_haystack_needles_are_hidden_in_the_text(tokenizer):
 def test_a_suite_gives_what_its_parts_give(tokenizer):
     model, suite = bold_model(vocab_size=len(tokenizer)), suite_of(tokenizer, tasks=["niah", "vt"], **ASKED)
     result = suite.run(model)
-    assert result.perplexity == perplexity(model, suite.windows, window=64, buckets=suite.spec.edges, batch=256)
+    assert result.perplexity == perplexity(model, suite.windows, window=128, buckets=suite.spec.edges, batch=128)
     for task in ("niah", "vt"):
-        alone = retrieval(model, tokenizer, task, lengths=(48, 64), depths=(0.2, 0.8), samples=2, haystack=HAY)
+        alone = retrieval(model, tokenizer, task, lengths=(96, 128), depths=(0.2, 0.8), samples=2, haystack=HAY)
         assert result.retrieval[task] == alone
 
 
@@ -105,7 +105,7 @@ def test_its_tokens_are_those_that_it_tells_of(tokenizer):
     suite = suite_of(tokenizer, tasks=["niah", "vt"], **ASKED)
     suite.run(model, on_progress=read.append)
     assert sum(read) == suite.tokens == suite.spec.tokens_to_read()
-    assert suite.tokens == 3 * 64 + 2 * (48 + 64) * (2 + 1)  # niah asks at each depth, vt once
+    assert suite.tokens == 3 * 128 + 2 * (96 + 128) * (2 + 1)  # niah asks at each depth, vt once
 
 
 def test_without_windows_there_is_no_perplexity(tokenizer):
@@ -189,13 +189,13 @@ def test_a_metric_that_is_entered_is_in_the_table_of_caches(worst_window, tokeni
     made = check_cache(bold_model(vocab_size=len(tokenizer)), tokenizer, ["int4-token"], **ASKED)
     line = made.table()[-1]
     assert {"worst_window", "worst_window_change", "worst_window_low", "worst_window_high"} <= set(line)
-    assert "worst_window_change" in json.loads(made.to_json())["rows"][1]["lengths"]["64"]
+    assert "worst_window_change" in json.loads(made.to_json())["rows"][1]["lengths"]["128"]
 
 
 def test_every_task_has_columns_of_its_own(tokenizer):
     made = compared(bold_model(vocab_size=len(tokenizer)), tokenizer, ["default"], tasks=["niah", "vt"], **ASKED)
     headings = [column.heading for column in made.columns()]
-    assert headings == ["ppl 0-48", "ppl 48-64", "niah 48", "niah 64", "vt 48", "vt 64"]
+    assert headings == ["ppl 0-96", "ppl 96-128", "niah 96", "niah 128", "vt 96", "vt 128"]
     page = report.report([made])
     assert "Retrieval, niah, at length [tokens]" in page and "Retrieval, vt, at length [tokens]" in page
     checked = check_cache(

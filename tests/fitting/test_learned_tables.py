@@ -17,14 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.cli.finetune import smoke_options
+from rope_patch.cli.fitted_table import fit_table
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.fitting import Objective
 from rope_patch.methods import Table
 from rope_patch.patching.locate import PatchError, find_rotary
-from rope_patch.training import finetune as module
-from rope_patch.training.finetune import finetune
-from rope_patch.training.options import read
+from rope_patch.training.finetune import finetune as train
+from rope_patch.training.reading import read
 from rope_patch.training.resuming import flaw
+from rope_patch.training.scores import RecipeEvaluator
 from rope_patch.training.tables import TABLE_FILE, TableTraining
 
 DOMAINS = LLAMA.parent / "domains"
@@ -37,8 +38,13 @@ FITTED += ["fit.batch_tokens=1024"]
 TRAINED = [*SHORT, "patch.method=yarn:factor=2", "patch.trainable=true", "data.retrieval=0.5", "train.save_every=2"]
 
 
+def finetune(options):
+    """As the command does."""
+    return train(options, fit_table=fit_table)
+
+
 def options(out, *words):
-    return read(words=[*SMALL, f"output={out}", *words])
+    return read(overrides=[*SMALL, f"output={out}", *words])
 
 
 def values(folder):
@@ -105,7 +111,7 @@ def steps_of_fits(stop=None):
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_does_not_fit_again(tmp_path):
+def test_a_resumed_run_does_not_fit_again(tmp_path):
     words = (*FITTED, "train.save_every=2")
     with steps_of_fits() as taken:
         whole = finetune(options(tmp_path / "run", *words))
@@ -116,7 +122,7 @@ def test_a_run_that_goes_on_does_not_fit_again(tmp_path):
     with steps_of_fits() as taken:
         again = finetune(options(tmp_path / "run", *words))
     assert not taken, "it was fitted again"
-    assert losses(again) == pytest.approx(losses(whole), abs=1e-5) and not again.again
+    assert losses(again) == pytest.approx(losses(whole), abs=1e-5) and not again.finished_before
     assert again.results["patch"] == whole.results["patch"] and again.results["fit"] == whole.results["fit"]
 
 
@@ -143,14 +149,14 @@ def test_a_trained_table_is_saved_as_it_became(trained):
     assert rope_patch.verify(model).record.to_method() == read_record(folder).to_method()
     module_ = find_rotary(model).module
     assert torch.allclose(module_.tables[None].inv_freq.double().log(), values(folder), atol=1e-7)
-    again = module.Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    again = RecipeEvaluator(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
     assert again(model).metrics() == pytest.approx(trained.results["after"], abs=1e-5)
     assert "The rotary table was trained with them." in (folder / "README.md").read_text()
     assert not list(folder.glob(TABLE_FILE)) and flaw(folder / "work" / "checkpoint-4") is None
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_trains_the_same_table(trained, tmp_path):
+def test_a_resumed_run_trains_the_same_table(trained, tmp_path):
     shutil.copytree(trained.folder, tmp_path / "run")
     for name in ("results.json", "adapter_model.safetensors"):
         (tmp_path / "run" / name).unlink()
@@ -178,7 +184,7 @@ def test_a_trained_table_and_the_best_checkpoint(more, tmp_path):
     mine, theirs = (read_record(folder) or record_of(folder) for folder in (result.folder, best))
     assert mine.tables == theirs.tables
     stock = rope_patch.load(result.folder, dtype=torch.float32)
-    again = module.Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    again = RecipeEvaluator(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
     if "gemma3" not in str(more):
         assert again(stock).metrics() == pytest.approx(result.results["after"], abs=1e-5)
 
@@ -200,41 +206,43 @@ def test_a_checkpoint_of_a_whole_model_says_its_own_table(tmp_path):
 @pytest.mark.parametrize("when", ["train.save_every=1", "evaluation.every=1"])
 def test_a_trained_table_that_diverges_says_so(tmp_path, when):
     words = [word for word in TRAINED if not word.startswith("train.save")]
-    with pytest.raises(FloatingPointError, match=r"no longer finite: take a lower patch\.learning_rate"):
+    with pytest.raises(FloatingPointError, match=r"no longer finite: use a lower patch\.learning_rate"):
         finetune(options(tmp_path / "run", *words, when, "patch.learning_rate=1e6"))
 
 
 def test_text_enough_for_the_held_out_windows_is_read(monkeypatch, tmp_path):
-    from rope_patch.training import tables
+    from rope_patch import fitting
+    from rope_patch.training import sources
 
     taken = []
-    monkeypatch.setattr(tables, "plain_texts", lambda *_: (taken.append(n) or "x" * 1_000_000 for n in range(100)))
-    monkeypatch.setattr(tables, "open_source", lambda *_: None)
-    monkeypatch.setattr(tables, "fit", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(sources, "plain_texts", lambda *_: (taken.append(n) or "x" * 1_000_000 for n in range(100)))
+    monkeypatch.setattr(sources, "open_source", lambda *_: None)
+    monkeypatch.setattr(fitting, "fit", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(fitting, "held_out_spec", lambda *_, **__: None)
     model = torch.nn.Linear(1, 1)
     asked = options(
         "x", *FITTED, "fit.batch_tokens=null", "fit.windows=8", "patch.target_length=32k", "data.lengths=1k"
     )
     with pytest.raises(KeyboardInterrupt):
-        tables.fit_table(model, None, asked, tmp_path)
+        fit_table(model, None, asked, tmp_path)
     assert len(taken) * 1e6 >= 8 * 32768 * 4.5 * 10
 
 
-def test_the_group_of_a_table(trained):
+def test_a_trained_table_has_its_own_parameter_group(trained):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     rope_patch.apply(model, "yarn", factor=2)
     table = TableTraining(model, 0.03)
     with table.in_place():
         adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1.0, weight_decay=0.5)
-        table.groups(adam)
+        table.add_group(adam)
         rest, own = adam.param_groups
         assert own["lr"] == 0.03 and own["weight_decay"] == 0 and len(own["params"]) == 1
         assert not {id(p) for p in own["params"]} & {id(p) for p in rest["params"]}
         with pytest.raises(PatchError, match="trained no table"):
-            table.take_up(trained.folder)
+            table.load(trained.folder)
         with pytest.raises(ValueError, match="found no rotary table"):
             rope_patch.verify(model)
-        with table.as_it_is() as record:
+        with table.as_patch() as record:
             assert rope_patch.verify(model).record == record
     assert rope_patch.verify(model).tables  # of float32: the start's own, spelled as values
     with safe_open(trained.folder / "work" / "checkpoint-2" / TABLE_FILE, framework="pt") as opened:

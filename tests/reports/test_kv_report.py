@@ -439,7 +439,7 @@ def test_help_and_list_name_every_preset():
         (("--schemes", "none"), "at least one scheme beside none"),
         (("--methods", "prope"), "Did you mean 'p_rope'"),
         (("--lengths", "4 k"), "k"),
-        (("--lengths", ""), "one length"),
+        (("--lengths", ""), "lengths is empty"),
         (("--depths", "half"), "a depth is a number"),
         (("--depths", "2"), "2"),
         (("--dtype", "int3"), "dtype must be one of"),
@@ -448,7 +448,7 @@ def test_help_and_list_name_every_preset():
         (("--haystack", "/nowhere"), "nowhere"),
         (("--context", "far"), "far"),
         (("--schemes", "fp8 nf4 fp8.tensor"), "'fp8' and 'fp8.tensor' both mean"),
-        (("--tolerance", "-1"), "tolerance >= 0"),
+        (("--tolerance", "-1"), "tolerance must be >= 0, got -1"),
         (("--schemes", "int4-token;skip=7"), "layers 0 to 1"),
     ],
 )
@@ -469,7 +469,7 @@ def test_wrong_words(folder, given, tmp_path, monkeypatch, capsys, words, messag
         (("--context", "0"), "context must be >= 1 token, got 0"),
         (("--context", "-5"), "a length is a number of tokens"),
         (("--windows", "0"), "windows >= 1"),
-        (("--tolerance", "-1"), "tolerance >= 0"),
+        (("--tolerance", "-1"), "tolerance must be >= 0, got -1"),
         (("--schemes", "int4.token k=int4.token;v=int4.token"), "'int4.token' and 'k=int4.token;v=int4.token' both"),
         (("--device", "cuda:99"), "no device 'cuda:99'"),
         (("--device", "gpu"), "device must be auto, cpu, cuda"),
@@ -551,12 +551,11 @@ def test_other_commands_check_the_device_too(folder, tmp_path, monkeypatch, caps
 
 
 def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, capsys):
-    from rope_patch.kv_evaluation import measuring as kv_measuring
 
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kv_measuring, "retrieval", stop)
+    monkeypatch.setattr("rope_patch.evaluation.suite.retrieval", stop)
     arguments = ["rope-patch", "kv-check", *map(str, (folder, *given, "-o", tmp_path / "out"))]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as raised:

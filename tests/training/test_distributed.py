@@ -106,7 +106,7 @@ def test_a_checkpoint_is_written_by_one_process_and_resumed_by_both(two):
 def test_a_step_without_labels_is_refused_by_every_process(two):
     """In the run above the second process has a pass without labels, which is no error."""
     assert [rank["nothing"] for rank in two[1]] == [
-        "a step has no label to learn: longer rows or more of them are needed"
+        "a step has no label to learn: give longer rows, or more of them"
     ] * 2
 
 
@@ -247,13 +247,11 @@ def test_any_causal_rows_can_be_shared_under_context_parallelism(collator):
 
 def test_rows_that_would_be_misread_are_refused():
     packed = [{**row, "starts": [0, 9], "weights": [1.0] * 24} for row in rows(2)]
-    with pytest.raises(
-        ValueError, match=r"^PackedCollator keeps documents apart .* which context parallelism does not"
-    ):
+    with pytest.raises(ValueError, match=r"^PackedCollator keeps documents apart .* which context parallelism ignores"):
         ShardedCollator(PackedCollator(), cp_size=2)(packed)
     with pytest.raises(ValueError, match=r"^positions must rise by one under Ulysses"):
         ShardedCollator(PackedCollator(), sp_size=2)(packed)
-    with pytest.raises(ValueError, match=r"^labels have weights, and under Ulysses each counts 1"):
+    with pytest.raises(ValueError, match=r"^labels have weights, which Ulysses ignores"):
         ShardedCollator(Collator(), sp_size=2)(rows(2))
 
 

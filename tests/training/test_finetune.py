@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,15 +21,18 @@ import rope_patch
 from rope_patch.checkpoints.adapters import read_record
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.training import finetune as module
-from rope_patch.training.finetune import arguments, collator, finetune
-from rope_patch.training.options import read
+from rope_patch.training.finetune import finetune
+from rope_patch.training.reading import read
+from rope_patch.training.runs import hold_folder, inspect_folder
+from rope_patch.training.scores import RecipeEvaluator
+from rope_patch.training.setup import arguments, collator
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
 
 
 def options(out, *words):
-    return read(words=[*SMALL, f"output={out}", *words])
+    return read(overrides=[*SMALL, f"output={out}", *words])
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +48,11 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
     assert results == json.loads((folder / "results.json").read_text())
     assert results["steps"] == 4 and results["tokens"] == 4 * 2 * 128
     assert [row["step"] for row in results["curve"]] == [0, 2, 4] and len(results["losses"]) == 4
-    judged = json.loads((folder / "evaluation.json").read_text())
+    evaluated = json.loads((folder / "evaluation.json").read_text())
     for when in ("before", "after"):
-        right = [s["correct"] for c in judged[when]["retrieval"]["cells"] if c["length"] == 256 for s in c["samples"]]
+        right = [
+            s["correct"] for c in evaluated[when]["retrieval"]["cells"] if c["length"] == 256 for s in c["samples"]
+        ]
         assert len(right) == 2 and results[when]["retrieval_256"] == sum(right) / 2
     text = (folder / "README.md").read_text()
     for needed in (
@@ -64,12 +71,12 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
 
 def test_before_is_the_patched_model_and_after_is_what_was_saved(done):
     """The scores are those that the engines give for the model in memory and for the folder loaded anew."""
-    judge = module.Judge(options("x").evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    evaluator = RecipeEvaluator(options("x").evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
-    assert judge(model).metrics() == pytest.approx(done.results["before"], abs=1e-6)
+    assert evaluator(model).metrics() == pytest.approx(done.results["before"], abs=1e-6)
     before, after = done.results["before"], done.results["after"]
-    assert judge(rope_patch.load(done.folder, dtype=torch.float32)).metrics() == pytest.approx(after, abs=1e-5)
+    assert evaluator(rope_patch.load(done.folder, dtype=torch.float32)).metrics() == pytest.approx(after, abs=1e-5)
     assert after["perplexity_0_128"] != pytest.approx(before["perplexity_0_128"], abs=1e-3)
 
 
@@ -118,7 +125,7 @@ def test_the_round_trip_of_an_adapter(done, tmp_path):
 def test_a_finished_run_is_returned_as_it_is(done, monkeypatch):
     monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("it was loaded again"))
     again = finetune(options(done.folder, "evaluation.every=2"))
-    assert again.results == done.results and again.again and not done.again
+    assert again.results == done.results and again.finished_before and not done.finished_before
 
 
 def test_another_run_in_the_same_folder_is_refused(done):
@@ -134,14 +141,14 @@ def test_a_folder_of_something_else_is_left_alone(done, tmp_path):
     (claim / "work").mkdir(parents=True)
     (claim / "work" / "run.json").write_text('{"a": 1}')
     for restart in (False, True):
-        with pytest.raises(ValueError, match="is of no run of this version: give another folder"):
+        with pytest.raises(ValueError, match="is not of a run of this version: give another folder"):
             finetune(options(claim), restart=restart)
     for name in ("work/thesis.txt", "results.json", "work/checkpoint-4/adapter_model.safetensors"):
         folder = tmp_path / name.replace("/", "-")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("precious")
         for restart in (False, True):
-            with pytest.raises(ValueError, match="holds files, and no run of ours: give a new or empty folder"):
+            with pytest.raises(ValueError, match="holds files that are not of a run: give a new or empty folder"):
                 finetune(options(folder), restart=restart)
         assert (folder / name).read_text() == "precious" and len([*folder.rglob("*")]) == name.count("/") + 1
     shutil.copytree(LLAMA, tmp_path / "mine")
@@ -168,33 +175,31 @@ def test_restart_throws_nothing_away_before_the_new_run_is_sound(done, tmp_path)
 
 
 def test_two_commands_do_not_work_in_one_folder(tmp_path):
-    from rope_patch.training.runs import begun, look
-
     def found(name="run"):
-        return look(options(tmp_path / name), 1, source="x")
+        return inspect_folder(options(tmp_path / name), 1, source="x")
 
     run = found()
     with (
-        begun(run, "abc", found),
-        pytest.raises(BlockingIOError, match="another command is at work in"),
-        begun(run, "abc", found),
+        hold_folder(run, "abc", found),
+        pytest.raises(BlockingIOError, match="another command works in"),
+        hold_folder(run, "abc", found),
     ):
         pass
     late = found()
     (tmp_path / "run" / "work" / "run.json").write_text(
         (tmp_path / "run" / "work" / "run.json").read_text().replace("abc", "x")
     )
-    with pytest.raises(BlockingIOError, match="changed while the model was loaded"), begun(late, "abc", found):
+    with pytest.raises(BlockingIOError, match="changed while the model was loaded"), hold_folder(late, "abc", found):
         pass
-    with pytest.raises(KeyboardInterrupt), begun(found(), "abc", found):
+    with pytest.raises(KeyboardInterrupt), hold_folder(found(), "abc", found):
         raise KeyboardInterrupt
     (tmp_path / "early" / "work").mkdir(parents=True)  # killed before it could say what it is
     (tmp_path / "early" / "work" / "lock").write_text("")
     (tmp_path / "early" / "work" / ".rows-1.arrow.77").write_text("")
-    with begun(found("early"), "abc", lambda: found("early")):
+    with hold_folder(found("early"), "abc", lambda: found("early")):
         assert sorted(path.name for path in (tmp_path / "early" / "work").iterdir()) == ["lock", "run.json"]
     fresh = found("new")
-    with pytest.raises(ValueError), begun(fresh, "abc", lambda: found("new")):
+    with pytest.raises(ValueError), hold_folder(fresh, "abc", lambda: found("new")):
         raise ValueError("bad data")
     assert not (tmp_path / "new").exists(), "nothing came of it"
 
@@ -229,7 +234,7 @@ def test_a_finished_run_whose_adapter_is_gone_is_finished_again(done, tmp_path):
     shutil.copytree(done.folder, tmp_path / "run")
     (tmp_path / "run" / "adapter_model.safetensors").unlink()
     result = finetune(options(tmp_path / "run", "evaluation.every=2"))
-    assert not result.again and (tmp_path / "run" / "adapter_model.safetensors").exists()
+    assert not result.finished_before and (tmp_path / "run" / "adapter_model.safetensors").exists()
     assert result.results["after"] == pytest.approx(done.results["after"], abs=1e-5)
 
 
@@ -244,7 +249,9 @@ def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
         ValueError, match=r"patch\.replace without patch\.method would change nothing: the checkpoint keeps"
     ):
         finetune(options(tmp_path / "a", *own, "patch.replace=true"))
-    with pytest.raises(ValueError, match=r"own yarn:factor=4 is made for 1024 tokens, not for 2048: give shorter"):
+    with pytest.raises(
+        ValueError, match=r"own yarn:factor=4 was applied for a context of 1024 tokens, not of 2048: give shorter"
+    ):
         finetune(options(tmp_path / "a", *own, "patch.target_length=2048"))
     kept = finetune(options(tmp_path / "a", *own, "patch.target_length=512"))
     assert kept.results["patch"] == "yarn:factor=4" and kept.results["target_length"] == 1024
@@ -258,23 +265,37 @@ def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_without_a_patch_or_with_a_long_warm_up_warns(tmp_path):
+    small = ("evaluation.before=false", "evaluation.lengths=128", "evaluation.windows=0", "train.steps=1")
+    with pytest.warns(UserWarning) as caught:
+        result = finetune(options(tmp_path / "run", *small, "patch.method=null", "train.warmup=3"))
+    said = [str(warning.message) for warning in caught]
+    assert any(text.startswith("there is no patch.method: the model keeps its original rotary table") for text in said)
+    assert any(text.startswith("train.warmup=3 steps are more than train.steps=1: the learning rate") for text in said)
+    assert result.results["patch"] in (None, "default")
+
+
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     words = ("train.learning_rate=1e30", "train.steps=8", "evaluation.before=false", "train.save_every=8")
-    with pytest.raises(FloatingPointError, match=r"the loss of step \d is (nan|inf): take a lower learning rate"):
+    with pytest.raises(FloatingPointError, match=r"the loss of step \d is (nan|inf): use a lower learning rate"):
         finetune(options(tmp_path / "run", *words))
 
 
 @pytest.mark.slow
 def test_a_run_that_made_things_worse_says_so(tmp_path):
     words = ("train.learning_rate=0.3", "train.steps=2", "evaluation.lengths=128")
-    with pytest.warns(UserWarning, match="scores lower than before"):
+    with pytest.warns(UserWarning, match="ppl 0-128 is significantly worse than before training"):
         result = finetune(options(tmp_path / "run", *words))
-    assert result.results["worse"] and "scores lower than before training" in (result.folder / "README.md").read_text()
+    change, _ = result.results["changes"]
+    assert change["metric"] == "perplexity" and result.results["worse"]
+    assert change["verdict"] == "worse" and change["low"] > 0
+    assert f"- **{change['sentence']}**" in (result.folder / "README.md").read_text()
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(done, tmp_path, monkeypatch):
-    """Stopped between the checkpoints at 2 and 4: resumed from 2, the same losses, the first judgement kept."""
+    """Stopped between the checkpoints at 2 and 4: resumed from 2, the same losses, the first evaluation kept."""
     out = tmp_path / "cut"
     stock = module.LongTrainer.training_step
     passes = []
@@ -310,18 +331,18 @@ def test_a_checkpoint_of_another_model_is_not_resumed_from(done, tmp_path):
 def test_the_best_checkpoint_by_score_is_kept_and_patience_ends_a_run(tmp_path, monkeypatch):
     """Scores are scripted: the second evaluation is the best, then two are worse."""
     scores = iter([0.1, 0.3, 0.9, 0.5, 0.4, 0.3, 0.2])
-    stock = module.Judge.__call__
+    stock = RecipeEvaluator.__call__
     seen = []
 
-    def scripted(self, model):
-        found = stock(self, model)
+    def scripted(self, model, on_progress):
+        found = stock(self, model, on_progress)
         score = next(scores)
         weight = next(p.clone() for n, p in model.named_parameters() if "lora_B" in n)
         seen.append((score, weight))
         monkeypatch.setattr(type(found), "score", property(lambda _: score))
         return found
 
-    monkeypatch.setattr(module.Judge, "__call__", scripted)
+    monkeypatch.setattr(RecipeEvaluator, "__call__", scripted)
     words = ("evaluation.every=1", "evaluation.patience=2", "train.steps=6", "train.keep=1", "evaluation.lengths=128")
     result = finetune(options(tmp_path / "run", *words))
     assert result.results["steps"] == 4 and result.results["best_step"] == 2
@@ -352,8 +373,8 @@ def test_ways_to_train(words, tmp_path):
     model = rope_patch.load(result.folder, dtype=torch.float32)
     record = find_rotary(model).record
     assert str(record.to_method()) == (result.results["patch"] or "default")
-    judge = module.Judge(options("x", *words).evaluation, (128,), AutoTokenizer.from_pretrained(LLAMA))
-    assert judge(model).metrics() == pytest.approx(result.results["after"], abs=1e-4)
+    evaluator = RecipeEvaluator(options("x", *words).evaluation, (128,), AutoTokenizer.from_pretrained(LLAMA))
+    assert evaluator(model).metrics() == pytest.approx(result.results["after"], abs=1e-4)
 
 
 @pytest.mark.slow
@@ -411,6 +432,23 @@ def run(*words, cwd=None):
     )
 
 
+@pytest.fixture
+def script(monkeypatch, capfd, tmp_path):
+    """Runs the script in this process and an empty folder; returns exit code, stdout and stderr."""
+
+    def start(*words):
+        monkeypatch.setattr(sys, "argv", [str(RECIPE), *map(str, words)])
+        monkeypatch.chdir(tmp_path)
+        code = 0
+        try:
+            runpy.run_path(str(RECIPE), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+        return SimpleNamespace(returncode=code, **capfd.readouterr()._asdict())
+
+    return start
+
+
 @pytest.mark.slow
 def test_the_smoke_run_of_the_command_line(tmp_path):
     config = ROOT / "recipes" / "configs" / "llama-3.1-8b-32k.yaml"
@@ -422,19 +460,27 @@ def test_the_smoke_run_of_the_command_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_wrong_words_are_one_line_and_help_shows_how():
-    done = run("model.nmae=llama", "data.lengths=64", "output=x")
-    assert done.returncode == 2 and done.stdout == ""
-    assert "unknown option 'model.nmae'. Did you mean 'model.name'? Known in model: name, rev" in done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
-    shown = run("--help")
-    assert shown.returncode == 0 and "lora.yaml" in shown.stdout and "--dry-run" in shown.stdout
+def test_wrong_words_are_one_line_and_help_shows_how(script):
+    done = script("model.nmae=llama", "data.lengths=64", "output=x")
+    assert done.returncode == 2 and done.out == ""
+    assert "unknown option 'model.nmae'. Did you mean 'model.name'? Known in model: name, rev" in done.err
+    assert "Traceback" not in done.err and len(done.err.strip().splitlines()) == 1
+    shown = script("--help")
+    assert shown.returncode == 0 and "lora.yaml" in shown.out and "--dry-run" in shown.out
+
+
+def test_the_length_of_the_rows_is_required_before_anything_is_loaded(script, tmp_path):
+    done = script("model.name=./nowhere", "patch.method=yarn:factor=4", "output=x")
+    assert done.returncode == 2 and "data.lengths is required: give the length of the rows to train on" in done.err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_a_dry_run_tells_what_it_takes_and_writes_nothing(tmp_path):
+def test_a_dry_run_tells_what_it_takes_and_writes_nothing(script, tmp_path):
     config = ROOT / "recipes" / "configs" / "llama-3.1-8b-128k.yaml"
-    done = run(config, "--dry-run", "--gpu-memory", 141, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "200 steps of 524288 tokens" in done.stdout and "fits into 141" in done.stdout
-    assert "method: p_rope:p=0.75" in done.stdout and list(tmp_path.iterdir()) == []
+    done = script(config, "--dry-run", "--gpu-memory", 141)
+    assert done.returncode == 0, done.err
+    assert "200 steps of 524288 tokens" in done.out and "fits into 141" in done.out
+    assert "evaluation: 5 times (before training, every 50 steps), 2 windows of 131072 tokens" in done.out
+    assert ("time on this CPU: at least" in done.out) is not torch.cuda.is_available()
+    assert "method: p_rope:p=0.75" in done.out and list(tmp_path.iterdir()) == []

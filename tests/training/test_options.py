@@ -12,9 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rope_patch.cli.finetune import describe, smoke_options
+from rope_patch.cli.finetune import smoke_options
 from rope_patch.methods import as_method
-from rope_patch.training.options import SECTIONS, DataOptions, ModelOptions, Options, read
+from rope_patch.training.estimate import describe
+from rope_patch.training.options import DataOptions, ModelOptions
+from rope_patch.training.reading import REQUIRED, SECTIONS, read
+from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.sources import plan_stages
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -35,7 +38,7 @@ def file(tmp_path):
 
 
 def words(*given):
-    return read(words=given, base=BASE)
+    return read(overrides=given, base=BASE)
 
 
 def refused(message, *given, files=(), error=ValueError):
@@ -150,7 +153,7 @@ def test_bad_files_are_named(file, tmp_path):
     refused(f"{path}: train.steps: Value 'many' of type 'str' could not be converted to Integer", files=[path])
     path = file("data:\n  config: 20231101.10\n")
     refused(
-        f"{path}: data.config: text is wanted, and YAML reads 20231101.1 here: put it in quotes",
+        f"{path}: data.config must be text, and YAML reads 20231101.1 here: put it in quotes",
         files=[path],
     )
     assert read([file("data:\n  config: '20231101.10'\n")], base=BASE).data.config == "20231101.10"
@@ -174,11 +177,13 @@ def test_what_is_no_yaml_is_said_with_its_place(file, text, where):
 
 
 @pytest.mark.parametrize("name", ["model.name", "data.lengths", "output"])
-def test_what_has_no_default_must_be_given(name):
+def test_an_option_without_default_is_required(name):
     given = {"model.name": "llama", "data.lengths": "512", "output": "x"}
     del given[name]
-    with pytest.raises(ValueError, match=rf"^{name} is missing: give it in a YAML file or as {name}=VALUE$"):
-        read(words=[f"{key}={value}" for key, value in given.items()])
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'{name} is required: give {REQUIRED[name]}, here or in a YAML file')}$"
+    ):
+        read(overrides=[f"{key}={value}" for key, value in given.items()])
 
 
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", "${model.name}", "${nope}", "a${", "???"])
@@ -190,7 +195,7 @@ def test_no_value_stands_for_another(file, key, text):
     if text == "a${":  # no YAML to OmegaConf, but in a word that is text
         ways = [([], [f"{key}={text}"], key), ([path], [], f"{path} is no YAML")]
     else:
-        said = f"{key}: {text!r} would stand for another value: write that one out"
+        said = f"{key}: {text!r} would be replaced by another value: give that value itself"
         ways = [([], [f"{key}={text}"], said), ([path], [], f"{path}: {said}")]
     for files, typed, message in ways:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
@@ -201,7 +206,7 @@ def test_no_value_stands_for_another(file, key, text):
 def test_a_list_that_stands_for_another_value_is_refused(file):
     path = file("lora:\n  target_modules: ['${model.name}']\n")
     refused(
-        f"{path}: lora.target_modules: '${{model.name}}' would stand for another value: write that one out",
+        f"{path}: lora.target_modules: '${{model.name}}' would be replaced by another value: give that value itself",
         files=[path],
     )
 
@@ -246,17 +251,21 @@ def test_a_list_that_stands_for_another_value_is_refused(file):
         ("evaluation.lengths= ", "evaluation: lengths is empty"),
         (
             "evaluation.task=haystack",
-            "evaluation: unknown task 'haystack' in mode 'single'. Known: passkey, niah, multivalue, multiquery, vt",
+            "evaluation: unknown task 'haystack' in mode 'single'. Known: multiquery, multivalue, niah, passkey, vt",
         ),
         ("patch.target_length=x", "patch.target_length: a length is a number of tokens such as 4096 or 4k, got 'x'"),
         (
             "patch.target_length=256",
-            "rows of 512 tokens are longer than patch.target_length=256: the patch is not made for them",
+            "rows of 512 tokens are longer than patch.target_length=256, the context that the model is patched for: "
+            "give shorter data.lengths or a longer patch.target_length",
         ),
         ("patch.method=yarn:factor=x", "factor must be a number, got 'x'"),
-        ("data.positions=pose", "data.positions=pose needs patch.target_length, which positions go up to"),
-        ("data.positions=randpos", "data.positions=randpos needs patch.target_length, which positions go up to"),
-        ("evaluation.patience=2", "evaluation.patience needs evaluation.every: nothing is judged before the end"),
+        ("data.positions=pose", "data.positions=pose needs patch.target_length: positions are drawn from below it"),
+        (
+            "data.positions=randpos",
+            "data.positions=randpos needs patch.target_length: positions are drawn from below it",
+        ),
+        ("evaluation.patience=2", "evaluation.patience needs evaluation.every: without it only the end is evaluated"),
     ],
 )
 def test_values_out_of_range_are_named(word, message):
@@ -268,42 +277,42 @@ def test_values_out_of_range_are_named(word, message):
     [
         (
             ["data.positions=pose", "patch.target_length=1k", "data.boundaries=apart"],
-            "data.positions=pose needs boundaries join or whole, not apart",
+            "data.positions=pose needs data.boundaries=join or whole, not apart",
         ),
         (
             ["data.positions=pose", "patch.target_length=1k", "data.lengths=8", "data.chunks=9"],
-            "data.chunks=9 are more than a row has tokens, 8",
+            "data.chunks=9 is more than the tokens of a row, 8",
         ),
         (
             ["lora.rank=0", "model.quantization=nf4"],
-            "lora.rank=0 trains every weight: not with quantized weights, and long_lora adds nothing",
+            "lora.rank=0 trains every weight: that excludes model.quantization, and lora.long_lora adds nothing",
         ),
         (
             ["lora.long_lora=true", "model.dtype=float16"],
-            "lora.long_lora trains the model's own weights, whose small updates float16 rounds away: set "
+            "lora.long_lora trains the model's own weights, and float16 would round their small updates away: set "
             "model.dtype=float32 (train.precision still sets the arithmetic)",
         ),
         (
             ["lora.rank=0"],
-            "lora.rank=0 trains the model's own weights, whose small updates bfloat16 rounds away: set "
+            "lora.rank=0 trains the model's own weights, and bfloat16 would round their small updates away: set "
             "model.dtype=float32 (train.precision still sets the arithmetic)",
         ),
         (
             ["lora.rank=0", "lora.long_lora=true"],
-            "lora.rank=0 trains every weight: not with quantized weights, and long_lora adds nothing",
+            "lora.rank=0 trains every weight: that excludes model.quantization, and lora.long_lora adds nothing",
         ),
         (
             ["evaluation.every=100", "train.save_every=150"],
-            "train.save_every=150 must be evaluation.every=100, or left out: the best of what was judged must be "
-            "there to be kept",
+            "train.save_every=150 must equal evaluation.every=100, or be left out: the checkpoint with the best "
+            "evaluation can only be kept if it is saved",
         ),
         (
             ["evaluation.mode=multikey", "evaluation.task=vt"],
-            "evaluation: unknown task 'vt' in mode 'multikey'. Known: passkey, niah",
+            "evaluation: unknown task 'vt' in mode 'multikey'. Known: niah, passkey",
         ),
         (
             ["data.retrieval=0.1", "data.task=needle"],
-            "data.task: unknown task 'needle' in mode 'single'. Known: passkey, niah, multivalue, multiquery, vt",
+            "data.task: unknown task 'needle' in mode 'single'. Known: multiquery, multivalue, niah, passkey, vt",
         ),
     ],
 )
@@ -319,7 +328,7 @@ def test_empty_names_are_refused(file, section):
 
 
 def test_what_looks_like_those_is_allowed():
-    assert words("evaluation.every=100").save_every == 100, "by default where it is judged"
+    assert words("evaluation.every=100").save_every == 100, "by default where it is evaluated"
     assert words("train.steps=50").save_every == 10 and words("train.steps=3").save_every == 1
     assert words("data.positions=pose", "patch.target_length=1k", "data.boundaries=whole").data.chunks == 2
     assert words("lora.rank=0", "model.dtype=float32").lora.rank == 0
@@ -347,8 +356,8 @@ def test_schedules(lengths, stages):
     assert made.target_length == max(length for length, _ in stages)
 
 
-SHARES = "data.lengths: the shares must be > 0 and leave some for the last, got"
-WHOLE = "data.lengths: the shares must make up the whole, got"
+SHARES = "data.lengths: each share must be > 0, and together at most 1, got"
+WHOLE = "data.lengths: the shares must add up to 1, got"
 
 
 @pytest.mark.parametrize(
@@ -363,11 +372,11 @@ WHOLE = "data.lengths: the shares must make up the whole, got"
         ("4k:nan 8k", f"{SHARES} ['4k:nan', '8k']"),
         ("4k:inf 8k", f"{SHARES} ['4k:inf', '8k']"),
         ("4k:0.7 8k:0.2 16k:0.1 32k", f"{SHARES} ['4k:0.7', '8k:0.2', '16k:0.1', '32k']"),  # 3e-17 are left
-        ("4k:0.2 8k:0.2", f"{WHOLE} ['4k:0.2', '8k:0.2']: leave out the last"),
-        ("8k:0.5", f"{WHOLE} ['8k:0.5']: leave out the last"),
+        ("4k:0.2 8k:0.2", f"{WHOLE} ['4k:0.2', '8k:0.2']: leave out the last one"),
+        ("8k:0.5", f"{WHOLE} ['8k:0.5']: leave out the last one"),
         ("3k:0.5 8k", "data.lengths: 3072 does not divide the longest row, 8192"),
-        ("1:0.5 8k", "data.lengths: a row needs at least 2 tokens to learn one, got 1"),
-        ("0", "data.lengths: a row needs at least 2 tokens to learn one, got 0"),
+        ("1:0.5 8k", "data.lengths: a row must have at least 2 tokens, got 1"),
+        ("0", "data.lengths: a row must have at least 2 tokens, got 0"),
         ("-4", "data.lengths: a length is a number of tokens such as 4096 or 4k, got '-4'"),
         ("4M", "data.lengths: a length is a number of tokens such as 4096 or 4k, got '4M'"),
         (" , ", "data.lengths is empty: give the length of a row, such as 32k"),
@@ -397,7 +406,7 @@ def test_every_step_sees_as_many_tokens(shares, steps, accumulate, processes):
 
 def test_a_stage_without_a_whole_step_is_refused():
     options = words("data.lengths=64:0.01 128", "train.steps=10")
-    with pytest.raises(ValueError, match=r"^data.lengths: the stage of 64 tokens has no whole step of 10$"):
+    with pytest.raises(ValueError, match=r"^data.lengths: the stage of 64 tokens has less than one of the 10 steps$"):
         plan_stages(options)
 
 
@@ -430,7 +439,7 @@ def test_to_yaml_is_read_back(tmp_path_factory, name, output, rate, depths):
 
 
 def test_options_can_be_made_without_a_file():
-    made = Options(ModelOptions("llama"), data=DataOptions(lengths="512"), output="x")
+    made = RecipeOptions(ModelOptions("llama"), data=DataOptions(lengths="512"), output="x")
     assert made == words()
 
 
@@ -438,19 +447,25 @@ def test_options_can_be_made_without_a_file():
 
 
 def test_the_first_config_names_every_option_with_its_default():
-    found = yaml.safe_load((CONFIGS / "lora.yaml").read_text(encoding="utf-8"))
-    none = {"model": "name", "data": "lengths"}  # these have no default
+    text = (CONFIGS / "lora.yaml").read_text(encoding="utf-8")
+    for name in REQUIRED:
+        line = next(line for line in text.splitlines() if re.match(rf" *#? *{name.rpartition('.')[2]}: ", line))
+        assert "required" in line, line
+    found = yaml.safe_load(text.replace("  # lengths: 32k ", "  lengths: 32k "))
     expected = words().to_dict()
     assert list(found) == list(expected)
     for section in SECTIONS:
         assert list(found[section]) == list(expected[section]), section
         for name, value in expected[section].items():
-            if none.get(section) != name:
+            if f"{section}.{name}" not in REQUIRED:
                 assert found[section][name] == value, f"{section}.{name}"
                 assert isinstance(value, bool) == isinstance(found[section][name], bool), f"{section}.{name}"
-    assert words(f"data.lengths={found['data']['lengths']}", f"output={found['output']}") == read(
-        [CONFIGS / "lora.yaml"]
-    )
+
+
+def test_the_first_config_alone_does_not_choose_the_length_of_the_rows():
+    with pytest.raises(ValueError, match=r"^data\.lengths is required: give the length of the rows to train on"):
+        read([CONFIGS / "lora.yaml"])
+    assert read([CONFIGS / "lora.yaml"], ["data.lengths=1k"]).target_length == 1024
 
 
 @every_config

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import io
+import itertools
 import json
 import random
 import re
-import subprocess
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +20,7 @@ from reference_recipe import SCRIPT, recipe
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rope_patch.evaluation import text as corpora
 from rope_patch.evaluation.text import builtin_text
 
 every_stage = pytest.mark.parametrize("stage", recipe.CURRICULUM, ids=lambda stage: stage.name)
@@ -305,47 +310,26 @@ def test_texts_of_the_user_are_read_in_order(tmp_path):
     assert list(recipe.numbered(tmp_path)) == ["first", "second", "third"]
 
 
-# Runs the recipe as a script on the first characters of each split: reading and measuring all of it takes 15 s.
-SHORT = """
-import dataclasses, itertools, runpy, sys
-from rope_patch.evaluation import text
-
-def short(split, whole=text.builtin_text):
+def short(split, whole=builtin_text):
+    """The first documents of a split: reading and measuring all of it takes 15 s."""
     corpus = whole(split)
-    size = 150_000 if split == "train" else 15_000
-    kept = sum(n < size for n in itertools.accumulate(map(len, corpus.documents)))
-    return dataclasses.replace(corpus, documents=corpus.documents[:kept])
-
-text.builtin_text = short
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+    size = 60_000 if split == "train" else 8_000
+    count = sum(end < size for end in itertools.accumulate(map(len, corpus.documents)))
+    return dataclasses.replace(corpus, documents=corpus.documents[: max(1, count)])
 
 
 @pytest.fixture(scope="module")
 def smoked(tmp_path_factory):
-    """The folder and the printed figures of a short run, by shape; both at once, for each uses one thread."""
+    """The folder and the printed figures of a short run of the script, by shape."""
     root = tmp_path_factory.mktemp("smoke")
-    running = {
-        shape: subprocess.Popen(
-            [sys.executable, "-c", SHORT, SCRIPT, shape, "-o", root / shape, "--smoke"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for shape in ("llama", "gemma3")
-    }
-    found = {}
-    try:
-        for shape, process in running.items():
-            out, err = process.communicate(timeout=300)
-            assert process.returncode == 0, err[-3000:]
-            found[shape] = root / shape, json.loads(out)
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
-    return found
+    runs = {}
+    for shape in ("llama", "gemma3"):
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+            patch.setattr(corpora, "builtin_text", short)
+            patch.setattr(sys, "argv", [str(SCRIPT), shape, "-o", str(root / shape), "--smoke"])
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        runs[shape] = root / shape, json.loads(printed.getvalue())
+    return runs
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Training that is killed: no broken checkpoint is ever the latest, and a resumed run is that of one never stopped.
 
 The runs live in processes of their own. ``python tests/training/test_training_safety.py`` is a server that has
-everything imported and forks for each job it reads, a line of JSON; so a killed run costs a fraction of a second.
+everything imported and forks for each job it reads, a line of JSON. A job that kills a save at every file operation
+forks again right before the save, so that each kill costs the save alone and not the steps before it.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from rope_patch.checkpoints.adapters import read_record, write_record
 from rope_patch.packaged import data_path
 from rope_patch.patching.locate import PatchError
 from rope_patch.planning import plan
-from rope_patch.training import advice, options
+from rope_patch.training import advice
 from rope_patch.training.advice import oom_advice
 from rope_patch.training.collators import PoSECollator
+from rope_patch.training.reading import read
 from rope_patch.training.resuming import REPLACED, STAGING, WholeCheckpoints, flaw, latest_checkpoint, rotate
 from rope_patch.training.trainer import LongTrainer
 
@@ -62,7 +64,7 @@ def build(folder, *, method="yarn:factor=4", steps=6, trainer=LongTrainer, colla
     args = TrainingArguments(str(folder), max_steps=steps, use_cpu=True, disable_tqdm=True, **(changes | options))
     more = {}
     if args.eval_strategy != "no":
-        more["judge"] = lambda model, step: {"score": -float(step)}  # the first one is the best
+        more["evaluator"] = lambda model, step: {"score": -float(step)}  # the first one is the best
     collator = collator or PoSECollator(target=96, seed=1)
     return trainer(get_peft_model(model, config), args, rows_of(32), collator, callbacks=callbacks, **more)
 
@@ -74,14 +76,17 @@ def losses_of(trainer):
 class Killer(TrainerCallback):
     """Counts what the process does to files from the end of a step on, and kills it at the n-th time.
 
-    Training ends with that step's checkpoint.
+    Training ends with that step's checkpoint. Without ``nth`` the process forks at the end of the step for n = 1, 2 and
+    so on until a child saves without being killed; what the n-th child leaves is moved to ``FOLDER.killed-n``.
     """
 
-    def __init__(self, step, nth, only=()):
+    def __init__(self, step, nth=None, only=()):
         self.step, self.left, self.only, self.armed = step, nth, only, False
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step and not self.armed:
+            if self.left is None:
+                self.fork(Path(args.output_dir))
             self.armed = True
             sys.addaudithook(self.seen)
             for owner, name in (
@@ -90,6 +95,21 @@ class Killer(TrainerCallback):
                 (TrainerState, "save_to_json"),
             ):
                 setattr(owner, name, self.halved(getattr(owner, name)))
+
+    def fork(self, folder):
+        """Return in each child; the parent ends when a child has not been killed."""
+        before = folder.with_name(f"{folder.name}.before")
+        shutil.copytree(folder, before)
+        for self.left in range(1, 200):
+            child = os.fork()
+            if not child:
+                return
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code != -signal.SIGKILL:
+                os._exit(code)
+            folder.rename(folder.with_name(f"{folder.name}.killed-{self.left}"))
+            shutil.copytree(before, folder)
+        os._exit(1)
 
     def on_save(self, args, state, control, **kwargs):
         control.should_training_stop = control.should_training_stop or self.armed
@@ -257,18 +277,18 @@ def latest_step(folder):
 def sweep(do, whole, folder, kill, *steps, **options):
     """Kill a run at its first file operation, at its second, and so on; yield where it was left, then resume it.
 
-    Resuming costs as much as the run, so it is left out where the last three left the same checkpoint.
+    Resuming costs as much as the run, so only every sixth is, and those that left another checkpoint.
     """
+    start_from(whole, folder, *steps)
+    first = str(folder / f"checkpoint-{steps[0]}") if steps else None
+    found = do(folder, resume=first, kill=kill, **options)
+    assert found is not None and "error" not in found, found
+    killed = sorted(folder.parent.glob(f"{folder.name}.killed-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    assert len(killed) > 5, "the kills hit nothing"
     left = []
-    for nth in range(1, 200):
-        shutil.rmtree(folder, ignore_errors=True)
-        start_from(whole, folder, *steps)
-        first = str(folder / f"checkpoint-{steps[0]}") if steps else None
-        found = do(folder, resume=first, kill={**kill, "nth": nth}, **options)
-        if found is not None:
-            assert "error" not in found, found["error"]
-            assert len(left) > 5, "the kills hit nothing"
-            return
+    for nth, path in enumerate(killed, 1):
+        shutil.rmtree(folder)
+        path.rename(folder)
         left.append(latest_step(folder))
         yield left[-1]
         if nth % 6 == 1 or left[-1] != left[-2]:
@@ -404,7 +424,7 @@ def test_nothing_is_unpickled_to_find_out(whole, tmp_path):
 
 def test_no_checkpoint_is_none_and_cannot_be_resumed_from(tmp_path):
     assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "nowhere") is None
-    with pytest.raises(ValueError, match=r"^found no whole checkpoint in .* to resume from$"):
+    with pytest.raises(ValueError, match=r"^found no complete checkpoint in .* to resume from$"):
         build(tmp_path).train(resume_from_checkpoint=True)
 
 
@@ -412,10 +432,10 @@ def test_no_checkpoint_is_none_and_cannot_be_resumed_from(tmp_path):
     ("method", "message"),
     [
         ("yarn:factor=2", "begun under yarn:factor=4, the model is patched with yarn:factor=2"),
-        (None, "begun under yarn:factor=4, the model is not patched"),
+        (None, "started with the patch yarn:factor=4, and the model is not patched"),
     ],
 )
-def test_a_run_goes_on_under_its_own_patch_alone(method, message, whole, tmp_path):
+def test_a_run_is_resumed_under_its_own_patch_alone(method, message, whole, tmp_path):
     start_from(whole, tmp_path, 2)
     with pytest.raises(PatchError, match=message):
         build(tmp_path, method=method).train(resume_from_checkpoint=True)
@@ -534,7 +554,7 @@ def test_an_evaluation_without_room_gets_no_advice_on_steps(tmp_path):
         raise torch.OutOfMemoryError("too long a prompt")
 
     trainer = build(tmp_path, **BEST)
-    trainer.judge = greedy
+    trainer.evaluator = greedy
     with pytest.raises(torch.OutOfMemoryError, match=r"^too long a prompt$"):
         trainer.train()
 
@@ -577,7 +597,7 @@ def test_advice_is_that_of_the_plan(tmp_path):
 def test_advice_knows_when_nothing_helps_and_when_nothing_is_wrong(tmp_path):
     model, args = big(r=16, target_modules="all-linear"), args_of(tmp_path, per_device_train_batch_size=1)
     assert "That fits into 141.0 GiB. Look for other processes" in oom_advice(model, args, 2048, 141)
-    assert "Nothing known here makes it fit" in oom_advice(model, args, 131072, 4)
+    assert "No change that the plan knows makes it fit" in oom_advice(model, args, 131072, 4)
     assert len(oom_advice(model, args, 131072, None).splitlines()) == 1
 
 
@@ -630,18 +650,18 @@ def test_only_sharded_weights_are_divided(fsdp, gpus, tmp_path, monkeypatch):
     assert advice._plan(big(r=4), args, 1024, 1).options.gpus == gpus
 
 
-def test_a_model_no_plan_covers_gets_plain_words(tmp_path):
+def test_a_model_that_no_plan_covers_gets_general_advice(tmp_path):
     model = get_peft_model(tiny_model(), IA3Config(task_type="CAUSAL_LM"))
     said = oom_advice(model, args_of(tmp_path), 1024, 80)
     assert said.startswith("No plan covers this step (adapters of type IA3 on none of the projections).")
     assert "gradient_checkpointing=True" in said
     model = tiny_model()
     model.config.quantization_config = {"quant_method": "gptq"}
-    assert "quantized otherwise than by bitsandbytes" in oom_advice(model, args_of(tmp_path), 1024, 80)
+    assert "the weights are not quantized by bitsandbytes" in oom_advice(model, args_of(tmp_path), 1024, 80)
 
 
 def test_the_recipe_knows_the_options_that_advice_names(tmp_path):
     changes = [{"attention": "flash"}, {"checkpointing": True}, {"batch": 1}, {"optimizer": "adamw_8bit"}]
     changes += [{"lora_rank": 16}, {"quantization": "nf4"}]
-    words = [re.search(r"recipe: (\S+)\)", advice._words(change))[1] for change in changes]
-    options.read(words=["model.name=llama", "data.lengths=1k", "output=out", "model.dtype=bfloat16", *words])
+    words = [re.search(r"recipe: (\S+)\)", advice._setting(change))[1] for change in changes]
+    read(overrides=["model.name=llama", "data.lengths=1k", "output=out", "model.dtype=bfloat16", *words])

@@ -1,4 +1,4 @@
-"""A rotary embedding whose tables are parameters, for as long as they are fitted."""
+"""A rotary module whose tables are parameters, while they are fitted or trained."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rope_patch.patching.module import PatchedRotary
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a fitted table may be.
+    """Constraints on a fitted table.
 
     Attributes:
-        band: no frequency leaves its start by more than this factor; None for no limit.
-        monotone: no pair overtakes a faster one.
-        curve: the factors on the frequencies follow so many cosines over the pairs, a smooth curve; None for a factor
-            of its own per pair.
-        scaling: fit the factor on cos and sin, too. Text alone asks for a lower one than YaRN's, and far passkeys are
-            lost by it.
+        band: the largest factor by which a frequency may differ from its start; None for no limit.
+        monotone: keep the pairs in order, fast to slow.
+        curve: describe the factors on the frequencies by this many cosines over the pairs, a smooth curve; None fits
+            each pair's factor on its own.
+        scaling: fit the attention scaling (the factor on cos and sin), too. Text alone lowers it below YaRN's value,
+            which loses far passkeys.
 
     Raises:
         ValueError: a band of 1 or less, or a curve of no cosine.
@@ -43,20 +43,20 @@ class Constraint:
 
 
 class TrainableTable(nn.Module):
-    """A rotary embedding whose tables are parameters, float64: the logarithms of factors on the frequencies.
+    """A rotary module whose tables are float64 parameters: the logarithms of factors on the frequencies.
 
-    It stands in for a :class:`~rope_patch.PatchedRotary` while a table is fitted, and computes what that computes.
-    Still pairs stay still. The logarithm of a pair that makes many turns within the trained context counts in units of
-    its angle there: a percent more of a fast frequency is many radians far away, and steps of one size for all pairs
-    would shake the fast ones. A cast would round the parameters, and raises.
+    It replaces a :class:`~rope_patch.PatchedRotary` while a table is fitted, and computes the same. Unrotated pairs
+    stay unrotated. The logarithm of a pair is divided by 1 plus its turns within the trained context: a change of 1 %
+    moves a fast pair by many radians at far positions, so steps of one size for all pairs would be too large for the
+    fast ones. A cast would round the parameters, and raises.
 
     Args:
-        module: what it stands in for.
+        module: the module that it replaces.
         kinds: the layer types whose tables are fitted.
-        constraint: on them.
+        constraint: on the tables.
 
     Raises:
-        ValueError: nothing moves in a table, or ``monotone`` from a table that is not.
+        ValueError: every pair of a table is unrotated, or ``monotone`` with a start whose pairs are not in order.
     """
 
     def __init__(self, module: PatchedRotary, kinds: Sequence[str | None], constraint: Constraint) -> None:
@@ -69,7 +69,7 @@ class TrainableTable(nn.Module):
             moving = ~frequencies.unrotated(slot.inv_freq)
             count = int(moving.sum())
             if not count:
-                raise ValueError(f"all pairs of {slot.path} are still: there is no frequency to fit")
+                raise ValueError(f"all pairs of {slot.path} are unrotated: there is no frequency to fit")
             if constraint.monotone and bool((slot.inv_freq[moving].diff() > 0).any()):
                 raise ValueError("monotone needs a start whose pairs are in order, fast to slow")
             size = count if constraint.curve is None else min(constraint.curve, count)
@@ -108,22 +108,22 @@ class TrainableTable(nn.Module):
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
     def method(self) -> Method:
-        """Return the tables as they are now, as a method."""
-        made = []
+        """Return the current tables as a method."""
+        methods = []
         for kind in self.kinds:
             table, scaling = self.table(kind)
             values = tuple(frequencies.zero_unrotated(table.detach().float().cpu()).tolist())
-            made.append(Table(values, float(scaling.detach()), kind if len(self.kinds) > 1 else None))
-        return made[0] if len(made) == 1 else Chain(tuple(made))
+            methods.append(Table(values, float(scaling.detach()), kind if len(self.kinds) > 1 else None))
+        return methods[0] if len(methods) == 1 else Chain(tuple(methods))
 
     def stateable(self) -> bool:
-        """Whether the tables as they are can be stated in a config: finite numbers, a factor > 0."""
-        found = [tensor.detach().float() for kind in self.kinds for tensor in self.table(kind)]
-        return all(bool(tensor.isfinite().all()) for tensor in found) and all(bool(s > 0) for s in found[1::2])
+        """Return whether a config can state the current tables: finite numbers, and attention scalings > 0."""
+        tensors = [tensor.detach().float() for kind in self.kinds for tensor in self.table(kind)]
+        return all(bool(tensor.isfinite().all()) for tensor in tensors) and all(bool(s > 0) for s in tensors[1::2])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainableTable:
         if fn(torch.empty(0, dtype=torch.float64)).dtype != torch.float64:
-            raise TypeError("a cast would round the table that is being fitted: cast the model before, or after")
+            raise TypeError("a cast would round the table that is being fitted: cast the model before or after the fit")
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -38,10 +38,11 @@ from rope_patch.planning import shape_of
 from rope_patch.training import sources
 from rope_patch.training.collators import Collator, PackedCollator
 from rope_patch.training.data import WeightedDocument, conversation, mix, pack, prompt_row
-from rope_patch.training.judging import SEED, Judge
-from rope_patch.training.models import beside_lora, load_model, pattern, prepare, resolve, target_names
-from rope_patch.training.options import DataOptions, EvaluationOptions, ModelOptions, read
-from rope_patch.training.sources import Rows, make_rows, open_source, plan_stages, token_documents
+from rope_patch.training.models import load_model, long_lora_modules, pattern, prepare, resolve, target_names
+from rope_patch.training.options import DataOptions, EvaluationOptions, ModelOptions
+from rope_patch.training.reading import read
+from rope_patch.training.scores import SEED, RecipeEvaluator
+from rope_patch.training.sources import PackedRows, make_rows, open_source, plan_stages, token_documents
 from rope_patch.training.trainer import LongTrainer
 
 LLAMA = rope_patch.data_path("assets") / "llama"
@@ -77,7 +78,7 @@ def stories(tmp_path):
 
 def options(source, *words):
     given = ["model.name=llama", f"data.source={source}", "data.lengths=128", "train.steps=4", "train.accumulate=2"]
-    return read(words=[*given, "output=out", *words])
+    return read(overrides=[*given, "output=out", *words])
 
 
 def rows_of(made):
@@ -213,10 +214,10 @@ def test_training_asks_nothing_that_an_evaluation_asks(tokenizer):
     """The same text, length and depth; keys are drawn from other seeds."""
     maker = PromptMaker(tokenizer, Haystack(story(0, 200)))
     trained = list(itertools.islice(mix(iter(()), maker, 1.0, 128), 40))
-    judged = [maker.prompts("passkey", 128, [0.5], seed=SEED, sample=i)[0] for i in range(40)]
-    assert not {tuple(row["ids"]) for row in trained} & {prompt.ids for prompt in judged}
+    evaluated = [maker.prompts("passkey", 128, [0.5], seed=SEED, sample=i)[0] for i in range(40)]
+    assert not {tuple(row["ids"]) for row in trained} & {prompt.ids for prompt in evaluated}
     answers = {tuple(row["ids"][-5:]) for row in trained}
-    assert len(answers) == 40 and not answers & {prompt.ids[-5:] for prompt in judged}
+    assert len(answers) == 40 and not answers & {prompt.ids[-5:] for prompt in evaluated}
 
 
 # --- conversations
@@ -630,9 +631,9 @@ def test_short_documents_are_refused_unless_allowed(tmp_path, tokenizer):
     seen = int(re.search(r"longest of (\d+) read", str(caught.value))[1])
     most = max(len(document.ids) for document in encode(tokenizer, [story(i, 3) for i in range(seen)]))
     assert most <= longest < 128 and str(caught.value) == (
-        f"no document is as long as a row: the longest of {seen} read has {most} tokens, the rows 128. Nothing in them "
-        "is that far apart. Give longer documents or shorter data.lengths, or set data.allow_short=true to train on "
-        "short ones joined"
+        f"no document is as long as a row: the longest of {seen} read has {most} tokens, a row has 128, so nothing "
+        "could be learned about such distances. Give longer documents or shorter data.lengths, or set "
+        "data.allow_short=true to train on short documents joined into rows"
     )
     assert list((tmp_path / "work").iterdir()) == []
     allowed = options(source, "train.steps=1", "data.shuffle=false", "data.allow_short=true")
@@ -641,7 +642,7 @@ def test_short_documents_are_refused_unless_allowed(tmp_path, tokenizer):
 
 def test_short_documents_are_noticed_early(tmp_path, tokenizer, monkeypatch):
     """Not after all of a long run has been packed, nor after reading a stream that never ends."""
-    monkeypatch.setattr(sources, "ENOUGH", 10)
+    monkeypatch.setattr(sources, "DOCUMENTS_CHECKED", 10)
     source = jsonl(tmp_path / "a.jsonl", [story(i, 1) for i in range(200)])
     with pytest.raises(ValueError, match=r"^no document is as long as a row: the longest of 10 read has"):
         make_rows(options(source, "train.steps=100"), tokenizer, tmp_path / "work", quiet=True)
@@ -682,7 +683,7 @@ def test_retrieval_needs_plain_text_and_says_so_at_once(tmp_path, chatty, monkey
 
     monkeypatch.setattr(sources, "open_source", counting)
     asked = options(source, "data.column=messages", "data.retrieval=0.5", "data.allow_short=true")
-    with pytest.raises(ValueError, match=r"^data.retrieval: prompts are hidden in plain text, and the data holds"):
+    with pytest.raises(ValueError, match=r"^data.retrieval: prompts need plain text as haystack, and the data holds"):
         make_rows(asked, chatty, tmp_path / "work", quiet=True)
     assert len(read_rows) == 1, "not after reading a stream to its end"
 
@@ -713,13 +714,14 @@ def test_another_process_makes_the_same_rows(stories, tmp_path, tokenizer):
     """No order of a set, no hash of the day: what follows from the seed does so everywhere."""
     code = (
         "import sys; from pathlib import Path; from transformers import AutoTokenizer\n"
-        "from rope_patch.training.options import read; from rope_patch.training.sources import make_rows\n"
-        "make_rows(read(words=sys.argv[3:]), AutoTokenizer.from_pretrained(sys.argv[1]), Path(sys.argv[2]), quiet=True)"
+        "from rope_patch.training.reading import read; from rope_patch.training.sources import make_rows\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "make_rows(read(overrides=sys.argv[3:]), tokenizer, Path(sys.argv[2]), quiet=True)"
     )
     words = ["model.name=llama", f"data.source={stories}", "data.lengths=128", "train.steps=4", "train.accumulate=2"]
     words += ["output=out", "data.retrieval=0.4"]
     subprocess.run([sys.executable, "-c", code, LLAMA, tmp_path / "theirs", *words], check=True, timeout=120)
-    make_rows(read(words=words), tokenizer, tmp_path / "ours", quiet=True)
+    make_rows(read(overrides=words), tokenizer, tmp_path / "ours", quiet=True)
     (theirs,), (ours,) = (list((tmp_path / name).iterdir()) for name in ("theirs", "ours"))
     assert theirs.name == ours.name and theirs.read_bytes() == ours.read_bytes()
 
@@ -735,7 +737,7 @@ def arguments(folder, **changes):
 
 def trained(model, folder, count=2):
     rows = [{"ids": ids(24, batch=1, seed=i)[0].tolist(), "index": i} for i in range(count)]
-    trainer = LongTrainer(model, arguments(folder), Rows(rows, [1] * count), Collator())
+    trainer = LongTrainer(model, arguments(folder), PackedRows(rows, [1] * count), Collator())
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -744,7 +746,7 @@ def asked_for(*words):
     """YaRN on every family: Gemma 4's full layers are scaled already."""
     method = "yarn:factor=4:replace_scaling=true"
     plain = ["model.name=x", "model.dtype=float32", "data.lengths=64", "output=out", f"patch.method={method}"]
-    return read(words=[*plain, *words])
+    return read(overrides=[*plain, *words])
 
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -833,7 +835,7 @@ def test_embeddings_and_norms_are_all_that_is_trained_beside_adapters(family):
     decoder = {f"model.{name}": p for name, p in model.model.named_parameters()}
     expected = {name for name, p in decoder.items() if p.ndim == 1 and name.endswith("norm.weight")}
     expected |= {"model.embed_tokens.weight"}
-    assert {f"{name}.weight" for name in beside_lora(model)} == expected
+    assert {f"{name}.weight" for name in long_lora_modules(model)} == expected
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     made, names = adapted(model, long_lora="true")
     clean = {name.replace("base_model.model.", "").replace("modules_to_save.default.", "") for name in names}
@@ -871,7 +873,8 @@ def test_long_lora_comes_back_whole(family, tied, tmp_path):
 
 
 def test_without_a_method_a_model_keeps_its_own_table_and_says_so():
-    model = prepare(bold_model(), asked_for("patch.method=null", "lora.rank=2"))
+    with pytest.warns(UserWarning, match=r"^there is no patch\.method: the model keeps its original rotary table"):
+        model = prepare(bold_model(), asked_for("patch.method=null", "lora.rank=2"))
     record = find_rotary(model).record
     assert str(record.to_method()) == "default" and record.target_length == 64
     patched = bold_model()
@@ -978,21 +981,21 @@ def test_peft_itself_takes_the_pattern():
     assert len(found) == 2 * 4
 
 
-# --- judging
+# --- evaluation
 
 
 @pytest.fixture(scope="module")
-def judge(tokenizer, tmp_path_factory):
+def evaluator(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text(story(1, 60))
     given = EvaluationOptions(samples=1, depths=[0.2, 0.8], windows=2, text=str(folder), haystack=str(folder / "a.txt"))
-    return Judge(given, (64, 128), tokenizer)
+    return RecipeEvaluator(given, (64, 128), tokenizer)
 
 
-def test_a_judgement_is_numbers_by_length(judge):
+def test_an_evaluation_is_numbers_by_length(evaluator):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     model.train()
-    found, again = judge(model), judge(model)
+    found, again = evaluator(model), evaluator(model)
     assert model.training, "left as it was"
     assert found.metrics() == again.metrics(), "the same texts and prompts each time"
     names = ["score", "retrieval_64", "retrieval_128", "perplexity_0_64", "perplexity_64_128"]
@@ -1001,12 +1004,12 @@ def test_a_judgement_is_numbers_by_length(judge):
     assert found.score == pytest.approx(sum(retrieved) / 2 - found.perplexity.nll / 400, abs=1e-9)
 
 
-def test_perplexity_only_parts_equals(judge):
+def test_perplexity_only_parts_equals(evaluator):
     """The worst perplexity does not outweigh a single prompt."""
     from dataclasses import replace
 
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
-    found = judge(model)
+    found = evaluator(model)
 
     def scored(correct, nll):
         flags = iter([True] * correct + [False] * 4)
@@ -1023,8 +1026,8 @@ def test_perplexity_only_parts_equals(judge):
 def test_what_cannot_be_judged_is_said_before_any_training(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(story(1, 3))
     with pytest.raises(ValueError, match=r"^evaluation.text: 8 windows of 128 tokens need 1016 tokens, the text has"):
-        Judge(EvaluationOptions(text=str(tmp_path / "a.txt")), (128,), tokenizer)
+        RecipeEvaluator(EvaluationOptions(text=str(tmp_path / "a.txt")), (128,), tokenizer)
     with pytest.raises(FileNotFoundError, match=r"^no file or folder"):
-        Judge(EvaluationOptions(text=str(tmp_path / "b.txt")), (128,), tokenizer)
+        RecipeEvaluator(EvaluationOptions(text=str(tmp_path / "b.txt")), (128,), tokenizer)
     with pytest.raises(ValueError, match=r"^this prompt needs at least"):
-        Judge(EvaluationOptions(haystack=str(tmp_path / "a.txt")), (16,), tokenizer)
+        RecipeEvaluator(EvaluationOptions(haystack=str(tmp_path / "a.txt")), (16,), tokenizer)

@@ -1,0 +1,100 @@
+"""What a checkpoint's folder or repository says: its config and its tokenizer; errors say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer
+
+from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
+from rope_patch.errors import blamed_on, in_one_line, read_json
+from rope_patch.patching.encoding import older_differences, text_part
+from rope_patch.patching.locate import PatchError
+
+
+def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
+    """Return what a checkpoint's config.json says; nothing where there is none."""
+    path = find_file(source, CONFIG_FILE, **hub)
+    return {} if path is None else read_json(path)
+
+
+def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
+    """Raise where transformers 4 and transformers 5 would read different tables from a patched config.json.
+
+    Raises:
+        PatchError: with the difference.
+    """
+    if text_part(config).get("rope_patch") is None:
+        return
+    if wrong := older_differences(config):
+        raise PatchError(
+            f"{source}: transformers 4 and 5 would read different tables from its config.json:\n  " + "\n  ".join(wrong)
+        )
+
+
+def load_config(source: str | Path, **options: Any) -> Any:
+    """Return a checkpoint's config, from a folder or the hub; errors say what to do."""
+    with contextlib.suppress(FileNotFoundError):
+        read_json(Path(source) / CONFIG_FILE)
+    return reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
+
+
+def read_tokenizer(source: str | Path, **options: Any) -> Any:
+    """Return a checkpoint's own tokenizer.
+
+    Args:
+        source: folder or hub id.
+        **options: for ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        ValueError: it has none that can be loaded; the message says why.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(str(source), **options)
+    except Exception as error:  # of many kinds: it reads config.json, too
+        reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).partition("\n")[0]
+        raise ValueError(f"{source} has no tokenizer that can be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def building(source: str | Path) -> Iterator[None]:
+    """Say of which checkpoint it is what transformers raises in this block over a config or weights.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    try:
+        with blamed_on(f"{source}: transformers cannot build the model of its config.json"):
+            yield
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"{source} holds no causal language model: load it with its own class of transformers, and give that model "
+            "to rope_patch.apply, rope_patch.verify or rope_patch.save"
+        ) from error
+
+
+def reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
+    """Run a loader; turn its failures to reach a repository into one error that says what to do."""
+    looks_local = Path(source).is_dir() or str(source).startswith((".", "/", "~"))
+    if looks_local and not Path(source).is_dir():
+        raise FileNotFoundError(f"no folder {source}")
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise FileNotFoundError(f"{source} has no config.json: it is not a Hugging Face checkpoint folder")
+    try:
+        with building(source):
+            return load_it()
+    except SafetensorError as error:
+        raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error
+    except OSError as error:
+        if looks_local:
+            raise
+        hint = "check the name, or download it elsewhere and give the folder (HF_HUB_OFFLINE=1 works then)"
+        if "gated" in str(error).lower() or "401" in str(error) or "403" in str(error):
+            hint = f"accept the licence at https://huggingface.co/{source}, then run `hf auth login` or set HF_TOKEN"
+        raise OSError(f"cannot load {source} from the hub: {hint}. ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,124 @@
+"""From a recipe's options to transformers' Trainer: its arguments, its collator, its callbacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers.integrations.integration_utils import is_tensorboard_available
+from transformers.trainer import TRAINER_STATE_NAME
+
+from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
+from rope_patch.training.recipe import RecipeOptions
+from rope_patch.training.sources import PackedRows
+from rope_patch.training.tables import TableTraining
+from rope_patch.training.trainer import LongTrainer
+
+_CHECKPOINTING = next(
+    name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
+)  # later releases call it by the first
+
+OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
+"""What transformers calls the optimizers for which it has another name."""
+
+
+def check_device(options: RecipeOptions) -> None:
+    """Refuse quantized weights that this machine would train or evaluate wrongly.
+
+    Raises:
+        ValueError: quantized weights that are evaluated before the end on a CPU, or are trained through Liger.
+    """
+    quantized = options.model.quantization != "none"
+    if quantized and not torch.cuda.is_available() and (options.evaluation.every or options.evaluation.before):
+        raise ValueError(
+            "on a CPU bitsandbytes packs quantized weights anew when a model is first evaluated, and trains it wrongly "
+            "after that: set evaluation.every=0 and evaluation.before=false, so that only the end is evaluated"
+        )
+    if quantized and options.train.liger:
+        raise ValueError("train.liger replaces the MLPs that model.quantization would quantize: use one of the two")
+
+
+def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
+    """Return transformers' arguments for these options.
+
+    Raises:
+        ValueError: a scheduler that transformers does not know, or a precision that this machine does not support.
+    """
+    train, every = options.train, options.evaluation.every
+    checkpointing: dict[str, Any] = {_CHECKPOINTING: train.checkpointing}
+    checkpointing[f"{_CHECKPOINTING}_kwargs"] = {"use_reentrant": False}
+    return TrainingArguments(
+        str(folder),
+        max_steps=train.steps,
+        per_device_train_batch_size=train.batch,
+        gradient_accumulation_steps=train.accumulate,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type=train.scheduler,
+        warmup_steps=options.warmup_steps,
+        optim=OPTIMIZERS.get(train.optimizer, train.optimizer),
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        bf16=train.precision == "bfloat16",
+        fp16=train.precision == "float16",
+        **checkpointing,
+        use_liger_kernel=train.liger,
+        # Its fused loss and rotary kernels would replace ours.
+        liger_kernel_config={"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False},
+        seed=train.seed,
+        save_strategy="steps",
+        save_steps=options.save_every,
+        save_total_limit=train.keep,
+        eval_strategy="steps" if every else "no",
+        eval_steps=every or None,
+        metric_for_best_model="score" if every else None,
+        greater_is_better=True if every else None,
+        load_best_model_at_end=bool(every),
+        logging_steps=train.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # a loss that is NaN or infinite is shown as it is
+        report_to=["tensorboard"] if is_tensorboard_available() else [],
+        ddp_find_unused_parameters=False,
+        ddp_timeout=6 * 3600,  # seconds; the other processes wait while the first packs rows
+        use_cpu=not torch.cuda.is_available(),
+    )
+
+
+def collator(options: RecipeOptions, tokenizer: Any) -> Collator:
+    """Return the collator that gives rows their positions and masks."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    seed, target = options.train.seed, options.target_length
+    match options.data.positions, options.data.boundaries:
+        case "pose", _:
+            return PoSECollator(pad, seed, target=target, chunks=options.data.chunks)
+        case "randpos", _:
+            return RandPosCollator(pad, seed, target=target)
+        case _, "apart":
+            return PackedCollator(pad, seed)
+    return Collator(pad, seed)
+
+
+def build_trainer(
+    model: Any,
+    args: TrainingArguments,
+    rows: PackedRows,
+    options: RecipeOptions,
+    tokenizer: Any,
+    evaluate: Any = None,
+    checkpoint: Path | None = None,
+) -> LongTrainer:
+    """Return the trainer of a run, with its rows, positions and early stop."""
+    callbacks = []
+    if options.evaluation.patience:
+        stop = EarlyStoppingCallback(options.evaluation.patience)
+        if checkpoint is not None:  # Trainer would count from 0 again
+            state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+            saved = state["stateful_callbacks"].get("EarlyStoppingCallback", {}).get("attributes", {})
+            stop.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
+        callbacks.append(stop)
+    table = TableTraining(model, options.patch.learning_rate) if options.patch.trainable else None
+    return LongTrainer(
+        model, args, rows, collator(options, tokenizer), table=table, evaluator=evaluate, callbacks=callbacks
+    )

@@ -1,0 +1,110 @@
+"""Evaluations of a run: their progress bar, and what is said of the difference between two of them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from recipe_runs import LLAMA
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalResult
+from rope_patch.training.evaluating import RecordedEvaluations, changes, from_json, to_json
+from rope_patch.training.reading import read
+from rope_patch.training.scores import RecipeEvaluator, RecipeScores
+
+
+def result(answers, losses=()):
+    """An evaluation at 64 tokens: which prompts were answered, by depth and haystack, and the loss of each window."""
+    depths = [i / 10 for i in range(len(answers))]
+    spec = EvalSpec([64], depths=depths, samples=len(answers[0]), windows=len(losses), bucket=64)
+    cells = tuple(
+        RetrievalCell(64, depth, tuple(Sample("1", "1", bool(correct), 1.0, -1.0) for correct in column))
+        for depth, column in zip(depths, answers, strict=True)
+    )
+    retrieval = RetrievalResult("passkey", "single", cells, 0, "noise", "", None, (0,))
+    text = None
+    if losses:
+        documents = tuple(DocumentScore(str(i), (10,), (10 * n,), 10, 10 * n, None) for i, n in enumerate(losses))
+        mean = math.fsum(losses) / len(losses)
+        bucket = Bucket(0, 64, 10 * len(losses), mean, None)
+        text = PerplexityResult(
+            mean, None, 10 * len(losses), None, len(losses), 64, 64, 64, (0,), 0, (bucket,), documents
+        )
+    return EvalResult(spec, text, {"passkey": retrieval})
+
+
+def by_metric(before, after):
+    return {change.metric: change for change in changes(before, after)}
+
+
+def test_a_difference_within_the_noise_is_no_difference():
+    """One prompt of twenty less: the score is lower, and nothing may be said of it."""
+    before = result([[1] * 10, [1] * 10], [2.0, 2.1, 2.2])
+    after = result([[1] * 10, [1] * 9 + [0]], [2.01, 2.08, 2.2])
+    assert RecipeScores(after).score < RecipeScores(before).score
+    found = by_metric(before, after)
+    assert found["retrieval"].difference.estimate == pytest.approx(-0.05)
+    assert {change.verdict for change in found.values()} == {"no significant difference"}
+    assert str(found["retrieval"]).startswith(
+        "passkey 64: no significant difference from before training: retrieval -0.0"
+    )
+
+
+@pytest.mark.parametrize(("first", "second", "verdict"), [(1, 0, "worse"), (0, 1, "better")])
+def test_a_difference_beyond_the_noise_is_said(first, second, verdict):
+    found = by_metric(result([[first] * 10] * 2), result([[second] * 10] * 2))["retrieval"]
+    assert found.verdict == verdict
+    assert str(found).startswith(f"passkey 64 is significantly {verdict} than before training: retrieval ")
+
+
+def test_the_loss_of_text_is_compared_window_by_window():
+    """The windows differ by 1 nat among each other and by .1 between the runs: only pairs show the difference."""
+    before, after = result([[1]], [1.0, 2.0, 3.0, 4.0]), result([[1]], [1.1, 2.11, 3.09, 4.1])
+    worse, better = by_metric(before, after)["perplexity"], by_metric(after, before)["perplexity"]
+    assert worse.verdict == "worse" and "ppl 0-64 is significantly worse than before training" in str(worse)
+    assert better.verdict == "better"
+    # differences .1, .11, .09, .1: mean .1, standard deviation .008165, t(3, .975) = 3.18245, over the root of 4
+    assert worse.difference == pytest.approx((0.1, 0.1 - 0.012993, 0.1 + 0.012993), abs=1e-5)
+
+
+def test_one_window_gives_no_interval():
+    found = by_metric(result([[1]], [2.0]), result([[1]], [9.0]))["perplexity"]
+    assert found.verdict == "no significant difference" and "no interval from one window" in str(found)
+    assert found.to_dict()["low"] is None, "JSON has no infinity"
+
+
+def test_without_windows_only_retrieval_is_compared():
+    assert [change.metric for change in changes(result([[1]]), result([[0]]))] == ["retrieval"]
+
+
+@pytest.mark.parametrize("losses", [(), (2.0, 2.5)])
+def test_an_evaluation_is_read_back_from_its_file(losses):
+    """A resumed run compares with the evaluation that an earlier command wrote."""
+    made = result([[1, 0], [0, 1]], losses)
+    assert from_json(json.loads(json.dumps(to_json(RecipeScores(made)))), made.spec) == made
+
+
+def test_the_progress_bar_of_an_evaluation_ends_at_its_tokens(tmp_path, capfd):
+    options = read(
+        overrides=[
+            *("model.name=llama", "data.lengths=64", "output=x", "evaluation.lengths=48 64", "evaluation.samples=1"),
+            *("evaluation.depths=[0.0,1.0]", "evaluation.windows=2"),
+        ]
+    )
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    evaluator = RecipeEvaluator(options.evaluation, options.evaluation_lengths, AutoTokenizer.from_pretrained(LLAMA))
+    steps = []
+    evaluator(model, steps.append)
+    # 2 windows of 64, and 2 prompts each of 48 and of 64
+    assert sum(steps) == evaluator.suite.tokens == 2 * 64 + 2 * 48 + 2 * 64 and len(steps) >= 4, "in several steps"
+    evaluate = RecordedEvaluations(evaluator, tmp_path / "evaluations.jsonl")
+    capfd.readouterr()
+    metrics = evaluate(model, 0)
+    assert "evaluating: " in capfd.readouterr().err
+    assert evaluate.before["metrics"] == metrics
