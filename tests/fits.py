@@ -21,7 +21,7 @@ ASKED = {"target_length": 96, "steps": 4, "checks": 2, "windows": 2, "samples": 
 
 
 SCHEDULE = {"steps", "batch_tokens", "learning_rate", "checks", "patience", "checkpointing", "seed"}
-SPEC = {"windows", "samples", "depths"}
+SPEC = {"windows", "samples", "depths", "haystack"}
 
 
 def fit_by_name(model, tokenizer, data=None, **options):
