@@ -1017,8 +1017,9 @@ def test_perplexity_only_parts_equals(evaluator):
             replace(cell, samples=tuple(replace(sample, correct=next(flags)) for sample in cell.samples))
             for cell in found.retrieval.cells
         )
-        retrieval = replace(found.retrieval, cells=cells)
-        return replace(found, retrieval=retrieval, perplexity=replace(found.perplexity, nll=nll)).score
+        retrieval = {"passkey": replace(found.retrieval, cells=cells)}
+        scores = replace(found.scores, retrieval=retrieval, perplexity=replace(found.perplexity, nll=nll))
+        return replace(found, scores=scores).score
 
     assert scored(2, 5000.0) > scored(1, 0.01) and scored(1, 2.0) > scored(1, 2.1)
 
