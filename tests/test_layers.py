@@ -5,10 +5,14 @@
 """
 
 import ast
+import contextlib
 import graphlib
+import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -299,3 +303,33 @@ def test_planted_cycle_is_seen() -> None:
     }
     assert set(cycle(circle) or []) == {"methods.a", "methods.b"}
     assert cycle({"methods.a": "from .b import x", "methods.b": "from ..files import y", "files": ""}) is None
+
+
+def resolved(name: str, module: ModuleType) -> bool:
+    """Whether a name in a docstring is a module, or something in one: its own, or one that it names in full."""
+    if any(hasattr(owner, name) for owner in (module, *vars(module).values()) if isinstance(owner, type | ModuleType)):
+        return True
+    parts = name.split(".")
+    for start in ([], module.__name__.split(".")):
+        for i in range(len(parts), -1, -1):
+            path = ".".join([*start, *parts[:i]])
+            with contextlib.suppress(ImportError, ValueError):
+                owner: Any = importlib.import_module(path)
+                for part in parts[i:]:
+                    owner = getattr(owner, part, None) or getattr(owner, "__dataclass_fields__", {}).get(part)
+                if owner is not None:
+                    return True
+                break
+    return False
+
+
+def test_what_docstrings_refer_to_exists():
+    missing = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        names = set(re.findall(r":(?:func|class|mod|meth|data|attr):`~?([\w.]+)`", path.read_text(encoding="utf-8")))
+        if names:
+            module = importlib.import_module(name)
+            missing += [f"{name}: {other}" for other in sorted(names) if not resolved(other, module)]
+    assert not missing
+    assert not resolved("evaluation.journal.Journal", importlib.import_module("rope_patch.evaluation.suite"))

@@ -162,7 +162,7 @@ def turn(pairs: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:
 def trajectory(layer: LayerCapture, positions: Tensor) -> Tensor:
     """Return the path of the mean query through each pair's plane as it moves over the context (Jonasson figure 7).
 
-    Sink keys are drawn beside it: ``rotate`` the ``key_pairs`` of :class:`~rope_patch.analysis.outliers.Sinks` to
+    Sink keys are drawn beside it: ``rotate`` the ``key_pairs`` of :class:`~rope_patch.analysis.sinks.Sinks` to
     their positions. Attention scaling is left out. How the mean itself moves over a text, before rotation, is the
     ``drift`` of the statistics.
 

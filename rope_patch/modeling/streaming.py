@@ -39,7 +39,7 @@ def stream(
     """Read a text and call a function with the states of its layers as they appear.
 
     Args:
-        model: as for :func:`capture`.
+        model: as for :func:`~rope_patch.modeling.capture.capture`.
         token_ids: (tokens,) or (rows, tokens).
         visit: called with each state, a slice of tokens at a time.
         chunk: tokens per forward pass.
@@ -50,8 +50,8 @@ def stream(
         The layers whose states were passed on.
 
     Raises:
-        TypeError: as for :func:`capture`.
-        ValueError: as for :func:`capture`.
+        TypeError: as for :func:`~rope_patch.modeling.capture.capture`.
+        ValueError: as for :func:`~rope_patch.modeling.capture.capture`.
     """
     rows = token_rows(token_ids)
     if chunk is not None and chunk < 1:

@@ -122,7 +122,7 @@ def read_tables(
     A buffer that a cast has rounded is read as the table its config describes, one that was edited by hand as it is.
 
     Args:
-        location: from :func:`find_rotary`.
+        location: from :func:`~rope_patch.patching.locate.find_rotary`.
         freeze_at: length at which to freeze a dynamic table [tokens].
         strict: refuse dynamic tables; otherwise warn of them.
 

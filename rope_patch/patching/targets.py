@@ -20,7 +20,7 @@ def for_target(
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
 ) -> Method:
-    """Return a method with the factor that :func:`apply` would take from a target where it was left out.
+    """Return a method with the factor that :func:`rope_patch.apply` would take from a target where it was left out.
 
     Args:
         model: to be patched.
