@@ -178,8 +178,8 @@ def check_adapters(
     """Raise unless every adapter of a model is known to belong to its tables.
 
     One that :func:`rope_patch.load_adapter` loaded has its record with it; one that is trained here belongs to the
-    tables it is
-    trained under. One that PEFT loaded for inference may have been trained under any, and so may what is combined.
+    tables it is trained under. One that PEFT loaded for inference may have been trained under any, and so may what is
+    combined.
     """
     holder = peft_model(model)
     known: dict[str, Any] = getattr(model if holder is None else holder, "peft_config", {})
