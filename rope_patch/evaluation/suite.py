@@ -99,6 +99,7 @@ class EvalSuite:
         model: nn.Module,
         *,
         cache: CacheFactory | None = None,
+        window_batch: int | None = None,
         resume: str | Path | MutableMapping[str, Any] | None = None,
         on_progress: Callable[[int], None] = lambda tokens: None,
     ) -> EvalResult:
@@ -107,6 +108,8 @@ class EvalSuite:
         Args:
             model: a causal language model of transformers.
             cache: zero-argument factory of a cache to read through, such as a quantized one.
+            window_batch: windows of text read side by side; by default as many as the spec's ``batch_tokens`` hold. With
+                1 a cache that rounds gives the same digits whatever the other windows are.
             resume: file (or mapping) in which finished windows and prompts are kept, each under a key that is made of
                 its content: the same call goes on where it was. With a ``cache`` only if that has an ``identity``.
             on_progress: called with the number of tokens just read.
@@ -117,6 +120,8 @@ class EvalSuite:
         spec = self.spec
         kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
         score = None
+        if window_batch is None:
+            window_batch = max(1, spec.batch_tokens // spec.longest) if spec.chunk is None else 1
         if self.windows:
             score = perplexity(
                 model,
@@ -124,7 +129,7 @@ class EvalSuite:
                 window=spec.longest,
                 buckets=spec.edges,
                 chunk=None if spec.chunk is None else min(spec.chunk, spec.longest),
-                batch=max(1, spec.batch_tokens // spec.longest) if spec.chunk is None else 1,
+                batch=window_batch,
                 cache=cache,
                 resume=kept,
                 on_progress=on_progress,

@@ -111,6 +111,7 @@ def measure(
             scores = setting.suite.run(
                 setting.model,
                 cache=factory if name in quantizing else None,
+                window_batch=1,
                 resume=setting.result_cache,
                 on_progress=functools.partial(setting.on_progress, stage),
             )
