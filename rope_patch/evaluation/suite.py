@@ -108,8 +108,8 @@ class EvalSuite:
         Args:
             model: a causal language model of transformers.
             cache: zero-argument factory of a cache to read through, such as a quantized one.
-            window_batch: windows of text read side by side; by default as many as the spec's ``batch_tokens`` hold. At 1
-                a cache that rounds gives the same digits whatever the other windows are.
+            window_batch: windows of text read side by side; by default as many as the spec's ``batch_tokens`` hold. One
+                at a time, a cache that rounds gives the same digits whatever the other windows are.
             resume: file (or mapping) in which finished windows and prompts are kept, each under a key that is made of
                 its content: the same call goes on where it was. With a ``cache`` only if that has an ``identity``.
             on_progress: called with the number of tokens just read.
