@@ -39,19 +39,19 @@ def from_first(make: Callable[[], T]) -> T:
     rank, size = processes()
     if size == 1:
         return make()
-    told: list[Any] = [None, None]
+    message: list[Any] = [None, None]
     failed: Exception | None = None
     if rank == 0:
         try:
-            told[0] = make()
+            message[0] = make()
         except Exception as error:
-            failed, told[1] = error, f"{type(error).__name__}: {error}"
-    torch.distributed.broadcast_object_list(told)
+            failed, message[1] = error, f"{type(error).__name__}: {error}"
+    torch.distributed.broadcast_object_list(message)
     if failed is not None:
         raise failed
-    if told[1] is not None:
-        raise RuntimeError(f"in the first process: {told[1]}")
-    made: T = told[0]
+    if message[1] is not None:
+        raise RuntimeError(f"in the first process: {message[1]}")
+    made: T = message[0]
     return made
 
 
@@ -96,6 +96,6 @@ def _wait(store: Any, key: str, name: str) -> None:
             store.wait([key], last)
         except RuntimeError as error:
             raise RuntimeError(f"the first process did not finish, or never began: {name}") from error
-    told = store.get(key).decode()
-    if told != _DONE:
-        raise RuntimeError(f"in the first process: {told}")
+    message = store.get(key).decode()
+    if message != _DONE:
+        raise RuntimeError(f"in the first process: {message}")

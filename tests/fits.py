@@ -9,7 +9,7 @@ from tiny import small
 import rope_patch
 from rope_patch.fitting import Candidate, Constraint, Objective, Schedule, fit, held_out_spec
 from rope_patch.fitting.rows import Rows
-from rope_patch.fitting.running import Run
+from rope_patch.fitting.running import FitRun
 from rope_patch.methods import Default
 
 ASSETS = Path(rope_patch.data_path("assets"))
@@ -21,7 +21,7 @@ ASKED = {"target_length": 96, "steps": 4, "checks": 2, "windows": 2, "samples": 
 
 
 SCHEDULE = {"steps", "batch_tokens", "learning_rate", "checks", "patience", "checkpointing", "seed"}
-SPEC = {"windows", "samples", "depths"}
+SPEC = {"windows", "samples", "depths", "haystack"}
 
 
 def fit_by_name(model, tokenizer, data=None, **options):
@@ -86,7 +86,7 @@ def run_of(tokenizer, verdicts, *, objective=None, change=None, kept=None):
     rope_patch.apply(model, "yarn:factor=1.5", target_length=96)
     rows = Rows(tokenizer, TEXT, objective or Objective(), 64, 96, 192, 0)
     options = {"layer_types": None, "freeze_at": None, "target_length": 96}
-    run = Run(
+    run = FitRun(
         *(model, rope_patch.parse("yarn:factor=1.5"), ChangedRows(rows, change) if change else rows, verdicts),
         *(Constraint(), options, kept, {}, lambda name, tokens: None),
     )

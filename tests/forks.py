@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+
+from tqdm import tqdm
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile")
 """Audit events of Python that change files; ``open`` for writing is one more."""
@@ -40,6 +43,8 @@ def forked(call, stop: int | None = None, within: Path | None = None, at=None, k
 
         if stop is not None or at is not None:
             sys.addaudithook(audit)
+        # tqdm's own lock is shared between processes: a child killed while it holds it would stop the tests for ever.
+        tqdm.set_lock(threading.RLock())
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         call()
         os._exit(0)

@@ -86,7 +86,7 @@ def test_is_geometric() -> None:
     assert not frequencies.is_geometric(cut, 1e4)
 
 
-# --- still pairs, wavelengths, turns ---------------------------------------------------------------------------------
+# --- unrotated pairs, wavelengths, turns ------------------------------------------------------------------------------
 
 
 def test_pairs_below_1e20th_are_still() -> None:
@@ -97,7 +97,7 @@ def test_pairs_below_1e20th_are_still() -> None:
 
 
 def test_wavelength_is_the_period_in_tokens() -> None:
-    # 2 pi / 0.5 = 4 pi; pi/4 rad/token comes round after 8 tokens; still pairs never do, 1e-32 included
+    # 2 pi / 0.5 = 4 pi; pi/4 rad/token comes round after 8 tokens; unrotated pairs never do, 1e-32 included
     lengths = frequencies.wavelength(torch.tensor([0.5, math.pi / 4, 0.0, 1e-32]))
     assert lengths.tolist() == pytest.approx([4 * math.pi, 8, math.inf, math.inf])
 

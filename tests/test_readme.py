@@ -136,7 +136,7 @@ def test_contributing_adds_a_method():
         assert patch.after[None].inv_freq.tolist() == pytest.approx(
             (patch.before[None].inv_freq * 0.5).tolist(), rel=1e-6
         )
-        rope_patch.verify(patch._state.site.model)
+        rope_patch.verify(patch._state.location.model)
     finally:
         for name in set(METHODS) - before:
             del METHODS[name]

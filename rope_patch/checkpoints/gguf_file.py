@@ -138,7 +138,7 @@ def write_gguf(
         pieces: the tensors, in the order of the file.
         alignment: of every tensor in the file [bytes].
         overwrite: replace a file that exists.
-        progress: told the name of each tensor before it is written.
+        progress: called with the name of each tensor before it is written.
 
     Raises:
         FileExistsError: ``out`` exists, and ``overwrite`` is not said.

@@ -37,12 +37,11 @@ from rope_patch.cli.options import (
     Report,
     Samples,
     Seed,
-    Task,
+    Tasks,
     Text,
     Threads,
     Windows,
     command_line,
-    items,
     resumable,
     tokens,
 )
@@ -63,7 +62,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    task: Task = "passkey",
+    tasks: Tasks = ("passkey",),
     mode: Annotated[
         str,
         typer.Option(metavar="MODE", help="single (each prompt hides one answer) or multikey (one at every depth)."),
@@ -120,7 +119,7 @@ def compare(
         depths=depths,
         samples=samples,
         windows=windows,
-        tasks=items(task),
+        tasks=tasks,
         mode=mode,
         text=None if text is None else str(text),
         haystack=str(read_haystack(haystack)),
@@ -134,8 +133,8 @@ def compare(
     with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         loaded, notes = _with_adapter(loaded, model, adapter)
-        total = len(compared) * spec.tokens_to_read()
-        with resumable(output / RESULT_CACHE), progress_bar(total, task, hidden=as_json) as (_, on_progress):
+        total, stage = len(compared) * spec.tokens_to_read(), ", ".join(tasks)
+        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
             comparison = engine.compare(
                 loaded.eval(),
                 tokenizer,

@@ -225,6 +225,16 @@ Task = Annotated[
         "(variable tracking).",
     ),
 ]
+Tasks = Annotated[
+    Sequence[str],
+    typer.Option(
+        "--tasks",
+        parser=list_of("--tasks", str),
+        metavar="TASKS",
+        help="The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
+        "multiquery, or vt (variable tracking).",
+    ),
+]
 Depths = Annotated[
     Sequence[float],
     typer.Option(

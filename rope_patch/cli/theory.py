@@ -76,17 +76,17 @@ def _print(result: Any) -> None:
     table.add_column("quantity")
     for head in ("plain RoPE", *([result.method] if result.changed else [])):
         table.add_column(escape(head), justify="right")
-    table.add_column("remark", style="dim")
+    table.add_column("note", style="dim")
     for fact in result.facts:
         values = cells(fact)[: 1 + result.changed]
-        table.add_row(escape(fact.label), *values, escape(fact.remark))
+        table.add_row(escape(fact.label), *values, escape(fact.note))
     console.print(table)
     table = Table(title="the papers' numbers", box=box.SIMPLE_HEAD, title_justify="left")
     for head in ("source", "quantity"):
         table.add_column(head)
     for head in ("ours", "printed", "difference"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("remark", style="dim")
+    table.add_column("note", style="dim")
     for entry in result.papers:
-        table.add_row(entry.source, escape(entry.name), *numbers(entry), escape(entry.remark))
+        table.add_row(entry.source, escape(entry.name), *numbers(entry), escape(entry.note))
     console.print(table)

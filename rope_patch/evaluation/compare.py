@@ -147,7 +147,7 @@ class Comparison:
         return max(self.rows, key=rank)
 
     def columns(self) -> list[Column]:
-        """Return the table, metric by metric, with what can be told apart."""
+        """Return the table, metric by metric, with the differences that are significant."""
         return [self._column(metric, span) for metric in METRICS.values() for span in metric.spans(self.spec)]
 
     def difference(

@@ -23,7 +23,7 @@ class ResultCache(MutableMapping[str, Any]):
         path: of the file; made when the first value is set.
 
     Raises:
-        ValueError: the file exists and is no journal.
+        ValueError: the file exists and holds something else.
 
     Example:
         >>> import pathlib, tempfile

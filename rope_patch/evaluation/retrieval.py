@@ -1,4 +1,4 @@
-"""Retrieval: does the model still find what it was told, at every length and depth?"""
+"""Retrieval: does the model find what is hidden in a text, at every length and depth?"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
 from rope_patch.fitting.rows import Objective, Rows, split_text
-from rope_patch.fitting.running import Run, plain_weights
+from rope_patch.fitting.running import FitRun, plain_weights
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.modeling.trainable_table import Constraint, TrainableTable
@@ -229,27 +229,43 @@ def fit(
         "spec": spec.to_dict(),
     }
     evaluator = Evaluator(model, suite, objective, on_progress)
+
+    def start(method: Method) -> FitRun:
+        apply(model, method, replace=True, **options)
+        identity = {"fit": str(method), "model": fingerprint(model), **about}
+        return FitRun(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
+
     first = apply(model, methods[0], replace=replace, **options)
     try:
-        runs: dict[str, Run] = {}
-        candidates: dict[str, tuple[Candidate, ...]] = {}
-        with plain_weights(model):
-            for label, method in zip(labels, methods, strict=True):
-                apply(model, method, replace=True, **options)
-                identity = {"fit": label, "model": fingerprint(model), **about}
-                runs[label] = Run(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
-                candidates[label] = runs[label](
-                    schedule.steps,
-                    schedule.learning_rate,
-                    schedule.checks,
-                    schedule.patience,
-                    schedule.checkpointing,
-                )
-        label, winner = choose(candidates)
-        last = apply(model, winner.method, replace=True, **options)
+        return _fit_all(model, methods, start, schedule, first, options)
     except BaseException:
         first._state.reinstate()
         raise
+
+
+def _fit_all(
+    model: nn.Module,
+    methods: Sequence[Method],
+    start: Callable[[Method], FitRun],
+    schedule: Schedule,
+    first: Patch,
+    options: Mapping[str, Any],
+) -> FittedPatch:
+    """Fit from every start, and leave the best table in place; what ``first`` undoes is undone with it."""
+    runs: dict[str, FitRun] = {}
+    candidates: dict[str, tuple[Candidate, ...]] = {}
+    with plain_weights(model):
+        for method in methods:
+            runs[str(method)] = run = start(method)
+            candidates[str(method)] = run(
+                schedule.steps,
+                schedule.learning_rate,
+                schedule.checks,
+                schedule.patience,
+                schedule.checkpointing,
+            )
+    label, winner = choose(candidates)
+    last = apply(model, winner.method, replace=True, **options)
     known = {f.name: getattr(last, f.name) for f in fields(Patch)} | {"_state": first._state}  # what restore() gives
     return FittedPatch(
         **known,

@@ -37,7 +37,7 @@ WORSE, WATCHED = 1.0, 5
 """A fit has diverged when the mean loss of text over the last ``WATCHED`` steps is ``WORSE`` nats above the first."""
 
 
-class Run:
+class FitRun:
     """The fit from one start."""
 
     def __init__(
@@ -45,15 +45,15 @@ class Run:
         model: nn.Module,
         method: Method,
         rows: Rows,
-        judged: Evaluator,
+        evaluator: Evaluator,
         constraint: Constraint,
         options: Mapping[str, Any],
-        kept: MutableMapping[str, Any] | None,
+        result_cache: MutableMapping[str, Any] | None,
         about: Mapping[str, Any],
-        progress: Callable[[str, int], None],
+        on_progress: Callable[[str, int], None],
     ) -> None:
-        self.model, self.method, self.rows, self.judged = model, method, rows, judged
-        self.options, self.kept, self.about, self.progress = options, kept, about, progress
+        self.model, self.method, self.rows, self.evaluator = model, method, rows, evaluator
+        self.options, self.result_cache, self.about, self.on_progress = options, result_cache, about, on_progress
         self.site = find_rotary(model)
         module: Any = self.site.module
         kinds = [kind for kind in module.tables if kind in self.site.record.layer_types]  # type: ignore[union-attr]
@@ -70,10 +70,10 @@ class Run:
     ) -> tuple[Candidate, ...]:
         """Return the start and the candidates that were found from it."""
         table, parameters = self.table, self.parameters
-        made = [self.judged("start", self.method, self.kept)]
+        candidates = [self.evaluator("start", self.method, self.result_cache)]
         sums = [torch.zeros_like(p) for p in parameters]  # over the second half, for the average
         stops = sorted({round(steps * (i + 1) / checks) for i in range(checks)} - {0})
-        least, waited, low, since = self.judged.loss(made[0]), 0, 0, (steps + 1) // 2
+        least, waited, low, since = self.evaluator.loss(candidates[0]), 0, 0, (steps + 1) // 2
         for stop in stops:
             before = [total.clone() for total in sums]
             if not self._restore(stop, sums):
@@ -95,10 +95,10 @@ class Run:
                 self.stopped = f"diverged at step {len(self.losses)} (loss {self.losses[-1]:.3g})"
                 break
             low = stop
-            made.append(self._judge(f"step {stop}", table.method()))
-            if stop < steps and self._steer(made[0], made[-1]):
+            candidates.append(self._evaluate(f"step {stop}", table.method()))
+            if stop < steps and self._steer(candidates[0], candidates[-1]):
                 sums, since = [torch.zeros_like(p) for p in parameters], max(since, stop)
-            loss = self.judged.loss(made[-1])
+            loss = self.evaluator.loss(candidates[-1])
             least, waited = (loss, 0) if loss < least else (least, waited + 1)
             if waited >= patience and stop < steps:
                 self.stopped = f"no better after step {stop}"
@@ -109,10 +109,10 @@ class Run:
                 with torch.no_grad():
                     for total, p in zip(sums, parameters, strict=True):
                         p.copy_(total / counted * 0.5**share)
-                made.append(self._judge(name, table.method()))
-                if best(made) is not made[0]:
+                candidates.append(self._evaluate(name, table.method()))
+                if best(candidates) is not candidates[0]:
                     break
-        return tuple(made)
+        return tuple(candidates)
 
     def _steer(self, start: Candidate, now: Candidate) -> bool:
         """Move a table that is worse than its start halfway back, and give more weight to what got worse."""
@@ -140,7 +140,7 @@ class Run:
                 loss, _ = token_loss(reader, hidden, labels.to(ids.device), weights.to(ids.device))
                 torch.autograd.backward(loss)
                 totals[goal] += loss.detach().to(totals)
-                self.progress(f"{self.label}: fitting", ids.numel())
+                self.on_progress(f"{self.label}: fitting", ids.numel())
             for mine, p in zip(part, self.parameters, strict=True):
                 mine.grad, p.grad = p.grad, None
         grads = [p.grad for p in itertools.chain(*self.parts) if p.grad is not None]
@@ -187,16 +187,16 @@ class Run:
             stack.callback(self.site.put, self.site.module)
             yield
 
-    def _judge(self, name: str, method: Method) -> Candidate:
+    def _evaluate(self, name: str, method: Method) -> Candidate:
         apply(self.model, method, replace=True, **self.options)
         try:
-            return self.judged(name, method, self.kept)
+            return self.evaluator(name, method, self.result_cache)
         finally:
             apply(self.model, self.method, replace=True, **self.options)
 
     def _keep(self, step: int, sums: Sequence[Tensor]) -> None:
-        if self.kept is not None:
-            self.kept[key(step=step, **self.about)] = {
+        if self.result_cache is not None:
+            self.result_cache[key(step=step, **self.about)] = {
                 "parts": [
                     [p.tolist(), *(self.adam.state[p][name].tolist() for name in MOMENTS)]
                     for p in itertools.chain(*self.parts)
@@ -207,7 +207,9 @@ class Run:
 
     def _restore(self, step: int, sums: Sequence[Tensor]) -> bool:
         """Resume from the state that was saved at a step, if there is one."""
-        found = from_first(lambda: None if self.kept is None else self.kept.get(key(step=step, **self.about)))
+        found = from_first(
+            lambda: None if self.result_cache is None else self.result_cache.get(key(step=step, **self.about))
+        )
         if found is None:
             return False
         with torch.no_grad():

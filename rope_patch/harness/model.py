@@ -95,7 +95,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
     Args:
         pretrained: folder, hub id, or a model in memory; it is patched in place. An adapter's folder stands for its
             base with ``peft=``.
-        method: a name with its parameters as further arguments (``method=p_rope,p=0.75``), the grammar
+        method: a name with its parameters as further arguments (``method=p_rope,p=0.75``), a method string
             (``method=abf:rope_theta=500000+p_rope:p=0.5``), or in JSON a list or :meth:`~rope_patch.Method.to_dict`.
             By default the model stays as its folder, or its adapter's record, says.
         target_length: the context to state [tokens]; what fits follows from it.
@@ -153,7 +153,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         elif record is not None:
             reapply(self.model, record)
         elif getattr(self.model.config.get_text_config(), "rope_patch", None):
-            verify_model(self.model)  # what the stock loader built, before ours takes its place
+            verify_model(self.model)  # what the original loader built, before ours takes its place
             reapply(self.model, find_rotary(self.model).record)  # type: ignore[arg-type]
         self.reader = Reader(self.model)
         self.scheme = scheme

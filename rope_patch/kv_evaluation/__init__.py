@@ -1,1 +1,1 @@
-"""Models through quantized KV caches: measured, judged, attributed."""
+"""Models through quantized KV caches: what they cost, whether that is safe, and where it comes from."""

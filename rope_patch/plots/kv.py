@@ -154,7 +154,7 @@ class Waves(NamedTuple):
 def errors_by_wavelength(panels: Mapping[str, Waves], schemes: Sequence[str], *, title: str) -> Figure:
     """Draw what each pair adds to the error of the logits against its wavelength, a line per scheme.
 
-    Still pairs stand at the right edge.
+    Unrotated pairs stand at the right edge.
 
     Args:
         panels: method, or method and kind of layers, to its errors.

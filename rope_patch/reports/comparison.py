@@ -35,7 +35,8 @@ class Cell(NamedTuple):
     Attributes:
         text: the value.
         note: below it, small: an interval, or nothing.
-        mark: ``"winner"``, ``"tied"`` (not to be told from the best), ``"best"`` (what others are compared with) or "".
+        mark: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"best"`` (what others are compared
+            with) or "".
     """
 
     text: str
@@ -216,14 +217,14 @@ def _curves(comparison: Comparison, names: Sequence[str]) -> Picture | None:
         return None
     longest = max(positions[-1] for positions, _ in curves.values())
     ranked = sorted(ends.items(), key=lambda item: item[1])
-    told = "; ".join(f"{name} {perplexity_text(value)}" for name, value in ranked)
+    ranking = "; ".join(f"{name} {perplexity_text(value)}" for name, value in ranked)
     left = [name for name in names if name not in curves]
     figure = plots.perplexity_by_position(
         curves, trained_length=comparison.trained_length, title="Perplexity by position in the window"
     )
     return picture(
         figure,
-        f"Lines of perplexity against position, one per method. At position {longest:g}, best first: {told}.",
+        f"Lines of perplexity against position, one per method. At position {longest:g}, best first: {ranking}.",
         "Lower is better; the scale is logarithmic. All methods read the same windows, so they rise and fall together."
         + (f" Not drawn, since no value is finite: {', '.join(left)}." if left else ""),
     )

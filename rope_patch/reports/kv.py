@@ -99,7 +99,7 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
     tasks, prompts = ", ".join(check.spec.tasks), len(answered(check.rows[0], length))
     caption = (
         f"At {length} tokens: perplexity at positions below, {tasks} in prompts of that length "
-        f"({prompts} of them: a loss below {100 * check.detectable_loss(length):.0f} % would not be told from "
+        f"({prompts} of them: a loss below {100 * check.detectable_loss(length):.0f} % could not be told apart from "
         f"chance). KL of the next token’s distribution, full precision to quantized, "
         f"and how often both prefer the same token, at all positions of {_windows(check.compared, max(check.lengths))}."
     )

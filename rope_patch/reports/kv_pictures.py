@@ -113,7 +113,7 @@ def by_wavelength(check: KVCheck) -> Picture | str:
     """Return what each pair adds to the error of the logits; a sentence where no key is rounded."""
     names = schemes(check)
     panels: dict[str, Waves] = {}
-    told = []
+    findings = []
     for method, name in methods(check).items():
         rows = [row for row in given(check) if row.method == method]
         for kind in kinds(check.captures[method]):
@@ -122,17 +122,17 @@ def by_wavelength(check: KVCheck) -> Picture | str:
             panels[label] = Waves(wavelength(kind.inv_freq.double()), errors, check.limits.context or kind.context)
             for scheme, values in errors.items():
                 if float(values.max()) > 0:
-                    told.append(f"{label}, {scheme}: pair {int(values.argmax())}")
-    if not told:
+                    findings.append(f"{label}, {scheme}: pair {int(values.argmax())}")
+    if not findings:
         return f"No key is rounded at {_tokens(check)} tokens: there is no error of pairs to draw."
     figure = plots_kv.errors_by_wavelength(panels, list(names.values()), title="Which pairs carry the error")
     return picture(
         figure,
-        f"Lines of logit error over wavelength. The pair with the largest: {'; '.join(told)}.",
+        f"Lines of logit error over wavelength. The pair with the largest: {'; '.join(findings)}.",
         "What the rounding of each pair of the keys adds to a logit, root mean square over heads, layers and queries; "
         "the fastest pair is leftmost, unrotated pairs are at the right edge. Right of the line marked 2π/L, "
         "Jonasson’s frequency bound, pairs make no full turn within the context. Where long pairs stretch the scale of "
-        f"others, the error is in all pairs alike, and the cause is told below. {COLORS}",
+        f"others, the error is in all pairs alike, and the section below says where it comes from. {COLORS}",
     )
 
 
@@ -146,14 +146,14 @@ def _pair_errors(row: CheckRow, kind: Kind) -> Tensor:
 def radii(check: KVCheck) -> Picture:
     """Return the length of mean keys."""
     grid = []
-    told = []
+    findings = []
     for method, name in methods(check).items():
         for kind in kinds(check.captures[method]):
             values = stacked([layer.key.radius.amax(0) for layer in kind.layers])
             title = f"{name}: {kind.name}" if kind.name else name
             grid.append(pair_map(title, values, kind.rows, kind.inv_freq, check.limits.context or kind.context))
             row, pair = divmod(int(values.argmax()), values.shape[1])
-            told.append(f"{title}: {number_text(float(values.max()))} in layer {kind.rows[row]}, pair {pair}")
+            findings.append(f"{title}: {number_text(float(values.max()))} in layer {kind.rows[row]}, pair {pair}")
     across = 2 if len(grid) > 1 else 1
     figure = heat_maps(
         [grid[i : i + across] for i in range(0, len(grid), across)],
@@ -164,11 +164,11 @@ def radii(check: KVCheck) -> Picture:
     )
     return picture(
         figure,
-        f"Heat maps of the length of mean keys, layers by pairs. Longest: {'; '.join(told)}.",
+        f"Heat maps of the length of mean keys, layers by pairs. Longest: {'; '.join(findings)}.",
         "A pair that is long on average is an offset: it takes room on the scale of all that share it, and centring "
         "takes it away. Keys before rotation, from the text of the check; an arrow on the colours says that larger "
         "values have the last one. The line marked 2π/L is Jonasson’s frequency bound: pairs on its slow side make no "
-        f"full turn within the context. Longest: {'; '.join(told)}.",
+        f"full turn within the context. Longest: {'; '.join(findings)}.",
     )
 
 
@@ -186,7 +186,7 @@ def shares(check: KVCheck) -> Picture | None:
             panels.setdefault(names[row.scheme], {})[titles[row.method]] = direct[both], induced[both]
     if not panels:
         return None
-    told = [
+    findings = [
         f"{scheme}, {method}: {_percent(direct)} and {_percent(induced)}"
         for scheme, parts in panels.items()
         for method, (direct, induced) in parts.items()
@@ -194,7 +194,7 @@ def shares(check: KVCheck) -> Picture | None:
     figure = plots_kv.outlier_shares(panels, title="Do outlier pairs spoil others?")
     return picture(
         figure,
-        f"Points of direct against induced share, a panel per scheme. Medians: {'; '.join(told)}.",
+        f"Points of direct against induced share, a panel per scheme. Medians: {'; '.join(findings)}.",
         f"Outlier pairs are those whose mean key is over {RATIO:g} times as long as the median. A point is a head that "
         "has some: of its squared logit error, what lies in them (across), and what goes when they are kept in full "
         "precision (up). On the diagonal they harm themselves alone; above it they spoil other pairs through a scale "
@@ -215,13 +215,13 @@ def by_layer(check: KVCheck) -> Picture | str:
     """Return the error of each layer's output; a sentence where nothing is rounded."""
     names, titles = schemes(check), methods(check)
     panels: dict[str, dict[str, tuple[Sequence[int], Sequence[float]]]] = {name: {} for name in titles.values()}
-    told = []
+    findings = []
     for row in given(check):
         layers = [error.layer for error in row.errors]
         values = [100 * float(error.output.nan_to_num().mean()) for error in row.errors]
         panels[titles[row.method]][names[row.scheme]] = layers, values
         worst = max(range(len(values)), key=values.__getitem__)
-        told.append(
+        findings.append(
             f"{titles[row.method]}, {names[row.scheme]}: {number_text(values[worst], 1)} % in layer {layers[worst]}"
         )
     if not any(value > 0 for curves in panels.values() for _, values in curves.values() for value in values):
@@ -229,7 +229,7 @@ def by_layer(check: KVCheck) -> Picture | str:
     figure = plots_kv.errors_by_layer(panels, list(names.values()), title="Which layers are harmed")
     return picture(
         figure,
-        f"Lines of output error over layers. The worst: {'; '.join(told)}.",
+        f"Lines of output error over layers. The worst: {'; '.join(findings)}.",
         "Error of the output of attention relative to its size, mean over heads, keys and values both quantized. Each "
         "layer is given what it sees in full precision, so this is its own error; without a point it rounds nothing "
         f"that its queries see. {COLORS}",

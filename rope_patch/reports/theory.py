@@ -56,8 +56,8 @@ def page(study: Study, *, command: str | None = None) -> str:
             ("Lengths", f"trained at {study.trained_length} tokens, used at {study.length}"),
         ],
         changed=study.changed,
-        facts=[(fact.label, *cells(fact), fact.remark) for fact in study.facts],
-        papers=[(entry.source, entry.name, *numbers(entry), entry.remark) for entry in study.papers],
+        facts=[(fact.label, *cells(fact), fact.note) for fact in study.facts],
+        papers=[(entry.source, entry.name, *numbers(entry), entry.note) for entry in study.papers],
         figures=pictures(study),
     )
 

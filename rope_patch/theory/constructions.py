@@ -183,7 +183,7 @@ def worst_lead(
     The lead is the target's activation minus the rival's, at two different distances below ``n``, smallest over all
     choices. A head that looks for content must keep it above :func:`necessary_lead` everywhere. One pair that turns
     cannot: once it has made half a turn the target can stand where its activation is <= 0 and the rival where its own
-    is >= 0. Still pairs keep the lead they have at distance 0: p-RoPE's escape.
+    is >= 0. Unrotated pairs keep the lead they have at distance 0: p-RoPE's escape.
 
     *Source*: Barbero et al. theorem 6.1 (one pair, and any number of pairs here). Linear in ``length``, all contexts
     at once.

@@ -79,6 +79,7 @@ def separation(inv_freq: Table, length: int, x: Features | None = None) -> Separ
         length: positions, at least 2 [tokens].
         x: (2 pairs,), or None for pairs of equal norm.
 
+    >>> from rope_patch.frequencies import geometric
     >>> separation(geometric(10000.0, 8), 16384).apart  # not 1: 1000 turns of pair 0 and 100 of pair 1, nearly
     6283
     """
@@ -155,6 +156,7 @@ def farthest_image(old: Table, new: Table, *, old_length: int, new_length: int, 
         new_length: context in use [tokens].
         x: (2 pairs,), or None for pairs of equal norm.
 
+    >>> from rope_patch.frequencies import geometric
     >>> table = geometric(10000.0, 128)
     >>> round(farthest_image(table, table / 4, old_length=512, new_length=2048).distance, 3)
     0.185

@@ -32,14 +32,14 @@ class Entry(NamedTuple):
         name: what it is, with its unit.
         ours: computed here.
         printed: in the paper; None where it prints none.
-        remark: what to know of it: a slip, an approximation, a condition.
+        note: what to know of it: a slip, an approximation, a condition.
     """
 
     source: str
     name: str
     ours: float
     printed: float | None = None
-    remark: str = ""
+    note: str = ""
 
     @property
     def difference(self) -> float | None:
@@ -119,18 +119,16 @@ def _xiong() -> Iterator[Entry]:
             "printed is 1 / (ln b + ln β), 5.7 % high before rounding",
         ),
     ]
-    for name, limit, printed, remark in limits:
-        yield Entry("Xiong et al. thm 1", f"{name}: mean sine of consecutive images, d → ∞", limit, printed, remark)
+    for name, limit, printed, note in limits:
+        yield Entry("Xiong et al. thm 1", f"{name}: mean sine of consecutive images, d → ∞", limit, printed, note)
         yield Entry("Xiong et al. thm 1", f"{name}: the same, d = 128", granularity(tables[name]))
     yield Entry(
         "Xiong et al.", "ABF 50 slows pair 1 by, d = 128", float(plain[1] / tables["ABF 50"][1]), 1.06, "“only 6 %”"
     )
     for name, table in (tables | {"NTK 4": geometric(ntk_theta(1e4, 4.0, 128), 128)}).items():
         gap = theory.farthest_image(plain, table, old_length=512, new_length=2048)
-        remark = "d as printed, smallest over both positions, is 0 for every method" if name == "RoPE" else ""
-        yield Entry(
-            "Xiong et al. d(f, f̂)", f"{name}: farthest new image, 512 → 2048 tokens", gap.distance, None, remark
-        )
+        note = "d as printed, smallest over both positions, is 0 for every method" if name == "RoPE" else ""
+        yield Entry("Xiong et al. d(f, f̂)", f"{name}: farthest new image, 512 → 2048 tokens", gap.distance, None, note)
 
 
 def _jonasson() -> Iterator[Entry]:

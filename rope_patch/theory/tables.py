@@ -45,14 +45,14 @@ class Fact(NamedTuple):
         unit: of the two values.
         before: of the plain table.
         after: of the method's.
-        remark: what to know of it.
+        note: what to know of it.
     """
 
     name: str
     unit: str
     before: float | None
     after: float | None
-    remark: str = ""
+    note: str = ""
 
     @property
     def label(self) -> str:
@@ -196,7 +196,7 @@ def facts(before: Tensor, after: Tensor, *, trained_length: int, length: int) ->
         ]
 
     names = [
-        ("Still pairs", f"of {len(before)}", ""),
+        ("Unrotated pairs", f"of {len(before)}", ""),
         ("Fastest wavelength", "tokens", ""),
         ("Slowest wavelength of a pair that turns", "tokens", ""),
         ("Turns of that pair within the length", "turns", "Barbero et al.; below 1 it never comes round"),
@@ -218,7 +218,7 @@ def facts(before: Tensor, after: Tensor, *, trained_length: int, length: int) ->
         ),
     ]
     values = zip(names, of(before), of(after), strict=True)
-    return tuple(Fact(name, unit, first, second, remark) for (name, unit, remark), first, second in values)
+    return tuple(Fact(name, unit, first, second, note) for (name, unit, note), first, second in values)
 
 
 def numbers(entry: Entry) -> tuple[str, str, str]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rope_patch.training.judging import Judgement
 from rope_patch.training.models import BUNDLED
 from rope_patch.training.reading import read
 from rope_patch.training.recipe import RecipeOptions
+from rope_patch.training.scores import RecipeScores
 
 TEMPLATE = """---
 {head}---
@@ -51,7 +51,7 @@ ADAPTER_WARNING = """
 """
 
 
-def card(results: dict[str, Any], final: Judgement) -> str:
+def card(results: dict[str, Any], final: RecipeScores) -> str:
     """Return the card.
 
     Args:
@@ -140,7 +140,7 @@ def _curve(rows: list[dict[str, Any]], names: list[str]) -> str:
     return "\n" + "\n".join(lines) + "\n"
 
 
-def _scores(results: dict[str, Any], final: Judgement) -> str:
+def _scores(results: dict[str, Any], final: RecipeScores) -> str:
     lines = ["| | before | after |", "|---|---|---|"]
     before, after = results["before"] or {}, results["after"]
     for name in list(after)[1:]:

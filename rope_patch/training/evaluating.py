@@ -15,7 +15,7 @@ from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Samp
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.processes import from_first, processes
-from rope_patch.training.judging import Judge, Judgement
+from rope_patch.training.scores import RecipeEvaluator, RecipeScores
 
 Verdict = Literal["better", "worse", "no significant difference"]
 
@@ -28,9 +28,9 @@ class RecordedEvaluations:
         path: of the file of results.
     """
 
-    def __init__(self, evaluator: Judge, path: Path) -> None:
+    def __init__(self, evaluator: RecipeEvaluator, path: Path) -> None:
         self.evaluator, self.file = evaluator, ResultCache(path)
-        self.by_step: dict[int, Judgement] = {}
+        self.by_step: dict[int, RecipeScores] = {}
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:
         """Evaluate a model, and return the numbers that the Trainer logs."""
@@ -42,7 +42,7 @@ class RecordedEvaluations:
 
         return from_first(record)  # all processes choose the best checkpoint by the same numbers
 
-    def _measure(self, model: Any) -> Judgement:
+    def _measure(self, model: Any) -> RecipeScores:
         with tqdm(
             desc="evaluating",
             total=self.evaluator.suite.tokens,
@@ -59,7 +59,7 @@ class RecordedEvaluations:
         result: dict[str, Any] = self.file.get("0", {})
         return result
 
-    def changes(self, final: Judgement) -> list[Change]:
+    def changes(self, final: RecipeScores) -> list[Change]:
         """Return how the metrics changed from before training to the end; empty where nothing was evaluated before."""
         if not self.before:
             return []
@@ -70,7 +70,7 @@ class RecordedEvaluations:
         steps = sorted(step for step in map(int, self.file) if step <= last)
         return [{"step": step, **self.file[str(step)]["metrics"]} for step in steps]
 
-    def final(self, model: Any, state: Any) -> Judgement:
+    def final(self, model: Any, state: Any) -> RecipeScores:
         """Return the result of the model that is saved: the best checkpoint has been evaluated already."""
         step = best_step(state)
         step = state.global_step if step is None else step
@@ -83,7 +83,7 @@ def best_step(state: Any) -> int | None:
     return None if best is None else int(Path(best).name.rpartition("-")[2])
 
 
-def to_json(result: Judgement) -> dict[str, Any]:
+def to_json(result: RecipeScores) -> dict[str, Any]:
     """Return an evaluation as JSON: every prompt, every position bucket of every window."""
     return {
         "retrieval": asdict(result.retrieval),

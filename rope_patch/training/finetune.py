@@ -21,12 +21,12 @@ from rope_patch.methods import Method
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.processes import from_first
 from rope_patch.training.evaluating import RecordedEvaluations
-from rope_patch.training.judging import Judge
 from rope_patch.training.models import load_model, prepare, resolve
 from rope_patch.training.options import FIT
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.results import RunContext, write_results
 from rope_patch.training.runs import EVALUATIONS, RunFolder, check_base, hold_folder, inspect_folder, write_claim
+from rope_patch.training.scores import RecipeEvaluator
 from rope_patch.training.setup import arguments, build_trainer, check_device
 from rope_patch.training.sources import PackedRows, make_rows, reading_processes
 from rope_patch.training.tables import TableTraining, check_table, starting_table
@@ -105,7 +105,7 @@ def finetune(
                 model, options.patch.learning_rate
             )  # refuses what cannot be trained before anything is written
     check_base(run, model, identity)
-    evaluator = Judge(options.evaluation, options.evaluation_lengths, tokenizer)
+    evaluator = RecipeEvaluator(options.evaluation, options.evaluation_lengths, tokenizer)
     with contextlib.ExitStack() as stack:
         from_first(lambda: stack.enter_context(hold_folder(run, identity, inspect)))
         if fit_table is not None and fitting:
@@ -120,7 +120,9 @@ def finetune(
         return _train(context, args, model, tokenizer, evaluator)
 
 
-def _train(context: RunContext, args: TrainingArguments, model: Any, tokenizer: Any, evaluator: Judge) -> Result:
+def _train(
+    context: RunContext, args: TrainingArguments, model: Any, tokenizer: Any, evaluator: RecipeEvaluator
+) -> Result:
     """Train a prepared model, evaluate it and write the output folder."""
     options, run = context.options, context.run
     rows = _packed_rows(context, tokenizer)

@@ -18,10 +18,10 @@ from rope_patch.files import write_atomically
 from rope_patch.patching.locate import find_rotary
 from rope_patch.training.card import card
 from rope_patch.training.evaluating import RecordedEvaluations, best_step, to_json
-from rope_patch.training.judging import Judgement
 from rope_patch.training.models import resolve
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.runs import RESULTS, RunFolder
+from rope_patch.training.scores import RecipeScores
 from rope_patch.training.sources import PackedRows
 from rope_patch.training.tables import FITTED
 from rope_patch.training.trainer import LongTrainer
@@ -55,7 +55,7 @@ def write_results(
     trainer: LongTrainer,
     rows: PackedRows,
     evaluations: RecordedEvaluations,
-    final: Judgement,
+    final: RecipeScores,
     seconds: float,
 ) -> dict[str, Any]:
     """Write results, evaluations and card of a finished run; return the contents of ``results.json``."""

@@ -195,7 +195,7 @@ def test_kv_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         costs = [rows[table, name]["nll_change"] for name in ("int4", "int4 centred")]
         assert saved[table]["nll_cost"] == pytest.approx(costs)
         assert saved[table]["nll_saved"] == pytest.approx(costs[0] - costs[1])
-    # Without still pairs there is nothing to centre.
+    # Without unrotated pairs there is nothing to centre.
     assert saved["default"]["nll_saved"] == 0 != saved["p_rope"]["nll_saved"]
     assert saved["default"]["logit_error_ratio"] == 1 < saved["p_rope"]["logit_error_ratio"]
     cell = tmp_path / "build/kv_study/quick/llama-default-before.json"

@@ -30,16 +30,20 @@ def test_every_method_is_in_the_demo():
 
 @pytest.mark.slow
 def test_quick_demo(tmp_path):
-    told = []
-    shown = demo.run("llama", tmp_path, quick=True, progress=lambda name, tokens: told.append((name, tokens)))
-    assert sum(tokens for _, tokens in told) == demo.tokens_to_read(quick=True)
+    reads = []
+    shown = demo.run("llama", tmp_path, quick=True, on_progress=lambda *read: reads.append(read))
+    assert sum(tokens for _, tokens in reads) == demo.tokens_to_read(quick=True)
     assert shown.comparison.best().method == "yarn:factor=4"
     data = json.loads((tmp_path / "llama.json").read_text())
     assert [row["method"] for row in data["rows"]] == ["default", "yarn:factor=4", "nope"]
     default, yarn, nope = shown.comparison.rows
-    assert yarn.perplexity.between(256, 1024) < default.perplexity.between(256, 1024) / 1.5
-    assert default.perplexity.between(0, 256) < yarn.perplexity.between(0, 256) < nope.perplexity.between(0, 256)
-    assert [(c.kind, c.stop) for c in shown.comparison.columns()] == [
+    assert yarn.scores.perplexity.between(256, 1024) < default.scores.perplexity.between(256, 1024) / 1.5
+    assert (
+        default.scores.perplexity.between(0, 256)
+        < yarn.scores.perplexity.between(0, 256)
+        < nope.scores.perplexity.between(0, 256)
+    )
+    assert [(c.metric, c.stop) for c in shown.comparison.columns()] == [
         ("perplexity", 256),
         ("perplexity", 1024),
         ("retrieval", 256),

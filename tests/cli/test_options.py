@@ -82,28 +82,34 @@ def test_lengths_are_written_in_thousands_or_in_full(tmp_path):
         assert config["rope_parameters"]["factor"] == 1024 / 64
 
 
-PYTHON = [  # a command, the function behind it, and parameters that have another name there
-    ("compare", "rope_patch.evaluation.compare.compare", {}),
-    ("kv_check", "rope_patch.kv_evaluation.run.kv_check", {}),
-    ("fit", "rope_patch.fitting.fit", {}),
-    ("analyze", "rope_patch.analysis.run.analyze", {"p": "shares"}),
-    ("theory", "rope_patch.theory.tables.study", {}),
-    ("export", "rope_patch.exporting.export", {}),
+SPEC = "rope_patch.evaluation.spec.EvalSpec"
+PYTHON = [  # a command, what is behind it, how many defaults they share, and parameters that have another name there
+    ("compare", ["rope_patch.evaluation.compare.compare", SPEC], 12, {}),
+    ("kv_check", ["rope_patch.kv_evaluation.run.kv_check", SPEC, "rope_patch.kv_evaluation.verdicts.Limits"], 13, {}),
+    ("fit", [f"rope_patch.fitting.{name}" for name in ("fit", "Schedule")], 10, {}),
+    ("fit", ["rope_patch.modeling.trainable_table.Constraint", "rope_patch.fitting.rows.Objective"], 5, {}),
+    ("analyze", ["rope_patch.analysis.run.analyze"], 6, {"p": "p_values"}),
+    ("theory", ["rope_patch.theory.tables.study"], 2, {}),
+    ("export", ["rope_patch.exporting.run.export"], 2, {}),
 ]
 
 
-@pytest.mark.parametrize(("command", "function", "names"), PYTHON)
-def test_defaults_are_those_of_python(command, function, names):
-    module, _, name = function.rpartition(".")
+@pytest.mark.parametrize(("command", "behind", "count", "names"), PYTHON)
+def test_defaults_are_those_of_python(command, behind, count, names):
     ours = inspect.signature(getattr(importlib.import_module(f"rope_patch.cli.{command}"), command)).parameters
-    theirs = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    differing = {
-        key: (parameter.default, theirs[names.get(key, key)].default)
+    theirs = {}
+    for path in behind:
+        module, _, name = path.rpartition(".")
+        theirs |= inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    shared = [
+        (key, parameter.default, theirs[names.get(key, key)].default)
         for key, parameter in ours.items()
-        if names.get(key, key) in theirs and parameter.default != theirs[names.get(key, key)].default
-    }
-    # --family excludes --init, so that the command has to know whether it was given.
-    assert differing == ({"init": (None, "yarn")} if command == "fit" else {})
+        if names.get(key, key) in theirs
+    ]
+    assert len(shared) >= count, [key for key, *_ in shared]
+    # --family excludes --init and --steps, so that the command has to know whether they were given.
+    free = {"init", "steps"} if command == "fit" else set()
+    assert [entry for entry in shared if entry[1] != entry[2] and entry[0] not in free] == []
 
 
 def test_defaults_of_a_plan_are_those_of_python():

@@ -57,7 +57,7 @@ def test_json_is_standard_and_the_file_says_the_same(tmp_path):
     assert (data["method"], data["trained_length"], data["length"]) == (given[1], 1024, 2048)
     assert len(data["inv_freq"]) == 16 and data["inv_freq"][8:] == [0] * 8
     facts = {fact["name"]: fact for fact in data["table"]}
-    assert facts["Still pairs"] == {"name": "Still pairs", "unit": "of 16", "before": 0, "after": 8, "remark": ""}
+    assert facts["Unrotated pairs"] == {"name": "Unrotated pairs", "unit": "of 16", "before": 0, "after": 8, "note": ""}
     assert facts["Quarter turn of the slowest pair"]["after"] is None
     printed_and_ours = {e["name"]: (e["ours"], e["printed"], e["difference"]) for e in data["papers"]}
     ours, theirs, difference = printed_and_ours["Phi-1: L·f of pair 10 [rad]"]

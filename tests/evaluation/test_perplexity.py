@@ -60,6 +60,13 @@ def test_the_final_softcap_is_applied_and_would_be_missed(family):
     assert abs(without.nll - result.nll) > 0.1
 
 
+def test_a_list_of_ids_is_one_text():
+    model, row = bold_model(), ids(40)[0]
+    assert perplexity(model, row.tolist()) == perplexity(model, row)
+    with pytest.raises(TypeError, match=r"documents must come from encode\(tokenizer, source\), got float"):
+        perplexity(model, [1.0, 2.0], window=8)
+
+
 def test_equally_likely_tokens_have_the_vocabulary_for_perplexity():
     model = tiny_model(tie_word_embeddings=False)
     torch.nn.init.zeros_(model.lm_head.weight)

@@ -23,9 +23,9 @@ from rope_patch.fitting import Objective
 from rope_patch.methods import Table
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.training.finetune import finetune as train
-from rope_patch.training.judging import Judge
 from rope_patch.training.reading import read
 from rope_patch.training.resuming import flaw
+from rope_patch.training.scores import RecipeEvaluator
 from rope_patch.training.tables import TABLE_FILE, TableTraining
 
 DOMAINS = LLAMA.parent / "domains"
@@ -149,7 +149,7 @@ def test_a_trained_table_is_saved_as_it_became(trained):
     assert rope_patch.verify(model).record.to_method() == read_record(folder).to_method()
     module_ = find_rotary(model).module
     assert torch.allclose(module_.tables[None].inv_freq.double().log(), values(folder), atol=1e-7)
-    again = Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    again = RecipeEvaluator(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
     assert again(model).metrics() == pytest.approx(trained.results["after"], abs=1e-5)
     assert "The rotary table was trained with them." in (folder / "README.md").read_text()
     assert not list(folder.glob(TABLE_FILE)) and flaw(folder / "work" / "checkpoint-4") is None
@@ -184,7 +184,7 @@ def test_a_trained_table_and_the_best_checkpoint(more, tmp_path):
     mine, theirs = (read_record(folder) or record_of(folder) for folder in (result.folder, best))
     assert mine.tables == theirs.tables
     stock = rope_patch.load(result.folder, dtype=torch.float32)
-    again = Judge(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    again = RecipeEvaluator(options("x", *TRAINED).evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
     if "gemma3" not in str(more):
         assert again(stock).metrics() == pytest.approx(result.results["after"], abs=1e-5)
 

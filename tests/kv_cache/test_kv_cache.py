@@ -590,7 +590,7 @@ def test_still_pairs_are_the_same_before_and_after_rotation():
     assert torch.equal(post[..., still], pre[..., still]) and not torch.equal(raw[..., still], pre[..., still])
     for feature in (~still).nonzero().flatten().tolist():
         assert not torch.equal(post[..., feature], pre[..., feature])
-    # Groups that mix still pairs with others are not the same.
+    # Groups that mix unrotated pairs with others are not the same.
     post, _ = stored_keys(model, rows, "k=int2.token;v=none")
     pre, _ = stored_keys(model, rows, "k=int2.token.pre;v=none")
     assert not torch.equal(post[..., still], pre[..., still])
@@ -639,7 +639,7 @@ def test_centring_still_pairs_leaves_softmax_and_others_do_not(monkeypatch):
     keys, _ = stored_keys(model, rows, text, means)
     bare, _ = stored_keys(model, rows, "k=int8.token;v=none")
     assert float((keys - bare).abs().max()) > 0.1
-    # The same means, taken from what is rotated: softmax drops those of still pairs, and no others.
+    # The same means, taken from what is rotated: softmax drops those of unrotated pairs, and no others.
     still = torch.arange(16) % 8 >= 4
     for pairs, alike in ((still, True), (~still, False)):
         with contextlib.ExitStack() as stack:

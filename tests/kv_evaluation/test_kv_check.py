@@ -313,7 +313,7 @@ def test_mitigations_change_one_thing():
     ("family", "method", "left"),
     [
         ("llama", "p_rope:p=0.5", set()),  # but the residual window, which holds all of 40 tokens
-        ("llama", "default", {"centre"}),  # no still pair: nothing to take away
+        ("llama", "default", {"centre"}),  # no unrotated pair: nothing to take away
         ("gemma2", "p_rope:p=0.5", {"centre", "centreall"}),  # soft-capped logits see a constant
         ("llama", "table:values=3/2.5/2/1.5/1/0.9/0.8/0.7", {"centre", "keep8"}),  # no pair under the bound
     ],

@@ -571,6 +571,6 @@ def test_verify_names_what_differs():
     with pytest.raises(PatchError, match=r"config: \[all\] cos is off"):
         rope_patch.verify(model)
     model.config.rope_parameters["factor"] = 4.0
-    find_rotary(model).put(patch._state.site.module)
+    find_rotary(model).put(patch._state.location.module)
     with pytest.raises(PatchError, match=r"in use: \[all\] cos is off by up to .*: pair \d turns \S+ rad/token"):
         rope_patch.verify(model)

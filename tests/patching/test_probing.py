@@ -67,16 +67,16 @@ def test_the_users_weights_and_random_numbers_are_left_alone(monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("the model itself was run"))
     model.model.forward = model.forward  # instance attributes, as hooks of accelerate leave them
     state = torch.get_rng_state()
-    probing._found.clear()
+    probing._reasons.clear()
     rope_patch.apply(model, "p_rope:p=0.5")
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_model_in_inference_mode_and_one_without_weights():
-    probing._found.clear()
+    probing._reasons.clear()
     with torch.inference_mode():
         rope_patch.apply(tiny_model("qwen2"), "p_rope:p=0.5")
-    probing._found.clear()
+    probing._reasons.clear()
     with torch.device("meta"):
         rope_patch.apply(tiny_model("qwen2"), "p_rope:p=0.5")
 

@@ -587,7 +587,7 @@ def test_unrotated_pairs_stand_at_the_end_of_the_scale(figures):
     shown = figures[0]
     offsets = shown.axes[0].collections[2].get_offsets()
     assert len(offsets) == 3 * 4 * 3 and (offsets[:, 0] < 1).all()
-    assert [text.get_text() for text in shown.legends[0].texts] == ["makes full turns", "does not rotate"]
+    assert [text.get_text() for text in shown.legends[0].texts] == ["makes full turns", "unrotated"]
 
 
 def test_mean_logits_are_those_of_the_decomposition(figures):

@@ -145,7 +145,7 @@ def test_errors_by_wavelength_by_hand():
     assert turning.get_xdata().tolist() == pytest.approx(wavelength(table)[:6].tolist())
     assert math.isnan(turning.get_ydata()[2]) and resting.get_ydata().tolist() == [7.0, 8.0]
     assert min(resting.get_xdata()) > float(wavelength(table).max())
-    assert figure.axes[1].get_xticklabels()[-1].get_text() == "still"
+    assert figure.axes[1].get_xticklabels()[-1].get_text() == "unrotated"
     alone = errors_by_wavelength({"m": Waves(wavelength(torch.zeros(8)), {"a": values}, 64)}, ["a"], title="t")
     assert alone.axes[0].lines[1].get_ydata().tolist()[3:] == [4, 5, 6, 7, 8]
 
@@ -443,7 +443,7 @@ def test_help_and_list_name_every_preset():
         (("--depths", "half"), "a depth is a number"),
         (("--depths", "2"), "2"),
         (("--dtype", "int3"), "dtype must be one of"),
-        (("--task", "key"), "key"),
+        (("--tasks", "key"), "key"),
         (("--text", "/nowhere"), "nowhere"),
         (("--haystack", "/nowhere"), "nowhere"),
         (("--context", "far"), "far"),

@@ -26,7 +26,7 @@ TABLES = {
     "plain": geometric(1e4, 16),
     "single pair": geometric(1e4, 2),
     "long": geometric(5e5, 64) / 8,
-    "still pairs": torch.tensor([1.0, 0.3, 0.0, 1e-32]),
+    "unrotated pairs": torch.tensor([1.0, 0.3, 0.0, 1e-32]),
 }
 each_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 
@@ -545,7 +545,7 @@ def test_the_papers_numbers():
         assert entry.ours == pytest.approx(ours, rel=2e-4), name
         assert entry.printed == printed, name
         assert (abs(entry.difference or 0) > 0.01) == (name in SLIPS), name
-        assert entry.remark or name not in SLIPS
+        assert entry.note or name not in SLIPS
     assert found["Phi-1: L·f of pair 10 [rad]"].difference == pytest.approx((6.38 - 6.4763) / 6.4763, rel=1e-3)
 
 
@@ -560,9 +560,9 @@ def test_the_facts_of_a_table():
     assert facts["Turns of that pair within the length"] == pytest.approx((2048 / slowest, 512 / slowest), rel=1e-6)
     assert facts["Mean sine of consecutive images"] == pytest.approx((0.10938, 0.02902), abs=6e-6)
     assert facts["Farthest new image from its nearest old one"] == pytest.approx((1.214, 0.185), abs=5e-4)
-    assert facts["Still pairs"] == (0, 0)
+    assert facts["Unrotated pairs"] == (0, 0)
     still = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts}
-    assert (still["Still pairs"], still["Fastest wavelength"], still["Factor of a previous-token head"]) == (
+    assert (still["Unrotated pairs"], still["Fastest wavelength"], still["Factor of a previous-token head"]) == (
         64,
         None,
         None,

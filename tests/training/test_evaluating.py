@@ -15,8 +15,8 @@ from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Samp
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.training.evaluating import RecordedEvaluations, changes, from_json, to_json
-from rope_patch.training.judging import Judge, Judgement
 from rope_patch.training.reading import read
+from rope_patch.training.scores import RecipeEvaluator, RecipeScores
 
 
 def result(answers, losses=()):
@@ -47,7 +47,7 @@ def test_a_difference_within_the_noise_is_no_difference():
     """One prompt of twenty less: the score is lower, and nothing may be said of it."""
     before = result([[1] * 10, [1] * 10], [2.0, 2.1, 2.2])
     after = result([[1] * 10, [1] * 9 + [0]], [2.01, 2.08, 2.2])
-    assert Judgement(after).score < Judgement(before).score
+    assert RecipeScores(after).score < RecipeScores(before).score
     found = by_metric(before, after)
     assert found["retrieval"].difference.estimate == pytest.approx(-0.05)
     assert {change.verdict for change in found.values()} == {"no significant difference"}
@@ -87,7 +87,7 @@ def test_without_windows_only_retrieval_is_compared():
 def test_an_evaluation_is_read_back_from_its_file(losses):
     """A resumed run compares with the evaluation that an earlier command wrote."""
     made = result([[1, 0], [0, 1]], losses)
-    assert from_json(json.loads(json.dumps(to_json(Judgement(made)))), made.spec) == made
+    assert from_json(json.loads(json.dumps(to_json(RecipeScores(made)))), made.spec) == made
 
 
 def test_the_progress_bar_of_an_evaluation_ends_at_its_tokens(tmp_path, capfd):
@@ -98,7 +98,7 @@ def test_the_progress_bar_of_an_evaluation_ends_at_its_tokens(tmp_path, capfd):
         ]
     )
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
-    evaluator = Judge(options.evaluation, options.evaluation_lengths, AutoTokenizer.from_pretrained(LLAMA))
+    evaluator = RecipeEvaluator(options.evaluation, options.evaluation_lengths, AutoTokenizer.from_pretrained(LLAMA))
     steps = []
     evaluator(model, steps.append)
     # 2 windows of 64, and 2 prompts each of 48 and of 64

@@ -22,9 +22,9 @@ from rope_patch.checkpoints.adapters import read_record
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.training import finetune as module
 from rope_patch.training.finetune import finetune
-from rope_patch.training.judging import Judge
 from rope_patch.training.reading import read
 from rope_patch.training.runs import hold_folder, inspect_folder
+from rope_patch.training.scores import RecipeEvaluator
 from rope_patch.training.setup import arguments, collator
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +53,11 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
     assert results == json.loads((folder / "results.json").read_text())
     assert results["steps"] == 4 and results["tokens"] == 4 * 2 * 128
     assert [row["step"] for row in results["curve"]] == [0, 2, 4] and len(results["losses"]) == 4
-    judged = json.loads((folder / "evaluation.json").read_text())
+    evaluated = json.loads((folder / "evaluation.json").read_text())
     for when in ("before", "after"):
-        right = [s["correct"] for c in judged[when]["retrieval"]["cells"] if c["length"] == 256 for s in c["samples"]]
+        right = [
+            s["correct"] for c in evaluated[when]["retrieval"]["cells"] if c["length"] == 256 for s in c["samples"]
+        ]
         assert len(right) == 2 and results[when]["retrieval_256"] == sum(right) / 2
     text = (folder / "README.md").read_text()
     for needed in (
@@ -74,12 +76,12 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
 
 def test_before_is_the_patched_model_and_after_is_what_was_saved(done):
     """The scores are those that the engines give for the model in memory and for the folder loaded anew."""
-    judge = Judge(options("x").evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
+    evaluator = RecipeEvaluator(options("x").evaluation, (128, 256), AutoTokenizer.from_pretrained(LLAMA))
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     rope_patch.apply(model, "yarn", factor=4, target_length=1024)
-    assert judge(model).metrics() == pytest.approx(done.results["before"], abs=1e-6)
+    assert evaluator(model).metrics() == pytest.approx(done.results["before"], abs=1e-6)
     before, after = done.results["before"], done.results["after"]
-    assert judge(rope_patch.load(done.folder, dtype=torch.float32)).metrics() == pytest.approx(after, abs=1e-5)
+    assert evaluator(rope_patch.load(done.folder, dtype=torch.float32)).metrics() == pytest.approx(after, abs=1e-5)
     assert after["perplexity_0_128"] != pytest.approx(before["perplexity_0_128"], abs=1e-3)
 
 
@@ -299,7 +301,7 @@ def test_a_run_that_made_things_worse_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_ends_as_one_that_was_not(done, tmp_path, monkeypatch):
-    """Stopped between the checkpoints at 2 and 4: resumed from 2, the same losses, the first judgement kept."""
+    """Stopped between the checkpoints at 2 and 4: resumed from 2, the same losses, the first evaluation kept."""
     out = tmp_path / "cut"
     stock = module.LongTrainer.training_step
     passes = []
@@ -335,7 +337,7 @@ def test_a_checkpoint_of_another_model_is_not_resumed_from(done, tmp_path):
 def test_the_best_checkpoint_by_score_is_kept_and_patience_ends_a_run(tmp_path, monkeypatch):
     """Scores are scripted: the second evaluation is the best, then two are worse."""
     scores = iter([0.1, 0.3, 0.9, 0.5, 0.4, 0.3, 0.2])
-    stock = Judge.__call__
+    stock = RecipeEvaluator.__call__
     seen = []
 
     def scripted(self, model, on_progress):
@@ -346,7 +348,7 @@ def test_the_best_checkpoint_by_score_is_kept_and_patience_ends_a_run(tmp_path, 
         monkeypatch.setattr(type(found), "score", property(lambda _: score))
         return found
 
-    monkeypatch.setattr(Judge, "__call__", scripted)
+    monkeypatch.setattr(RecipeEvaluator, "__call__", scripted)
     words = ("evaluation.every=1", "evaluation.patience=2", "train.steps=6", "train.keep=1", "evaluation.lengths=128")
     result = finetune(options(tmp_path / "run", *words))
     assert result.results["steps"] == 4 and result.results["best_step"] == 2
@@ -377,8 +379,8 @@ def test_ways_to_train(words, tmp_path):
     model = rope_patch.load(result.folder, dtype=torch.float32)
     record = find_rotary(model).record
     assert str(record.to_method()) == (result.results["patch"] or "default")
-    judge = Judge(options("x", *words).evaluation, (128,), AutoTokenizer.from_pretrained(LLAMA))
-    assert judge(model).metrics() == pytest.approx(result.results["after"], abs=1e-4)
+    evaluator = RecipeEvaluator(options("x", *words).evaluation, (128,), AutoTokenizer.from_pretrained(LLAMA))
+    assert evaluator(model).metrics() == pytest.approx(result.results["after"], abs=1e-4)
 
 
 @pytest.mark.slow

@@ -38,10 +38,10 @@ from rope_patch.planning import shape_of
 from rope_patch.training import sources
 from rope_patch.training.collators import Collator, PackedCollator
 from rope_patch.training.data import WeightedDocument, conversation, mix, pack, prompt_row
-from rope_patch.training.judging import SEED, Judge
 from rope_patch.training.models import load_model, long_lora_modules, pattern, prepare, resolve, target_names
 from rope_patch.training.options import DataOptions, EvaluationOptions, ModelOptions
 from rope_patch.training.reading import read
+from rope_patch.training.scores import SEED, RecipeEvaluator
 from rope_patch.training.sources import PackedRows, make_rows, open_source, plan_stages, token_documents
 from rope_patch.training.trainer import LongTrainer
 
@@ -214,10 +214,10 @@ def test_training_asks_nothing_that_an_evaluation_asks(tokenizer):
     """The same text, length and depth; keys are drawn from other seeds."""
     maker = PromptMaker(tokenizer, Haystack(story(0, 200)))
     trained = list(itertools.islice(mix(iter(()), maker, 1.0, 128), 40))
-    judged = [maker.prompts("passkey", 128, [0.5], seed=SEED, sample=i)[0] for i in range(40)]
-    assert not {tuple(row["ids"]) for row in trained} & {prompt.ids for prompt in judged}
+    evaluated = [maker.prompts("passkey", 128, [0.5], seed=SEED, sample=i)[0] for i in range(40)]
+    assert not {tuple(row["ids"]) for row in trained} & {prompt.ids for prompt in evaluated}
     answers = {tuple(row["ids"][-5:]) for row in trained}
-    assert len(answers) == 40 and not answers & {prompt.ids[-5:] for prompt in judged}
+    assert len(answers) == 40 and not answers & {prompt.ids[-5:] for prompt in evaluated}
 
 
 # --- conversations
@@ -981,21 +981,21 @@ def test_peft_itself_takes_the_pattern():
     assert len(found) == 2 * 4
 
 
-# --- judging
+# --- evaluation
 
 
 @pytest.fixture(scope="module")
-def judge(tokenizer, tmp_path_factory):
+def evaluator(tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text(story(1, 60))
     given = EvaluationOptions(samples=1, depths=[0.2, 0.8], windows=2, text=str(folder), haystack=str(folder / "a.txt"))
-    return Judge(given, (64, 128), tokenizer)
+    return RecipeEvaluator(given, (64, 128), tokenizer)
 
 
-def test_a_judgement_is_numbers_by_length(judge):
+def test_an_evaluation_is_numbers_by_length(evaluator):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     model.train()
-    found, again = judge(model), judge(model)
+    found, again = evaluator(model), evaluator(model)
     assert model.training, "left as it was"
     assert found.metrics() == again.metrics(), "the same texts and prompts each time"
     names = ["score", "retrieval_64", "retrieval_128", "perplexity_0_64", "perplexity_64_128"]
@@ -1004,12 +1004,12 @@ def test_a_judgement_is_numbers_by_length(judge):
     assert found.score == pytest.approx(sum(retrieved) / 2 - found.perplexity.nll / 400, abs=1e-9)
 
 
-def test_perplexity_only_parts_equals(judge):
+def test_perplexity_only_parts_equals(evaluator):
     """The worst perplexity does not outweigh a single prompt."""
     from dataclasses import replace
 
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
-    found = judge(model)
+    found = evaluator(model)
 
     def scored(correct, nll):
         flags = iter([True] * correct + [False] * 4)
@@ -1017,8 +1017,9 @@ def test_perplexity_only_parts_equals(judge):
             replace(cell, samples=tuple(replace(sample, correct=next(flags)) for sample in cell.samples))
             for cell in found.retrieval.cells
         )
-        retrieval = replace(found.retrieval, cells=cells)
-        return replace(found, retrieval=retrieval, perplexity=replace(found.perplexity, nll=nll)).score
+        retrieval = {"passkey": replace(found.retrieval, cells=cells)}
+        scores = replace(found.scores, retrieval=retrieval, perplexity=replace(found.perplexity, nll=nll))
+        return replace(found, scores=scores).score
 
     assert scored(2, 5000.0) > scored(1, 0.01) and scored(1, 2.0) > scored(1, 2.1)
 
@@ -1026,8 +1027,8 @@ def test_perplexity_only_parts_equals(judge):
 def test_what_cannot_be_judged_is_said_before_any_training(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(story(1, 3))
     with pytest.raises(ValueError, match=r"^evaluation.text: 8 windows of 128 tokens need 1016 tokens, the text has"):
-        Judge(EvaluationOptions(text=str(tmp_path / "a.txt")), (128,), tokenizer)
+        RecipeEvaluator(EvaluationOptions(text=str(tmp_path / "a.txt")), (128,), tokenizer)
     with pytest.raises(FileNotFoundError, match=r"^no file or folder"):
-        Judge(EvaluationOptions(text=str(tmp_path / "b.txt")), (128,), tokenizer)
+        RecipeEvaluator(EvaluationOptions(text=str(tmp_path / "b.txt")), (128,), tokenizer)
     with pytest.raises(ValueError, match=r"^this prompt needs at least"):
-        Judge(EvaluationOptions(haystack=str(tmp_path / "a.txt")), (16,), tokenizer)
+        RecipeEvaluator(EvaluationOptions(haystack=str(tmp_path / "a.txt")), (16,), tokenizer)

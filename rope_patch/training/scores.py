@@ -19,7 +19,7 @@ SEED = 1_000_003
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RecipeScores:
     """What was measured at one time.
 
     Attributes:
@@ -62,7 +62,7 @@ class Judgement:
         return numbers
 
 
-class Judge:
+class RecipeEvaluator:
     """Measures a model, always with the same texts and prompts.
 
     Args:
@@ -95,6 +95,6 @@ class Judge:
                 raise ValueError(f"evaluation.text: {error}") from error
             raise
 
-    def __call__(self, model: Any, on_progress: Callable[[int], Any] = lambda tokens: None) -> Judgement:
+    def __call__(self, model: Any, on_progress: Callable[[int], Any] = lambda tokens: None) -> RecipeScores:
         """Return the scores of a model; it is left in the mode it was in. ``on_progress`` gets the tokens just read."""
-        return Judgement(self.suite.run(model, on_progress=on_progress))
+        return RecipeScores(self.suite.run(model, on_progress=on_progress))
