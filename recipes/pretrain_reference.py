@@ -148,16 +148,16 @@ class Sampler:
     def passkey(self, length: int, depth: float) -> tuple[list[int], list[float]]:
         """Return a passkey prompt with its answer: cut anywhere between tokens, with no regard for words."""
         key = "".join(self.rng.choice("0123456789") for _ in range(PASSKEY.digits))
-        needle, asked, told = (
+        needle, question, ending = (
             self.tokenizer(text, add_special_tokens=False)["input_ids"]
             for text in (PASSKEY.needle.format(value=key), PASSKEY.question, f"{PASSKEY.question} {key}")
         )
-        room = length - 1 - len(needle) - len(told)
+        room = length - 1 - len(needle) - len(ending)
         first = self.rng.randrange(len(self.stream) - room + 1)
         before = round(depth * room)
         hay = self.stream[first : first + room]
-        ids = [BOS, *hay[:before], *needle, *hay[before:], *told]
-        answer = len(told) - len(asked)
+        ids = [BOS, *hay[:before], *needle, *hay[before:], *ending]
+        answer = len(ending) - len(question)
         return ids, [1.0] * (length - answer) + [ANSWER_WEIGHT] * answer
 
     def repeated(self, length: int, size: int) -> tuple[list[int], list[float]]:
@@ -339,7 +339,7 @@ def main() -> None:
     )
     log = train(model, Sampler(tokenizer, stream, random.Random(options.seed)), options)
     options.output.mkdir(parents=True, exist_ok=True)
-    # Casting rounds a stock rotary table, so what is measured is what a loader builds from the folder.
+    # Casting rounds the original rotary table, so the model is measured as a loader builds it from the folder.
     model.to(torch.bfloat16).save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     stored = AutoModelForCausalLM.from_pretrained(options.output, dtype=torch.float32).to(options.device)

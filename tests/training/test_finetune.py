@@ -31,8 +31,13 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
 
 
+DOMAINS = LLAMA.parent / "domains"
+TEXTS = [f"data.source={DOMAINS}", f"evaluation.text={DOMAINS}", f"evaluation.haystack={DOMAINS}"]
+"""Read in a fraction of the time that the built-in text takes, which the smoke run reads."""
+
+
 def options(out, *words):
-    return read(overrides=[*SMALL, f"output={out}", *words])
+    return read(overrides=[*SMALL, *TEXTS, f"output={out}", *words])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
         "python recipes/finetune_lora.py x.yaml",
         "yarn:factor=4",
         "rope_patch.load",
-        "text that ships with CPython",
+        f"Data: {DOMAINS}, rows of 128 tokens",
         "| perplexity 128 to 256 |",
         f"{results['after']['perplexity_0_128']:.3g}",
         f"{results['losses'][-1]['loss']:.3f}",
@@ -119,7 +124,8 @@ def test_the_round_trip_of_an_adapter(done, tmp_path):
     merged.save_pretrained(tmp_path / "merged")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with torch.no_grad():
-        assert torch.allclose(stock(rows, use_cache=False).logits, expected, atol=1e-4)
+        merged_logits = stock(rows, use_cache=False).logits
+    assert torch.allclose(merged_logits, expected, atol=1e-3), "rounding of logits up to 18, a tenth of the bound above"
 
 
 def test_a_finished_run_is_returned_as_it_is(done, monkeypatch):
@@ -456,6 +462,7 @@ def test_the_smoke_run_of_the_command_line(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "retrieval 1024:" in done.stdout and "perplexity 256 to 1024:" in done.stdout
     assert str(read_record(tmp_path / "out").to_method()) == "p_rope:p=0.75"
+    assert "text that ships with CPython, rows of 512 tokens" in (tmp_path / "out" / "README.md").read_text()
     assert "FutureWarning" not in done.stderr and "Traceback" not in done.stderr
 
 

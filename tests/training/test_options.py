@@ -418,7 +418,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), mi
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(name=TEXT, output=TEXT, rate=st.floats(1e-9, 1e3), depths=st.lists(st.floats(0, 1), min_size=1, unique=True))
 @example(name="1e10", output="null", rate=1e-4, depths=[0.0])
 @example(name="yes", output="~", rate=1e-05, depths=[1e-5])
