@@ -228,8 +228,7 @@ def _print(checked: Any) -> None:
     from rich.table import Table
 
     from rope_patch.evaluation.metrics import spans_at
-    from rope_patch.kv_evaluation.captions import counted, windows_of
-    from rope_patch.kv_evaluation.results import answered
+    from rope_patch.kv_evaluation.captions import windows_of
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     colors = {"safe": "green", "unsafe": "red", "undecided": "yellow"}
@@ -242,7 +241,7 @@ def _print(checked: Any) -> None:
         table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
         for head in ("method", "scheme"):
             table.add_column(head)
-        heads = [head for metric, span in metrics for head in (span.task or metric.name, "change", "interval")]
+        heads = [head for metric, span in metrics for head in (_head(metric, span), "change", "interval")]
         for head in ("bits", *heads, "KL", "top-1"):
             table.add_column(head, justify="right", no_wrap=True)
         table.add_column("verdict")
@@ -277,8 +276,15 @@ def _print(checked: Any) -> None:
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
     )
     for length in checked.lengths:
-        prompts, loss = counted(len(answered(checked.rows[0], length)), "prompt"), checked.detectable_loss(length)
-        print(f"{prompts} of {length} tokens: a loss below {loss:.0%} could not be told apart from chance")
+        for line in checked.prompts(length):
+            print(line)
+
+
+def _head(metric: Any, span: Any) -> str:
+    """Return the head of a metric's column: the task of retrieval, else the metric's name and its task."""
+    if metric.name == "retrieval":
+        return str(span.task)
+    return f"{metric.name} {span.task}" if span.task else str(metric.name)
 
 
 def _print_presets() -> None:

@@ -250,8 +250,8 @@ def compare(
     Example:
         ``compare(model, tokenizer, ["default", "yarn"], EvalSpec(lengths=[4096, 16384]))``
     """
-    if not methods:
-        raise ValueError("give at least one method")
+    if isinstance(methods, str) or not methods:
+        raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
     shared: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     suite = as_suite(spec, tokenizer)
     resolved = [for_target(model, method, suite.spec.longest, **shared) for method in methods]
@@ -262,6 +262,9 @@ def compare(
     for method in resolved:  # a method that does not fit this model fails before the first is measured
         with under(model, method, record is not None, shared):
             pass
+    trained = inspect_model(model).tables[0].max_position_embeddings
+    if record is not None:
+        trained = record.base_config.get("max_position_embeddings") or trained
     kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     rows = []
     for name, method in zip(names, resolved, strict=True):
@@ -275,7 +278,7 @@ def compare(
     return Comparison(
         rows=tuple(rows),
         spec=suite.spec,
-        trained_length=inspect_model(model).tables[0].max_position_embeddings,
+        trained_length=trained,
         text=suite.text_sha256,
         text_name=suite.text_name,
         python_version=suite.python_version,

@@ -157,9 +157,17 @@ class Metric(ABC):
         """Return what :meth:`relative_change` gives, for a report."""
         return number_text(value, 2, sign=True)
 
+    def label(self, spec: EvalSpec, span: Span) -> str:
+        """Return its name, with the task where a spec has several."""
+        return f"{self.name} of {span.task}" if span.task and len(spec.tasks) > 1 else self.name
+
+    def estimate_text(self, change: PairedDifference) -> str:
+        """Return the estimate of a change for a sentence."""
+        return f"{change.estimate:+.2f}"
+
     def describe(self, change: PairedDifference) -> str:
-        """Return a change in words, with its interval."""
-        return f"{self.name} {change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
+        """Return a change for a sentence, with its interval."""
+        return f"{change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
 
 
 class Perplexity(Metric):
@@ -221,11 +229,15 @@ class Perplexity(Metric):
         digits = 2 if abs(share) < 10 else 1 if abs(share) < 1000 else 0
         return f"{number_text(share, digits, sign=True)} %"
 
-    def describe(self, change: PairedDifference) -> str:
+    def estimate_text(self, change: PairedDifference) -> str:
         """Return a change of the loss as one of perplexity, relative."""
+        return percent(change.estimate)
+
+    def describe(self, change: PairedDifference) -> str:
+        """Return a change of the loss as one of perplexity, relative, with its interval."""
         ends = f"{percent(change.low)} to {percent(change.high)}"
         known = math.isfinite(change.high - change.low)
-        return f"perplexity {percent(change.estimate)} ({ends if known else 'no interval from one window'})"
+        return f"{percent(change.estimate)} ({ends if known else 'no interval from one window'})"
 
 
 class Retrieval(Metric):

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
+from os import PathLike
 from typing import Any
 
 from rope_patch.evaluation.tasks import find_task
 
 WINDOWS = 16
 """Windows of text by default, where the text has room for so many."""
+
+
+_WHOLE = {"samples": False, "seed": False, "batch_tokens": False, "windows": True, "bucket": True, "chunk": True}
+"""Fields that are whole numbers, and whether they may be None."""
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return a whole number as Python's own, whatever library it is of."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -60,8 +76,15 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         """Check the values, and put lengths and depths in order."""
-        if isinstance(self.tasks, str):
+        if isinstance(self.tasks, str) or not isinstance(self.tasks, Sequence):
             raise ValueError(f"tasks must be a list of names, got {self.tasks!r}")
+        for name, optional in _WHOLE.items():
+            value = getattr(self, name)
+            if value is not None or not optional:
+                object.__setattr__(self, name, _whole(name, value))
+        for name in ("text", "haystack"):
+            if not isinstance(getattr(self, name), str | PathLike | None):
+                raise ValueError(f"{name} must be a path or a name, got {getattr(self, name)!r}")
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks must be one or more names that differ from each other, got {list(self.tasks)}")
         for task in self.tasks:
@@ -139,8 +162,12 @@ def check_retrieval(
     """
     find_task(task, mode)
     for name, values in (("lengths", lengths), ("depths", depths)):
-        if isinstance(values, str) or not len(values):
-            raise ValueError(f"{name} must be a list of numbers, got {values!r}" if values else f"{name} is empty")
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise ValueError(f"{name} must be a list of numbers, got {values!r}")
+        if not len(values):
+            raise ValueError(f"{name} is empty")
+        if not all(isinstance(value, Real) and math.isfinite(value) for value in values):
+            raise ValueError(f"{name} must be numbers, got {list(values)}")
         if len(set(values)) < len(values):
             raise ValueError(f"{name} must differ from each other, got {list(values)}")
     for length in lengths:

@@ -157,8 +157,16 @@ class EvalSuite:
 
 
 def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:
-    """Return the suite of a spec; one that is made already stays as it is."""
-    return spec if isinstance(spec, EvalSuite) else EvalSuite(spec, tokenizer)
+    """Return the suite of a spec; one that is made already stays as it is.
+
+    Raises:
+        TypeError: neither a spec nor a suite.
+    """
+    if isinstance(spec, EvalSuite):
+        return spec
+    if not isinstance(spec, EvalSpec):
+        raise TypeError(f"spec must be an EvalSpec or an EvalSuite, got {type(spec).__name__}")
+    return EvalSuite(spec, tokenizer)
 
 
 def _haystack(name: str | None, source: Source, text_name: str) -> str | Path | Haystack:

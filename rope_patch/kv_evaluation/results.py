@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, percent, spans_at
+from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, spans_at
 from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.kv_cache.packed import PackedCache
 from rope_patch.kv_cache.schemes import FORMATS, Scheme
 from rope_patch.kv_evaluation.attribution import longest_keys
+from rope_patch.kv_evaluation.captions import counted
 from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, Verdict, change, find_verdict
 from rope_patch.modeling.statistics import Capture
 from rope_patch.patching.record import key_of
@@ -99,13 +100,27 @@ class KVCheck:
         """
         return change(row, self.of(row.method)[0], length, metric, self.limits.confidence)
 
-    def detectable_loss(self, length: int) -> float:
+    def detectable_loss(self, length: int, task: str | None = None) -> float:
         """Return the share of prompts of a length that a scheme may lose before its interval says so.
 
         It is what the interval of no difference reaches: with few prompts, safe and undecided rest on perplexity.
+
+        Args:
+            length: of the prompts [tokens].
+            task: by default the first one of the spec.
         """
         base = self.rows[0]
-        return change(base, base, length, "retrieval", self.limits.confidence).high
+        return change(base, base, length, "retrieval", self.limits.confidence, task).high
+
+    def prompts(self, length: int) -> list[str]:
+        """Return for each task how many prompts of a length there are, and which loss they could not show."""
+        base, several = self.rows[0].scores, len(self.spec.tasks) > 1
+        return [
+            f"{counted(len(base.retrieval[task].samples(length)), 'prompt')} of {length} tokens"
+            f"{f' ({task})' if several else ''}: a loss below {self.detectable_loss(length, task):.0%} could not be "
+            "told apart from chance"
+            for task in self.spec.tasks
+        ]
 
     def verdict(self, row: CheckRow, length: int) -> Verdict:
         """Return whether a scheme is safe at a length, and where its cost comes from if not."""
@@ -176,10 +191,13 @@ class KVCheck:
         return text + ")"
 
     def _harm(self, row: CheckRow, length: int) -> str:
-        """Say what was measured, retrieval where it fell significantly."""
-        found, _, better = self.change(row, length, "retrieval")
-        lost = f", retrieval {found:+.2f}" if better < 0 else ""
-        return f"perplexity {percent(self.change(row, length)[0])}{lost}"
+        """Say what was measured: perplexity, and every metric that says that the scheme is unsafe."""
+        base, parts = self.of(row.method)[0], []
+        for metric, span in spans_at(self.spec, length):
+            moved = metric.difference(row.scores, base.scores, span, self.limits.confidence)
+            if metric.name == "perplexity" or metric.verdict(moved, self.limits.tolerance) == "unsafe":
+                parts.append(f"{metric.label(self.spec, span)} {metric.estimate_text(moved)}")
+        return ", ".join(parts)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a line per method, scheme and length: what was measured, as numbers; None where there is none."""
@@ -194,7 +212,7 @@ class KVCheck:
                     **{name: getattr(row, name) for name in ("key_bits", "value_bits", "bits")},
                     "cache_bits": row.cache_bits[length],
                     **{name: metric.value(row.scores, span) for name, metric, span in self._metrics(length)},
-                    "prompts": len(next(iter(row.scores.retrieval.values())).samples(length)),
+                    "prompts": len(answered(row, length)),
                 }
                 base = self.of(row.method)[0]
                 for name, metric, span in self._metrics(length):

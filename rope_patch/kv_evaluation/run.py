@@ -122,10 +122,12 @@ def kv_check(
         ``kv_check(model, tokenizer, ["kivi-2"], EvalSpec(lengths=[4096])).summary()``
     """
     limits = limits or Limits()
+    if isinstance(schemes, str):
+        raise ValueError(f"schemes must be a list of schemes, got {schemes!r}")
     asked = find_schemes(schemes)
     suite = as_suite(spec, tokenizer)
-    if not methods:
-        raise ValueError("give at least one method")
+    if isinstance(methods, str) or not methods:
+        raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
     check_spec(suite.spec)
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     resolved = {str(made): made for made in (for_target(model, m, suite.spec.longest, **options) for m in methods)}

@@ -141,8 +141,10 @@ class CheckRow:
         return (self.key_bits + self.value_bits) / 2
 
 
-def change(row: CheckRow, base: CheckRow, length: int, metric: str, confidence: float) -> PairedDifference:
-    """Return what a scheme changes in a metric beside full precision; with several tasks, in the first one.
+def change(
+    row: CheckRow, base: CheckRow, length: int, metric: str, confidence: float, task: str | None = None
+) -> PairedDifference:
+    """Return what a scheme changes in a metric beside full precision.
 
     Args:
         row: of the scheme.
@@ -150,8 +152,10 @@ def change(row: CheckRow, base: CheckRow, length: int, metric: str, confidence: 
         length: positions below it, or prompts of it [tokens].
         metric: key of :data:`~rope_patch.evaluation.metrics.METRICS`.
         confidence: of the interval.
+        task: of retrieval; by default the first one of the spec.
     """
-    span = METRICS[metric].at(row.scores.spec, length)[0]
+    spans = METRICS[metric].at(row.scores.spec, length)
+    span = next(span for span in spans if task in (None, span.task))
     return METRICS[metric].difference(row.scores, base.scores, span, confidence)
 
 
@@ -179,7 +183,7 @@ def find_verdict(
     for metric, span in spans_at(row.scores.spec, length):
         moved = metric.difference(row.scores, base.scores, span, limits.confidence)
         kinds.add(metric.verdict(moved, limits.tolerance))
-        parts.append(metric.describe(moved))
+        parts.append(f"{metric.label(row.scores.spec, span)} {metric.describe(moved)}")
     measured = ", ".join(parts)
     if "unsafe" in kinds:
         named = attribute(row.errors, long_pairs, row.attribution, limits.tolerance)

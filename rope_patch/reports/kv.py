@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, number_text, spans_at
+from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, Span, number_text, spans_at
 from rope_patch.files import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.captions import counted, spans, windows_of
-from rope_patch.kv_evaluation.results import KVCheck, answered
+from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.reports import kv_pictures as pictures
 from rope_patch.reports.blocks import Block, SchemeRow, SchemeTable, Section
@@ -75,7 +75,7 @@ def _results(check: KVCheck) -> Section:
 
 def _table(check: KVCheck, length: int) -> SchemeTable:
     metrics = list(spans_at(check.spec, length))
-    heads = [head for metric, span in metrics for head in ((span.task or metric.name).capitalize(), "Change")]
+    heads = [head for metric, span in metrics for head in (_head(metric, span), "Change")]
     columns = ("Scheme", "Bits", *heads, "KL [nats/token]", "Top choice kept", "Verdict")
     lines = []
     for method in check.methods:
@@ -96,14 +96,18 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
             idle = verdict.kind == "undecided" and check.idle(row, length)
             cells.append(Cell(verdict.kind, "rounds nothing" if idle else "", verdict.kind))
             lines.append(SchemeRow(_called(row), cells, "mitigation" if row.mitigation_of is not None else ""))
-    tasks, prompts = ", ".join(check.spec.tasks), len(answered(check.rows[0], length))
     caption = (
-        f"At {length} tokens: perplexity at positions below, {tasks} in prompts of that length "
-        f"({prompts} of them: a loss below {100 * check.detectable_loss(length):.0f} % could not be told apart from "
-        f"chance). KL of the next token’s distribution, full precision to quantized, "
+        f"At {length} tokens: perplexity at positions below, {', '.join(check.spec.tasks)} in prompts of that length "
+        f"({'; '.join(check.prompts(length))}). KL of the next token’s distribution, full precision to quantized, "
         f"and how often both prefer the same token, at all positions of {_windows(check.compared, max(check.lengths))}."
     )
     return SchemeTable(f"{length} tokens", caption, columns, lines)
+
+
+def _head(metric: Metric, span: Span) -> str:
+    """The task of retrieval, else the metric's name and its task."""
+    name = metric.name.replace("_", " ").capitalize()
+    return str(span.task).capitalize() if metric.name == "retrieval" else f"{name}, {span.task}" if span.task else name
 
 
 def _tradeoffs(check: KVCheck) -> Section:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 
 import pytest
@@ -65,6 +66,14 @@ def test_every_field_of_a_spec_is_part_of_its_digest():
         ({"batch_tokens": 0}, "batch_tokens must be >= 1, got 0"),
         ({"windows": -1}, "windows must be >= 0, got -1"),
         ({"samples": 0}, "samples must be >= 1, got 0"),
+        ({"samples": 1.5}, "samples must be a whole number, got 1.5"),
+        ({"seed": None}, "seed must be a whole number, got None"),
+        ({"windows": "2"}, "windows must be a whole number, got '2'"),
+        ({"lengths": 256}, "lengths must be a list of numbers, got 256"),
+        ({"lengths": ["256"]}, "lengths must be numbers, got \\['256'\\]"),
+        ({"depths": [math.nan]}, "depths must be numbers, got \\[nan\\]"),
+        ({"tasks": None}, "tasks must be a list of names, got None"),
+        ({"text": ["a"]}, "text must be a path or a name, got \\['a'\\]"),
     ],
 )
 def test_a_spec_that_cannot_be_measured_is_refused(changes, message):
