@@ -240,11 +240,15 @@ def _print(checked: Any) -> None:
         title = f"{checked.model} at {length} tokens"
         table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
         for head in ("method", "scheme"):
-            table.add_column(head)
-        heads = [head for metric, span in metrics for head in (_head(metric, span), "change", "interval")]
-        for head in ("bits", *heads, "KL", "top-1"):
+            table.add_column(head, overflow="fold", min_width=min(12, console.width // 10))
+        table.add_column("bits", justify="right", no_wrap=True)
+        for metric, span in metrics:
+            # The intervals of prompts are in the files: with several tasks the table would not fit a screen.
+            for head in (_head(metric, span), "change", *["interval"] * (span.task is None)):
+                table.add_column(head, justify="right", no_wrap=True)
+        for head in ("KL", "top-1"):
             table.add_column(head, justify="right", no_wrap=True)
-        table.add_column("verdict")
+        table.add_column("verdict", no_wrap=True)
         for method in checked.methods:
             base = checked.of(method)[0]
             for row in checked.of(method):
@@ -255,7 +259,7 @@ def _print(checked: Any) -> None:
                         change = metric.difference(row.scores, base.scores, span, checked.limits.confidence)
                         moved, low, high = map(metric.format_change, change)
                         interval = f"{low} to {high}" if math.isfinite(change.high - change.low) else "one window"
-                    cells += [value, moved, interval]
+                    cells += [value, moved, *[interval] * (span.task is None)]
                 if row.divergence is None:
                     table.add_row(escape(method), "full precision", *cells, style="bold")
                     continue

@@ -53,7 +53,7 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled, tmp_p
     options |= {"text": "Some words to read. " * 99, "haystack": Haystack("Nothing to see here, go on. " * 99)}
     for methods, changes, message in [
         (["default", "table:values=1/2"], {}, "one number per pair"),
-        ([], {}, "at least one method"),
+        ([], {}, "methods must be a list of one or more methods, got []"),
         (["pi:factor=4", "pi:factor=4.0"], {}, "methods must differ from each other"),
         (["default"], {"windows": 10**6}, "ask for fewer windows"),
         (["default"], {"windows": -1}, "windows must be >= 0, got -1"),
