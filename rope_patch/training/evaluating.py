@@ -120,7 +120,7 @@ class Change:
         >>> print(Change("retrieval", "passkey 1024", PairedDifference(-0.05, -0.19, 0.07)))
         passkey 1024: no significant difference from before training: retrieval -0.05 (-0.19 to +0.07)
         """
-        change = METRICS[self.metric].describe(self.difference)
+        change = f"{self.metric} {METRICS[self.metric].describe(self.difference)}"
         if self.verdict == "no significant difference":
             return f"{self.label}: no significant difference from before training: {change}"
         return f"{self.label} is significantly {self.verdict} than before training: {change}"
