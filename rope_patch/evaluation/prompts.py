@@ -112,6 +112,23 @@ class PromptMaker:
         return [*self.prefix, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
+class CachedPromptMaker(PromptMaker):
+    """Makes each prompt once: for an evaluation, which asks the same of every model. Arguments as in PromptMaker."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._made: dict[tuple[Any, ...], list[Prompt]] = {}
+
+    def prompts(
+        self, task: str, length: int, depths: Sequence[float], *, mode: str = "single", seed: int = 0, sample: int = 0
+    ) -> list[Prompt]:
+        """Return the prompts of one haystack, as :meth:`PromptMaker.prompts` does."""
+        key = (task, length, tuple(depths), mode, seed, sample)
+        if key not in self._made:
+            self._made[key] = super().prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
+        return self._made[key]
+
+
 class _Fit:
     """Fits prompts around one stretch of the haystack. What fitted the last prompt is where the next one starts."""
 

@@ -131,6 +131,7 @@ class RetrievalResult:
         return json.dumps(asdict(self), indent=1, allow_nan=False)
 
 
+# Many parameters: each is a choice of its own; EvalSpec and EvalSuite hold them for whoever evaluates more than once.
 def retrieval(
     model: nn.Module,
     tokenizer: Any,

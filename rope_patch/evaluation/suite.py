@@ -13,7 +13,7 @@ from rope_patch.evaluation.documents import Source, TokenDocument, documents, sp
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.spec import EvalSpec
@@ -56,7 +56,7 @@ class EvalSuite:
         spec: as given.
         tokenizer: as given.
         windows: of the text, each as long as the longest length, the special tokens in front.
-        prompts: makes the prompts.
+        prompts: makes the prompts, each once.
         text_name: what the text is.
         text_sha256: digest of the text; "" where none is read.
         python_version: whose files the built-in texts are made of; None for texts of the user's own.
@@ -81,7 +81,7 @@ class EvalSuite:
         self.text_sha256 = ""
         if spec.windows != 0:
             self.windows, self.text_sha256 = spread_windows(tokenizer, source, spec.longest, spec.windows)
-        self.prompts = PromptMaker(tokenizer, haystack or _haystack(spec.haystack, source, self.text_name))
+        self.prompts = CachedPromptMaker(tokenizer, haystack or _haystack(spec.haystack, source, self.text_name))
         for task in spec.tasks:
             for length in spec.lengths:
                 self.prompts.prompts(task, length, spec.depths, mode=spec.mode, seed=spec.seed)

@@ -150,6 +150,7 @@ def held_out_spec(
     return EvalSpec(_doubling(trained, target_length), **given | changes)
 
 
+# Long: the public function, whose options are documented one by one; what it does is in _fit_all and FitRun.
 def fit(
     model: nn.Module,
     tokenizer: Any,

@@ -255,6 +255,8 @@ def test_a_patched_model_is_measured_as_it_is_and_its_patch_replaced(bundled):
     )
     assert again.rows[1].scores.perplexity == fresh.rows[2].scores.perplexity
     assert again.environment["patch before"] == "yarn:factor=4"
+    with rope_patch.patched(model, "yarn", target_length=1024):
+        assert compared(model, tokenizer, ["default"], **SMALL).trained_length == fresh.trained_length == 256
 
 
 def test_windows_are_as_many_as_there_is_text_for(bundled):

@@ -117,6 +117,30 @@ def test_its_tokens_are_those_that_it_tells_of(tokenizer):
     assert suite.tokens == 3 * 128 + 2 * (96 + 128) * (2 + 1)  # niah asks at each depth, vt once
 
 
+class Counting:
+    """A tokenizer that counts how often it encodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.calls = tokenizer, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.tokenizer(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def test_prompts_and_windows_are_made_once_for_several_models(tokenizer):
+    counting = Counting(tokenizer)
+    suite = suite_of(counting, **ASKED)
+    made = counting.calls
+    first = suite.run(bold_model(vocab_size=len(tokenizer)))
+    once = counting.calls
+    assert once > made, "the second haystack of each length"
+    assert suite.run(bold_model(vocab_size=len(tokenizer))) == first and counting.calls == once
+
+
 def test_without_windows_there_is_no_perplexity(tokenizer):
     suite = suite_of(tokenizer, **{**ASKED, "windows": 0})
     assert suite.run(bold_model(vocab_size=len(tokenizer))).perplexity is None and suite.text_sha256 == ""
