@@ -78,7 +78,7 @@ class ChangedRows:
 
 
 def run_of(tokenizer, verdicts, *, objective=None, change=None, kept=None):
-    """The fit of one start, in the hands of a test: who judges it, and what its rows weigh.
+    """The fit of one start, in the hands of a test: what evaluates it, and what its rows weigh.
 
     Each step notes its learning rates, text first, and the table before and after it.
     """

@@ -91,9 +91,7 @@ class RecipeEvaluator:
         try:
             self.suite = EvalSuite(spec, tokenizer)
         except ValueError as error:
-            if "windows of" in str(error):
-                raise ValueError(f"evaluation.text: {error}") from error
-            raise
+            raise ValueError(f"evaluation: {error}") from error
 
     def __call__(self, model: Any, on_progress: Callable[[int], Any] = lambda tokens: None) -> RecipeScores:
         """Return the scores of a model; it is left in the mode it was in. ``on_progress`` gets the tokens just read."""

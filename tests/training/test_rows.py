@@ -1024,11 +1024,11 @@ def test_perplexity_only_parts_equals(evaluator):
     assert scored(2, 5000.0) > scored(1, 0.01) and scored(1, 2.0) > scored(1, 2.1)
 
 
-def test_what_cannot_be_judged_is_said_before_any_training(tokenizer, tmp_path):
+def test_what_cannot_be_evaluated_is_said_before_any_training(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(story(1, 3))
-    with pytest.raises(ValueError, match=r"^evaluation.text: 8 windows of 128 tokens need 1016 tokens, the text has"):
+    with pytest.raises(ValueError, match=r"^evaluation: 8 windows of 128 tokens need 1016 tokens, the text has"):
         RecipeEvaluator(EvaluationOptions(text=str(tmp_path / "a.txt")), (128,), tokenizer)
     with pytest.raises(FileNotFoundError, match=r"^no file or folder"):
         RecipeEvaluator(EvaluationOptions(text=str(tmp_path / "b.txt")), (128,), tokenizer)
-    with pytest.raises(ValueError, match=r"^this prompt needs at least"):
+    with pytest.raises(ValueError, match=r"^evaluation: this prompt needs at least"):
         RecipeEvaluator(EvaluationOptions(haystack=str(tmp_path / "a.txt")), (16,), tokenizer)
