@@ -38,12 +38,12 @@ def main(root: Path) -> None:
             return f"{type(error).__name__}: {error}"
 
     def slowly(*args, **kwargs):
-        time.sleep(0.3)
+        time.sleep(0.2)
         return stock(*args, **kwargs)
 
     stock = type(model).save_pretrained
     type(model).save_pretrained = slowly
-    for turn in range(5):
+    for turn in range(3):
         flag, every = root / f"flag-{turn}", root / f"every-{turn}"
         attempt(f"flag {turn}", lambda out=flag: rope_patch.save(model, out, is_main_process=rank == 0))
         attempt(f"every rank {turn}", lambda out=every: rope_patch.save(model, out))

@@ -47,14 +47,7 @@ def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch
         if program == "cp":
             assert (ROOT / arguments[1]).is_dir() and arguments[2] == "llama"
         elif program == "rope-patch-eval":
-            done = subprocess.run(
-                [sys.executable, "-m", "rope_patch.harness.command", *arguments],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr[-2000:]
-            ran += 1
+            continue  # run in tests/harness/test_lm_eval.py, where lm-eval is loaded
         elif program == "rope-patch":
             result = CliRunner().invoke(app, arguments, catch_exceptions=False)
             assert result.exit_code == 0, command

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -744,6 +745,16 @@ def test_the_commands_of_the_pages_run(page, shell, capsys):
     if "/" in page:
         assert "arXiv:" in text or "arxiv.org" in text
         assert "```bibtex" in text
+
+
+def test_the_command_of_the_readme_runs(shell, capsys, tmp_path):
+    shutil.copytree(LLAMA, tmp_path / "llama")
+    lines = [line for line in commands(ROOT / "README.md") if line.startswith("rope-patch-eval")]
+    assert lines
+    for line in lines:
+        shell(shlex.split(line, comments=True))
+        assert "|passkey_512" in capsys.readouterr().out
+    assert list((tmp_path / "scores").rglob("results_*.json"))
 
 
 def test_every_flag_that_keeps_something(shell, capsys, tmp_path):
