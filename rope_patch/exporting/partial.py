@@ -147,17 +147,17 @@ def _measure(config: PreTrainedConfig, layout: Layout, encoded: dict[str, Any], 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
-            wanted = AutoModelForCausalLM.from_config(_config(config, known), dtype=torch.float32).eval()
-            for parameter in wanted.parameters():
+            plain = AutoModelForCausalLM.from_config(_config(config, known), dtype=torch.float32).eval()
+            for parameter in plain.parameters():
                 parameter.normal_(float(parameter.dim() == 1), 0.3)  # norms near 1, so that logits feel all weights
-            state = wanted.state_dict()
+            state = plain.state_dict()
             rows = {key: small.rows(key, value.shape) for key, value in state.items()}
             got = AutoModelForCausalLM.from_config(
                 _config(config, known | {"rope_parameters": encoded}), dtype=torch.float32
             ).eval()
             got.load_state_dict(state)
             tokens = torch.randint(3, 64, (1, 24))
-            one, unmoved = (m.double()(tokens, use_cache=False).logits for m in (wanted, got))
+            one, unmoved = (m.double()(tokens, use_cache=False).logits for m in (plain, got))
             got.load_state_dict({k: v if rows[k] is None else v[rows[k]] for k, v in state.items()})
             other = got(tokens, use_cache=False).logits
         except Exception as error:
