@@ -71,15 +71,15 @@ class FittedPatch(Patch):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what was found, for JSON; None for a loss that is no number."""
-        found = {
+        entry = {
             "chosen": self.chosen,
             "method": str(self.method),
             "stopped": {label: why for label, why in self.stopped.items() if why},
             "candidates": {label: [c.to_dict() for c in tried] for label, tried in self.candidates.items()},
             "losses": {label: list(losses) for label, losses in self.losses.items()},
         }
-        made: dict[str, Any] = finite(found)
-        return made
+        result: dict[str, Any] = finite(entry)
+        return result
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,9 @@ def fit(
     tokens = schedule.batch_tokens or max(4096, 2 * target_length)
     rows = Rows(tokenizer, fitted, objective, usual.lengths[0], target_length, tokens, schedule.seed)
     rows.check()
-    kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
+    result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
     if processes()[0]:
-        kept = None  # the first process keeps the work of all
+        result_cache = None  # the first process keeps the work of all
     options |= {"target_length": target_length}
     about = {
         "text": [suite.text_sha256, rows.digest, suite.prompts.haystack.sha256],
@@ -234,7 +234,7 @@ def fit(
     def start(method: Method) -> FitRun:
         apply(model, method, replace=True, **options)
         identity = {"fit": str(method), "model": fingerprint(model), **about}
-        return FitRun(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
+        return FitRun(model, method, rows, evaluator, constraint, options, result_cache, identity, on_progress)
 
     first = apply(model, methods[0], replace=replace, **options)
     try:
@@ -298,8 +298,8 @@ def _doubling(low: int, high: int) -> list[int]:
     >>> _doubling(256, 1024), _doubling(256, 1000), _doubling(256, 256)
     ([256, 512, 1024], [256, 512, 1000], [256])
     """
-    made = []
+    lengths = []
     while low < high:
-        made.append(low)
+        lengths.append(low)
         low *= 2
-    return [*made, high]
+    return [*lengths, high]

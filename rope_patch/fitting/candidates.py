@@ -42,7 +42,7 @@ class Candidate:
     @property
     def retrieval(self) -> dict[int, float]:
         """Share of prompts answered, by length."""
-        return {length: sum(found) / len(found) for length, found in self.hits.items()}
+        return {length: sum(hits) / len(hits) for length, hits in self.hits.items()}
 
     @classmethod
     def from_scores(cls, name: str, method: Method, scores: EvalResult) -> Candidate:
