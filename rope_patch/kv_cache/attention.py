@@ -98,17 +98,18 @@ def attend(
     for low in range(0, size, step):
         high = min(low + step, size)
         left, right = max(0, before + low - window + 1), before + high
-        some = query[:, :, low:high].reshape(rows, groups, -1, width)  # queries that share a key head follow each other
+        # Queries that share a key head follow each other.
+        queries = query[:, :, low:high].reshape(rows, groups, -1, width)
         at = slice(left, right)
 
-        def dot(states: Tensor, some: Tensor = some, at: slice = at, count: int = high - low) -> Tensor:
-            return (some @ states[:, :, at].mT).view(rows, heads, count, -1)
+        def dot(states: Tensor, queries: Tensor = queries, at: slice = at, count: int = high - low) -> Tensor:
+            return (queries @ states[:, :, at].mT).view(rows, heads, count, -1)
 
-        seen = places[before + low : before + high, None] + 1
-        logits = _mixed(dot(store.raw_keys), dot(store.keys), store, "key", seen, places[at]) * scaling
+        visible_tokens = places[before + low : before + high, None] + 1
+        logits = _mixed(dot(store.raw_keys), dot(store.keys), store, "key", visible_tokens, places[at]) * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        apart = seen - 1 - places[at]
+        apart = visible_tokens - 1 - places[at]
         hidden = (apart < 0) | (apart >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
         if attention_mask is not None:
@@ -120,7 +121,7 @@ def attend(
         def read(part: Tensor, states: Tensor, at: slice = at) -> Tensor:
             return part.view(rows, groups, -1, part.shape[-1]) @ states[:, :, at]
 
-        frozen = _frozen(store, "value", seen, places[at])
+        frozen = _frozen(store, "value", visible_tokens, places[at])
         if frozen is None:
             got = read(weights, store.raw_values)
         else:
@@ -142,22 +143,24 @@ def _store(
     return runs[-1], runs[-1].alone(index, key, value)
 
 
-def _frozen(store: QuantizedLayer, name: str, seen: Tensor, places: Tensor) -> Tensor | None:
+def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor) -> Tensor | None:
     """Return which keys each query sees quantized: (rows or 1, 1, queries, keys) bool; None where none ever is."""
     side: Side = store.plan.key if name == "key" else store.plan.value
     if side.format == "none":
         return None
     pads = [0] if store.padding is None else store.padding.tolist()
-    made = []
+    masks = []
     for pad in pads:
         base = store.plan.sinks + pad
         ends = base + ((places - base) // side.block + 1) * side.block  # where the block of each key ends
-        made.append((places >= base) & (ends <= seen - store.plan.residual))
-    return torch.stack(made)[:, None]
+        masks.append((places >= base) & (ends <= visible_tokens - store.plan.residual))
+    return torch.stack(masks)[:, None]
 
 
-def _mixed(raw: Tensor, rounded: Tensor, store: QuantizedLayer, name: str, seen: Tensor, places: Tensor) -> Tensor:
-    frozen = _frozen(store, name, seen, places)
+def _mixed(
+    raw: Tensor, rounded: Tensor, store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor
+) -> Tensor:
+    frozen = _frozen(store, name, visible_tokens, places)
     return raw if frozen is None else torch.where(frozen, rounded, raw)
 
 

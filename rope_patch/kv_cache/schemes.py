@@ -155,20 +155,20 @@ class Scheme:
         """
         text = text.strip()
         first, *rest = text.split(";")
-        made, at = cls(), 0
+        scheme, at = cls(), 0
         if "=" in first or not first:
             rest = [first, *rest]
         else:
-            made, at = _both(first, text), len(first) + 1
-        seen: set[str] = set()
+            scheme, at = _both(first, text), len(first) + 1
+        given: set[str] = set()
         for part in rest:
             name, equals, value = part.partition("=")
             inside = at + len(name) + 1
             if name not in _PARTS or not equals:
                 raise ValueError(_pointed(text, at, part, f"expected k=, v=, residual=, sinks= or skip=, got {part!r}"))
-            if name in seen:
+            if name in given:
                 raise ValueError(_pointed(text, at, part, f"{name}= is given twice"))
-            seen.add(name)
+            given.add(name)
             if name in ("k", "v"):
                 new: Any = _side(value, text, inside)
             elif name == "skip":
@@ -176,11 +176,11 @@ class Scheme:
             else:
                 new = _whole(value, text, at, part)
             try:
-                made = replace(made, **{_PARTS[name]: new})
+                scheme = replace(scheme, **{_PARTS[name]: new})
             except ValueError as error:  # values with a switch that is for keys
                 raise ValueError(_pointed(text, inside, value, str(error))) from None
             at += len(part) + 1
-        return made
+        return scheme
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _pointed(text: str, at: int, part: str, message: str) -> str:
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
-def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept: int = 0) -> float:
+def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept_pairs: int = 0) -> float:
     """Return bits per element of the quantized part, scales and zero points of 16 bits included.
 
     The residual window, sinks and skipped layers are not in it: they do not grow with the text.
@@ -310,11 +310,11 @@ def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept: int = 0) 
         side: of keys or values.
         head_dim: features of a head.
         heads: key heads, which share the scale of a tensor.
-        kept: outlier pairs kept apart, of each head; 0 where ``keep`` is.
+        kept_pairs: outlier pairs kept apart, of each head; 0 where ``keep`` is.
     """
     if side.format == "none":
         return 16.0
-    features = head_dim - 2 * kept if side.keep else head_dim
+    features = head_dim - 2 * kept_pairs if side.keep else head_dim
     numbers = 1 if side.symmetric or side.format in ("nf4", "fp8") else 2  # scale, zero point
     share = {
         "token": min(side.group or features, features) or 1,
@@ -326,5 +326,5 @@ def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept: int = 0) 
     bits = (FORMATS[side.format] + numbers * SCALE_BITS / share) * features
     if side.keep:
         # Kept at 8 bits, pairs have a symmetric scale per token.
-        bits += 2 * kept * side.keep + (SCALE_BITS if side.keep == 8 and kept else 0)
+        bits += 2 * kept_pairs * side.keep + (SCALE_BITS if side.keep == 8 and kept_pairs else 0)
     return bits / head_dim

@@ -66,18 +66,18 @@ def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
     Raises:
         ValueError: a bad scheme, two names of one, or none beside full precision.
     """
-    made = {"none": Scheme()}
+    schemes = {"none": Scheme()}
     for name in dict.fromkeys(names):
         scheme = Scheme.parse(name)
         if scheme == Scheme():
             continue
-        twin = next((other for other, known in made.items() if known == scheme), None)
+        twin = next((other for other, known in schemes.items() if known == scheme), None)
         if twin is not None:
             raise ValueError(f"schemes must differ from each other, but {twin!r} and {name!r} both mean {scheme}")
-        made[name] = scheme
-    if len(made) == 1:
+        schemes[name] = scheme
+    if len(schemes) == 1:
         raise ValueError("give at least one scheme beside none")
-    return made
+    return schemes
 
 
 def kv_check(
@@ -130,15 +130,17 @@ def kv_check(
         raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
     check_spec(suite.spec)
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
-    resolved = {str(made): made for made in (for_target(model, m, suite.spec.longest, **options) for m in methods)}
+    resolved = {
+        str(method): method for method in (for_target(model, m, suite.spec.longest, **options) for m in methods)
+    }
     if len(resolved) < len(methods):
         raise ValueError(f"methods must differ from each other, got {', '.join(map(str, methods))}")
     check_packed(model, packed)
     record = find_rotary(model).record
     centred = mitigate or any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
-    kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
-    setting = Setting(model, suite, limits, kept, on_progress)
+    result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
+    setting = Setting(model, suite, limits, result_cache, on_progress)
     patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
     means = _check_all(setting, patches, asked, calibration_rows)
     rows, captures = _measure_all(setting, patches, asked, means, mitigate)
