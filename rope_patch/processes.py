@@ -51,8 +51,8 @@ def from_first(make: Callable[[], T]) -> T:
         raise failed
     if message[1] is not None:
         raise RuntimeError(f"in the first process: {message[1]}")
-    made: T = message[0]
-    return made
+    result: T = message[0]
+    return result
 
 
 @contextlib.contextmanager

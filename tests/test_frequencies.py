@@ -254,12 +254,12 @@ def rebuilt(factors: list[float], rope_theta: float) -> Tensor:
     return stock("longrope", 2 * len(factors), rope_theta, factor=1.0, attention_factor=1.0, **pair)[0]
 
 
-def smallest_error(wanted: Tensor, rope_theta: float) -> Tensor:
+def smallest_error(target: Tensor, rope_theta: float) -> Tensor:
     """The smallest error that any float32 factor within 30 ulps of the exact quotient leaves."""
-    base = rope_theta ** (torch.arange(0, 2 * len(wanted), 2).float() / (2 * len(wanted)))
-    quotient = (1 / (wanted.double() * base.double())).float().view(torch.int32)
+    base = rope_theta ** (torch.arange(0, 2 * len(target), 2).float() / (2 * len(target)))
+    quotient = (1 / (target.double() * base.double())).float().view(torch.int32)
     tries = torch.stack([(quotient + k).view(torch.float32) for k in range(-30, 31)])
-    return (1.0 / (tries * base) - wanted).abs().min(dim=0).values
+    return (1.0 / (tries * base) - target).abs().min(dim=0).values
 
 
 TABLES = {
@@ -411,8 +411,8 @@ def images(x: Tensor, rope_theta: float) -> Tensor:
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), [(8, 1e4), (64, 1e4), (64, 5e5)])
 def test_granularity_is_the_sine_between_consecutive_images(rotary_dim: int, rope_theta: float) -> None:
     x = torch.randn(rotary_dim, generator=torch.Generator().manual_seed(0)) * torch.arange(1, rotary_dim + 1)
-    here, there = images(x, rope_theta)
-    product = (there * here.conj()).sum() / (here.abs().square().sum() * there.abs().square().sum()).sqrt()
+    image, next_image = images(x, rope_theta)
+    product = (next_image * image.conj()).sum() / (image.abs().square().sum() * next_image.abs().square().sum()).sqrt()
     table = geometric(rope_theta, rotary_dim)
     assert granularity(table, x) == pytest.approx(product.imag.item(), rel=1e-4)
     # the real part is the cosine, with the same weights: pair i is features i and i + d/2
@@ -477,8 +477,8 @@ def test_the_offset_bound_is_of_the_table_found() -> None:
     # Llama-2 stretched to 131072 by YaRN: the table in use still has its 18 partial-cycle pairs, while the plain one
     # has none, since its slowest pair turns 131072 * 1.155e-4 = 15.1 rad.
     bound = frequencies.offset_frequency_bound(131072)
-    found, _ = stock("yarn", 128, 1e4, factor=32.0, original_max_position_embeddings=4096)
-    assert int((found < bound).sum()) == 18
+    inv_freq, _ = stock("yarn", 128, 1e4, factor=32.0, original_max_position_embeddings=4096)
+    assert int((inv_freq < bound).sum()) == 18
     assert int((geometric(1e4, 128) < bound).sum()) == 0
 
 

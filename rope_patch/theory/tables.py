@@ -140,7 +140,7 @@ def study(
     before = geometric(rope_theta, head_dim)
     slot = RotaryTable(before, 1.0, rope_theta, "default", trained_length)
     patch = as_method(method).for_target(slot, max(length, trained_length) if as_method(method).needs_target else None)
-    made = patch(slot)
+    patched = patch(slot)
     return Study(
         str(patch),
         head_dim,
@@ -148,9 +148,9 @@ def study(
         trained_length,
         length,
         before,
-        made.inv_freq,
-        made.attention_scaling,
-        facts(before, made.inv_freq, trained_length=trained_length, length=length),
+        patched.inv_freq,
+        patched.attention_scaling,
+        facts(before, patched.inv_freq, trained_length=trained_length, length=length),
         papers(),
     )
 
