@@ -75,7 +75,7 @@ def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
         ]
     sources = [("llama", None), ("gemma3", None), *([(also, file)] if also else [])]
     arms = (FITTED, *METHODS)
-    made = [
+    all_cells = [
         Cell(source, factor, arm, seed, lora, text)
         for seed in SEEDS
         for lora, factors in ((False, FACTORS), (True, TRAINED_FACTORS))
@@ -83,7 +83,7 @@ def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
         for source, text in sources
         for arm in arms
     ]
-    return sorted(made, key=lambda cell: (cell.seed > 0, cell.factor not in TRAINED_FACTORS and cell.seed > 0,
+    return sorted(all_cells, key=lambda cell: (cell.seed > 0, cell.factor not in TRAINED_FACTORS and cell.seed > 0,
                                           cell.factor * (cell.seed > 0)))  # fmt: skip
 
 
@@ -121,14 +121,14 @@ def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
         model = rope_patch.load(folder, dtype=model.dtype).merge_and_unload().eval()
     else:
         rope_patch.apply(model, method, target_length=cell.factor * trained)
-    found = _judge(model, tokenizer, cell, trained, root, quick)
-    write_atomically(place(root, cell), json.dumps({"asked": asked(cell), "method": method, **found}))
+    scores = _evaluate(model, tokenizer, cell, trained, root, quick)
+    write_atomically(place(root, cell), json.dumps({"asked": asked(cell), "method": method, **scores}))
     if cell.lora:  # not before: a run without its ``work`` would be nobody's after a kill
         shutil.rmtree(folder / "work", ignore_errors=True)
     return cell
 
 
-def _judge(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, quick: bool) -> dict[str, Any]:
+def _evaluate(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, quick: bool) -> dict[str, Any]:
     """Losses of every window between doubling lengths [nats/token], and which prompts were answered."""
     from rope_patch.evaluation.documents import spread_windows
     from rope_patch.evaluation.perplexity import perplexity
@@ -140,9 +140,9 @@ def _judge(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, qui
     text = halves(cell.file, tokenizer)[1] if cell.file else builtin_text("heldout")
     windows, _ = spread_windows(tokenizer, text, target, 1 if quick else WINDOWS)
     fixed = not cell.lora and cell.arm != FITTED  # such a table reads the same text alike under every seed
-    kept = root / "parts" / f"{place(root, cell._replace(seed=0) if fixed else cell).stem}.jsonl"
-    kept.parent.mkdir(exist_ok=True)
-    score = perplexity(model, windows, window=target, buckets=edges, resume=kept)
+    result_cache = root / "parts" / f"{place(root, cell._replace(seed=0) if fixed else cell).stem}.jsonl"
+    result_cache.parent.mkdir(exist_ok=True)
+    score = perplexity(model, windows, window=target, buckets=edges, resume=result_cache)
     nll = {
         str(high): [d.nll[i] / d.tokens[i] for d in score.documents for i in score.inside(low, high)]
         for low, high in itertools.pairwise(edges)
@@ -151,7 +151,7 @@ def _judge(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, qui
         return {"nll": nll, "correct": {}}
     asked = retrieval(
         model, tokenizer, lengths=[trained, target], depths=DEPTHS, samples=1 if quick else SAMPLES,
-        seed=200 + cell.seed, resume=kept,
+        seed=200 + cell.seed, resume=result_cache,
     )  # fmt: skip
     correct: dict[str, list[list[bool]]] = {str(trained): [], str(target): []}
     for part in asked.cells:
@@ -207,19 +207,19 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
     Over seeds a window's loss is its mean; intervals are Student's over windows, Newcombe's over the prompts of all
     seeds (as many as they are worth), and, of trained or fitted tables, Student's over seeds too.
     """
-    judged = {cell: json.loads(place(root, cell).read_text()) for cell in done}
+    results = {cell: json.loads(place(root, cell).read_text()) for cell in done}
     groups: dict[tuple[str, int, bool], dict[str, dict[int, dict[str, Any]]]] = {}
     for cell in done:
-        if cell._replace(arm="YaRN") in judged:
+        if cell._replace(arm="YaRN") in results:
             arms = groups.setdefault((Path(cell.source).name, cell.factor, cell.lora), {})
-            arms.setdefault(cell.arm, {})[cell.seed] = judged[cell]
+            arms.setdefault(cell.arm, {})[cell.seed] = results[cell]
     rows = []
     for (source, factor, lora), arms in sorted(groups.items(), key=lambda item: item[0][1:]):
         for arm, by_seed in arms.items():
             seeds = sorted(by_seed.keys() & arms["YaRN"].keys())
             if not seeds:
                 continue
-            found, base = ([some[seed] for seed in seeds] for some in (by_seed, arms["YaRN"]))
+            cells_of_arm, base = ([cells_by_seed[seed] for seed in seeds] for cells_by_seed in (by_seed, arms["YaRN"]))
             learned = lora or arm == FITTED
             rows.append(
                 {
@@ -227,37 +227,41 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "factor": factor,
                     "lora": lora,
                     "table": arm,
-                    "methods": list(dict.fromkeys(part["method"] for part in found)),
+                    "methods": list(dict.fromkeys(part["method"] for part in cells_of_arm)),
                     "seeds": seeds,
-                    "perplexity": {n: math.exp(statistics.fmean(_windows(found, n))) for n in found[0]["nll"]},
-                    "passkey": {n: statistics.fmean(_answers(found, n)) for n in found[0]["correct"]},
-                    "prompts": {n: len(_answers(found, n)) for n in found[0]["correct"]},
-                    "nll_minus_yarn": {n: _nll_change(found, base, n, learned) for n in found[0]["nll"]},
-                    "passkey_minus_yarn": {n: _passkey_change(found, base, n, learned) for n in found[0]["correct"]},
+                    "perplexity": {
+                        n: math.exp(statistics.fmean(_windows(cells_of_arm, n))) for n in cells_of_arm[0]["nll"]
+                    },
+                    "passkey": {n: statistics.fmean(_answers(cells_of_arm, n)) for n in cells_of_arm[0]["correct"]},
+                    "prompts": {n: len(_answers(cells_of_arm, n)) for n in cells_of_arm[0]["correct"]},
+                    "nll_minus_yarn": {n: _nll_change(cells_of_arm, base, n, learned) for n in cells_of_arm[0]["nll"]},
+                    "passkey_minus_yarn": {
+                        n: _passkey_change(cells_of_arm, base, n, learned) for n in cells_of_arm[0]["correct"]
+                    },
                 }
             )
     return rows
 
 
-def _windows(found: list[dict[str, Any]], bucket: str) -> list[float]:
+def _windows(cells_of_arm: list[dict[str, Any]], bucket: str) -> list[float]:
     """Loss of each window, the mean over seeds."""
-    return [statistics.fmean(values) for values in zip(*(part["nll"][bucket] for part in found), strict=True)]
+    return [statistics.fmean(values) for values in zip(*(part["nll"][bucket] for part in cells_of_arm), strict=True)]
 
 
-def _answers(found: list[dict[str, Any]], length: str) -> list[bool]:
-    return [hit for part in found for depth in part["correct"][length] for hit in depth]
+def _answers(cells_of_arm: list[dict[str, Any]], length: str) -> list[bool]:
+    return [hit for part in cells_of_arm for depth in part["correct"][length] for hit in depth]
 
 
 def _nll_change(ours: list[dict[str, Any]], base: list[dict[str, Any]], bucket: str, learned: bool) -> dict[str, Any]:
     one, other = _windows(ours, bucket), _windows(base, bucket)
-    made: dict[str, Any] = {
+    change: dict[str, Any] = {
         "estimate": statistics.fmean(one) - statistics.fmean(other),
         "over_windows": list(paired_means(one, other)) if len(one) > 1 else None,
     }
     seeds = [
         statistics.fmean(a["nll"][bucket]) - statistics.fmean(b["nll"][bucket]) for a, b in zip(ours, base, strict=True)
     ]
-    return made | ({"over_seeds": _student(seeds)} if learned and len(seeds) > 1 else {})
+    return change | ({"over_seeds": _student(seeds)} if learned and len(seeds) > 1 else {})
 
 
 def _student(values: list[float]) -> list[float]:
@@ -321,13 +325,13 @@ def main() -> None:
     root, tables = given.root / size, given.tables / size
     for folder in (root, tables):
         folder.mkdir(parents=True, exist_ok=True)
-    wanted = cells(given.also, given.text, given.quick)
-    todo = [] if given.report else [cell for cell in wanted if not known(root, cell)]
+    requested = cells(given.also, given.text, given.quick)
+    todo = [] if given.report else [cell for cell in requested if not known(root, cell)]
     with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
         for task in [pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in todo]:
             task.get()
             bar.update()
-    rows = summarise(root, [cell for cell in wanted if known(root, cell)])
+    rows = summarise(root, [cell for cell in requested if known(root, cell)])
     trained = [row for row in rows if row["table"] == FITTED]
     report = {
         "benchmark": "study_methods",
