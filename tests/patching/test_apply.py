@@ -107,20 +107,20 @@ def scaled_base(family, parameters):
 @pytest.mark.parametrize("method", ["default", "p_rope:p=1"])
 def test_identity_on_scaled_bases(family, parameters, method):
     model = scaled_base(family, dict(parameters))
-    before, said = logits(model), copy.deepcopy(model.config.rope_parameters)
+    before, rope_parameters = logits(model), copy.deepcopy(model.config.rope_parameters)
     with rope_patch.patched(model, method):
         assert torch.equal(logits(model), before)
-        assert model.config.rope_parameters == said
+        assert model.config.rope_parameters == rope_parameters
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("method", ["default", "p_rope:p=1", "p_rope_reversed:p=1"])
 def test_identity_on_every_family(family, method):
     model = tiny_model(family)
-    before, said = logits(model), copy.deepcopy(model.config.rope_parameters)
+    before, rope_parameters = logits(model), copy.deepcopy(model.config.rope_parameters)
     with rope_patch.patched(model, method):
         assert torch.equal(logits(model), before)
-        assert model.config.rope_parameters == said
+        assert model.config.rope_parameters == rope_parameters
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
@@ -288,11 +288,11 @@ def test_a_lost_record_is_noticed():
 
 def test_pi_on_an_interpolated_checkpoint():
     model = tiny_model(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-    found = module_of(model).inv_freq.clone()
+    inv_freq = module_of(model).inv_freq.clone()
     with pytest.raises(ValueError, match=r"already interpolated .*factor 2.0.*replace_scaling=True"):
         rope_patch.apply(model, "pi", factor=2)
     patch = rope_patch.apply(model, "pi", factor=4, replace_scaling=True)
-    assert torch.allclose(patch.after[None].inv_freq * 2, found)
+    assert torch.allclose(patch.after[None].inv_freq * 2, inv_freq)
 
 
 def test_double_precision():
@@ -309,16 +309,16 @@ def test_double_precision():
 
 @pytest.mark.parametrize("name", ["p_rope", "partial", "truncated", "longrope", "table"])
 def test_ambient_dtype_and_device_play_no_part(name):
-    wanted = rope_patch.apply(tiny_model(), name).record
+    expected = rope_patch.apply(tiny_model(), name).record
     model = tiny_model()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert rope_patch.apply(model, name).record == wanted
+        assert rope_patch.apply(model, name).record == expected
     finally:
         torch.set_default_dtype(torch.float32)
     other = tiny_model()
     with torch.device("meta"):
-        assert rope_patch.apply(other, name).record == wanted
+        assert rope_patch.apply(other, name).record == expected
     rope_patch.verify(other)
 
 
@@ -448,8 +448,8 @@ def test_dynamic_tables_are_refused_or_frozen():
         rope_patch.apply(tiny_model(), "default", freeze_at=200)
 
 
-@pytest.mark.parametrize(("length", "wanted"), [(64, 1.0), (65, 0.5)])
-def test_two_longrope_tables_are_frozen_at_one(length, wanted):
+@pytest.mark.parametrize(("length", "expected"), [(64, 1.0), (65, 0.5)])
+def test_two_longrope_tables_are_frozen_at_one(length, expected):
     two = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -461,7 +461,7 @@ def test_two_longrope_tables_are_frozen_at_one(length, wanted):
     with pytest.raises(ValueError, match="dynamic table"):
         rope_patch.apply(model, "default")
     patch = rope_patch.apply(model, "default", freeze_at=length)
-    assert patch.after[None].inv_freq[0] == wanted
+    assert patch.after[None].inv_freq[0] == expected
     # sqrt(1 + ln(256 / 64) / ln 64) = 1.1547
     assert patch.after[None].attention_scaling == pytest.approx(1.154700, abs=1e-5)
 
