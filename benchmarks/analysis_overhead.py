@@ -96,7 +96,7 @@ WORKS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def mean_sizes(states_of_side: Any) -> list[float] | None:
-    """Return the mean size of every feature of every state, from what a side kept; None where it kept none."""
+    """Return the mean size of every feature of every state that a side stored; None where it stored none."""
     if isinstance(states_of_side, Capture):
         each = [getattr(layer, role).mean_abs for layer in states_of_side.layers for role in ROLES]
     elif isinstance(states_of_side, dict):
@@ -133,7 +133,7 @@ def rounds_of(side: str, tokens: int) -> int:
 
 
 def time_row(side: str, tokens: int, rounds: int, times: dict[str, Any]) -> dict[str, Any]:
-    """Return what the rounds of one side at one length found."""
+    """Return the times of one side at one length, over all rounds."""
     return {
         "side": side,
         "tokens": tokens,
@@ -146,7 +146,7 @@ def time_row(side: str, tokens: int, rounds: int, times: dict[str, Any]) -> dict
 
 
 def memory_rows(tokens: int, rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return what the processes of all sides at one length found."""
+    """Return the memory of every side at one length, over all processes."""
     rows = []
     for side in rounds[0]:
         row = {
@@ -176,7 +176,7 @@ def largest_difference(rounds: list[dict[str, dict[str, Any]]]) -> float | None:
 
 
 def check_bars(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the bars, what was found, and whether they are reached."""
+    """Return the bars, what was measured, and whether the bars are reached."""
     ratios = {row["tokens"]: row["wall_ratio"]["median"] for row in times if row["side"] == "capture"}
     worst = max(ratios, key=lambda tokens: ratios[tokens])
     above = {

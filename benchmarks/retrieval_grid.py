@@ -57,7 +57,7 @@ class Counter:
 
 
 class Side:
-    """Asks, and keeps what was said and how many tokens were read for it."""
+    """Asks the prompts, and stores the answers and how many tokens were read for them."""
 
     def __init__(self, ask: Callable[[], list[str]], counter: Counter) -> None:
         self.ask, self.counter = ask, counter

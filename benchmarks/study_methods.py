@@ -5,9 +5,9 @@
     python benchmarks/study_methods.py --quick                              # one checkpoint, one factor, two steps
 
 Checkpoints are the bundled ones and, with `--also`, one that cannot copy, such as llama2xs281K: it is adapted to the
-first half of its own text, stories divided by <|endoftext|>, and judged by perplexity alone on the second. Zero-shot at
-2, 4, 8 and 16 times; after LoRA of equal tokens at 4 and 16 times, of text alone, no retrieval prompt. What a table was
-fitted to before (text, and passkeys hidden in text, two to four times as many tokens) comes on top. A seed is that
+first half of its own text, stories divided by <|endoftext|>, and evaluated by perplexity alone on the second. Zero-shot
+at 2, 4, 8 and 16 times; after LoRA of equal tokens at 4 and 16 times, of text alone, no retrieval prompt. What a table
+was fitted to before (text, and passkeys hidden in text, two to four times as many tokens) comes on top. A seed is that
 of the fit, of the adapters, of the order of rows and of the prompts; windows of text are the same everywhere. Fitted
 tables are those of fit.py, in build/fit. Each cell is written to build/study when it is done, and not measured again.
 """
@@ -106,7 +106,7 @@ def known(root: Path, cell: Cell) -> bool:
 
 
 def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
-    """Train where that is asked, judge, and write a cell."""
+    """Train where that is asked, evaluate, and write a cell."""
     model, tokenizer = opened(cell.source)  # before what logs as it is imported
     import rope_patch
 
@@ -186,7 +186,7 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
             "save_every": steps,
             "keep": 1,
         },
-        # judged by this study's own windows and prompts afterwards
+        # evaluated on this study's own windows and prompts afterwards
         "evaluation": {"before": False, "lengths": str(trained), "depths": [0.5], "samples": 1, "windows": 0},
         "output": str(folder),
     }

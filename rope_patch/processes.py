@@ -1,4 +1,4 @@
-"""Several processes at one piece of work: what the first one does for all."""
+"""Work that the first of several processes does for all."""
 
 from __future__ import annotations
 

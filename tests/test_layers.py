@@ -1,6 +1,6 @@
 """Imports point up the list of folders only: the order is held by reading the source of every module.
 
-``violations`` judges one module by its text alone, so planted mistakes can show that it goes red. A new folder in
+``violations`` checks one module by its text alone, so planted mistakes can show that it goes red. A new folder in
 ``rope_patch`` fails ``test_imports_point_up`` until ``FOLDERS`` gives it a place; a new file in a folder needs none.
 """
 

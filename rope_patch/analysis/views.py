@@ -1,4 +1,4 @@
-"""One head under the glass: its attention, the norms of its pairs token by token, and what each adds to a logit.
+"""One head in detail: its attention, the norms of its pairs token by token, and what each adds to a logit.
 
 *Source*: Barbero et al., arXiv:2410.06205, figures 5-7 and 14-18 and sec. E.1.
 """

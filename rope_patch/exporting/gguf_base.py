@@ -61,7 +61,8 @@ def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, grap
         raise ValueError(f"{base} holds no weights (token_embd.weight): it is a vocabulary, or a part of a model")
     stated["vocabulary"], expected["vocabulary"] = shapes["token_embd.weight"][0], config.vocab_size
     for name, value in stated.items():
-        if isinstance(value, int) and value != expected[name]:  # None where unsaid; a list says it per layer
+        # None where the file does not state it; a list has one value per layer.
+        if isinstance(value, int) and value != expected[name]:
             raise ValueError(f"{base} is a GGUF of another model: its {name} is {value}, here it is {expected[name]}")
 
 

@@ -164,7 +164,7 @@ def _measure(config: PreTrainedConfig, layout: Layout, encoded: dict[str, Any], 
             raise ValueError(f"--form partial could not be tried on {name}: {type(error).__name__}: {error}") from error
     apart, blind = (float((one - logits).abs().max() / one.abs().max()) for logits in (other, unmoved))
     touched = sum(index is not None for index in rows.values())
-    if not apart < 1e-5 or not blind > 1e-3:  # rows that stay where they are must be felt, or the test says nothing
+    if not apart < 1e-5 or not blind > 1e-3:  # unmoved rows must change the logits, or the test proves nothing
         raise ValueError(
             f"{name} does not run p-RoPE as partial rotary: a small copy of it gave other logits (up to {apart:.2g} of "
             "the largest). Families that obey partial_rotary_factor do (Phi, StableLM, GPT-NeoX); for this one use "

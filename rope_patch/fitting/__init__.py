@@ -1,8 +1,8 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
-The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts
-of many lengths; what is kept is chosen on held-out retrieval first and perplexity second, and there reads no worse
-than its start and answers not significantly fewer prompts. Related: LongRoPE (Ding et al.,
+The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
+many lengths. The table is chosen on held-out retrieval first and perplexity second: it predicts held-out text no worse
+than its start does and answers not significantly fewer prompts. Related: LongRoPE (Ding et al.,
 arXiv:2402.13753) searches the same factors by evolution.
 """
 
@@ -50,7 +50,7 @@ _PARTS = [f"p_rope:p={p}" for p in (1, 0.9, 0.75, 0.6, 0.5, 0.4, 0.25)]
 FAMILIES: Mapping[str, Sequence[str]] = {
     "p_rope": [*_PARTS, *(f"abf:factor={base}+{part}" for base in (10, 50) for part in _PARTS)]
 }
-"""What ``family`` knows: p of p-RoPE, with the base found, 10 and 50 times it."""
+"""The families of :func:`family`: values of p of p-RoPE, with 1, 10 and 50 times the base."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +91,11 @@ class Schedule:
             tables to start from.
         batch_tokens: of a step, over all processes; None for two rows of the target, 4096 at least [tokens].
         learning_rate: on the logarithms of the frequencies, shared by text and answers as the objective says.
-        checks: how often the table is evaluated on the way, the end included. From one that is worse than its start the
-            fit goes on from half of the way, with four times the odds of the answers' weight where fewer prompts are
-            answered, else of the text's; where text alone is fitted to it goes on as it was.
-        patience: checks without a better held-out loss before a fit is stopped; so it takes more checks than that.
+        checks: how often the table is evaluated during the fit, the end included. A table that is worse than its start
+            is moved halfway back to it, and what got worse counts more from then on: four times the odds for answers
+            where fewer prompts are answered, else for text. If only text is fitted, the table is not moved.
+        patience: checks without a better held-out loss before a fit is stopped; it has an effect with more checks than
+            that.
         checkpointing: compute activations again in the backward pass, which saves memory.
         seed: of rows and crops; the held-out prompts have a seed of their own, made from it.
 
@@ -186,15 +187,15 @@ def fit(
         layer_types: which tables are fitted, on mixed models; as :func:`rope_patch.apply` chooses by default.
         freeze_at: as in ``apply``.
         replace: replace an earlier patch, starting again from the base table.
-        resume: file (or mapping) in which finished work is kept: the same call goes on where it was.
+        resume: file (or mapping) of finished work: the same call continues from there.
         on_progress: called with the stage, and the number of tokens just read.
 
     Returns:
         The patch in place; its ``candidates`` say what was measured.
 
     Raises:
-        ValueError: a target below the trained length, a text shorter than it, options that cannot be: before anything
-            is changed.
+        ValueError: a target below the trained length, a text shorter than it, or options that contradict each other.
+            Nothing is changed then.
         PatchError: the model is patched already.
     """
     objective, constraint, schedule = objective or Objective(), constraint or Constraint(), schedule or Schedule()

@@ -24,7 +24,7 @@ from rope_patch.patching.locate import device_of, find_rotary
 from rope_patch.processes import from_first, processes
 
 BETAS = (0.9, 0.95)
-"""Of Adam. Its usual .999 would remember the first large gradients of answers for long, and keep later steps small."""
+"""Adam's betas. With the usual 0.999 the first large gradients of answers would keep the steps small for long."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BACK, ODDS = 0.5, 4.0
 """After a check that finds a table worse than its start: the parameters are multiplied by ``BACK``, and the odds of the

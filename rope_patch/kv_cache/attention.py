@@ -90,7 +90,7 @@ def attend(
     if attention_mask is not None and size == total and store.padding is None:
         seen_first = attention_mask[:, :, 0, 0]
         if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
-            raise ValueError("rows padded on the left need a cache that knows: past_key_values=factory(padding=…)")
+            raise ValueError("rows are padded on the left: make their cache with past_key_values=factory(padding=…)")
     before = total - size
     places = torch.arange(total, device=query.device)
     step = max(1, min(size, BLOCK_BYTES // (4 * rows * heads * total)))
@@ -133,13 +133,13 @@ def attend(
 def _store(
     runs: Sequence[SchemeRun], index: int, size: int, key: Tensor, value: Tensor
 ) -> tuple[SchemeRun, QuantizedLayer]:
-    """Return the cache layer whose states so many queries read: its own, another's that it shares, or these alone."""
+    """Return the cache layer that a pass reads: the layer's own, one that it shares, or one of these states alone."""
     for run in reversed(runs):
         for stored in run.stored.values():
             if stored.returned is key:
                 return run, stored
     if key.shape[-2] != size and runs[-1].plans[index].keys_of == index:
-        raise ValueError("these keys come from another cache: read through those of the factory, or through none")
+        raise ValueError("these keys come from another cache: use a cache of the factory, or none")
     return runs[-1], runs[-1].alone(index, key, value)
 
 
@@ -167,7 +167,10 @@ def _mixed(
 def padding_mask(**kwargs: Any) -> Tensor | None:
     """No mask where rows are not padded: attention knows what is causal and what a window hides."""
     if not kwargs.get("allow_is_causal_skip", True):
-        raise ValueError("quantized caches read one text a row: no packed texts, no tokens that see ahead")
+        raise ValueError(
+            "quantized caches read one text per row, with causal attention: texts packed into one row are not "
+            "supported, nor tokens that attend to later ones"
+        )
     return None if kwargs.get("attention_mask") is None else sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
 
 

@@ -61,7 +61,7 @@ class CacheMaker:
 
 
 def _digest(plans: Mapping[int, LayerPlan]) -> str:
-    """Tell apart what a scheme's text does not say: means, and pairs kept apart."""
+    """Return a digest of what a scheme string does not show: the means, and which pairs are kept apart."""
     digest = hashlib.sha256()
     for index, plan in sorted(plans.items()):
         for part in (plan.kept_features, plan.mean):
@@ -71,7 +71,7 @@ def _digest(plans: Mapping[int, LayerPlan]) -> str:
 
 @contextlib.contextmanager
 def noting_turns(module: nn.Module, run: SchemeRun) -> Iterator[None]:
-    """Keep what a rotary module puts out, as long as this lasts."""
+    """Record the latest output of a rotary module within a ``with`` block."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Turn) -> None:
         kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
@@ -85,7 +85,7 @@ def noting_turns(module: nn.Module, run: SchemeRun) -> Iterator[None]:
 
 
 def _check_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse padding that an empty cache does not know of: its blocks would begin with the padding."""
+    """Refuse padding that an empty cache was not made for: its blocks would begin with the padding."""
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if not isinstance(cache, QuantizedCache) or cache.get_seq_length():
         return

@@ -1,4 +1,4 @@
-"""Keys and values of one layer as a scheme holds them."""
+"""The keys and values of one layer, quantized by a scheme."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rope_patch.kv_cache.schemes import Side
 
 @dataclass(eq=False)
 class SchemeRun:
-    """A model under a scheme, for as long as that lasts.
+    """A model while its cache is quantized by a scheme.
 
     Attributes:
         plans: by layer.
@@ -39,7 +39,7 @@ class SchemeRun:
         return self.turns[plan.layer_type]
 
     def alone(self, index: int, key: Tensor, value: Tensor) -> QuantizedLayer:
-        """Return the states of one pass as a layer of no cache."""
+        """Return the states of one pass as a layer that belongs to no cache."""
         layer = QuantizedLayer(self.plans[index], self)
         layer.update(key, value)
         self.stored.pop(index, None)
@@ -88,7 +88,7 @@ class QuantizedLayer(DynamicLayer):
         return self.keys, self.values
 
     def freeze(self, visible_tokens: int) -> None:
-        """Quantize the blocks that have left the residual window of a query that sees so many tokens."""
+        """Quantize the blocks outside the residual window of a query that sees ``visible_tokens`` tokens."""
         sides = (("key", self.plan.key), ("value", self.plan.value))
         for name, side in sides:
             if side.format == "none":

@@ -1,6 +1,6 @@
 """How a key-value cache is quantized, as frozen dataclasses with one text form.
 
-Scheme strings have no commas, so that it passes through lm-eval's ``--model_args``::
+Scheme strings have no commas, so that they pass through lm-eval's ``--model_args``::
 
     k=int2.channel32.pre;v=int2.token32;residual=128;sinks=4;skip=0+27
 
@@ -24,7 +24,7 @@ FORMATS: Mapping[str, int] = MappingProxyType(
 """Bits per element; ``none`` is full precision, counted as 16."""
 AXES = ("token", "channel", "tensor")
 SCALE_BITS = 16
-"""Of a scale, a zero point or a norm, as KIVI and its kin store them."""
+"""Bits of a scale, a zero point or a norm, as KIVI and similar methods store them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Side:
         keep: bits of the outlier pairs, those under the frequency bound: 8 or 16; 0 for none kept apart.
 
     Raises:
-        ValueError: an unknown word, or a combination that means nothing.
+        ValueError: an unknown value, or a combination without a meaning.
     """
 
     format: str = "none"
@@ -151,7 +151,7 @@ class Scheme:
         """Read the text form, or the name of a preset, to which parts may be added: ``kivi-2;sinks=4``.
 
         Raises:
-            ValueError: what cannot be read, and where.
+            ValueError: text that cannot be read; the message marks the place.
         """
         text = text.strip()
         first, *rest = text.split(";")
@@ -256,7 +256,7 @@ def _both(first: str, whole: str) -> Scheme:
 
 
 def _side(text: str, whole: str, at: int) -> Side:
-    """Read a side that stands at some place of the whole text."""
+    """Read a side that begins at position ``at`` of the whole text."""
     form, *words = text.split(".")
     if form not in FORMATS:
         raise ValueError(_pointed(whole, at, form, _unknown("format", form, FORMATS)))
@@ -273,7 +273,7 @@ def _side(text: str, whole: str, at: int) -> Side:
         else:
             raise ValueError(_pointed(whole, place, word, _unknown("word", word, [*AXES, *_WORDS])))
         if new.keys() & options:
-            raise ValueError(_pointed(whole, place, word, f"{word} says again what another word has said"))
+            raise ValueError(_pointed(whole, place, word, f"{word} repeats or contradicts an earlier switch"))
         options |= new
         place += len(word) + 1
     try:

@@ -99,7 +99,7 @@ def attention_errors(
 
 
 class _Study:
-    """What is asked, and what has been found."""
+    """The schemes to measure, and the errors of the layers measured so far."""
 
     def __init__(
         self, plans: Mapping[str, dict[int, LayerPlan]], run: SchemeRun, outliers: Mapping[int, Tensor], queries: int

@@ -157,7 +157,7 @@ def means_of(setting: Setting, calibration_rows: Tensor) -> dict[int, Tensor]:
 def _errors(
     setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]
 ) -> dict[str, tuple[LayerErrors, ...]]:
-    """Measure attention errors, of the schemes whose errors are not kept, in one pass."""
+    """Measure attention errors in one pass, of the schemes whose errors are not in the result cache."""
     ids, options = setting.suite.windows[0].ids[:ERRORS], patched.plan_options(setting)
     if setting.result_cache is None:
         return attention_errors(setting.model, ids, schemes, outliers=patched.long_pairs, **options)
@@ -190,14 +190,14 @@ def _plain(value: Any) -> Any:
 
 
 def _tensor(values: Any) -> Tensor:
-    """What was kept as a list, None where it was not finite."""
+    """Return a stored list as a tensor; None stands for a number that is not finite."""
     if values and isinstance(values[0], list):
         return torch.stack([_tensor(row) for row in values])
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
 def possible(setting: Setting, patched: MethodInPlace, tried: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """Return the schemes that this model allows, and that do something on it: at the longest length, at least."""
+    """Return the schemes that fit this model and round something at the longest length."""
     allowed = {}
     for name, scheme in tried.items():
         try:

@@ -25,7 +25,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True, eq=False)
 class KVCheck:
-    """What a checkpoint's cache survives.
+    """The result of a cache check.
 
     Attributes:
         model: name.
@@ -77,7 +77,7 @@ class KVCheck:
         }
 
     def meant(self, method: str) -> str:
-        """Return a method in words: where it leaves the model as it came, with the patch that it came with."""
+        """Return a method as text; ``default`` with the patch that the model was loaded with."""
         return f"{method}: {self.loaded}, as loaded" if method == "default" and self.loaded else method
 
     def of(self, method: str) -> tuple[CheckRow, ...]:

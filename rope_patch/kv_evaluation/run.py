@@ -1,4 +1,4 @@
-"""Which cache formats a checkpoint survives, under which tables, and where the cost comes from.
+"""Check which cache formats a checkpoint works with, under which rotary tables, and where the cost comes from.
 
 For every method and scheme: perplexity and retrieval through a cache quantized exactly as decoding would, beside the
 same in full precision on the same windows and prompts; how far the next token's distribution moves; and, layer by layer
@@ -44,7 +44,7 @@ from rope_patch.patching.targets import for_target
 
 
 def check_spec(spec: EvalSpec) -> None:
-    """Raise unless a check of caches can be made of a spec.
+    """Raise unless a spec can be used for a check of caches.
 
     Raises:
         ValueError: it asks for no window of text.
@@ -95,7 +95,7 @@ def kv_check(
     resume: str | Path | MutableMapping[str, Any] | None = None,
     on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
 ) -> KVCheck:
-    """Measure cache schemes under methods on a model; it is as it was at the end.
+    """Measure cache schemes under several methods on a model, which is left as it was.
 
     Args:
         model: a causal language model; one that is patched already is measured as it is under ``"default"``.
@@ -109,8 +109,8 @@ def kv_check(
             :mod:`rope_patch.kv_cache.packed`.
         layer_types: which tables are patched, on mixed models.
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
-        resume: file (or mapping) in which finished work is kept: the same call goes on where it was, and reads again
-            only the windows that statistics of keys come from.
+        resume: file (or mapping) of finished work: the same call continues from there, and reads again only the windows
+            that the statistics of keys are computed on.
         on_progress: called with method and scheme, and the number of tokens just read.
 
     Raises:

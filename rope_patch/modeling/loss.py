@@ -38,9 +38,9 @@ def token_loss(
         reader: the model taken apart; its head may be trained too.
         hidden: (rows, tokens, hidden), the decoder's last hidden states.
         labels: (rows, tokens); the label at a position is the token there, predicted from the state before it.
-            ``IGNORED`` is predicted by nobody.
+            Tokens labelled ``IGNORED`` are not predicted.
         weights: (rows, tokens) how much each label counts; 1 by default.
-        items: what the sum is divided by, if by anything.
+        items: divisor of the sum; none by default.
         shifted: labels and weights stand at the state that predicts them, as in a shard of longer rows, whose last
             state predicts the first token of another shard.
 

@@ -105,5 +105,5 @@ def sdpa_configs(model: nn.Module) -> list[Any]:
 
 
 def lean_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
-    """Attend with :func:`prefill_attention` in the parts of a model that these configs belong to, for a while."""
+    """Attend with :func:`prefill_attention` in the parts of a model with these configs, within a ``with`` block."""
     return attention_set_to(configs, NAME)

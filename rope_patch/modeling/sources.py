@@ -319,6 +319,6 @@ def _blocks(output: Tensor, head_dim: int, tokens_last: bool) -> Tensor:
 
 
 def layers_text(indices: Sequence[int]) -> str:
-    """Return indices of layers as one says them: a range where they are one."""
+    """Return indices of layers as text: as a range where they are consecutive."""
     contiguous = list(indices) == list(range(len(indices)))
     return f"0 to {len(indices) - 1}" if contiguous and len(indices) > 1 else ", ".join(map(str, indices))

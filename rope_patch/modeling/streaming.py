@@ -1,4 +1,4 @@
-"""Showing the states of a model to a visitor while it reads: nothing is stored on the way."""
+"""Pass the states of a model to a function while it reads a text; nothing is stored."""
 
 from __future__ import annotations
 

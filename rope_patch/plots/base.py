@@ -300,7 +300,7 @@ def wrapped(name: str, width: int) -> str:
 
 
 def _tokens(length: int) -> str:
-    """A length as one says it: 4096 is 4k."""
+    """Return a length in short form: 4096 is 4k."""
     return f"{length // 1024}k" if length >= 4096 and length % 1024 == 0 else str(length)
 
 

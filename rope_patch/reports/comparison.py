@@ -45,7 +45,7 @@ class Cell(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A figure as an image that holds itself.
+    """A figure as a self-contained image.
 
     Attributes:
         source: a ``data:`` address.
@@ -100,7 +100,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def picture(figure: Any, alt: str, caption: str) -> Picture:
-    """Return a figure as an image that holds itself."""
+    """Return a figure as a self-contained image."""
     data = base64.b64encode(plots.svg(figure).encode()).decode()
     return Picture(f"data:image/svg+xml;base64,{data}", alt, caption)
 
@@ -328,7 +328,7 @@ def _by_row(names: Sequence[str], columns: Sequence[Sequence[Cell]]) -> list[tup
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names that fit a table: of a very long one its two ends, numbered when that makes it another's twin."""
+    """Return names that fit a table: very long ones are cut in the middle, and numbered where two would be equal."""
     labels: list[str] = []
     for name in names:
         label = name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{name[-_LONGEST // 4 :]}"

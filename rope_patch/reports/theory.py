@@ -146,7 +146,7 @@ def _nearest(study: Study, tables: dict[str, Tensor]) -> Picture:
         for name, t in tables.items()
     }
     figure = plots_theory.nearest_images(
-        curves, trained_length=study.trained_length, title="How foreign each position looks"
+        curves, trained_length=study.trained_length, title="How far each position is from those of training"
     )
     ends = "; ".join(f"{name}: {text(float(values.max()))}" for name, (_, values) in curves.items())
     return picture(

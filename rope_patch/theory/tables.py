@@ -1,7 +1,7 @@
 """The theory of a table in numbers: what the papers print beside what we compute, and one table beside plain RoPE.
 
->>> made = study("pi:factor=4", head_dim=64, trained_length=512, length=2048)
->>> round(next(fact.after for fact in made.facts if fact.name.startswith("Mean sine")), 4)
+>>> result = study("pi:factor=4", head_dim=64, trained_length=512, length=2048)
+>>> round(next(fact.after for fact in result.facts if fact.name.startswith("Mean sine")), 4)
 0.0311
 """
 
@@ -62,7 +62,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """One table, looked at.
+    """A study of one table.
 
     Attributes:
         method: as a method string.

@@ -424,7 +424,7 @@ def test_tables_that_sglang_would_lose_are_refused(family, tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def test_one_table_of_two_is_judged_by_its_layer_type(tmp_path):
+def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):
     first = saved(tiny_model("gemma3"), tmp_path / "base")
     assert export(first, tmp_path / "full", to="sglang", method="pi:factor=4")["checked_against"] == "0.5.23"
     run("apply", first, "pi:factor=4", "-o", tmp_path / "sliding", "--layer-type", "sliding_attention")

@@ -289,12 +289,12 @@ def test_held_out_text_is_not_fitted_to():
     [
         ([("a", (10, 4), (1.0, 1.0), 0.2)], "start"),  # better everywhere, but for a prompt
         ([("a", (10, 5), (2.1, 1.0))], "start"),  # or for one bucket
-        ([("a", (4, 10), (1.0, 1.0))], "start"),  # or for one length, surely
+        ([("a", (4, 10), (1.0, 1.0))], "start"),  # or for one length, significantly
         ([("a", (9, 6), (1.9, 2.9))], "a"),  # a prompt here for one there
         ([("a", (10, 4), (1.9, 2.9), 0.11)], "start"),  # one prompt less, answers less probable
         ([("a", (10, 4), (1.9, 2.9), 0.1)], "a"),  # one less, answers as probable: chance
-        ([("a", (4, 10), (1.9, 2.9), 0.05)], "start"),  # a length surely worse
-        ([("a", (7, 2), (1.9, 2.9), 0.05)], "start"),  # no length surely, both together are
+        ([("a", (4, 10), (1.9, 2.9), 0.05)], "start"),  # a length significantly worse
+        ([("a", (7, 2), (1.9, 2.9), 0.05)], "start"),  # no length significantly, both together are
         ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 6), (2.0, 3.0), 0.09)], "b"),  # retrieval first
         ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 5), (1.9, 2.8))], "b"),  # then perplexity
         ([("a", (10, 5), (2.0, 3.0))], "start"),  # the first of equals
@@ -402,7 +402,7 @@ def test_a_table_that_no_config_can_state_is_a_divergence(tokenizer):
     assert patch.chosen.endswith(", start")
 
 
-def test_the_average_is_of_steps_that_were_judged(tokenizer):
+def test_the_average_is_of_steps_that_were_evaluated(tokenizer):
     """Steps 6 and 7 of 12 count; step 8 was taken in the part that diverged at step 9."""
     verdicts = Verdicts(lambda name: True)
     run, _, _, after = run_of(tokenizer, verdicts, change=lambda step, goal, w: w * (math.inf if step == 9 else 1))
@@ -432,13 +432,13 @@ def test_the_learning_rate_rises_and_falls_to_zero(tokenizer):
         (((10, 5), (1.9, 2.9), 0.2), 0.5, 1.0),  # as many are found
         (((10, 4), (1.9, 2.9), 0.2), 0.8, 0.5),
         (((10, 4), (2.1, 2.9), 0.2), 0.8, 0.5),
-        (((4, 10), (1.9, 2.9), 0.05), 0.8, 0.5),  # surely less at one length, however probable
+        (((4, 10), (1.9, 2.9), 0.05), 0.8, 0.5),  # significantly fewer at one length, however probable
         (((10, 5), (2.1, 2.9), 0.05), 0.2, 0.5),
         (((10, 8), (2.1, 2.9), 0.2), 0.2, 0.5),  # more are found, though less probable on average
     ],
 )
 def test_a_check_changes_the_weight_of_answers(tokenizer, now, share, remaining):
-    """.5 has odds of 1, four times that are .8; and what the next step starts from is so much of what was judged."""
+    """.5 has odds of 1, four times that are .8; and what the next step starts from is so much of what was evaluated."""
     verdicts = Verdicts(scores=now)
     run, rates, before, _ = run_of(tokenizer, verdicts, objective=Objective(retrieval=0.5))
     run(8, 0.04, 2, 3, False)

@@ -389,7 +389,7 @@ def test_padding_that_a_cache_does_not_know_is_refused():
             with pytest.raises(ValueError, match=re.escape("by no tokens, the cache was made for [0, 5, 11]")):
                 model(padded_ids, past_key_values=factory(padding=torch.tensor(PADS)))
             padded_logits(model, *padded(rows, [0, 0, 0]), factory(padding=torch.tensor([0, 0, 0])), TOKENS)
-    with quantized(model, SCHEMES[0]), pytest.raises(ValueError, match="rows padded on the left need a cache"):
+    with quantized(model, SCHEMES[0]), pytest.raises(ValueError, match="rows are padded on the left: make their cache"):
         model(padded_ids, attention_mask=mask, position_ids=positions, use_cache=False)
 
 
@@ -868,7 +868,7 @@ def test_full_precision_within_a_scheme_or_another_models_cache():
 def test_packed_texts_are_refused():
     model, rows = model_for("llama")[0], ids(TOKENS, 1)
     positions = torch.cat((torch.arange(10), torch.arange(14)))[None]
-    with quantized(model, "int4.token"), pytest.raises(ValueError, match="quantized caches read one text a row"):
+    with quantized(model, "int4.token"), pytest.raises(ValueError, match="quantized caches read one text per row"):
         model(rows, position_ids=positions, use_cache=False)
 
 

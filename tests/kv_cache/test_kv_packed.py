@@ -67,7 +67,7 @@ def _packed(name, bits):
         (
             "gemma3",
             "fp8",
-            "fp8: transformers packs no cache of this model: .*sliding_attention.* simulated all the same",
+            "fp8: transformers cannot pack a cache of this model: .*sliding_attention.* Simulated schemes work",
         ),
     ],
 )

@@ -388,7 +388,7 @@ def test_ways_to_train(words, tmp_path):
 
 
 @pytest.mark.slow
-def test_qlora_trains_on_a_cpu_and_refuses_to_be_judged_before(tmp_path):
+def test_qlora_trains_on_a_cpu_and_refuses_to_be_evaluated_before(tmp_path):
     words = ("model.quantization=nf4", "train.steps=2", "evaluation.lengths=128")
     with pytest.raises(ValueError, match=r"set evaluation\.every=0 and evaluation\.before=false"):
         finetune(options(tmp_path / "run", *words))
