@@ -173,7 +173,7 @@ def summary(engine_rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare tables for every engine that is there."""
+    """Compare tables for every engine that is installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
     parser.add_argument("--quick", action="store_true", help="one family, two methods")

@@ -190,9 +190,9 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def answer(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
-    """Return what a remedy saves of what a scheme costs, both on the same windows: nats/token, over seeds their mean.
+    """Return how much of a scheme's cost a mitigation saves on the same windows [nats/token], as the mean over seeds.
 
-    The interval is Student's over windows; above 0 the remedy helps.
+    The interval is Student's over windows; above 0 the mitigation helps.
     """
     pairs = [(plain, f"{plain} {word}") for plain in ("int4", "int3") for word in CENTRED] + [("KIVI-2", "KIVI-2 pre")]
     pairs += [("KIVI-2, int4 keys", "KIVI-2 keep8"), ("KIVI-2, int3 keys", "KIVI-2 keep8")]
@@ -263,9 +263,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
     parser.add_argument("--figure", type=Path, default=None, help="PNG of cost against bits, after LoRA")
-    parser.add_argument("--root", type=Path, default=Path("build/kv_study"), help="where cells are kept")
-    parser.add_argument("--adapters", type=Path, default=Path("build/adapters"), help="what `make adapt` has left")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
+    parser.add_argument(
+        "--root", type=Path, default=Path("build/kv_study"), help="folder of the results of finished cells"
+    )
+    parser.add_argument(
+        "--adapters", type=Path, default=Path("build/adapters"), help="folder of the adapters that `make adapt` trains"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes, one thread each")
     parser.add_argument("--quick", action="store_true", help="two cells of few schemes")
     given = parser.parse_args()
     requested = cells(given.quick)

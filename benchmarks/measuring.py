@@ -81,7 +81,7 @@ def in_own_process(work: Callable[[Job], Job], job: Job) -> Job:
 
 def _serve(work: Callable[[Job], Job], job: Job, answer: Connection) -> None:
     try:
-        gc.freeze()  # what was imported is no garbage: looking through it would copy it
+        gc.freeze()  # a garbage collection would copy the memory of everything imported
         torch.set_num_threads(1)
         transformers.utils.logging.set_verbosity_error()
         answer.send(work(job))

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/retrieval_grid.py -o benchmarks/results/retrieval_grid.json
 
 The bundled checkpoints are patched, and asked for a key at each of 11 depths. Both sides get the same prompts, one at a
-time, run in one process in turn, in an order that alternates; what they say is compared string by string. Two figures:
+time, run in one process in turn, in an order that alternates; their answers are compared string by string. Two figures:
 ``asking``, from prompts to answers, and ``whole``, from the haystack's text to scores, prompts made on both sides. The
 figure is the median over rounds of lm-eval's CPU time / ours; above 1 ours is faster.
 """

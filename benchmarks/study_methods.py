@@ -123,7 +123,7 @@ def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
         rope_patch.apply(model, method, target_length=cell.factor * trained)
     scores = _evaluate(model, tokenizer, cell, trained, root, quick)
     write_atomically(place(root, cell), json.dumps({"asked": asked(cell), "method": method, **scores}))
-    if cell.lora:  # not before: a run without its ``work`` would be nobody's after a kill
+    if cell.lora:  # only now: without its ``work`` a killed run's folder would not be recognized
         shutil.rmtree(folder / "work", ignore_errors=True)
     return cell
 
@@ -311,12 +311,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
     parser.add_argument("--figure", type=Path, default=None, help="PNG to draw")
-    parser.add_argument("--root", type=Path, default=Path("build/study"), help="where cells are kept")
-    parser.add_argument("--tables", type=Path, default=Path("build/fit"), help="where fitted tables are kept")
+    parser.add_argument(
+        "--root", type=Path, default=Path("build/study"), help="folder of the results of finished cells"
+    )
+    parser.add_argument("--tables", type=Path, default=Path("build/fit"), help="folder of the fitted tables")
     parser.add_argument("--also", default=None, help="folder of another checkpoint")
     parser.add_argument("--text", default=None, help="file of its text")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
-    parser.add_argument("--report", action="store_true", help="measure nothing: report the cells that are there")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes, one thread each")
+    parser.add_argument("--report", action="store_true", help="measure nothing, and report the finished cells")
     parser.add_argument("--quick", action="store_true", help="three cells of a few steps")
     given = parser.parse_args()
     if bool(given.also) != bool(given.text):

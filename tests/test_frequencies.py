@@ -89,7 +89,7 @@ def test_is_geometric() -> None:
 # --- unrotated pairs, wavelengths, turns ------------------------------------------------------------------------------
 
 
-def test_pairs_below_1e20th_are_still() -> None:
+def test_pairs_below_1e20th_are_unrotated() -> None:
     table = torch.tensor([1.0, 1.1e-20, 0.9e-20, 1e-32, 0.0])
     assert unrotated(table).tolist() == [False, False, True, True, True]
     assert zero_unrotated(table).tolist() == [*table[:2].tolist(), 0, 0, 0]
@@ -289,7 +289,7 @@ def test_the_quotient_itself_would_move_last_bits() -> None:
     assert torch.equal(rebuilt(frequencies.longrope_factors(table, 1e4), 1e4), table)
 
 
-# Down to 2 ** -63 = 1.1e-19: at the boundary of 1e-20 the last bit decides between still and turning.
+# Down to 2 ** -63 = 1.1e-19: at the boundary of 1e-20 the last bit decides whether a pair rotates.
 turning = st.floats(2**-63, 8, width=32) | st.floats(2**-20, 1, width=32)
 resting = st.just(0.0) | st.floats(0, 2**-67, width=32)
 any_table = st.lists(turning | resting, min_size=1, max_size=48).map(torch.tensor)
@@ -311,7 +311,7 @@ def test_any_table_survives_a_config(table: Tensor, rope_theta: float) -> None:
     assert torch.equal(again, canonical)
 
 
-def test_still_pairs_rebuild_as_exactly_zero() -> None:
+def test_unrotated_pairs_rebuild_as_exactly_zero() -> None:
     # 1e30, which llama.cpp uses, would rebuild as 1e-30 / base, not as 0. JSON has no Infinity.
     factors = frequencies.longrope_factors(torch.tensor([1.0, 0.0, 1e-32]), 1e4)
     assert factors[1:] == [1e39, 1e39]
@@ -327,7 +327,7 @@ def test_a_fingerprint_is_the_same_on_every_machine_and_in_every_version() -> No
     # Little-endian float32 1, float32 0, float64 1, by hand:
     # printf '\x00\x00\x80\x3f\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\xf0\x3f' | sha256sum
     assert fingerprint(torch.tensor([1.0, 0.0]), 1.0) == "3d837f0a913b0fd0"
-    assert fingerprint(torch.tensor([1.0, 1e-32]), 1.0) == "3d837f0a913b0fd0"  # still is still
+    assert fingerprint(torch.tensor([1.0, 1e-32]), 1.0) == "3d837f0a913b0fd0"  # both are unrotated
     assert fingerprint(torch.tensor([1.0, 0.0], dtype=torch.float64), 1.0) == "3d837f0a913b0fd0"
 
 

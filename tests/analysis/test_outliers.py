@@ -121,11 +121,11 @@ def test_an_unrotated_pair_lies_below_the_frequency_bound_and_is_never_an_offset
             bounds(torch.tensor([1.0]), context)
 
 
-@pytest.mark.parametrize("spelled", [LLAMA3, YARN], ids=["llama3", "yarn"])
-def test_bounds_of_a_scaled_table_are_of_the_table_in_use(spelled):
-    model = tiny_model("llama", rope_parameters=spelled, max_position_embeddings=512)
+@pytest.mark.parametrize("encoded", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_bounds_of_a_scaled_table_are_of_the_table_in_use(encoded):
+    model = tiny_model("llama", rope_parameters=encoded, max_position_embeddings=512)
     layer = capture(model, ids(20, 1)).layers[0]
-    expected, scaling = ROPE_INIT_FUNCTIONS[spelled["rope_type"]](model.config)
+    expected, scaling = ROPE_INIT_FUNCTIONS[encoded["rope_type"]](model.config)
     assert layer.context == 512 and layer.attention_scaling == pytest.approx(scaling)
     assert torch.equal(layer.inv_freq, expected)
     got = scatter(capture(model, ids(20, 1)))

@@ -76,9 +76,9 @@ def test_a_wrong_table_is_seen(tables, tmp_path):
     base = module.checkpoint("llama", tmp_path / "base")
     export(base, tmp_path / "out", to=engine, method="p_rope:p=0.5")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    for spelled in (config["rope_parameters"], config["rope_scaling"]):
+    for encoded in (config["rope_parameters"], config["rope_scaling"]):
         for key in ("short_factor", "long_factor"):
-            spelled[key] = [1.01 * spelled[key][0], *spelled[key][1:]]
+            encoded[key] = [1.01 * encoded[key][0], *encoded[key][1:]]
     theirs = module.engine_code.tables(engine, tmp_path / "out", 256)[None]
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))

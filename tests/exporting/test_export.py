@@ -105,7 +105,7 @@ def test_the_same_table_is_read_back(family, to, tmp_path):
         assert (out / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
 
 
-def test_both_spellings_and_the_keys_of_engines(base, tmp_path):
+def test_both_encodings_and_the_keys_of_engines(base, tmp_path):
     export(base, tmp_path / "out", to="sglang", method="yarn:factor=5:attention_factor=1.5", target_length=256)
     config = config_of(tmp_path / "out")
     new, old = config["rope_parameters"], config["rope_scaling"]
@@ -136,8 +136,8 @@ def test_phi3_states_one_context(tmp_path):
 
 def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
     # vLLM would rotate half of each head where transformers' Llama rotates all of it.
-    spelled = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    first = saved(tiny_model(rope_parameters=spelled), tmp_path / "base")
+    encoded = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    first = saved(tiny_model(rope_parameters=encoded), tmp_path / "base")
     assert inspect_model(skeleton(first)).tables[0].rotary_dim == 16
     export(first, tmp_path / "out", to="vllm")
     config = config_of(tmp_path / "out")

@@ -103,7 +103,7 @@ def test_attention_scaling_is_a_key(base, tmp_path):
 
 
 def test_scaling_of_the_base_does_not_come_on_top(tmp_path, tokenizer, base):
-    """The keys of a base that the engine would apply besides our factors, in every spelling that it reads."""
+    """The keys of a base that the engine would apply besides our factors, in every form that it reads."""
     linear = [Key.of("llama.rope.scale_linear", 2.0, "FLOAT32"), Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32")]
     scaled = rewritten(base, tmp_path / "linear.gguf", linear, drop=["llama.rope.scaling.type"])
     own = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -113,11 +113,11 @@ def test_scaling_of_the_base_does_not_come_on_top(tmp_path, tokenizer, base):
     assert not [name for name in gguf.GGUFReader(out).fields if name.endswith(("scaling.factor", "scale_linear"))]
 
 
-@pytest.mark.parametrize("spelled", [YARN, LLAMA3], ids=["yarn", "llama3"])
-def test_a_base_with_a_scaled_table_of_its_own(tmp_path, tokenizer, base, spelled):
+@pytest.mark.parametrize("encoded", [YARN, LLAMA3], ids=["yarn", "llama3"])
+def test_a_base_with_a_scaled_table_of_its_own(tmp_path, tokenizer, base, encoded):
     """The engine's own YaRN is read as transformers builds it; Llama 3.1's factors give place to the new table."""
-    source = saved(tmp_path / "base", rope_parameters=spelled)
-    if spelled is YARN:
+    source = saved(tmp_path / "base", rope_parameters=encoded)
+    if encoded is YARN:
         keys = {"type": ("yarn", "STRING"), "factor": (4.0, "FLOAT32"), "original_context_length": (64, "UINT32")}
         with_it = [Key.of(f"llama.rope.scaling.{name}", *value) for name, value in keys.items()]
         own = rewritten(base, tmp_path / "base.gguf", with_it)

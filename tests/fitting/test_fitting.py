@@ -121,7 +121,7 @@ def test_gradients_are_finite_differences(name, method, constraint):
     assert max(float(p.grad.abs().max()) for p in table.parameters()) > 1e-5
 
 
-def test_still_pairs_stay_still_and_constraints_hold():
+def test_unrotated_pairs_stay_unrotated_and_constraints_hold():
     model = tiny_model("llama")
     _, table = trainable(model, "p_rope:p=0.5")
     rests = unrotated(find_rotary(model).module.tables[None].inv_freq)

@@ -244,7 +244,7 @@ def test_a_trained_table_has_its_own_parameter_group(trained):
             rope_patch.verify(model)
         with table.as_patch() as record:
             assert rope_patch.verify(model).record == record
-    assert rope_patch.verify(model).tables  # of float32: the start's own, spelled as values
+    assert rope_patch.verify(model).tables  # of float32: the start's own, encoded as values
     with safe_open(trained.folder / "work" / "checkpoint-2" / TABLE_FILE, framework="pt") as opened:
         assert "yarn" in opened.metadata()["begun"]
 

@@ -582,18 +582,20 @@ def stored_keys(model, rows, text, means=None):
         return past.layers[0].keys, past.layers[0].raw_keys
 
 
-def test_still_pairs_are_the_same_before_and_after_rotation():
+def test_unrotated_pairs_are_the_same_before_and_after_rotation():
     model, rows = model_for("llama", "p_rope:p=0.5")[0], ids(TOKENS, 2)
     post, _ = stored_keys(model, rows, "k=int2.channel4;v=none")
     pre, raw = stored_keys(model, rows, "k=int2.channel4.pre;v=none")
-    still = torch.arange(16) % 8 >= 4  # pairs of features i and i + 8, the slower half of which does not turn
-    assert torch.equal(post[..., still], pre[..., still]) and not torch.equal(raw[..., still], pre[..., still])
-    for feature in (~still).nonzero().flatten().tolist():
+    unrotated = torch.arange(16) % 8 >= 4  # pairs of features i and i + 8, the slower half of which does not turn
+    assert torch.equal(post[..., unrotated], pre[..., unrotated]) and not torch.equal(
+        raw[..., unrotated], pre[..., unrotated]
+    )
+    for feature in (~unrotated).nonzero().flatten().tolist():
         assert not torch.equal(post[..., feature], pre[..., feature])
     # Groups that mix unrotated pairs with others are not the same.
     post, _ = stored_keys(model, rows, "k=int2.token;v=none")
     pre, _ = stored_keys(model, rows, "k=int2.token.pre;v=none")
-    assert not torch.equal(post[..., still], pre[..., still])
+    assert not torch.equal(post[..., unrotated], pre[..., unrotated])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -627,7 +629,7 @@ def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
         torch.testing.assert_close(got[0].abs().amax(1), layer.key.max_abs.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_centring_still_pairs_leaves_softmax_and_others_do_not(monkeypatch):
+def test_centring_unrotated_pairs_leaves_softmax_and_others_do_not(monkeypatch):
     model, means = model_for("llama", "yarn:factor=4+p_rope:p=0.5")
     rows = ids(TOKENS, 2)
     full = losses(model, rows)
@@ -640,8 +642,8 @@ def test_centring_still_pairs_leaves_softmax_and_others_do_not(monkeypatch):
     bare, _ = stored_keys(model, rows, "k=int8.token;v=none")
     assert float((keys - bare).abs().max()) > 0.1
     # The same means, taken from what is rotated: softmax drops those of unrotated pairs, and no others.
-    still = torch.arange(16) % 8 >= 4
-    for pairs, alike in ((still, True), (~still, False)):
+    unrotated = torch.arange(16) % 8 >= 4
+    for pairs, alike in ((unrotated, True), (~unrotated, False)):
         with contextlib.ExitStack() as stack:
             for layer, mean in zip(model.model.layers, means.values(), strict=True):
                 less = (mean * pairs).flatten()
@@ -658,14 +660,14 @@ def by_layer(rounded, layers=2):
 
 @pytest.mark.parametrize("text", ["k=int8.token.centre;v=none", "k=int8.token.pre.centre;v=none"])
 @pytest.mark.parametrize(
-    ("name", "method", "still"),
+    ("name", "method", "unrotated"),
     [
         ("llama", "yarn:factor=4+p_rope:p=0.5", [4, 5, 6, 7, 12, 13, 14, 15]),  # scaled by more than 1.1
         ("phi", None, list(range(8, 16))),  # half a head does not rotate
-        ("glm", "p_rope:p=0.5", [4, 5, 6, 7, *range(8, 16)]),  # of 4 interleaved pairs two are still
+        ("glm", "p_rope:p=0.5", [4, 5, 6, 7, *range(8, 16)]),  # of 4 interleaved pairs two are unrotated
     ],
 )
-def test_what_is_centred_has_mean_zero(name, method, still, text, monkeypatch):
+def test_what_is_centred_has_mean_zero(name, method, unrotated, text, monkeypatch):
     model, _ = model_for(name, method)
     row = ids(TOKENS, 1)
     means = key_means(model, row[0])
@@ -675,7 +677,7 @@ def test_what_is_centred_has_mean_zero(name, method, still, text, monkeypatch):
         losses(model, row)
     for got in by_layer(rounded):
         zero = got.mean(0)[:, 0].abs() < 1e-6  # blocks of one token
-        assert [zero[head].nonzero().flatten().tolist() for head in (0, 1)] == [still, still]
+        assert [zero[head].nonzero().flatten().tolist() for head in (0, 1)] == [unrotated, unrotated]
 
 
 def test_centring_all_pairs_before_rotation(monkeypatch):

@@ -49,7 +49,7 @@ from rope_patch.tables import RotaryTable
 
 ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
-# Two parameter values of every method, in the grammar, that give different tables.
+# Two parameter values of every method, as method strings, that give different tables.
 FORMS = {
     "default": ("default",),
     "nope": ("nope",),
@@ -78,9 +78,9 @@ def slot(
     **parameters: Any,
 ) -> RotaryTable:
     """A table as transformers builds it. By default 1, 0.1, 0.01, 0.001 rad/token, trained on 4096 tokens."""
-    spelled = {"rope_type": rope_type, "rope_theta": rope_theta, **parameters}
+    encoded = {"rope_type": rope_type, "rope_theta": rope_theta, **parameters}
     rotary = LlamaRotaryEmbedding(
-        LlamaConfig(head_dim=head_dim, max_position_embeddings=context, rope_parameters=spelled)
+        LlamaConfig(head_dim=head_dim, max_position_embeddings=context, rope_parameters=encoded)
     )
     return RotaryTable(
         inv_freq=rotary.inv_freq.clone(),
@@ -90,7 +90,7 @@ def slot(
         max_position_embeddings=context,
         original_max_position_embeddings=parameters.get("original_max_position_embeddings"),
         path="model.rotary_emb",
-        rope_parameters=spelled,
+        rope_parameters=encoded,
     )
 
 
@@ -186,7 +186,7 @@ def test_two_parameter_values_in_one_process(one: str, other: str) -> None:
     assert same(parse(one)(base_slot), first)  # nothing of the second was kept
 
 
-# What transformers spells itself. The others have no rope type of their own.
+# What transformers has an encoding for. The others have no rope type of their own.
 NATIVE = {
     "default": "default",
     "nope": "proportional",
@@ -201,28 +201,28 @@ NATIVE = {
 
 
 @pytest.mark.parametrize("form", EVERY_FORM)
-def test_the_native_spelling_is_what_transformers_builds_the_same_table_from(form: str) -> None:
+def test_the_native_encoding_is_what_transformers_builds_the_same_table_from(form: str) -> None:
     method = parse(form)
     after = method(slot())
-    spelled = after.rope_parameters
-    assert (spelled or {}).get("rope_type") == NATIVE.get(method.name)
-    if spelled is None:
+    encoded = after.rope_parameters
+    assert (encoded or {}).get("rope_type") == NATIVE.get(method.name)
+    if encoded is None:
         assert after.rope_type == "custom"
         return
-    stock = slot(**json.loads(json.dumps(spelled)))
+    stock = slot(**json.loads(json.dumps(encoded)))
     assert same(stock, after)
-    assert (after.rope_type, after.rope_theta) == (spelled["rope_type"], spelled["rope_theta"])
+    assert (after.rope_type, after.rope_theta) == (encoded["rope_type"], encoded["rope_theta"])
 
 
 @pytest.mark.parametrize("form", [*(FORMS[name][0] for name in SCALING), "abf", "longrope", "p_rope"])
 @pytest.mark.parametrize(("head_dim", "rope_theta", "context"), [(64, 1e4, 2048), (128, 5e5, 8192), (96, 1e6, 32768)])
-def test_native_spellings_of_larger_tables(form: str, head_dim: int, rope_theta: float, context: int) -> None:
+def test_native_encodings_of_larger_tables(form: str, head_dim: int, rope_theta: float, context: int) -> None:
     after = parse(form)(slot(head_dim=head_dim, rope_theta=rope_theta, context=context))
     assert after.rope_parameters is not None
     assert same(slot(head_dim=head_dim, context=context, **after.rope_parameters), after)
 
 
-def test_keys_of_the_models_own_are_kept_in_a_spelling() -> None:
+def test_keys_of_the_models_own_are_kept_in_an_encoding() -> None:
     base_slot = dataclasses.replace(slot(), other_keys={"partial_rotary_factor": 0.4, "mrope_section": [1, 2, 1]})
     assert PI(factor=2.0)(base_slot).rope_parameters == {
         "partial_rotary_factor": 0.4,
@@ -260,7 +260,7 @@ def test_identities_of_a_plain_table(form: str) -> None:
 # --- each method -----------------------------------------------------------------------------------------------------
 
 
-def test_nope_stills_every_pair() -> None:
+def test_nope_zeroes_every_frequency() -> None:
     after = NoPE()(slot())
     check_table(after, [0, 0, 0, 0])
     check_table(NoPE()(slot(head_dim=256)), [0] * 128)
@@ -371,7 +371,7 @@ def test_a_second_pi_is_refused_unless_it_replaces_the_first() -> None:
     assert torch.equal(PI(factor=4, replace_scaling=True)(linear_slot()).inv_freq, slot(head_dim=32).inv_freq / 4)
 
 
-def test_pairs_slower_than_1e20th_become_still() -> None:
+def test_pairs_slower_than_1e20th_become_unrotated() -> None:
     # 2e18 slows 1, 0.1, 0.01, 0.001 to 5e-19, 5e-20 and two below 1e-20
     check_table(PI(factor=2e18)(slot()), [5e-19, 5e-20, 0, 0])
 
@@ -447,10 +447,10 @@ def test_longrope_is_transformers_own(factor: float) -> None:
 
 
 def test_longrope_writes_one_list_and_one_length_so_that_nothing_switches() -> None:
-    spelled = dict(LongRope(factors=(1, 2, 4, 8), attention_factor=1.5)(slot()).rope_parameters or {})
-    assert spelled["short_factor"] == spelled["long_factor"] == [1, 2, 4, 8]
-    assert spelled["original_max_position_embeddings"] == 4096
-    assert spelled["short_mscale"] == spelled["long_mscale"] == spelled["attention_factor"] == 1.5  # mscale: for vLLM
+    encoded = dict(LongRope(factors=(1, 2, 4, 8), attention_factor=1.5)(slot()).rope_parameters or {})
+    assert encoded["short_factor"] == encoded["long_factor"] == [1, 2, 4, 8]
+    assert encoded["original_max_position_embeddings"] == 4096
+    assert encoded["short_mscale"] == encoded["long_mscale"] == encoded["attention_factor"] == 1.5  # mscale: for vLLM
     assert not {"short_mscale", "long_mscale"} & dict(LongRope()(slot()).rope_parameters or {}).keys()
 
 
@@ -479,7 +479,7 @@ def test_truncated_starts_from_the_context_before_scaling() -> None:
 def test_truncated_at_cutoffs_by_hand() -> None:
     check_table(Truncated(cutoff_low=0.005, cutoff_high=0.05, floor=0.02)(slot()), [1, 0.1, 0.02, 0])
     check_table(Truncated(cutoff_low=0.005, cutoff_high=0.05)(slot()), [1, 0.1, 0, 0])
-    # exactly at the cutoffs: f = high is kept, f = low is still
+    # exactly at the cutoffs: f = high is kept, f = low is zeroed
     base_slot = Table(values=(1, 0.5, 0.25, 0.125))(slot())
     check_table(Truncated(cutoff_low=0.125, cutoff_high=0.5, floor=0.2)(base_slot), [1, 0.5, 0.2, 0])
     check_table(Truncated(cutoff_low=0.25, cutoff_high=0.25, floor=0.2)(base_slot), [1, 0.5, 0.25, 0])
@@ -541,7 +541,7 @@ def test_gemma_4s_fraction_with_gemma_3s_factor() -> None:
     check_table(parse("p_rope:p=0.25+pi:factor=8")(slot()), [0.125, 0, 0, 0])
 
 
-def test_abf_then_p_rope_keeps_a_native_spelling() -> None:
+def test_abf_then_p_rope_keeps_a_native_encoding() -> None:
     after = parse("abf:rope_theta=100000000+p_rope:p=0.5")(slot())
     check_table(after, [1, 0.01, 0, 0])
     assert after.rope_parameters == {"rope_type": "proportional", "rope_theta": 1e8, "partial_rotary_factor": 0.5}
@@ -584,7 +584,7 @@ def test_sequences_flatten() -> None:
     assert chain.steps == (ABF(), PI(), PRope(p=0.5), Table())
 
 
-# --- the grammar -----------------------------------------------------------------------------------------------------
+# --- method strings -------------------------------------------------------------------------------------------------
 
 numbers = (
     st.floats(0, 1)
@@ -663,7 +663,7 @@ def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default() -> N
     ],
     ids=str,
 )
-def test_the_grammar_reads_other_spellings(text: str, method: Method) -> None:
+def test_method_strings_may_be_written_in_other_ways(text: str, method: Method) -> None:
     assert parse(text) == method
 
 

@@ -56,7 +56,7 @@ def test_only_relative_positions_count(family, name):
             rotated_k, _ = apply_rotary_pos_emb(k, k, cos[:, n : n + 1], sin[:, n : n + 1])
             scores[m, n] = float((rotated_q * rotated_k).sum())
         assert scores[9, 4] == pytest.approx(scores[39, 34], abs=2e-5)
-        if patch.after[kind].inv_freq.any():  # nope, and what is left of Gemma 4's own p-RoPE reversed, stand still
+        if patch.after[kind].inv_freq.any():  # nope and Gemma 4's own p-RoPE reversed leave no pair that rotates
             assert scores[9, 4] != pytest.approx(scores[9, 3], abs=1e-4)
 
 
@@ -125,7 +125,7 @@ def test_identity_on_every_family(family, method):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 @pytest.mark.parametrize(
-    ("method", "spelling"),
+    ("method", "encoding"),
     [
         ("pi:factor=3", {"rope_type": "linear", "factor": 3.0}),
         ("pi:factor=8", {"rope_type": "linear", "factor": 8.0}),
@@ -165,20 +165,20 @@ def test_identity_on_every_family(family, method):
         ),
     ],
 )
-def test_tables_are_those_of_transformers(family, method, spelling):
-    """The reference is spelled by hand and built by transformers' own function, without this package."""
+def test_tables_are_those_of_transformers(family, method, encoding):
+    """The reference is encoded by hand and built by transformers' own function, without this package."""
     kind = last_layer_type(family)
     theta = CONFIGS[family].rope_parameters
     theta = (theta if kind is None else theta[kind])["rope_theta"]
     config = copy.deepcopy(CONFIGS[family])
-    spelled = {"rope_theta": theta, **spelling}
-    config.rope_parameters = spelled if kind is None else {**config.rope_parameters, kind: spelled}
-    table, scaling = ROPE_INIT_FUNCTIONS[spelling["rope_type"]](config, layer_type=kind)
+    encoded = {"rope_theta": theta, **encoding}
+    config.rope_parameters = encoded if kind is None else {**config.rope_parameters, kind: encoded}
+    table, scaling = ROPE_INIT_FUNCTIONS[encoding["rope_type"]](config, layer_type=kind)
     model = tiny_model(family)
     patch = rope_patch.apply(model, method)
     assert torch.equal(module_of(model).table(kind), table)
     assert patch.after[kind].attention_scaling == scaling
-    assert patch.after[kind].rope_type == spelling["rope_type"]
+    assert patch.after[kind].rope_type == encoding["rope_type"]
 
 
 def test_p_rope_through_longrope_where_the_native_type_is_refused():
@@ -203,7 +203,7 @@ def test_gemma4_smaller_p_keeps_the_native_type():
 def test_chain_p_rope_then_pi():
     model = tiny_model()
     patch = rope_patch.apply(model, [rope_patch.PRope(p=0.25), rope_patch.PI(factor=8)])
-    # 8 pairs: 10000 ** (0, -1/8) / 8 = 0.125, 0.0395285; the rest still
+    # 8 pairs: 10000 ** (0, -1/8) / 8 = 0.125, 0.0395285; the rest unrotated
     assert patch.after[None].inv_freq.tolist() == pytest.approx([0.125, 0.0395285, 0, 0, 0, 0, 0, 0], rel=1e-6)
     assert str(patch.method) == "p_rope:p=0.25+pi:factor=8"
 

@@ -514,7 +514,7 @@ def test_the_bound_is_drawn_between_its_pairs():
     phi_1 = frequencies.geometric(1e4, 32)
     assert bound_edges(phi_1, 2048) == [10.5]  # Jonasson: pairs 11 to 15
     assert bound_edges(frequencies.geometric(1e4, 128), 4096) == [45.5]  # Llama-2-7B: pairs 46 to 63
-    assert bound_edges(torch.cat((torch.zeros(3), phi_1[3:])), 2048) == [2.5, 10.5]  # the fastest stand still
+    assert bound_edges(torch.cat((torch.zeros(3), phi_1[3:])), 2048) == [2.5, 10.5]  # the fastest are unrotated
     assert bound_edges(phi_1, 1) == bound_edges(torch.ones(4), 64) == []
     panel = pair_map("norms", torch.rand(2, 16), ["0", "1"], phi_1, 2048)
     figure = heat_maps([[panel]], title="t", xlabel="x", ylabel="y", labels=["norm"])

@@ -561,13 +561,17 @@ def test_the_facts_of_a_table():
     assert facts["Mean sine of consecutive images"] == pytest.approx((0.10938, 0.02902), abs=6e-6)
     assert facts["Farthest new image from its nearest old one"] == pytest.approx((1.214, 0.185), abs=5e-4)
     assert facts["Unrotated pairs"] == (0, 0)
-    still = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts}
-    assert (still["Unrotated pairs"], still["Fastest wavelength"], still["Factor of a previous-token head"]) == (
+    nope_facts = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts}
+    assert (
+        nope_facts["Unrotated pairs"],
+        nope_facts["Fastest wavelength"],
+        nope_facts["Factor of a previous-token head"],
+    ) == (
         64,
         None,
         None,
     )
-    assert still["Closest two images within the length"] == 0
+    assert nope_facts["Closest two images within the length"] == 0
     # a slowest half that turns by less than float64 can tell
     slow = study("p_rope_reversed:p=0.5", head_dim=64, rope_theta=1e30, trained_length=64, length=64).facts
     assert {fact.name: fact.after for fact in slow}["Factor of a previous-token head"] is None
