@@ -18,7 +18,7 @@ PATIENCE = timedelta(minutes=1), timedelta(minutes=30)
 
 _DONE = "done"
 _pieces: collections.Counter[str] = collections.Counter()
-"""How often this process has come to a piece of work, by its name: the same number in all that do it together."""
+"""How often this process has begun each named piece of work; processes that work together have the same counts."""
 
 
 def processes() -> tuple[int, int]:

@@ -34,7 +34,7 @@ WEIGHTS_KEY = "adapter_weights"
 def write_record(record: PatchRecord, folder: str | Path) -> None:
     """Write ``rope_patch.json`` into a folder, atomically; one that says the same already is left alone.
 
-    Where an adapter lies there, the record is tied to its weights: beside others it does not count.
+    Where the folder holds an adapter, the record is tied to its weights: beside other weights it does not count.
     """
     folder = Path(folder)
     data = record.to_dict()
@@ -46,7 +46,7 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
 
 
 def put_record(record: PatchRecord, folder: Path) -> None:
-    """Write a record beside a checkpoint and every adapter in it; have its config say what transformers 4 reads."""
+    """Write a record beside a checkpoint and every adapter in it, and add the keys of transformers 4 to its config."""
     for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
         write_record(record, path)
     if (folder / CONFIG_FILE).is_file():

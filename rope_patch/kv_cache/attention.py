@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 22
-"""Logits of one block of queries: few enough that keys behind them are seldom read, and that they stay in the cache."""
+"""Logits of one block of queries [bytes]: few enough to stay in the CPU's cache, and to skip most later keys."""
 
 
 @dataclass(eq=False)

@@ -21,8 +21,8 @@ from rope_patch.modeling.modes import attention_set_to
 
 NAME = "rope_patch_prefill"
 ROWS = {"cpu": 64}
-"""Rows of a mask that exist at one time: queries of all heads that share a key. Elsewhere, where small kernels cost
-more than a mask, ``MANY_ROWS``."""
+"""Rows of a mask in memory at one time, by device: the queries of all heads that share a key. On others it is
+``MANY_ROWS``, since small kernels cost more than a mask there."""
 MANY_ROWS = 2048
 
 

@@ -65,8 +65,8 @@ def _results(check: KVCheck) -> Section:
     words = (
         f"Safe: the {percent} interval of the change of perplexity lies below {limit}, and at most {100 * LOST:g} % of "
         f"the prompts were lost. Unsafe: that interval lies above {limit}, or the one of retrieval below 0. Undecided: "
-        "more windows or prompts are needed, or, where it says so, the scheme rounds nothing at that length, and no "
-        "number of them would tell. Changes are paired, on the same windows and prompts as full precision "
+        "more windows or prompts are needed, or, where it says so, the scheme rounds nothing at that length, so more "
+        "of them would not help. Changes are paired, on the same windows and prompts as full precision "
         "under the same method; their intervals stand below them. Bits are of an element of the whole cache at that "
         "length; below them, of the part that is quantized, which is what counts at long lengths."
     )
