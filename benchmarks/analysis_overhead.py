@@ -73,10 +73,10 @@ def bare(model: Any, ids: Tensor) -> None:
 
 def store(model: Any, ids: Tensor) -> dict[tuple[int, str], Tensor]:
     """Read a text and keep its states (1, tokens, heads * head_dim), by layer and role."""
-    kept: dict[tuple[int, str], Tensor] = {}
+    captured: dict[tuple[int, str], Tensor] = {}
 
     def keep(key: tuple[int, str]) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda module, args, output: kept.__setitem__(key, output)
+        return lambda module, args, output: captured.__setitem__(key, output)
 
     with contextlib.ExitStack() as hooks:
         for index, layer in enumerate(model.model.layers):
@@ -84,7 +84,7 @@ def store(model: Any, ids: Tensor) -> dict[tuple[int, str], Tensor]:
                 part = getattr(layer.self_attn, name)
                 hooks.callback(part.register_forward_hook(keep((index, role))).remove)
         bare(model, ids)
-    return kept
+    return captured
 
 
 WORKS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -95,12 +95,12 @@ WORKS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def mean_sizes(made: Any) -> list[float] | None:
-    """Return the mean size of every feature of every state, from what a side kept; None where it kept none."""
-    if isinstance(made, Capture):
-        each = [getattr(layer, role).mean_abs for layer in made.layers for role in ROLES]
-    elif isinstance(made, dict):
-        each = [states[0].abs().mean(0, dtype=torch.float64) for states in made.values()]
+def mean_sizes(states_of_side: Any) -> list[float] | None:
+    """Return the mean size of every feature of every state that a side stored; None where it stored none."""
+    if isinstance(states_of_side, Capture):
+        each = [getattr(layer, role).mean_abs for layer in states_of_side.layers for role in ROLES]
+    elif isinstance(states_of_side, dict):
+        each = [states[0].abs().mean(0, dtype=torch.float64) for states in states_of_side.values()]
     else:
         return None
     return torch.cat([part.flatten() for part in each]).tolist()
@@ -118,8 +118,8 @@ def prepare(job: dict[str, Any], sides: tuple[str, ...], warm_up: int) -> dict[s
 def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     """Measure one side in this process, which should be a fresh one."""
     give_back_what_is_freed()
-    made, found = peak_of(prepare(job, (job["side"],), 64)[job["side"]])
-    return found | {"mean_sizes": mean_sizes(made)}
+    result, usage = peak_of(prepare(job, (job["side"],), 64)[job["side"]])
+    return usage | {"mean_sizes": mean_sizes(result)}
 
 
 def measure_time(job: dict[str, Any]) -> dict[str, Any]:
@@ -132,21 +132,21 @@ def rounds_of(side: str, tokens: int) -> int:
     return max(3, min(25, (14 if side == "capture" else 5) * 4096 // tokens))
 
 
-def time_row(side: str, tokens: int, rounds: int, found: dict[str, Any]) -> dict[str, Any]:
-    """Return what the rounds of one side at one length found."""
+def time_row(side: str, tokens: int, rounds: int, times: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of one side at one length, over all rounds."""
     return {
         "side": side,
         "tokens": tokens,
         "rounds": rounds,
-        "bare_s": round(statistics.median(found["wall"]["bare"]), 4),
-        f"{side}_s": round(statistics.median(found["wall"][side]), 4),
-        "wall_ratio": ratio(found["wall"], side, "bare"),
-        "cpu_ratio": ratio(found["cpu"], side, "bare"),
+        "bare_s": round(statistics.median(times["wall"]["bare"]), 4),
+        f"{side}_s": round(statistics.median(times["wall"][side]), 4),
+        "wall_ratio": ratio(times["wall"], side, "bare"),
+        "cpu_ratio": ratio(times["cpu"], side, "bare"),
     }
 
 
 def memory_rows(tokens: int, rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return what the processes of all sides at one length found."""
+    """Return the memory of every side at one length, over all processes."""
     rows = []
     for side in rounds[0]:
         row = {
@@ -175,8 +175,8 @@ def largest_difference(rounds: list[dict[str, dict[str, Any]]]) -> float | None:
     return max((abs(ours / theirs - 1) for ours, theirs in pairs), default=None)
 
 
-def judge(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the bars, what was found, and whether they are reached."""
+def check_bars(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the bars, what was measured, and whether the bars are reached."""
     ratios = {row["tokens"]: row["wall_ratio"]["median"] for row in times if row["side"] == "capture"}
     worst = max(ratios, key=lambda tokens: ratios[tokens])
     above = {
@@ -193,13 +193,13 @@ def judge(times: list[dict[str, Any]], memory: list[dict[str, Any]]) -> dict[str
             "bar": f"median wall time of capture / bare <= {BAR['capture_wall_over_bare']} at every length",
             "worst": ratios[worst],
             "worst_tokens": worst,
-            "reached_at": {str(n): found <= BAR["capture_wall_over_bare"] for n, found in ratios.items()},
+            "reached_at": {str(n): value <= BAR["capture_wall_over_bare"] for n, value in ratios.items()},
             "reached": ratios[worst] <= BAR["capture_wall_over_bare"],
         },
         "capture_memory_flat": {
             "bar": f"from {short} to {long} tokens capture's memory above bare grows by at most "
             f"{BAR['capture_growth_over_store_growth']} of what storing grows by",
-            "capture_above_bare_mb": {str(n): found for n, found in above["capture"].items()},
+            "capture_above_bare_mb": {str(n): value for n, value in above["capture"].items()},
             "capture_growth_mb": growth,
             "store_growth_mb": stored,
             "growth_over_store": share,
@@ -229,9 +229,9 @@ def main() -> None:
     bar = tqdm(total=steps, desc="measurements", file=sys.stderr)
 
     def find(measure: Callable[[dict[str, Any]], dict[str, Any]], **job: Any) -> dict[str, Any]:
-        found = in_own_process(measure, {"shape": shape, **job})
+        measured = in_own_process(measure, {"shape": shape, **job})
         bar.update()
-        return found
+        return measured
 
     times, memory, differences = [], [], []
     for tokens, sides in sorted(held.items()):
@@ -261,9 +261,9 @@ def main() -> None:
                 side: {str(row["tokens"]): row["above_bare_mb"] for row in memory if row["side"] == side}
                 for side in ("capture", "store", "masses")
             },
-            "largest_mean_difference": max(found for found in differences if found is not None),
+            "largest_mean_difference": max(difference for difference in differences if difference is not None),
         },
-        "bars": judge(times, memory),
+        "bars": check_bars(times, memory),
         "notes": [
             "Times are noisy: the machine did other work. Compare ratios within rounds, and their quartiles.",
             "capture also reads a few tokens once, to find where the states appear: it counts at short texts.",

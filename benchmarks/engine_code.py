@@ -59,11 +59,11 @@ def tables(engine: str, folder: str | Path, positions: int) -> Tables:
     Raises:
         Exception: whatever the engine raises for this config, or ``IndexError`` where its table has fewer positions.
     """
-    found = (_vllm if engine == "vllm" else _sglang)(str(folder))
-    for kind, table in found.items():
+    tables_by_kind = (_vllm if engine == "vllm" else _sglang)(str(folder))
+    for kind, table in tables_by_kind.items():
         if len(table) < positions:
             raise IndexError(f"{engine} holds {len(table)} positions for {kind or 'all layers'}, asked for {positions}")
-    return {kind: table[:positions].float() for kind, table in found.items()}
+    return {kind: table[:positions].float() for kind, table in tables_by_kind.items()}
 
 
 # --- vLLM
@@ -164,11 +164,11 @@ def _gemma3(module: ModuleType, config: Any) -> Tables:
     with _nothing_but_rotary(_model_files(module)), mock.patch.object(module, "make_layers", lambda *_, **__: None):
         model = module.Gemma3TextModel(config)
     positions = torch.arange(config.max_position_embeddings)[None]
-    found: Tables = {}
+    tables_by_kind: Tables = {}
     for kind, rotary in (("full_attention", model.rotary_emb), ("sliding_attention", model.rotary_emb_local)):
         cos, sin = (part[0].chunk(2, dim=-1)[0] for part in rotary(torch.zeros(1), positions))
-        found[kind] = torch.cat((cos, sin), dim=-1)
-    return found
+        tables_by_kind[kind] = torch.cat((cos, sin), dim=-1)
+    return tables_by_kind
 
 
 # --- both
@@ -201,7 +201,7 @@ def _by_type(config: Any, model: type, given: dict[str, Any]) -> Tables:
     kinds = list(getattr(config, "layer_types", None) or [])
     nested = "full_attention" in (config.rope_parameters or {})
     chosen = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)} if nested else {None: 0}
-    found: Tables = {}
+    tables_by_kind: Tables = {}
     for kind, index in chosen.items():
         place = {"prefix": f"model.layers.{index}", "layer_id": index, "layer_idx": index}
         accepted = inspect.signature(layer).parameters
@@ -211,8 +211,8 @@ def _by_type(config: Any, model: type, given: dict[str, Any]) -> Tables:
                 layer(**arguments)
                 raise LookupError(f"{layer.__name__} built no rotary embedding")
             except _Built as built:
-                found[kind] = _cache(built.rotary)
-    return found
+                tables_by_kind[kind] = _cache(built.rotary)
+    return tables_by_kind
 
 
 def _home(model: type) -> type:

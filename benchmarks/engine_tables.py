@@ -137,12 +137,12 @@ def rows(engine: str, families: tuple[str, ...], methods: tuple[str, ...], root:
                 method = method_of(name, base)
                 patch_folder(base, method, plain, target_length=TARGET)
                 row["plain_folder"] = _tried(engine, plain)
-                said = export(base, out, to=engine, form=form, method=method, target_length=TARGET)
+                exported = export(base, out, to=engine, form=form, method=method, target_length=TARGET)
             except ValueError as error:
                 yield row | {"verdict": "refused", "reason": str(error)}
                 continue
-            row["written_as"] = [table["rope_type"] for table in said["tables"]]
-            if said["checked_against"] == UNVERIFIED:
+            row["written_as"] = [table["rope_type"] for table in exported["tables"]]
+            if exported["checked_against"] == UNVERIFIED:
                 yield row | {"verdict": "unverified"}
                 continue
             row |= {"verdict": "runs", "difference": _tried(engine, out)}
@@ -158,22 +158,22 @@ def _tried(engine: str, folder: Path) -> float | str:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(engine_rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Count verdicts, and take the worst figure of an engine."""
-    counts = {v: sum(row["verdict"] == v for row in found) for v in ("runs", "refused", "unverified")}
-    ran = [row["difference"] for row in found if row["verdict"] == "runs"]
-    control = [row.get("plain_folder") for row in found if row["verdict"] != "unverified"]
+    counts = {v: sum(row["verdict"] == v for row in engine_rows) for v in ("runs", "refused", "unverified")}
+    ran = [row["difference"] for row in engine_rows if row["verdict"] == "runs"]
+    control = [row.get("plain_folder") for row in engine_rows if row["verdict"] != "unverified"]
     wrong = [value for value in control if isinstance(value, str) or (value is not None and value > 1e-4)]
     return {
         **counts,
         "largest_difference": max(ran) if all(isinstance(value, float) for value in ran) else "failed",
         "plain_folders_read_otherwise": f"{len(wrong)} of {sum(value is not None for value in control)}",
-        "contexts": sorted({row["context"] for row in found if "context" in row}),
+        "contexts": sorted({row["context"] for row in engine_rows if "context" in row}),
     }
 
 
 def main() -> None:
-    """Compare tables for every engine that is there."""
+    """Compare tables for every engine that is installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
     parser.add_argument("--quick", action="store_true", help="one family, two methods")
@@ -183,23 +183,23 @@ def main() -> None:
     hf_logging.set_verbosity_error()
     versions = {engine: engine_code.version(engine) for engine in engine_code.ENGINES}
     families, methods = (("llama",), ("pi:factor=4", "p_rope:p=0.5")) if given.quick else (tuple(FAMILIES), METHODS)
-    found: list[dict[str, Any]] = []
+    all_rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as root:
         for engine, version in versions.items():
             if version is not None:
-                found += rows(engine, families, methods, Path(root))
-    seen = {
-        engine: summary([row for row in found if row["engine"] == engine]) if version else "not installed"
+                all_rows += rows(engine, families, methods, Path(root))
+    summaries = {
+        engine: summary([row for row in all_rows if row["engine"] == engine]) if version else "not installed"
         for engine, version in versions.items()
     }
     report = {
         "benchmark": "engine_tables",
         "command": command(),
         "what": "largest difference between an engine's own cos and sin for our folders, and ours",
-        "summary": seen,
+        "summary": summaries,
         "settings": {"size": SIZE, "families": FAMILIES, "context": CONTEXT, "target_length": TARGET},
         "environment": environment() | {engine: version for engine, version in versions.items() if version},
-        "rows": found,
+        "rows": all_rows,
     }
     write(report, given.output)
 

@@ -147,13 +147,13 @@ def reload_folders(folder: str) -> dict[str, str]:
     problems = {}
     for logits in Path(folder).glob("*.pt"):
         problems[logits.stem] = ""
-        for dtype, wanted in torch.load(logits).items():
+        for dtype, expected in torch.load(logits).items():
             try:
                 model = AutoModelForCausalLM.from_pretrained(logits.with_suffix(""), dtype=dtype)
             except Exception as error:
                 problems[logits.stem] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 continue
-            error = float((in_own_memory(model)(IDS, use_cache=False).logits - wanted).abs().max())
+            error = float((in_own_memory(model)(IDS, use_cache=False).logits - expected).abs().max())
             if error:
                 problems[logits.stem] = f"in {dtype} it reloads with logits {error:.1g} off"
     return problems
@@ -167,40 +167,40 @@ def examine(model_type: str, checks: Worker, reloads: Worker) -> Report:
     problems: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = checks((model_type, folder))
-            problems = reloads(folder) if found["methods"] else {}
+            report = checks((model_type, folder))
+            problems = reloads(folder) if report["methods"] else {}
         except RuntimeError as error:
-            found = {"model_class": "", "result": "crashes", "reason": str(error), "methods": {}, "left_out": {}}
-    return conclude(model_type, found, problems)
+            report = {"model_class": "", "result": "crashes", "reason": str(error), "methods": {}, "left_out": {}}
+    return conclude(model_type, report, problems)
 
 
-def conclude(model_type: str, found: Report, problems: dict[str, str]) -> Report:
+def conclude(model_type: str, report: Report, problems: dict[str, str]) -> Report:
     """Put the outcomes of the methods and of reloading together: one result, the state of every check, the reasons."""
     if problems.get("unpatched"):
-        found["left_out"]["saved"] = f"without a patch: {problems['unpatched']}"
+        report["left_out"]["saved"] = f"without a patch: {problems['unpatched']}"
         problems = {}
-    for name, outcome in found["methods"].items():
+    for name, outcome in report["methods"].items():
         if problems.get(name):
             outcome["result"] = "in part"
             outcome["fails"].setdefault("saved", problems[name])
-    outcomes: dict[str, Report] = found["methods"]
-    worst = max(outcomes.values(), key=lambda outcome: WEIGHT.index(outcome["result"]), default=found)
+    outcomes: dict[str, Report] = report["methods"]
+    worst = max(outcomes.values(), key=lambda outcome: WEIGHT.index(outcome["result"]), default=report)
     fails: dict[str, str] = {}
     for name, outcome in outcomes.items():
         for check, problem in outcome.get("fails", {}).items():
             fails.setdefault(check, f"with {name}: {problem}")
     applied = any("fails" in outcome for outcome in outcomes.values())
-    reached = {"built": found.get("result") != "not built", "located": bool(outcomes)}
+    reached = {"built": report.get("result") != "not built", "located": bool(outcomes)}
     states = {check: "passes" if reached.get(check, applied) else "not reached" for check in CHECKS}
-    states |= dict.fromkeys(found["left_out"], "left out") | dict.fromkeys(fails, "fails")
+    states |= dict.fromkeys(report["left_out"], "left out") | dict.fromkeys(fails, "fails")
     return {
         "type": model_type,
-        "model_class": found["model_class"],
+        "model_class": report["model_class"],
         "result": worst["result"],
         "reason": worst["reason"] or _grouped("fails", fails),
         "checks": states,
         "methods": {name: _outcome(outcome, worst["reason"]) for name, outcome in outcomes.items()},
-        "left_out": found["left_out"],
+        "left_out": report["left_out"],
     }
 
 

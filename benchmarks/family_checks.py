@@ -203,12 +203,12 @@ class Trial:
     def saved(self, name: str, patched: Tensor) -> bool:
         """Save the patched model, with its logits as loaded in either dtype, for the process without rope_patch."""
         rope_patch.save(self.model, self.folder / name)
-        wanted = {"float32": patched}
+        expected = {"float32": patched}
         with contextlib.suppress(ValueError):  # AutoModelForCausalLM does not load what this class saves
             model = self.reloaded("bfloat16")
             self.apply(model, name)
-            wanted["bfloat16"] = logits(model)
-        torch.save(wanted, self.folder / f"{name}.pt")
+            expected["bfloat16"] = logits(model)
+        torch.save(expected, self.folder / f"{name}.pt")
         return True
 
     def cast(self) -> bool | str:
@@ -221,17 +221,17 @@ class Trial:
         """A random LoRA adapter over the patched model, saved and loaded by rope_patch, gives equal logits."""
         try:
             model, bare = self.reloaded(), self.reloaded()
-            wanted = logits(with_lora(bare, self.folder / "adapter"))
+            expected = logits(with_lora(bare, self.folder / "adapter"))
             again = peft.PeftModel.from_pretrained(self.reloaded(), self.folder / "adapter").eval()
         except Exception as error:
             raise NotOurs(f"without a patch transformers or PEFT fails: {describe(error)}") from error
-        if not torch.equal(logits(again), wanted):
+        if not torch.equal(logits(again), expected):
             raise NotOurs("without a patch PEFT reloads an adapter with other logits")
         self.apply(model, name)
         adapted, folder = with_lora(model), self.folder / f"{name}-adapter"
-        wanted = logits(adapted)
+        expected = logits(adapted)
         rope_patch.save(adapted, folder)
-        return torch.equal(logits(in_own_memory(rope_patch.load(folder))), wanted) or "it loads with other logits"
+        return torch.equal(logits(in_own_memory(rope_patch.load(folder))), expected) or "it loads with other logits"
 
     def reloaded(self, dtype: str = "float32") -> Any:
         """Return the unpatched model, loaded from its folder."""

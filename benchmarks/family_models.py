@@ -97,9 +97,9 @@ ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 def tiny_settings(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the values that shrink a config: sizes by name, lists per layer cut alike, parts shrunk likewise."""
-    said = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    stated = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     small: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in stated.items():
         if isinstance(value, PreTrainedConfig):
             small[name] = tiny_settings(value) | ({"model_type": value.model_type} if value.model_type else {})
         elif isinstance(value, int) and not isinstance(value, bool) and name in SIZES:
@@ -110,12 +110,12 @@ def tiny_settings(config: PreTrainedConfig) -> dict[str, Any]:
             small[name] = [min(size, SIZES[name]) for size in value]
         elif isinstance(value, (int, list)) and name.endswith(("token_id", "token_index")):
             small[name] = SPECIAL_TOKENS.get(name, VOCABULARY - 1)
-    if "rope_parameters" not in said:  # learned position embeddings end there
+    if "rope_parameters" not in stated:  # learned position embeddings end there
         small |= {name: 2 * CONTEXT for name in ("max_position_embeddings", "max_seq_len") if name in small}
     if "kv_lora_rank" in small:  # latent attention has as many heads of keys as of queries
         small |= {name: small["num_attention_heads"] for name in ("num_key_value_heads",) if name in small}
-    depth = next((said[name] for name in _DEPTHS.split() if isinstance(said.get(name), int)), 0)
-    own = {name: small.get(name, said[name]) for name in type(config).__dataclass_fields__ if name in said}
+    depth = next((stated[name] for name in _DEPTHS.split() if isinstance(stated.get(name), int)), 0)
+    own = {name: small.get(name, stated[name]) for name in type(config).__dataclass_fields__ if name in stated}
     return small | _cut(own, depth)
 
 
@@ -125,9 +125,9 @@ def _cut_context(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return small | {key: CONTEXT for key in ("original_max_position_embeddings",) if key in small}
 
 
-def _cut(said: Mapping[str, Any], depth: int) -> dict[str, Any]:
+def _cut(stated: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """Cut every list of one value per layer to the same few layers, one of each kind first."""
-    lists = {name: v for name, v in said.items() if isinstance(v, (list, tuple)) and len(v) == depth > LAYERS}
+    lists = {name: v for name, v in stated.items() if isinstance(v, (list, tuple)) and len(v) == depth > LAYERS}
     if not lists:
         return {}
     kinds = [str(values) for values in zip(*lists.values(), strict=True)]

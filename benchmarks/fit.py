@@ -139,12 +139,12 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
             "correct": {str(n): [sample.correct for sample in prompts.samples(n)] for n in lengths},
         }
     differences = {
-        f"{kind} {stop}": [found.estimate, found.low, found.high]
+        f"{kind} {stop}": [difference.estimate, difference.low, difference.high]
         for kind, stop, start in [
             *(("perplexity", high, low) for low, high in itertools.pairwise([0, *lengths])),
             *(("retrieval", n, 0) for n in lengths),
         ]
-        for found in [comparison.difference(ours, yarn, kind, stop, start)]
+        for difference in [comparison.difference(ours, yarn, kind, stop, start)]
     }
     write_atomically(place(root, cell), json.dumps({**fit_result, "rows": rows, "fitted_minus_yarn": differences}))
     return cell
@@ -154,33 +154,35 @@ def summarise(root: Path, done: list[Cell]) -> tuple[list[dict[str, Any]], dict[
     """Return a row per cell, and whether the requirements are met."""
     rows = []
     for cell in done:
-        found = json.loads(place(root, cell).read_text())
+        cell_result = json.loads(place(root, cell).read_text())
         means = {
             name: {n: statistics.fmean(values) for n, values in row["nll"].items()}
-            for name, row in found["rows"].items()
+            for name, row in cell_result["rows"].items()
         }
         shortest = min(means["yarn"], key=int)
         apart = {name: abs(means[name][shortest] - means["default"][shortest]) for name in ("yarn", "fitted")}
-        differences = found["fitted_minus_yarn"]
+        differences = cell_result["fitted_minus_yarn"]
         rows.append(
             {
                 "checkpoint": Path(cell[0]).name,
                 "factor": cell[1],
                 "seed": cell[2],
-                **{name: found[name] for name in ("cpu_s", "wall_s", "chosen", "tried", "method", "stopped")},
+                **{name: cell_result[name] for name in ("cpu_s", "wall_s", "chosen", "tried", "method", "stopped")},
                 "nll": means,
                 "retrieval": {
                     name: {n: statistics.fmean(map(float, values)) for n, values in row["correct"].items()}
-                    for name, row in found["rows"].items()
+                    for name, row in cell_result["rows"].items()
                 },
                 "fitted_minus_yarn": differences,
                 "better_in_every_bucket": all(d[0] < 0 for k, d in differences.items() if k.startswith("perplexity")),
-                "retrieval_not_surely_lower": all(d[2] >= 0 for k, d in differences.items() if k.startswith("retr")),
+                "retrieval_not_significantly_lower": all(
+                    d[2] >= 0 for k, d in differences.items() if k.startswith("retr")
+                ),
                 "nearer_at_the_trained_length": apart["fitted"] < apart["yarn"],
-                "in_time": found["cpu_s"] <= FACTORS[cell[1]],
+                "in_time": cell_result["cpu_s"] <= FACTORS[cell[1]],
             }
         )
-    bars = ("better_in_every_bucket", "retrieval_not_surely_lower", "nearer_at_the_trained_length", "in_time")
+    bars = ("better_in_every_bucket", "retrieval_not_significantly_lower", "nearer_at_the_trained_length", "in_time")
     return rows, {bar: all(row[bar] for row in rows if row["checkpoint"] == "llama") for bar in bars}
 
 

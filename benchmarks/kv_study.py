@@ -114,13 +114,13 @@ def measure(cell: Cell, root: Path, adapters: Path, quick: bool) -> Cell:
     names = {text: name for name, text in schemes.items()}
     rows = {}
     for row in checked.rows:
-        score, found = row.scores.perplexity, row.scores.retrieval["passkey"]
+        score, retrieval = row.scores.perplexity, row.scores.retrieval["passkey"]
         rows[names.get(row.scheme, "none")] = {
             "scheme": row.scheme_text,
             "key_bits": row.key_bits,
             "value_bits": row.value_bits,
             "nll": [sum(document.nll) / sum(document.tokens) for document in score.documents],
-            "correct": [sample.correct for sample in found.samples(length)],
+            "correct": [sample.correct for sample in retrieval.samples(length)],
             "kl": None if row.divergence is None else row.divergence.kl,
             "top1": None if row.divergence is None else row.divergence.top1,
             "logit": [float(error.logit.mean()) for error in row.errors],
@@ -138,27 +138,27 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
     all prompts, and Student's over seeds beside it.
     """
     out = []
-    for shape, arm, after, judged in _groups(root, done):
-        for name in judged[0]:
-            some, full = [cell[name] for cell in judged], [cell["none"] for cell in judged]
+    for shape, arm, after, group in _groups(root, done):
+        for name in group[0]:
+            quantized, full = [cell[name] for cell in group], [cell["none"] for cell in group]
             changes = [
-                [a - b for a, b in zip(x["nll"], y["nll"], strict=True)] for x, y in zip(some, full, strict=True)
+                [a - b for a, b in zip(x["nll"], y["nll"], strict=True)] for x, y in zip(quantized, full, strict=True)
             ]
             by_window = [statistics.fmean(part) for part in zip(*changes, strict=True)]
             low, high = paired_means(by_window, [0.0] * len(by_window))
-            ours, theirs = (list(itertools.chain(*(cell["correct"] for cell in part))) for part in (some, full))
-            errors = [cell["logit"] for cell in some if cell["logit"]]
+            ours, theirs = (list(itertools.chain(*(cell["correct"] for cell in part))) for part in (quantized, full))
+            errors = [cell["logit"] for cell in quantized if cell["logit"]]
             out.append(
                 {
                     "checkpoint": shape,
                     "table": arm,
                     "after_lora": after,
-                    "seeds": len(judged),
+                    "seeds": len(group),
                     "name": name,
-                    "scheme": some[0]["scheme"],
-                    "bits": (some[0]["key_bits"] + some[0]["value_bits"]) / 2,
-                    "key_bits": some[0]["key_bits"],
-                    "perplexity": math.exp(statistics.fmean(itertools.chain(*(cell["nll"] for cell in some)))),
+                    "scheme": quantized[0]["scheme"],
+                    "bits": (quantized[0]["key_bits"] + quantized[0]["value_bits"]) / 2,
+                    "key_bits": quantized[0]["key_bits"],
+                    "perplexity": math.exp(statistics.fmean(itertools.chain(*(cell["nll"] for cell in quantized)))),
                     "nll_change": statistics.fmean(by_window),
                     "nll_change_interval": [low, high],
                     "nll_change_over_seeds": _over_seeds([statistics.fmean(part) for part in changes]),
@@ -166,11 +166,11 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "retrieval_change": statistics.fmean(map(float, ours)) - statistics.fmean(map(float, theirs)),
                     "retrieval_change_interval": list(paired_shares(ours, theirs)),
                     "prompts": len(ours),
-                    "kl": None if some[0]["kl"] is None else statistics.fmean(cell["kl"] for cell in some),
+                    "kl": None if quantized[0]["kl"] is None else statistics.fmean(cell["kl"] for cell in quantized),
                     "logit_error": statistics.fmean(itertools.chain(*errors)) if errors else None,
                     "worst_layer_logit_error": max(itertools.chain(*errors)) if errors else None,
-                    "prediction_radius": _mean([cell["prediction"][0] for cell in some]),
-                    "prediction_bound": _mean([cell["prediction"][1] for cell in some]),
+                    "prediction_radius": _mean([cell["prediction"][0] for cell in quantized]),
+                    "prediction_bound": _mean([cell["prediction"][1] for cell in quantized]),
                 }
             )
     return out
@@ -190,22 +190,22 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def answer(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
-    """Return what a remedy saves of what a scheme costs, both on the same windows: nats/token, over seeds their mean.
+    """Return how much of a scheme's cost a mitigation saves on the same windows [nats/token], as the mean over seeds.
 
-    The interval is Student's over windows; above 0 the remedy helps.
+    The interval is Student's over windows; above 0 the mitigation helps.
     """
     pairs = [(plain, f"{plain} {word}") for plain in ("int4", "int3") for word in CENTRED] + [("KIVI-2", "KIVI-2 pre")]
     pairs += [("KIVI-2, int4 keys", "KIVI-2 keep8"), ("KIVI-2, int3 keys", "KIVI-2 keep8")]
     out = []
-    for plain, remedy in pairs:
-        for shape, table, after, judged in _groups(root, done):
-            if remedy not in judged[0] or plain not in judged[0]:
+    for plain, mitigation in pairs:
+        for shape, table, after, group in _groups(root, done):
+            if mitigation not in group[0] or plain not in group[0]:
                 continue
-            costs = [[cell[name]["nll"] for cell in judged] for name in (plain, remedy, "none")]
+            costs = [[cell[name]["nll"] for cell in group] for name in (plain, mitigation, "none")]
             one, other, none = ([statistics.fmean(part) for part in zip(*rows, strict=True)] for rows in costs)
             low, high = paired_means(one, other)
             logits = [
-                statistics.fmean(itertools.chain(*(c[name]["logit"] for c in judged))) for name in (plain, remedy)
+                statistics.fmean(itertools.chain(*(c[name]["logit"] for c in group))) for name in (plain, mitigation)
             ]
             out.append(
                 {
@@ -213,8 +213,8 @@ def answer(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "table": table,
                     "after_lora": after,
                     "scheme": plain,
-                    "remedy": remedy,
-                    "key_bits": [judged[0][name]["key_bits"] for name in (plain, remedy)],
+                    "remedy": mitigation,
+                    "key_bits": [group[0][name]["key_bits"] for name in (plain, mitigation)],
                     "nll_cost": [statistics.fmean(part) - statistics.fmean(none) for part in (one, other)],
                     "nll_saved": statistics.fmean(one) - statistics.fmean(other),
                     "nll_saved_interval": [low, high],
@@ -263,31 +263,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
     parser.add_argument("--figure", type=Path, default=None, help="PNG of cost against bits, after LoRA")
-    parser.add_argument("--root", type=Path, default=Path("build/kv_study"), help="where cells are kept")
-    parser.add_argument("--adapters", type=Path, default=Path("build/adapters"), help="what `make adapt` has left")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
+    parser.add_argument(
+        "--root", type=Path, default=Path("build/kv_study"), help="folder of the results of finished cells"
+    )
+    parser.add_argument(
+        "--adapters", type=Path, default=Path("build/adapters"), help="folder of the adapters that `make adapt` trains"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes, one thread each")
     parser.add_argument("--quick", action="store_true", help="two cells of few schemes")
     given = parser.parse_args()
-    wanted = cells(given.quick)
-    trained = {cell: given.adapters / cell[0] / f"{cell[1]}-{cell[2]}" for cell in wanted if cell[2] is not None}
+    requested = cells(given.quick)
+    trained = {cell: given.adapters / cell[0] / f"{cell[1]}-{cell[2]}" for cell in requested if cell[2] is not None}
     missing = [cell for cell, folder in trained.items() if not folder.exists()]
     if missing:
         sys.exit(f"no adapter in {given.adapters} for {missing[0]} and {len(missing) - 1} more: run `make adapt` first")
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
-    todo = [cell for cell in wanted if not place(root, cell).exists()]
+    todo = [cell for cell in requested if not place(root, cell).exists()]
     with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
         waiting = [pool.apply_async(measure, (cell, root, given.adapters, given.quick)) for cell in todo]
         for task in waiting:
             task.get()
             bar.update()
-    rows = summarise(root, wanted)
+    rows = summarise(root, requested)
     settings = {"length": 256 if given.quick else LENGTH, "windows": 2 if given.quick else WINDOWS, "simulated": True}
     report = {
         "benchmark": "kv_study",
         "command": command(),
         "what": "nats/token and prompts that quantized caches cost at 4x the trained length, before and after LoRA",
-        "summary": answer(root, wanted),
+        "summary": answer(root, requested),
         "settings": settings,
         "environment": environment(),
         "rows": rows,

@@ -70,18 +70,18 @@ def in_own_process(work: Callable[[Job], Job], job: Job) -> Job:
     process.start()
     theirs.close()
     try:
-        found = ours.recv()
+        answer = ours.recv()
     except EOFError:
-        found = "it ended without an answer; was memory short?"
+        answer = "it ended without an answer; was memory short?"
     process.join()
-    if isinstance(found, str):
-        raise RuntimeError(f"{job} failed with status {process.exitcode}: {found}")
-    return found
+    if isinstance(answer, str):
+        raise RuntimeError(f"{job} failed with status {process.exitcode}: {answer}")
+    return answer
 
 
 def _serve(work: Callable[[Job], Job], job: Job, answer: Connection) -> None:
     try:
-        gc.freeze()  # what was imported is no garbage: looking through it would copy it
+        gc.freeze()  # a garbage collection would copy the memory of everything imported
         torch.set_num_threads(1)
         transformers.utils.logging.set_verbosity_error()
         answer.send(work(job))
@@ -116,7 +116,7 @@ def peak_of(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, Job]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         began = time.perf_counter()
-        made = work()
+        result = work()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         highest, how = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated"
@@ -130,10 +130,10 @@ def peak_of(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, Job]:
         except OSError:  # not allowed here: the highest of all of this process, imports included
             how = "ru_maxrss"
         began = time.perf_counter()
-        made = work()
+        result = work()
         seconds = time.perf_counter() - began
         highest = _status("VmHWM") if how == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return made, {"peak_bytes": highest - before, "loaded_bytes": before, "peak_from": how, "seconds": seconds}
+    return result, {"peak_bytes": highest - before, "loaded_bytes": before, "peak_from": how, "seconds": seconds}
 
 
 def _status(field: str) -> int:

@@ -68,25 +68,25 @@ def read(root: Path) -> dict[str, str]:
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity(logging.CRITICAL)
-    ids, found, unpatched = load_file(root / "ids.safetensors")["ids"], {}, {}
+    ids, outcomes, unpatched = load_file(root / "ids.safetensors")["ids"], {}, {}
     folders = (path for path in root.iterdir() if path.is_dir())
     for folder in sorted(folders, key=lambda path: (not path.name.endswith(f"-{PLAIN}"), path.name)):
         family = folder.name.rpartition("-")[0]
-        wanted = load_file(f"{folder}.safetensors")["logits"]
+        expected = load_file(f"{folder}.safetensors")["logits"]
         try:
             model = AutoModelForCausalLM.from_pretrained(folder).eval()
             with torch.no_grad():
                 logits = model(ids, use_cache=False).logits.float()
-            error = float((logits - wanted).abs().max()) if logits.shape == wanted.shape else float("inf")
-            found[folder.name] = "equal" if error < 1e-3 else f"differs by {error:.3g}"
+            error = float((logits - expected).abs().max()) if logits.shape == expected.shape else float("inf")
+            outcomes[folder.name] = "equal" if error < 1e-3 else f"differs by {error:.3g}"
             plain = unpatched.setdefault(family, logits)
             if error >= 1e-3 and plain is not logits and torch.allclose(logits, plain, atol=1e-5):
-                found[folder.name] = "loses the patch"
+                outcomes[folder.name] = "loses the patch"
         except Exception as error:
-            found[folder.name] = (
+            outcomes[folder.name] = (
                 f"raises {type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
             )
-    return found
+    return outcomes
 
 
 def environment(version: str, folder: Path) -> Path:
@@ -103,20 +103,24 @@ def environment(version: str, folder: Path) -> Path:
     return python
 
 
-def outcome(found: dict[str, str]) -> dict[str, Any]:
+def outcome(outcomes: dict[str, str]) -> dict[str, Any]:
     """Count what a release made of the folders whose unpatched form it reads as it should."""
-    known = {name.rpartition("-")[0] for name, said in found.items() if name.endswith(f"-{PLAIN}") and said == "equal"}
+    known = {
+        name.rpartition("-")[0] for name, result in outcomes.items() if name.endswith(f"-{PLAIN}") and result == "equal"
+    }
     counted = {
-        name: said
-        for name, said in found.items()
+        name: result
+        for name, result in outcomes.items()
         if name.rpartition("-")[0] in known and not name.endswith(f"-{PLAIN}")
     }
     return {
         "families_it_reads": len(known),
-        "folders": dict(Counter(said.partition(" ")[0] for said in counted.values())),
-        "wrong_in_silence": {name: said for name, said in counted.items() if said.startswith(("differs", "loses"))},
-        "loses_the_patch": sorted(name for name, said in found.items() if said.startswith("loses")),
-        "raises": {name: said for name, said in counted.items() if said.startswith("raises")},
+        "folders": dict(Counter(result.partition(" ")[0] for result in counted.values())),
+        "wrong_in_silence": {
+            name: result for name, result in counted.items() if result.startswith(("differs", "loses"))
+        },
+        "loses_the_patch": sorted(name for name, result in outcomes.items() if result.startswith("loses")),
+        "raises": {name: result for name, result in counted.items() if result.startswith("raises")},
     }
 
 

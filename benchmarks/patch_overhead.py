@@ -89,11 +89,11 @@ def rotary(model: Any, positions: torch.Tensor, steps: int) -> None:
 def paired(stock: Callable[[], None], ours: Callable[[], None], repeats: int, device: str) -> dict[str, float]:
     """Time both in turn; returns the median ratio, its quartiles and both medians [s]."""
     wall = time_in_turn({"stock": stock, "patched": ours}, repeats, warm_up=2, device=device)["wall"]
-    found = ratio(wall, "patched", "stock")
+    wall_ratio = ratio(wall, "patched", "stock")
     return {
-        "ratio": found["median"],
-        "ratio_q1": found["q1"],
-        "ratio_q3": found["q3"],
+        "ratio": wall_ratio["median"],
+        "ratio_q1": wall_ratio["q1"],
+        "ratio_q3": wall_ratio["q3"],
         "pairs": repeats,
         "stock_s": round(statistics.median(wall["stock"]), 7),
         "patched_s": round(statistics.median(wall["patched"]), 7),

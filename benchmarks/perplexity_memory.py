@@ -99,8 +99,8 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
     if job["gives_back"]:
         give_back_what_is_freed()
     run = prepare(job, (job["side"],))[job["side"]]
-    nll, found = peak_of(run)
-    return found | {"nll": nll}
+    nll, usage = peak_of(run)
+    return usage | {"nll": nll}
 
 
 def measure_time(job: dict[str, Any]) -> dict[str, Any]:
@@ -110,36 +110,36 @@ def measure_time(job: dict[str, Any]) -> dict[str, Any]:
 
 def memory_row(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the memory of one side at one length."""
-    found = in_own_process(measure_memory, {"gives_back": True, **job})
+    measured = in_own_process(measure_memory, {"gives_back": True, **job})
     cache = cache_bytes(job["shape"], job["tokens"]) if job["side"] == "chunked" else 0
     return {
         "side": job["side"],
         "tokens": job["tokens"],
-        "peak_mb": megabytes(found["peak_bytes"]),
+        "peak_mb": megabytes(measured["peak_bytes"]),
         "cache_mb": megabytes(cache),
-        "peak_above_cache_mb": megabytes(found["peak_bytes"] - cache),
-        "loaded_mb": megabytes(found["loaded_bytes"]),
-        "peak_from": found["peak_from"],
-        "nll": found["nll"],
-        "seconds_unpaired": round(found["seconds"], 2),
+        "peak_above_cache_mb": megabytes(measured["peak_bytes"] - cache),
+        "loaded_mb": megabytes(measured["loaded_bytes"]),
+        "peak_from": measured["peak_from"],
+        "nll": measured["nll"],
+        "seconds_unpaired": round(measured["seconds"], 2),
     }
 
 
 def malloc_row(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the memory of one side at one length with malloc as it comes."""
-    found = in_own_process(measure_memory, {"gives_back": False, **job})
-    return {"side": job["side"], "tokens": job["tokens"], "peak_mb": megabytes(found["peak_bytes"])}
+    measured = in_own_process(measure_memory, {"gives_back": False, **job})
+    return {"side": job["side"], "tokens": job["tokens"], "peak_mb": megabytes(measured["peak_bytes"])}
 
 
 def time_row(job: dict[str, Any]) -> dict[str, Any]:
     """Time all sides at one length."""
-    found = in_own_process(measure_time, job)
+    times = in_own_process(measure_time, job)
     row: dict[str, Any] = {"tokens": job["tokens"], "rounds": job["repeats"]}
     for side in SIDES:
-        row[f"{side}_s"] = round(statistics.median(found["wall"][side]), 3)
+        row[f"{side}_s"] = round(statistics.median(times["wall"][side]), 3)
     for side in SIDES[1:]:
         for clock in ("wall", "cpu"):
-            row[f"{side}_{clock}_ratio"] = ratio(found[clock], side, "lm_eval")
+            row[f"{side}_{clock}_ratio"] = ratio(times[clock], side, "lm_eval")
     return row
 
 

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/retrieval_grid.py -o benchmarks/results/retrieval_grid.json
 
 The bundled checkpoints are patched, and asked for a key at each of 11 depths. Both sides get the same prompts, one at a
-time, run in one process in turn, in an order that alternates; what they say is compared string by string. Two figures:
+time, run in one process in turn, in an order that alternates; their answers are compared string by string. Two figures:
 ``asking``, from prompts to answers, and ``whole``, from the haystack's text to scores, prompts made on both sides. The
 figure is the median over rounds of lm-eval's CPU time / ours; above 1 ours is faster.
 """
@@ -57,7 +57,7 @@ class Counter:
 
 
 class Side:
-    """Asks, and keeps what was said and how many tokens were read for it."""
+    """Asks the prompts, and stores the answers and how many tokens were read for them."""
 
     def __init__(self, ask: Callable[[], list[str]], counter: Counter) -> None:
         self.ask, self.counter = ask, counter
@@ -65,7 +65,7 @@ class Side:
     def __call__(self) -> None:
         """Ask once."""
         self.counter.tokens = 0
-        self.said = self.ask()
+        self.answers = self.ask()
         self.tokens = self.counter.tokens
 
 
@@ -102,11 +102,11 @@ class Grid:
 
     def we_ask(self, columns: list[list[Prompt]]) -> list[str]:
         """Return what our engine says, haystack by haystack."""
-        reader, said = Reader(self.model), []
+        reader, answers = Reader(self.model), []
         for column in columns:
             for (got,) in answer(reader, [[prompt] for prompt in column], stops=(self.tokenizer.eos_token_id,)):
-                said.append(self.tokenizer.decode(list(got.output), skip_special_tokens=True))
-        return said
+                answers.append(self.tokenizer.decode(list(got.output), skip_special_tokens=True))
+        return answers
 
     def lm_eval_whole(self) -> list[str]:
         """Make prompts and ask lm-eval."""
@@ -151,12 +151,12 @@ def measure(grid: Grid, counter: Counter, repeats: int) -> dict[str, Any]:
             "our_tokens": ours.tokens,
             "lm_eval_cpu_s": round(statistics.median(times["cpu"]["lm_eval"]), 3),
             "our_cpu_s": round(statistics.median(times["cpu"]["ours"]), 3),
-            "outputs_identical": theirs.said == ours.said,
-            "outputs_different": sum(a != b for a, b in zip(theirs.said, ours.said, strict=True)),
+            "outputs_identical": theirs.answers == ours.answers,
+            "outputs_different": sum(a != b for a, b in zip(theirs.answers, ours.answers, strict=True)),
         }
         right = [prompt.parts[0] for column in grid.columns for prompt in column]
-        row["right"] = sum(s.strip().startswith(r) for s, r in zip(ours.said, right, strict=True))
-        row["outputs"] = ours.said[: len(grid.depths)]
+        row["right"] = sum(s.strip().startswith(r) for s, r in zip(ours.answers, right, strict=True))
+        row["outputs"] = ours.answers[: len(grid.depths)]
     return row
 
 
@@ -195,8 +195,8 @@ def main() -> None:
         for length in lengths:
             for mode in MODES:
                 grid = Grid(model, tokenizer, mode, length, depths, samples)
-                found = measure(grid, counter, repeats)
-                results.append({"checkpoint": name, "mode": mode, "length": length, **found})
+                measured = measure(grid, counter, repeats)
+                results.append({"checkpoint": name, "mode": mode, "length": length, **measured})
                 bar.update()
     bar.close()
     lowest = {

@@ -5,9 +5,9 @@
     python benchmarks/study_methods.py --quick                              # one checkpoint, one factor, two steps
 
 Checkpoints are the bundled ones and, with `--also`, one that cannot copy, such as llama2xs281K: it is adapted to the
-first half of its own text, stories divided by <|endoftext|>, and judged by perplexity alone on the second. Zero-shot at
-2, 4, 8 and 16 times; after LoRA of equal tokens at 4 and 16 times, of text alone, no retrieval prompt. What a table was
-fitted to before (text, and passkeys hidden in text, two to four times as many tokens) comes on top. A seed is that
+first half of its own text, stories divided by <|endoftext|>, and evaluated by perplexity alone on the second. Zero-shot
+at 2, 4, 8 and 16 times; after LoRA of equal tokens at 4 and 16 times, of text alone, no retrieval prompt. What a table
+was fitted to before (text, and passkeys hidden in text, two to four times as many tokens) comes on top. A seed is that
 of the fit, of the adapters, of the order of rows and of the prompts; windows of text are the same everywhere. Fitted
 tables are those of fit.py, in build/fit. Each cell is written to build/study when it is done, and not measured again.
 """
@@ -75,7 +75,7 @@ def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
         ]
     sources = [("llama", None), ("gemma3", None), *([(also, file)] if also else [])]
     arms = (FITTED, *METHODS)
-    made = [
+    all_cells = [
         Cell(source, factor, arm, seed, lora, text)
         for seed in SEEDS
         for lora, factors in ((False, FACTORS), (True, TRAINED_FACTORS))
@@ -83,7 +83,7 @@ def cells(also: str | None, file: str | None, quick: bool) -> list[Cell]:
         for source, text in sources
         for arm in arms
     ]
-    return sorted(made, key=lambda cell: (cell.seed > 0, cell.factor not in TRAINED_FACTORS and cell.seed > 0,
+    return sorted(all_cells, key=lambda cell: (cell.seed > 0, cell.factor not in TRAINED_FACTORS and cell.seed > 0,
                                           cell.factor * (cell.seed > 0)))  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def known(root: Path, cell: Cell) -> bool:
 
 
 def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
-    """Train where that is asked, judge, and write a cell."""
+    """Train where that is asked, evaluate, and write a cell."""
     model, tokenizer = opened(cell.source)  # before what logs as it is imported
     import rope_patch
 
@@ -121,14 +121,14 @@ def measure(cell: Cell, root: Path, tables: Path, quick: bool) -> Cell:
         model = rope_patch.load(folder, dtype=model.dtype).merge_and_unload().eval()
     else:
         rope_patch.apply(model, method, target_length=cell.factor * trained)
-    found = _judge(model, tokenizer, cell, trained, root, quick)
-    write_atomically(place(root, cell), json.dumps({"asked": asked(cell), "method": method, **found}))
-    if cell.lora:  # not before: a run without its ``work`` would be nobody's after a kill
+    scores = _evaluate(model, tokenizer, cell, trained, root, quick)
+    write_atomically(place(root, cell), json.dumps({"asked": asked(cell), "method": method, **scores}))
+    if cell.lora:  # only now: without its ``work`` a killed run's folder would not be recognized
         shutil.rmtree(folder / "work", ignore_errors=True)
     return cell
 
 
-def _judge(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, quick: bool) -> dict[str, Any]:
+def _evaluate(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, quick: bool) -> dict[str, Any]:
     """Losses of every window between doubling lengths [nats/token], and which prompts were answered."""
     from rope_patch.evaluation.documents import spread_windows
     from rope_patch.evaluation.perplexity import perplexity
@@ -140,9 +140,9 @@ def _judge(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, qui
     text = halves(cell.file, tokenizer)[1] if cell.file else builtin_text("heldout")
     windows, _ = spread_windows(tokenizer, text, target, 1 if quick else WINDOWS)
     fixed = not cell.lora and cell.arm != FITTED  # such a table reads the same text alike under every seed
-    kept = root / "parts" / f"{place(root, cell._replace(seed=0) if fixed else cell).stem}.jsonl"
-    kept.parent.mkdir(exist_ok=True)
-    score = perplexity(model, windows, window=target, buckets=edges, resume=kept)
+    result_cache = root / "parts" / f"{place(root, cell._replace(seed=0) if fixed else cell).stem}.jsonl"
+    result_cache.parent.mkdir(exist_ok=True)
+    score = perplexity(model, windows, window=target, buckets=edges, resume=result_cache)
     nll = {
         str(high): [d.nll[i] / d.tokens[i] for d in score.documents for i in score.inside(low, high)]
         for low, high in itertools.pairwise(edges)
@@ -151,7 +151,7 @@ def _judge(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, qui
         return {"nll": nll, "correct": {}}
     asked = retrieval(
         model, tokenizer, lengths=[trained, target], depths=DEPTHS, samples=1 if quick else SAMPLES,
-        seed=200 + cell.seed, resume=kept,
+        seed=200 + cell.seed, resume=result_cache,
     )  # fmt: skip
     correct: dict[str, list[list[bool]]] = {str(trained): [], str(target): []}
     for part in asked.cells:
@@ -186,7 +186,7 @@ def _finetune(cell: Cell, method: str, trained: int, folder: Path, root: Path, t
             "save_every": steps,
             "keep": 1,
         },
-        # judged by this study's own windows and prompts afterwards
+        # evaluated on this study's own windows and prompts afterwards
         "evaluation": {"before": False, "lengths": str(trained), "depths": [0.5], "samples": 1, "windows": 0},
         "output": str(folder),
     }
@@ -207,19 +207,19 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
     Over seeds a window's loss is its mean; intervals are Student's over windows, Newcombe's over the prompts of all
     seeds (as many as they are worth), and, of trained or fitted tables, Student's over seeds too.
     """
-    judged = {cell: json.loads(place(root, cell).read_text()) for cell in done}
+    results = {cell: json.loads(place(root, cell).read_text()) for cell in done}
     groups: dict[tuple[str, int, bool], dict[str, dict[int, dict[str, Any]]]] = {}
     for cell in done:
-        if cell._replace(arm="YaRN") in judged:
+        if cell._replace(arm="YaRN") in results:
             arms = groups.setdefault((Path(cell.source).name, cell.factor, cell.lora), {})
-            arms.setdefault(cell.arm, {})[cell.seed] = judged[cell]
+            arms.setdefault(cell.arm, {})[cell.seed] = results[cell]
     rows = []
     for (source, factor, lora), arms in sorted(groups.items(), key=lambda item: item[0][1:]):
         for arm, by_seed in arms.items():
             seeds = sorted(by_seed.keys() & arms["YaRN"].keys())
             if not seeds:
                 continue
-            found, base = ([some[seed] for seed in seeds] for some in (by_seed, arms["YaRN"]))
+            cells_of_arm, base = ([cells_by_seed[seed] for seed in seeds] for cells_by_seed in (by_seed, arms["YaRN"]))
             learned = lora or arm == FITTED
             rows.append(
                 {
@@ -227,37 +227,41 @@ def summarise(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "factor": factor,
                     "lora": lora,
                     "table": arm,
-                    "methods": list(dict.fromkeys(part["method"] for part in found)),
+                    "methods": list(dict.fromkeys(part["method"] for part in cells_of_arm)),
                     "seeds": seeds,
-                    "perplexity": {n: math.exp(statistics.fmean(_windows(found, n))) for n in found[0]["nll"]},
-                    "passkey": {n: statistics.fmean(_answers(found, n)) for n in found[0]["correct"]},
-                    "prompts": {n: len(_answers(found, n)) for n in found[0]["correct"]},
-                    "nll_minus_yarn": {n: _nll_change(found, base, n, learned) for n in found[0]["nll"]},
-                    "passkey_minus_yarn": {n: _passkey_change(found, base, n, learned) for n in found[0]["correct"]},
+                    "perplexity": {
+                        n: math.exp(statistics.fmean(_windows(cells_of_arm, n))) for n in cells_of_arm[0]["nll"]
+                    },
+                    "passkey": {n: statistics.fmean(_answers(cells_of_arm, n)) for n in cells_of_arm[0]["correct"]},
+                    "prompts": {n: len(_answers(cells_of_arm, n)) for n in cells_of_arm[0]["correct"]},
+                    "nll_minus_yarn": {n: _nll_change(cells_of_arm, base, n, learned) for n in cells_of_arm[0]["nll"]},
+                    "passkey_minus_yarn": {
+                        n: _passkey_change(cells_of_arm, base, n, learned) for n in cells_of_arm[0]["correct"]
+                    },
                 }
             )
     return rows
 
 
-def _windows(found: list[dict[str, Any]], bucket: str) -> list[float]:
+def _windows(cells_of_arm: list[dict[str, Any]], bucket: str) -> list[float]:
     """Loss of each window, the mean over seeds."""
-    return [statistics.fmean(values) for values in zip(*(part["nll"][bucket] for part in found), strict=True)]
+    return [statistics.fmean(values) for values in zip(*(part["nll"][bucket] for part in cells_of_arm), strict=True)]
 
 
-def _answers(found: list[dict[str, Any]], length: str) -> list[bool]:
-    return [hit for part in found for depth in part["correct"][length] for hit in depth]
+def _answers(cells_of_arm: list[dict[str, Any]], length: str) -> list[bool]:
+    return [hit for part in cells_of_arm for depth in part["correct"][length] for hit in depth]
 
 
 def _nll_change(ours: list[dict[str, Any]], base: list[dict[str, Any]], bucket: str, learned: bool) -> dict[str, Any]:
     one, other = _windows(ours, bucket), _windows(base, bucket)
-    made: dict[str, Any] = {
+    change: dict[str, Any] = {
         "estimate": statistics.fmean(one) - statistics.fmean(other),
         "over_windows": list(paired_means(one, other)) if len(one) > 1 else None,
     }
     seeds = [
         statistics.fmean(a["nll"][bucket]) - statistics.fmean(b["nll"][bucket]) for a, b in zip(ours, base, strict=True)
     ]
-    return made | ({"over_seeds": _student(seeds)} if learned and len(seeds) > 1 else {})
+    return change | ({"over_seeds": _student(seeds)} if learned and len(seeds) > 1 else {})
 
 
 def _student(values: list[float]) -> list[float]:
@@ -307,12 +311,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
     parser.add_argument("--figure", type=Path, default=None, help="PNG to draw")
-    parser.add_argument("--root", type=Path, default=Path("build/study"), help="where cells are kept")
-    parser.add_argument("--tables", type=Path, default=Path("build/fit"), help="where fitted tables are kept")
+    parser.add_argument(
+        "--root", type=Path, default=Path("build/study"), help="folder of the results of finished cells"
+    )
+    parser.add_argument("--tables", type=Path, default=Path("build/fit"), help="folder of the fitted tables")
     parser.add_argument("--also", default=None, help="folder of another checkpoint")
     parser.add_argument("--text", default=None, help="file of its text")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, a thread each")
-    parser.add_argument("--report", action="store_true", help="measure nothing: report the cells that are there")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes, one thread each")
+    parser.add_argument("--report", action="store_true", help="measure nothing, and report the finished cells")
     parser.add_argument("--quick", action="store_true", help="three cells of a few steps")
     given = parser.parse_args()
     if bool(given.also) != bool(given.text):
@@ -321,13 +327,13 @@ def main() -> None:
     root, tables = given.root / size, given.tables / size
     for folder in (root, tables):
         folder.mkdir(parents=True, exist_ok=True)
-    wanted = cells(given.also, given.text, given.quick)
-    todo = [] if given.report else [cell for cell in wanted if not known(root, cell)]
+    requested = cells(given.also, given.text, given.quick)
+    todo = [] if given.report else [cell for cell in requested if not known(root, cell)]
     with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
         for task in [pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in todo]:
             task.get()
             bar.update()
-    rows = summarise(root, [cell for cell in wanted if known(root, cell)])
+    rows = summarise(root, [cell for cell in requested if known(root, cell)])
     trained = [row for row in rows if row["table"] == FITTED]
     report = {
         "benchmark": "study_methods",

@@ -83,9 +83,9 @@ def loss_of(side: str, model: LlamaForCausalLM, hidden: Tensor, labels: Tensor) 
     if side == "stock":  # the end of LlamaForCausalLM.forward
         return model.loss_function(logits=model.lm_head(hidden), labels=labels, vocab_size=model.config.vocab_size)
     if side == "torch":
-        states, wanted = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        states, targets = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         return functional.linear_cross_entropy(
-            states, model.lm_head.weight, wanted, options=torch.nn.LinearCrossEntropyOptions()
+            states, model.lm_head.weight, targets, options=torch.nn.LinearCrossEntropyOptions()
         )
     library = loss_module.SLICE
     loss_module.SLICE = int(side.partition("_")[2] or library)
@@ -119,32 +119,32 @@ def loss_memory(job: dict[str, Any]) -> dict[str, Any]:
     give_back_what_is_freed()
     path = LossPath(job)
     path(job["side"], 64)
-    loss, found = peak_of(lambda: path(job["side"])[0], job["device"])
-    return found | {"loss": loss}
+    loss, usage = peak_of(lambda: path(job["side"])[0], job["device"])
+    return usage | {"loss": loss}
 
 
 def loss_time(job: dict[str, Any]) -> dict[str, Any]:
     """Compare the sides of the loss path and time them in turn."""
     path = LossPath(job)
     head = path.model.lm_head.weight
-    found: dict[str, tuple[float, dict[str, Tensor]]] = {}
+    results: dict[str, tuple[float, dict[str, Tensor]]] = {}
     # Not timed: the head is trained here too, so that its gradient can be compared.
     for side in job["sides"]:
         head.requires_grad_(True)
         loss, gradient = path(side)
-        found[side] = loss, {"states": gradient, "head": head.grad}
+        results[side] = loss, {"states": gradient, "head": head.grad}
         head.grad = None
         head.requires_grad_(False)
-    stock = found["stock"]
+    stock = results["stock"]
     compared = {
         side: {
             "loss_difference": abs(loss - stock[0]),
             "gradients": {name: difference(gradients[name], stock[1][name]) for name in gradients},
         }
-        for side, (loss, gradients) in found.items()
+        for side, (loss, gradients) in results.items()
         if side != "stock"
     }
-    found.clear()
+    results.clear()
     works = {side: functools.partial(path, side) for side in job["sides"]}
     return {"compared": compared, **time_in_turn(works, job["repeats"], warm_up=1, device=job["device"])}
 
@@ -226,8 +226,8 @@ def step_memory(job: dict[str, Any]) -> dict[str, Any]:
     give_back_what_is_freed()
     Step({**job, "shape": QUICK_MODEL, "tokens": 64}, job["side"])()  # whatever is loaded late
     step = Step(job, job["side"])
-    loss, found = peak_of(step, job["device"])
-    return found | {"loss": loss, "gradients": {name: g.flatten().tolist() for name, g in step.watch.gradients.items()}}
+    loss, usage = peak_of(step, job["device"])
+    return usage | {"loss": loss, "gradients": {name: g.flatten().tolist() for name, g in step.watch.gradients.items()}}
 
 
 def step_time(job: dict[str, Any]) -> dict[str, Any]:
@@ -252,40 +252,40 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return works[job["what"]](job)
 
 
-def difference(found: Tensor, expected: Tensor) -> dict[str, float]:
+def difference(actual: Tensor, expected: Tensor) -> dict[str, float]:
     """Return the largest difference of two tensors, and what it is relative to the largest value expected."""
-    largest = float((found.double() - expected.double()).abs().max())
+    largest = float((actual.double() - expected.double()).abs().max())
     return {"largest": largest, "relative": largest / float(expected.abs().max())}
 
 
 # --- the report
 
 
-def memory_row(side: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def memory_row(side: str, repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the processes of one side found."""
-    peaks = [megabytes(each["peak_bytes"], 2) for each in found]
+    peaks = [megabytes(each["peak_bytes"], 2) for each in repeats]
     return {
         "side": side,
         "peak_mb": round(statistics.median(peaks), 2),
         "peak_mb_repeats": peaks,
-        "loaded_mb": megabytes(found[0]["loaded_bytes"]),
-        "peak_from": found[0]["peak_from"],
-        "loss": found[0]["loss"],
+        "loaded_mb": megabytes(repeats[0]["loaded_bytes"]),
+        "peak_from": repeats[0]["peak_from"],
+        "loss": repeats[0]["loss"],
     }
 
 
-def time_row(side: str, found: dict[str, Any], tokens: int) -> dict[str, Any]:
+def time_row(side: str, times: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Return one side's tokens/s, alone and against stock's of the same round."""
-    row: dict[str, Any] = {"side": side, "tokens_per_s": round(tokens / statistics.median(found["wall"][side]), 1)}
+    row: dict[str, Any] = {"side": side, "tokens_per_s": round(tokens / statistics.median(times["wall"][side]), 1)}
     for clock in ("wall", "cpu"):
         if side != "stock":
-            pairs = zip(found[clock]["stock"], found[clock][side], strict=True)
+            pairs = zip(times[clock]["stock"], times[clock][side], strict=True)
             speeds = [stock / ours for stock, ours in pairs]
             row[f"{clock}_speed_over_stock"] = spread(speeds) | {
                 "min": round(min(speeds), 4),
                 "max": round(max(speeds), 4),
             }
-        row[f"{clock}_s_repeats"] = [round(value, 4) for value in found[clock][side]]
+        row[f"{clock}_s_repeats"] = [round(value, 4) for value in times[clock][side]]
     return row
 
 
@@ -342,9 +342,9 @@ def main() -> None:
     bar = tqdm(total=(len(loss_sides) + 2) * options.memory_repeats + 2, desc="measurements", file=sys.stderr)
 
     def find(**job: Any) -> dict[str, Any]:
-        found = in_own_process(measure, base | job)
+        measured = in_own_process(measure, base | job)
         bar.update()
-        return found
+        return measured
 
     def memory(what: str, sides: list[str]) -> dict[str, list[dict[str, Any]]]:
         rounds = [{side: find(what=what, side=side) for side in sides} for _ in range(options.memory_repeats)]
@@ -355,13 +355,13 @@ def main() -> None:
     step_times = find(what="step_time", sides=step_sides, repeats=repeats)
     bar.close()
     loss_path = {
-        "memory": [memory_row(side, found) for side, found in loss_found.items()],
+        "memory": [memory_row(side, repeats) for side, repeats in loss_found.items()],
         "time": [time_row(side, loss_times, tokens) for side in loss_sides],
         "against_stock_head_trained_too": loss_times["compared"],
     }
-    gradients = {side: found[0].pop("gradients") for side, found in step_found.items()}
+    gradients = {side: repeats[0].pop("gradients") for side, repeats in step_found.items()}
     step = {
-        "memory": [memory_row(side, found) for side, found in step_found.items()],
+        "memory": [memory_row(side, repeats) for side, repeats in step_found.items()],
         "time": [time_row(side, step_times, tokens) for side in step_sides],
         "gradients": step_gradients(**gradients),
     }

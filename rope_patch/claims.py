@@ -1,9 +1,9 @@
-"""Claims on an output: one process at a time writes it, and what a killed one left is found by the next.
+"""Claims on an output: one process at a time writes it, and the next one finds what a killed process left.
 
 While something is written, two hidden names stand beside it: what is written so far (``*.rope-patch.tmp``) and a lock
 (``*.rope-patch.lock``) that the operating system lets go when its process ends, however it ends. Before a new folder
-appears, the lock's file names what will be in it: a lock that nobody holds says that no process lived to report that
-folder.
+appears, the lock's file lists what will be in it. So a lock file that no process holds means that the process was
+killed before it reported the folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Claim:
     Attributes:
         temporary: a path that no other process uses, with nothing there.
         handle: of the lock.
-        left: all that stands there, where this very command put it there and was killed thereafter.
+        left: the files there, where this same command wrote them and was then killed.
     """
 
     temporary: Path
@@ -45,7 +45,7 @@ class Claim:
     left: tuple[Path, ...]
 
     def say(self, new: Iterable[Path]) -> None:
-        """Note what is about to be moved to where nothing else is, for the same command after a kill."""
+        """Record what is about to be moved to an empty place, so that the same command recognizes it after a kill."""
         files = [file.lstat().st_ino for file in _files((*new, *self.left))]
         text = json.dumps({"command": sys.argv, "files": files}).encode()
         os.pwrite(self.handle, text, 0)
@@ -57,12 +57,12 @@ _held = threading.local()
 
 
 def _places(out: Path) -> tuple[tuple[Path, str], tuple[Path, str]]:
-    """Where the temporary names of an output stand, inside (of a folder) and beside it, and what they begin with."""
+    """Return where the temporary files of an output stand, inside and beside it, and the prefix of their names."""
     return (out, ""), (out.parent, f".{out.name}")
 
 
 def left_by_a_kill(out: Path) -> bool:
-    """Tell whether all that stands at an output was put there by this very command, which was killed thereafter."""
+    """Tell whether everything at an output was written by this same command, which was then killed."""
     out = Path(os.path.realpath(out))
     mine: dict[Path, Claim] = _held.__dict__.get("claims", {})
     for lock in (place / f"{prefix}{LOCK}" for place, prefix in _places(out)):
@@ -77,7 +77,7 @@ def left_by_a_kill(out: Path) -> bool:
 
 
 def _noted(handle: int, out: Path) -> tuple[Path, ...]:
-    """Return what this command noted in its lock when it was killed, if that is all there is, and untouched since."""
+    """Return what this command recorded in its lock before a kill, if that is all there is, and unchanged."""
     text, since = os.pread(handle, 1 << 20, 0), os.fstat(handle).st_mtime
     note = json.loads(text) if text else {}
     if note.get("command") != sys.argv or not out.exists():
@@ -110,7 +110,7 @@ def claim_folder(out: Path) -> Iterator[Claim]:
 
 @contextlib.contextmanager
 def claim_output(folder: Path, prefix: str, out: Path, *, wait: bool = False) -> Iterator[Claim]:
-    """Claim an output; what is temporary of it is gone at the end.
+    """Claim an output; its temporary files are deleted at the end.
 
     Args:
         folder: where its temporary names stand.
@@ -124,7 +124,7 @@ def claim_output(folder: Path, prefix: str, out: Path, *, wait: bool = False) ->
         yield mine[lock]
         return
     handle, held = _lock(lock, out, wait)
-    if not held:  # a file system without locks: names of our own, and nothing can be said of others'
+    if not held:  # a file system without locks: use unique names; other processes cannot be detected
         temporary = folder / f"{prefix}.{uuid.uuid4().hex[:8]}{TEMPORARY}"
     try:
         left = _noted(handle, out) if held else ()
@@ -159,7 +159,7 @@ def _lock(path: Path, out: Path, wait: bool) -> tuple[int, bool]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle, bool(held)
-        os.close(handle)  # the one who held it has removed it meanwhile
+        os.close(handle)  # the process that held it has deleted it in the meantime
 
 
 def _try(handle: int, wait: bool) -> bool | None:
@@ -175,7 +175,7 @@ def _try(handle: int, wait: bool) -> bool | None:
 
 @contextlib.contextmanager
 def make_parents(path: Path) -> Iterator[None]:
-    """Make the folders above a path; those made go again where nothing is in them at the end."""
+    """Create the parent folders of a path; new ones that are empty at the end are deleted."""
     missing = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def make_parents(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; what is not there is fine."""
+    """Delete a file, or a folder with its contents; do nothing if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

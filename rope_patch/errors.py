@@ -1,4 +1,4 @@
-"""What a library raises over a user's file, said so that the user knows which file it is and what it says."""
+"""Turn errors that a library raises about a user's file into messages that name the file and the problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 _OTHER_CAUSES = (OSError, ImportError, MemoryError, torch.OutOfMemoryError, SafetensorError)
-"""A file that is not there or cut, a package that is missing, memory that is used up: not what the file says."""
+"""Errors that are not about the content of a file: it is missing or truncated, or a package or memory is missing."""
 
 
 @contextlib.contextmanager

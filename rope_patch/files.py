@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all; what a killed process left of them is removed by the next."""
+"""Write files and folders whole or not at all; what a killed process left of them is deleted by the next one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from rope_patch.claims import MARK, TEMPORARY, claim_folder, claim_output, left_by_a_kill, make_parents, remove
 
 CONFIGS = ("config.json", "adapter_config.json")
-"""Without its own one of these, no loader takes a folder for a checkpoint."""
+"""The configs of a model and of an adapter: without its config a folder does not load as a checkpoint."""
 
 # What an older checkpoint leaves in a folder that a loader would prefer to a model's new weights, or mix with them.
 _STALE = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model*.bin*", "adapter_model.*", "rope_patch.json")
 
 
 def holds_files(folder: Path) -> bool:
-    """Tell whether a folder is there and holds anything but what a killed process of ours left.
+    """Tell whether a folder exists and holds more than what a killed process of this package left.
 
-    That is what was being written; and for the same command also what it had put there when it was killed.
+    That is its temporary files and, for the same command, also what it had already moved there.
     """
     if not folder.is_dir() or all(MARK in path.name for path in folder.iterdir()):
         return False
@@ -27,7 +27,7 @@ def holds_files(folder: Path) -> bool:
 
 
 def file_stands(path: Path) -> bool:
-    """Tell whether a file is there that the same command did not put there when it was killed."""
+    """Tell whether a file exists that this same command did not write before it was killed."""
     return path.exists() and not left_by_a_kill(path)
 
 
@@ -105,7 +105,7 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
 
 @contextlib.contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """Give a folder for work on the way to ``out``, on its disk; it goes at the end, or with the next run after a kill.
+    """Give a temporary folder on the disk of ``out``; it is deleted at the end, or by the next run after a kill.
 
     Args:
         out: file or folder to be written in the same block.
@@ -126,7 +126,7 @@ def scratch_folder(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """Keep other processes from an output while long work goes on that ends in writing it.
+    """Keep other processes from an output during long work that ends with writing it.
 
     Raises:
         BlockingIOError: another process is writing it.
@@ -138,9 +138,9 @@ def claimed(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """Make a folder before long work, for this process alone, and see that its files can be written.
+    """Create a folder before long work, claim it for this process, and check that its files can be written.
 
-    Made anew and left empty, it goes again.
+    A new folder that is empty at the end is deleted.
 
     Args:
         folder: to be written.
@@ -170,9 +170,9 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
 
 def _move_into(source: Path, out: Path, replaced: Sequence[Path] = ()) -> None:
-    """Move the files of one folder into another, so that what stands there on the way does not load.
+    """Move the files of one folder into another, which does not load as a checkpoint until all are there.
 
-    An error or Ctrl-C on the way puts everything back to where it was.
+    After an error or Ctrl-C everything is moved back to where it was.
 
     Args:
         source: with the new files.

@@ -199,8 +199,8 @@ def yarn(
         high += 0.001
     ramp = torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
     base = _position_base(rope_theta, rotary_dim)
-    kept = 1 - ramp
-    return 1.0 / (factor * base) * (1 - kept) + 1.0 / base * kept
+    share = 1 - ramp
+    return 1.0 / (factor * base) * (1 - share) + 1.0 / base * share
 
 
 def llama3(inv_freq: Table, *, factor: float, low_freq_factor: float, high_freq_factor: float, context: int) -> Table:
@@ -234,8 +234,8 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
     the rebuilt table is the canonical one. Canonicalising a canonical table changes nothing.
     """
     base = _position_base(rope_theta, 2 * len(inv_freq))
-    wanted = zero_unrotated(inv_freq.float().cpu())
-    guess = (1.0 / (wanted.double() * base.double())).float()
+    target = zero_unrotated(inv_freq.float().cpu())
+    guess = (1.0 / (target.double() * base.double())).float()
     candidates = [guess]
     up = down = guess
     for _ in range(2):
@@ -243,11 +243,11 @@ def longrope_factors(inv_freq: Table, rope_theta: float) -> list[float]:
         down = torch.nextafter(down, torch.zeros_like(down))
         candidates += [up, down]
     factors = torch.stack(candidates)
-    miss = (1.0 / (factors * base) - wanted).abs().double()
-    best = factors[miss.argmin(dim=0), torch.arange(len(wanted), device="cpu")]
+    miss = (1.0 / (factors * base) - target).abs().double()
+    best = factors[miss.argmin(dim=0), torch.arange(len(target), device="cpu")]
     return [
         UNROTATED_FACTOR if rests else value
-        for value, rests in zip(best.tolist(), unrotated(wanted).tolist(), strict=True)
+        for value, rests in zip(best.tolist(), unrotated(target).tolist(), strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Several processes at one piece of work: what the first one does for all."""
+"""Work that the first of several processes does for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE = timedelta(minutes=1), timedelta(minutes=30)
 
 _DONE = "done"
 _pieces: collections.Counter[str] = collections.Counter()
-"""How often this process has come to a piece of work, by its name: the same number in all that do it together."""
+"""How often this process has begun each named piece of work; processes that work together have the same counts."""
 
 
 def processes() -> tuple[int, int]:
@@ -51,8 +51,8 @@ def from_first(make: Callable[[], T]) -> T:
         raise failed
     if message[1] is not None:
         raise RuntimeError(f"in the first process: {message[1]}")
-    made: T = message[0]
-    return made
+    result: T = message[0]
+    return result
 
 
 @contextlib.contextmanager

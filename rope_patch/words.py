@@ -1,4 +1,4 @@
-"""What users write: lengths, and names that are nearly known."""
+"""Read what users write: lengths, and misspelt names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 LONGEST = 10**12
-"""Tokens: more is a slip of the finger."""
+"""The largest length that is accepted; more is a typing error [tokens]."""
 
 
 def parse_length(text: str) -> int:

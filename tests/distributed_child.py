@@ -44,15 +44,15 @@ COLLATOR = PoSECollator(target=96, seed=1)
 
 def rows(count=16, size=24):
     """Rows whose labels weigh from nothing to a lot, so that a mean of means is far from the mean."""
-    made = []
+    examples = []
     for i in range(count):
         rng = random.Random(i)
         heavy = 5.0 if i % 4 == 0 else 0.5
         weights = [heavy * rng.randint(0, 2) for _ in range(size)]
         if i in (2, 3):  # all that the second of two processes sees first
             weights = [0.0] * size
-        made.append({"ids": ids(size, batch=1, seed=i)[0].tolist(), "index": i, "starts": [0], "weights": weights})
-    return made
+        examples.append({"ids": ids(size, batch=1, seed=i)[0].tolist(), "index": i, "starts": [0], "weights": weights})
+    return examples
 
 
 def tuned(tied=False, folder=None):
@@ -63,12 +63,12 @@ def tuned(tied=False, folder=None):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rope_patch.apply(model, "yarn", factor=4)
     torch.manual_seed(0)
-    made = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    peft_model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in peft_model.named_parameters():
             if "lora_B" in name:  # zeros at first, under which no gradient reaches lora_A
                 parameter.normal_(std=0.05)
-    return made.train()
+    return peft_model.train()
 
 
 def full():
@@ -177,8 +177,8 @@ def bundled():
 
 
 def remember(model, tokenizer):
-    found = retrieval(model, tokenizer, lengths=[256], depths=[0.2, 0.8], samples=1, seed=3)
-    return [asdict(sample) for cell in found.cells for sample in cell.samples]
+    result = retrieval(model, tokenizer, lengths=[256], depths=[0.2, 0.8], samples=1, seed=3)
+    return [asdict(sample) for cell in result.cells for sample in cell.samples]
 
 
 def verified(model):
@@ -224,7 +224,7 @@ def by_accelerate(model, *, precision="no", efficient=False, checkpointing=False
 
 def sharded(mesh, rank):
     """All that is measured on sharded models, by name."""
-    found = {}
+    results = {}
     for name, make in {
         "by hand": lambda: by_hand(fuse(tuned()), mesh),
         "by accelerate": lambda: by_accelerate(fuse(tuned())),
@@ -236,21 +236,25 @@ def sharded(mesh, rank):
     }.items():
         model = make()
         before = measure(model)  # the engines come first, before any forward pass of the root
-        made = [step(model, PROCESSES, rank) for _ in range(2)]
+        steps = [step(model, PROCESSES, rank) for _ in range(2)]
         after = measure(model)
         again = step(model, PROCESSES, rank)
-        found[name] = {"before": before, "steps": [*made, again], "after": after, "verified": verified(model)}
-        found[name]["fingerprint"] = fingerprint(model)
+        results[name] = {"before": before, "steps": [*steps, again], "after": after, "verified": verified(model)}
+        results[name]["fingerprint"] = fingerprint(model)
     rounded = by_accelerate(fuse(tuned()), precision="bf16")
-    found["bf16"] = {"steps": [step(rounded, PROCESSES, rank)], "verified": verified(rounded), "nll": measure(rounded)}
+    results["bf16"] = {
+        "steps": [step(rounded, PROCESSES, rank)],
+        "verified": verified(rounded),
+        "nll": measure(rounded),
+    }
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     rounded = by_hand(fuse(tuned()), mesh, mp_policy=policy)
-    found["bf16 by hand"] = {"steps": [step(rounded, PROCESSES, rank)], "verified": verified(rounded)}
+    results["bf16 by hand"] = {"steps": [step(rounded, PROCESSES, rank)], "verified": verified(rounded)}
     # Only the first process checks, as when a checkpoint is written: nothing in it may wait for the others.
-    found["alone"] = verified(rounded) if rank == 0 else "verified"
+    results["alone"] = verified(rounded) if rank == 0 else "verified"
     model, tokenizer = bundled()
-    found["remembered"] = remember(by_hand(model, mesh), tokenizer)
-    return found
+    results["remembered"] = remember(by_hand(model, mesh), tokenizer)
+    return results
 
 
 def loaded_by_one(folder, rank):
@@ -278,24 +282,24 @@ def cut_by_torch(mesh):
         hidden = model.model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).last_hidden_state
         shared = [hidden.clone(), batch["shift_labels"], batch["shift_weights"]]
         with context_parallel(mesh, buffers=shared, buffer_seq_dims=[1] * 3, no_restore_buffers=set(shared)):
-            found = torch.stack(token_loss(Reader(model), *shared, shifted=True))
-    dist.all_reduce(found)
-    return {"found": found.tolist(), "tokens": shared[0].shape[1], "hidden": hidden}
+            total = torch.stack(token_loss(Reader(model), *shared, shifted=True))
+    dist.all_reduce(total)
+    return {"total": total.tolist(), "tokens": shared[0].shape[1], "hidden": hidden}
 
 
 def main(folder):
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # a wait that has no end fails soon
-    found = {"whole": train(folder / "whole", 2), "cut": train(folder / "cut", 1)}
-    found["resumed"] = train(folder / "cut", 2, resume=True)
-    found["nothing"] = nothing_to_learn(folder / "nothing")
+    results = {"whole": train(folder / "whole", 2), "cut": train(folder / "cut", 1)}
+    results["resumed"] = train(folder / "cut", 2, resume=True)
+    results["nothing"] = nothing_to_learn(folder / "nothing")
     mesh = init_device_mesh("cpu", (PROCESSES,))
     loss_module.SLICE = 8  # several slices, so that the head runs more than once
-    found["sharded"] = sharded(mesh, rank)
-    found["loaded by one"] = loaded_by_one(folder / "base", rank)
-    found["cut by torch"] = cut_by_torch(mesh)
-    torch.save(found, folder / f"rank-{rank}.pt")
+    results["sharded"] = sharded(mesh, rank)
+    results["loaded by one"] = loaded_by_one(folder / "base", rank)
+    results["cut by torch"] = cut_by_torch(mesh)
+    torch.save(results, folder / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -52,11 +52,11 @@ class Verdicts:
 
     def __init__(self, good=lambda name: False, *, scores=None, loss=lambda verdict: sum(verdict.nll.values())):
         self.good, self.scores, self.loss = good, scores, loss
-        self.seen = {}
+        self.log_factors_of = {}
         self.run = None
 
-    def __call__(self, name, method, kept):
-        self.seen[name] = self.run.table.log_factors[0].detach().clone()
+    def __call__(self, name, method, result_cache):
+        self.log_factors_of[name] = self.run.table.log_factors[0].detach().clone()
         if name == "start":
             return candidate(name, (10, 5), (2.0, 3.0), 0.1, method)
         if self.scores is not None:
@@ -77,7 +77,7 @@ class ChangedRows:
             yield ids, labels, self.change(step, goal, weights)
 
 
-def run_of(tokenizer, verdicts, *, objective=None, change=None, kept=None):
+def run_of(tokenizer, verdicts, *, objective=None, change=None, result_cache=None):
     """The fit of one start, in the hands of a test: what evaluates it, and what its rows weigh.
 
     Each step notes its learning rates, text first, and the table before and after it.
@@ -88,7 +88,7 @@ def run_of(tokenizer, verdicts, *, objective=None, change=None, kept=None):
     options = {"layer_types": None, "freeze_at": None, "target_length": 96}
     run = FitRun(
         *(model, rope_patch.parse("yarn:factor=1.5"), ChangedRows(rows, change) if change else rows, verdicts),
-        *(Constraint(), options, kept, {}, lambda name, tokens: None),
+        *(Constraint(), options, result_cache, {}, lambda name, tokens: None),
     )
     verdicts.run = run
     rates, before, after = [], [], []

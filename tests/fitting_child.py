@@ -19,8 +19,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
     patch = fitted(small(), AutoTokenizer.from_pretrained(ASSETS / "llama"))
-    found = [patch.losses, patch.chosen, patch.after[None].inv_freq.tolist()]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    results = [patch.losses, patch.chosen, patch.after[None].inv_freq.tolist()]
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

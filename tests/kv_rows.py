@@ -19,10 +19,10 @@ def error(layer, output, logit=(1.0, 1.0), pair=None, direct=math.nan, induced=m
 
 
 def by_hand(scheme, losses, hits=None, errors=(), mitigation_of=None, bits=4.0, method="m"):
-    made = None if scheme == "none" else Divergence(0.1, 0.9, 8)
+    divergence = None if scheme == "none" else Divergence(0.1, 0.9, 8)
     cache = dict.fromkeys((4, 8), 16.0 if scheme == "none" else bits)
     scored_row = scored(method, losses, hits)
-    parts = (scored_row.scores, scored_row.tables, made, bits, bits, cache, tuple(errors), (None, None))
+    parts = (scored_row.scores, scored_row.tables, divergence, bits, bits, cache, tuple(errors), (None, None))
     return CheckRow(method, scheme, "none", *parts, mitigation_of)
 
 

@@ -40,9 +40,9 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
         for length in lengths
         for depth in DEPTHS
     )
-    found = RetrievalResult(task, "single", cells, 7, "noise", "cd" * 32, None, (0, 5))
+    retrieval_result = RetrievalResult(task, "single", cells, 7, "noise", "cd" * 32, None, (0, 5))
     tables = tuple(RotaryTable(torch.tensor(table), 1.0, 1e4, "default", 4, layer_type=kind) for kind in layer_types)
-    return Row(method, result_of(score, found, seed=7), tables)
+    return Row(method, result_of(score, retrieval_result, seed=7), tables)
 
 
 class Page(HTMLParser):
@@ -51,7 +51,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text: list[str] = []
         self.rows: list[list[tuple[str, str]]] = []  # of each row: class and text of its cells
         self.feed(text)
@@ -59,7 +59,7 @@ class Page(HTMLParser):
         assert self.open == []
 
     def handle_starttag(self, tag, attrs):
-        self.seen.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
         if tag == "tr":
@@ -78,7 +78,7 @@ class Page(HTMLParser):
             self.rows[-1][-1] = kind, text + data
 
     def all(self, tag):
-        return [attributes for name, attributes in self.seen if name == tag]
+        return [attributes for name, attributes in self.tags if name == tag]
 
     def row(self, method):
         """The first row of a method: its scores."""

@@ -19,16 +19,16 @@ from rope_patch import processes
 def main(root: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, seen = dist.get_rank(), {}
+    rank, outcomes = dist.get_rank(), {}
     model = tiny_model()
     rope_patch.apply(model, "yarn", factor=4)
 
     def attempt(name, call):
         try:
             call()
-            seen[name] = "ok"
+            outcomes[name] = "ok"
         except Exception as error:
-            seen[name] = f"{type(error).__name__}: {error}"
+            outcomes[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
 
     def loads(name):
@@ -47,19 +47,19 @@ def main(root: Path) -> None:
         flag, every = root / f"flag-{turn}", root / f"every-{turn}"
         attempt(f"flag {turn}", lambda out=flag: rope_patch.save(model, out, is_main_process=rank == 0))
         attempt(f"every rank {turn}", lambda out=every: rope_patch.save(model, out))
-        seen[f"whole {turn}"] = loads(f"flag-{turn}") is True and loads(f"every-{turn}") is True
+        outcomes[f"whole {turn}"] = loads(f"flag-{turn}") is True and loads(f"every-{turn}") is True
         dist.barrier()
     # Whoever comes back finds a whole folder: no barrier between saving and looking.
     rope_patch.save(model, root / "at-once")
-    seen["whole at once"] = loads("at-once")
+    outcomes["whole at once"] = loads("at-once")
     dist.barrier()
     attempt("twice into one folder", lambda: [rope_patch.save(model, root / "at-once") for _ in range(3)])
     attempt("first alone", lambda: rank or rope_patch.save(model, root / "alone"))
-    seen["whole alone"] = loads("alone")
+    outcomes["whole alone"] = loads("alone")
     # The first process alone has the gathered weights, as accelerate and FSDP give them.
     state = model.state_dict() if rank == 0 else {}
     attempt("gathered", lambda: rope_patch.save(model, root / "gathered", is_main_process=rank == 0, state_dict=state))
-    seen["whole gathered"] = loads("gathered")
+    outcomes["whole gathered"] = loads("gathered")
     (root / "file").write_text("") if rank == 0 else None
     dist.barrier()
     attempt("in the way", lambda: rope_patch.save(model, root / "file"))
@@ -68,11 +68,11 @@ def main(root: Path) -> None:
     torch.manual_seed(0)
     tuned = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False)).eval()
     attempt("adapter", lambda: rope_patch.save(tuned, root / "adapter", is_main_process=rank == 0))
-    seen["record"] = json.loads((root / "adapter" / "rope_patch.json").read_text())["method"]["method"]
-    seen["left"] = sorted(path.name for path in root.iterdir() if path.name.startswith("."))
+    outcomes["record"] = json.loads((root / "adapter" / "rope_patch.json").read_text())["method"]["method"]
+    outcomes["left"] = sorted(path.name for path in root.iterdir() if path.name.startswith("."))
     dist.barrier()
     dist.destroy_process_group()
-    (root / f"seen-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    (root / f"outcomes-{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

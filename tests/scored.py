@@ -39,10 +39,10 @@ def spy(module):
 @contextmanager
 def spy_ids(model):
     """The token ids of each call to the embedding."""
-    seen = []
-    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+    inputs = []
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone()))
     try:
-        yield seen
+        yield inputs
     finally:
         handle.remove()
 

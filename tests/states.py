@@ -83,7 +83,7 @@ def model_of(name, **changes):
 @contextlib.contextmanager
 def stored(model, monkeypatch):
     """Queries and keys before rotation, and values: role to layer to (tokens, heads, features), as a pass goes."""
-    found = {role: [] for role in ROLES}
+    states = {role: [] for role in ROLES}
     attention = model.get_decoder().layers[0]
     module = sys.modules[type(attention).__module__]
     rotate = module.apply_rotary_pos_emb
@@ -95,16 +95,16 @@ def stored(model, monkeypatch):
         if single:
             # Shared layers rotate queries alone: a layer's query is the first call after its attention.
             role = "query" if state["calls"] == 0 else "key"
-            found[role].append(args[0][0].clone())
+            states[role].append(args[0][0].clone())
             state["calls"] += 1
         else:
-            found["query"].append(args[0][0].transpose(0, 1).clone())
-            found["key"].append(args[1][0].transpose(0, 1).clone())
+            states["query"].append(args[0][0].transpose(0, 1).clone())
+            states["key"].append(args[1][0].transpose(0, 1).clone())
         return rotate(*args, **kwargs)
 
     def spy_attention(module, query, key, value, *args, **kwargs):
         state["calls"] = 0
-        found["value"].append(value[0].transpose(0, 1).clone())
+        states["value"].append(value[0].transpose(0, 1).clone())
         return attend(module, query, key, value, *args, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -113,7 +113,7 @@ def stored(model, monkeypatch):
         if model.config._attn_implementation == "eager":  # Gemma 2's own choice
             attend = module.eager_attention_forward
             patch.setattr(module, "eager_attention_forward", spy_attention)
-        yield found
+        yield states
 
 
 def refused(config):

@@ -10,12 +10,12 @@ def main(root: str, *names: str) -> None:
     from transformers import AutoModelForCausalLM
 
     tokens = load_file(f"{root}/ids.safetensors")["ids"]
-    found = {}
+    outputs = {}
     for name in names:
         model = AutoModelForCausalLM.from_pretrained(f"{root}/{name}").eval()
         with torch.no_grad():
-            found[name] = model(tokens, use_cache=False).logits.contiguous()
-    save_file(found, f"{root}/stock.safetensors")
+            outputs[name] = model(tokens, use_cache=False).logits.contiguous()
+    save_file(outputs, f"{root}/stock.safetensors")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_is_geometric() -> None:
 # --- unrotated pairs, wavelengths, turns ------------------------------------------------------------------------------
 
 
-def test_pairs_below_1e20th_are_still() -> None:
+def test_pairs_below_1e20th_are_unrotated() -> None:
     table = torch.tensor([1.0, 1.1e-20, 0.9e-20, 1e-32, 0.0])
     assert unrotated(table).tolist() == [False, False, True, True, True]
     assert zero_unrotated(table).tolist() == [*table[:2].tolist(), 0, 0, 0]
@@ -254,12 +254,12 @@ def rebuilt(factors: list[float], rope_theta: float) -> Tensor:
     return stock("longrope", 2 * len(factors), rope_theta, factor=1.0, attention_factor=1.0, **pair)[0]
 
 
-def smallest_error(wanted: Tensor, rope_theta: float) -> Tensor:
+def smallest_error(target: Tensor, rope_theta: float) -> Tensor:
     """The smallest error that any float32 factor within 30 ulps of the exact quotient leaves."""
-    base = rope_theta ** (torch.arange(0, 2 * len(wanted), 2).float() / (2 * len(wanted)))
-    quotient = (1 / (wanted.double() * base.double())).float().view(torch.int32)
+    base = rope_theta ** (torch.arange(0, 2 * len(target), 2).float() / (2 * len(target)))
+    quotient = (1 / (target.double() * base.double())).float().view(torch.int32)
     tries = torch.stack([(quotient + k).view(torch.float32) for k in range(-30, 31)])
-    return (1.0 / (tries * base) - wanted).abs().min(dim=0).values
+    return (1.0 / (tries * base) - target).abs().min(dim=0).values
 
 
 TABLES = {
@@ -289,7 +289,7 @@ def test_the_quotient_itself_would_move_last_bits() -> None:
     assert torch.equal(rebuilt(frequencies.longrope_factors(table, 1e4), 1e4), table)
 
 
-# Down to 2 ** -63 = 1.1e-19: at the boundary of 1e-20 the last bit decides between still and turning.
+# Down to 2 ** -63 = 1.1e-19: at the boundary of 1e-20 the last bit decides whether a pair rotates.
 turning = st.floats(2**-63, 8, width=32) | st.floats(2**-20, 1, width=32)
 resting = st.just(0.0) | st.floats(0, 2**-67, width=32)
 any_table = st.lists(turning | resting, min_size=1, max_size=48).map(torch.tensor)
@@ -311,7 +311,7 @@ def test_any_table_survives_a_config(table: Tensor, rope_theta: float) -> None:
     assert torch.equal(again, canonical)
 
 
-def test_still_pairs_rebuild_as_exactly_zero() -> None:
+def test_unrotated_pairs_rebuild_as_exactly_zero() -> None:
     # 1e30, which llama.cpp uses, would rebuild as 1e-30 / base, not as 0. JSON has no Infinity.
     factors = frequencies.longrope_factors(torch.tensor([1.0, 0.0, 1e-32]), 1e4)
     assert factors[1:] == [1e39, 1e39]
@@ -327,7 +327,7 @@ def test_a_fingerprint_is_the_same_on_every_machine_and_in_every_version() -> No
     # Little-endian float32 1, float32 0, float64 1, by hand:
     # printf '\x00\x00\x80\x3f\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\xf0\x3f' | sha256sum
     assert fingerprint(torch.tensor([1.0, 0.0]), 1.0) == "3d837f0a913b0fd0"
-    assert fingerprint(torch.tensor([1.0, 1e-32]), 1.0) == "3d837f0a913b0fd0"  # still is still
+    assert fingerprint(torch.tensor([1.0, 1e-32]), 1.0) == "3d837f0a913b0fd0"  # both are unrotated
     assert fingerprint(torch.tensor([1.0, 0.0], dtype=torch.float64), 1.0) == "3d837f0a913b0fd0"
 
 
@@ -411,8 +411,8 @@ def images(x: Tensor, rope_theta: float) -> Tensor:
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), [(8, 1e4), (64, 1e4), (64, 5e5)])
 def test_granularity_is_the_sine_between_consecutive_images(rotary_dim: int, rope_theta: float) -> None:
     x = torch.randn(rotary_dim, generator=torch.Generator().manual_seed(0)) * torch.arange(1, rotary_dim + 1)
-    here, there = images(x, rope_theta)
-    product = (there * here.conj()).sum() / (here.abs().square().sum() * there.abs().square().sum()).sqrt()
+    image, next_image = images(x, rope_theta)
+    product = (next_image * image.conj()).sum() / (image.abs().square().sum() * next_image.abs().square().sum()).sqrt()
     table = geometric(rope_theta, rotary_dim)
     assert granularity(table, x) == pytest.approx(product.imag.item(), rel=1e-4)
     # the real part is the cosine, with the same weights: pair i is features i and i + d/2
@@ -477,8 +477,8 @@ def test_the_offset_bound_is_of_the_table_found() -> None:
     # Llama-2 stretched to 131072 by YaRN: the table in use still has its 18 partial-cycle pairs, while the plain one
     # has none, since its slowest pair turns 131072 * 1.155e-4 = 15.1 rad.
     bound = frequencies.offset_frequency_bound(131072)
-    found, _ = stock("yarn", 128, 1e4, factor=32.0, original_max_position_embeddings=4096)
-    assert int((found < bound).sum()) == 18
+    inv_freq, _ = stock("yarn", 128, 1e4, factor=32.0, original_max_position_embeddings=4096)
+    assert int((inv_freq < bound).sum()) == 18
     assert int((geometric(1e4, 128) < bound).sum()) == 0
 
 

@@ -1,6 +1,6 @@
 """Imports point up the list of folders only: the order is held by reading the source of every module.
 
-``violations`` judges one module by its text alone, so planted mistakes can show that it goes red. A new folder in
+``violations`` checks one module by its text alone, so planted mistakes can show that it goes red. A new folder in
 ``rope_patch`` fails ``test_imports_point_up`` until ``FOLDERS`` gives it a place; a new file in a folder needs none.
 """
 
@@ -104,12 +104,12 @@ def violations(module: str, source: str) -> list[str]:
     """
     if folder_of(module) is None:
         return [f"{module} has no place in the layers: put it into FOLDERS or MODULES of {Path(__file__).name}"]
-    found = []
+    messages = []
     for item in imports(module, source):
         reason = _inside(module, item) if item.ours else _third_party(module, item)
         if reason:
-            found.append(f"{module}, line {item.line}: {reason}")
-    return found
+            messages.append(f"{module}, line {item.line}: {reason}")
+    return messages
 
 
 def _inside(module: str, item: Import) -> str | None:
@@ -177,15 +177,15 @@ def cycle(sources: dict[str, str]) -> list[str] | None:
 
 def read_tree() -> dict[str, str]:
     """Return the text of every module: the package's, and the scripts that lie beside it."""
-    found = {
+    sources = {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text(encoding="utf-8")
         for path in sorted(PACKAGE.rglob("*.py"))
     }
     for folder in ("recipes", "eval_tasks", "benchmarks"):
         for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
             name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-            found[name] = path.read_text(encoding="utf-8")
-    return found
+            sources[name] = path.read_text(encoding="utf-8")
+    return sources
 
 
 SOURCES = read_tree()
@@ -193,8 +193,8 @@ SOURCES = read_tree()
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_imports_point_up(module: str) -> None:
-    found = violations(module, SOURCES[module])
-    assert not found, "\n".join(found)
+    messages = violations(module, SOURCES[module])
+    assert not messages, "\n".join(messages)
 
 
 def test_no_import_cycle() -> None:
@@ -269,9 +269,9 @@ def test_a_public_name_is_no_module() -> None:
     ],
 )
 def test_planted_violation_is_seen(module: str, source: str, message: str) -> None:
-    found = violations(module, source)
-    assert len(found) == 1, found
-    assert message in found[0]
+    messages = violations(module, source)
+    assert len(messages) == 1, messages
+    assert message in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def installed(package: Path) -> Callable[[str], Path]:
     """``data_path`` of a copy of the package that lies elsewhere."""
     shutil.copyfile(ROOT / "rope_patch" / "packaged.py", package / "packaged.py")
-    found: Any = runpy.run_path(str(package / "packaged.py"))
-    return found["data_path"]
+    names: Any = runpy.run_path(str(package / "packaged.py"))
+    return names["data_path"]
 
 
 @pytest.mark.parametrize("name", ["eval_tasks", "recipes"])

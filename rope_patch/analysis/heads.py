@@ -102,7 +102,8 @@ class LayerHeads:
         if max(float(on_text.nan_to_num()), float(self.repeated_mass[head].nan_to_num())) >= majority:
             types.append("induction")
         rests = bool({"first token", "sink"} & set(types))
-        drawn = self.trigger_mass[head, : 1 if rests else TRIGGERS]  # one token is enough for a head that else rests
+        # One token is enough for a head that otherwise attends to a sink.
+        drawn = self.trigger_mass[head, : 1 if rests else TRIGGERS]
         looks_there = "diagonal" in types or float(self.offset_mass[head, 1]) >= majority / 5
         if not looks_there and bool((drawn >= majority).all()):
             types.append("after a token")

@@ -88,16 +88,16 @@ def sinks(
             f"{rows.numel()} in {len(rows)}, {text_digest(rows)}: pass the captured one"
         )
     chosen = capture.chosen(layers)
-    found = {layer.index: _Preferred(layer, top) for layer in chosen}
+    preferred = {layer.index: _Preferred(layer, top) for layer in chosen}
 
     def visit(source: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
         if role == "key":
-            if not torch.equal(source.table.inv_freq, found[source.index].layer.inv_freq):
+            if not torch.equal(source.table.inv_freq, preferred[source.index].layer.inv_freq):
                 raise ValueError(f"layer {source.index} was captured with another table: pass the captured model")
-            found[source.index].add(states, ids, row, start)
+            preferred[source.index].add(states, ids, row, start)
 
     stream(model, rows, visit, chunk=chunk, layers=[layer.index for layer in chosen])
-    return tuple(found[layer.index].result() for layer in chosen)
+    return tuple(preferred[layer.index].result() for layer in chosen)
 
 
 class _Preferred:
@@ -129,14 +129,14 @@ class _Preferred:
         off = logits - self.offset[:, None]
         self.sum += off.sum(1)
         self.squares += off.square().sum(1)
-        some, at = logits.topk(min(self.top, len(states)))
+        largest, at = logits.topk(min(self.top, len(states)))
         new = own.gather(1, at[..., None].expand(-1, -1, own.shape[-1]))
         place = torch.stack((torch.full_like(at, row), at + start, ids[at]))
-        self.logit, keep = torch.cat((self.logit, some), 1).sort(dim=1, descending=True)
+        self.logit, keep = torch.cat((self.logit, largest), 1).sort(dim=1, descending=True)
         self.logit, keep = self.logit[:, : self.top], keep[:, : self.top]
         self.at = torch.cat((self.at, place), 2).gather(2, keep.expand(3, -1, -1))
-        kept = keep[..., None].expand(-1, -1, own.shape[-1])
-        self.key = torch.cat((self.key, new), 1).gather(1, kept)
+        indices = keep[..., None].expand(-1, -1, own.shape[-1])
+        self.key = torch.cat((self.key, new), 1).gather(1, indices)
 
     def result(self) -> Sinks:
         layer = self.layer

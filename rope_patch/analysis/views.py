@@ -1,4 +1,4 @@
-"""One head under the glass: its attention, the norms of its pairs token by token, and what each adds to a logit.
+"""One head in detail: its attention, the norms of its pairs token by token, and what each adds to a logit.
 
 *Source*: Barbero et al., arXiv:2410.06205, figures 5-7 and 14-18 and sec. E.1.
 """
@@ -147,18 +147,18 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
         raise ValueError(f"a view takes one text of at most {LIMIT} tokens, got {tuple(rows.shape)}")
     if not heads:
         return ()
-    kept: dict[tuple[int, str], list[Tensor]] = {}
+    captured: dict[tuple[int, str], list[Tensor]] = {}
     sources: dict[int, LayerSource] = {}
 
     def visit(layer: LayerSource, role: str, states: Tensor, ids: Tensor, row: int, start: int) -> None:
         sources[layer.index] = layer
         if role != "value":
-            kept.setdefault((layer.index, role), []).append(states.cpu().double())
+            captured.setdefault((layer.index, role), []).append(states.cpu().double())
 
     stream(model, rows, visit, layers=sorted({layer for layer, _ in heads}))
-    made = []
+    views = []
     for index, head in heads:
-        query, key = (torch.cat(kept[index, role]) for role in ("query", "key"))
+        query, key = (torch.cat(captured[index, role]) for role in ("query", "key"))
         if not 0 <= head < query.shape[1]:
             raise ValueError(f"layer {index} has query heads 0 to {query.shape[1] - 1}, got {head}")
         query, key = query[:, head], key[:, head * key.shape[1] // query.shape[1]]
@@ -166,7 +166,7 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
             if not bool(torch.isfinite(states).all()):
                 raise ValueError(f"layer {index}, query head {head}: its {role} states are no finite numbers")
         source = sources[index]
-        made.append(
+        views.append(
             HeadView(
                 layer=index,
                 head=head,
@@ -181,4 +181,4 @@ def view_heads(model: nn.Module, token_ids: Tensor, heads: Sequence[tuple[int, i
                 interleaved=source.interleaved,
             )
         )
-    return tuple(made)
+    return tuple(views)

@@ -34,7 +34,7 @@ WEIGHTS_KEY = "adapter_weights"
 def write_record(record: PatchRecord, folder: str | Path) -> None:
     """Write ``rope_patch.json`` into a folder, atomically; one that says the same already is left alone.
 
-    Where an adapter lies there, the record is tied to its weights: beside others it does not count.
+    Where the folder holds an adapter, the record is tied to its weights: beside other weights it does not count.
     """
     folder = Path(folder)
     data = record.to_dict()
@@ -46,7 +46,7 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
 
 
 def put_record(record: PatchRecord, folder: Path) -> None:
-    """Write a record beside a checkpoint and every adapter in it; have its config say what transformers 4 reads."""
+    """Write a record beside a checkpoint and every adapter in it, and add the keys of transformers 4 to its config."""
     for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
         write_record(record, path)
     if (folder / CONFIG_FILE).is_file():
@@ -54,8 +54,8 @@ def put_record(record: PatchRecord, folder: Path) -> None:
 
 
 def _adapter_weights(source: str | Path, **hub: Any) -> Path | None:
-    found = (find_file(source, name, **hub) for name in ADAPTER_WEIGHTS)
-    return next((path for path in found if path is not None), None)
+    paths = (find_file(source, name, **hub) for name in ADAPTER_WEIGHTS)
+    return next((path for path in paths if path is not None), None)
 
 
 def _hash(path: Path) -> str:
@@ -105,8 +105,8 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
         return path if path.is_file() else None
     options = {key: value for key, value in hub.items() if key in HUB_OPTIONS}
     with contextlib.suppress(OSError):
-        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
-        return None if found is None else Path(found)
+        cached = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)
+        return None if cached is None else Path(cached)
     return None
 
 
@@ -250,8 +250,8 @@ class RopePatchCallback(TrainerCallback, ExportableState):
         if state.global_step:  # resumed
             entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # Trainer looks for it
             entry = entry[-1] if isinstance(entry, list) else entry
-            kept = entry["attributes"]["record"]
-            begun = PatchRecord.from_dict(kept) if kept else None
+            saved = entry["attributes"]["record"]
+            begun = PatchRecord.from_dict(saved) if saved else None
             if begun is None:
                 warnings.warn("the checkpoint says nothing of a patch: was the run begun under this one?", stacklevel=2)
             if begun is not None and not same_tables(begun.tables, record.tables):

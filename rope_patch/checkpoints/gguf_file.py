@@ -1,4 +1,4 @@
-"""GGUF files as a whole: read with what is wrong said plainly, written one tensor at a time and in one move."""
+"""Read and write GGUF files: errors name the problem, and writing takes one tensor at a time and ends in one rename."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def write_gguf(
         progress: called with the name of each tensor before it is written.
 
     Raises:
-        FileExistsError: ``out`` exists, and ``overwrite`` is not said.
+        FileExistsError: ``out`` exists, and ``overwrite`` is not set.
         OSError: it cannot be written, or the disk is full; ``out`` is then as it was, and nothing is left beside it.
     """
     out = check_out(out, overwrite=overwrite)

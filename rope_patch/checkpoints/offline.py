@@ -163,7 +163,7 @@ def check_free(out: Path, overwrite: bool) -> None:
     """Raise where a folder to write holds files already.
 
     Raises:
-        FileExistsError: it does, and ``overwrite`` is not said.
+        FileExistsError: it does, and ``overwrite`` is not set.
     """
     if holds_files(out) and not overwrite:
         raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")

@@ -62,7 +62,7 @@ def read_tokenizer(source: str | Path, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def building(source: str | Path) -> Iterator[None]:
-    """Say of which checkpoint it is what transformers raises in this block over a config or weights.
+    """Name the checkpoint in errors that transformers raises in this block about a config or weights.
 
     Raises:
         ValueError: with the reason.

@@ -1,1 +1,1 @@
-"""The rope-patch command, one file a command."""
+"""The rope-patch command, with one file per subcommand."""

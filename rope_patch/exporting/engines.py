@@ -1,4 +1,4 @@
-"""What other engines make of a table: which families they read it on, in which versions this was seen, and why not."""
+"""Which tables other engines read: on which families, in which versions this was checked, and why not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ UNVERIFIED = "unverified"
 
 @dataclass(frozen=True)
 class Engine:
-    """What was seen of one engine.
+    """What was checked of one engine.
 
     Attributes:
         name: as its users write it.
-        version: what was looked at; another may read the same folder otherwise.
+        version: the one that was checked; another may read the same folder differently.
         shown_by: the command or test that showed it.
         reads: model types on which its own code built every table that was tried, as transformers does.
         base_only: model types, with a layer type where it has one table for each, on which its code reads nothing but

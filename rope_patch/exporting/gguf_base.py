@@ -47,7 +47,7 @@ def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, grap
     architecture = value_of(reader, "general.architecture")
     if architecture != graph.architecture:
         raise ValueError(f"{base} is a GGUF of {architecture!r}, and {config.model_type} is {graph.architecture!r}")
-    wanted = {
+    expected = {
         "block_count": config.num_hidden_layers,
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
@@ -55,24 +55,27 @@ def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, grap
         "attention.head_count_kv": config.num_key_value_heads,
         "rope.dimension_count": table.rotary_dim,
     }
-    found = {name: value_of(reader, f"{architecture}.{name}") for name in wanted}
+    stated = {name: value_of(reader, f"{architecture}.{name}") for name in expected}
     shapes = {piece.name: piece.shape for piece in pieces}
     if "token_embd.weight" not in shapes:
         raise ValueError(f"{base} holds no weights (token_embd.weight): it is a vocabulary, or a part of a model")
-    found["vocabulary"], wanted["vocabulary"] = shapes["token_embd.weight"][0], config.vocab_size
-    for name, value in found.items():
-        if isinstance(value, int) and value != wanted[name]:  # None where unsaid; a list says it per layer
-            raise ValueError(f"{base} is a GGUF of another model: its {name} is {value}, here it is {wanted[name]}")
+    stated["vocabulary"], expected["vocabulary"] = shapes["token_embd.weight"][0], config.vocab_size
+    for name, value in stated.items():
+        # None where the file does not state it; a list has one value per layer.
+        if isinstance(value, int) and value != expected[name]:
+            raise ValueError(f"{base} is a GGUF of another model: its {name} is {value}, here it is {expected[name]}")
 
 
 def _check_table(reader: Any, base: Path, before: TableRecord) -> None:
     """Raise unless a base turns as the model did before the patch: else it is another, or is patched already."""
-    seen = table_in(reader, base)
-    table = seen.tables[0]
+    in_file = table_in(reader, base)
+    table = in_file.tables[0]
     if same_table(TableRecord.of(table), before):
         return
-    if seen.record is not None:
-        raise PatchError(f"{base} is patched already, with {seen.record.to_method()}: give the GGUF of the base model")
+    if in_file.record is not None:
+        raise PatchError(
+            f"{base} is patched already, with {in_file.record.to_method()}: give the GGUF of the base model"
+        )
     carries = "factors of its own" if any(t.name in FACTOR_TENSORS for t in reader.tensors) else "another table"
     raise PatchError(
         f"{base} carries {carries} (rope_theta {table.rope_theta:g}, attention_scaling {table.attention_scaling:g}, "

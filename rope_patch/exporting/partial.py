@@ -147,24 +147,24 @@ def _measure(config: PreTrainedConfig, layout: Layout, encoded: dict[str, Any], 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         try:
-            wanted = AutoModelForCausalLM.from_config(_config(config, known), dtype=torch.float32).eval()
-            for parameter in wanted.parameters():
+            plain = AutoModelForCausalLM.from_config(_config(config, known), dtype=torch.float32).eval()
+            for parameter in plain.parameters():
                 parameter.normal_(float(parameter.dim() == 1), 0.3)  # norms near 1, so that logits feel all weights
-            state = wanted.state_dict()
+            state = plain.state_dict()
             rows = {key: small.rows(key, value.shape) for key, value in state.items()}
             got = AutoModelForCausalLM.from_config(
                 _config(config, known | {"rope_parameters": encoded}), dtype=torch.float32
             ).eval()
             got.load_state_dict(state)
             tokens = torch.randint(3, 64, (1, 24))
-            one, unmoved = (m.double()(tokens, use_cache=False).logits for m in (wanted, got))
+            one, unmoved = (m.double()(tokens, use_cache=False).logits for m in (plain, got))
             got.load_state_dict({k: v if rows[k] is None else v[rows[k]] for k, v in state.items()})
             other = got(tokens, use_cache=False).logits
         except Exception as error:
             raise ValueError(f"--form partial could not be tried on {name}: {type(error).__name__}: {error}") from error
     apart, blind = (float((one - logits).abs().max() / one.abs().max()) for logits in (other, unmoved))
     touched = sum(index is not None for index in rows.values())
-    if not apart < 1e-5 or not blind > 1e-3:  # rows that stay where they are must be felt, or the test says nothing
+    if not apart < 1e-5 or not blind > 1e-3:  # unmoved rows must change the logits, or the test proves nothing
         raise ValueError(
             f"{name} does not run p-RoPE as partial rotary: a small copy of it gave other logits (up to {apart:.2g} of "
             "the largest). Families that obey partial_rotary_factor do (Phi, StableLM, GPT-NeoX); for this one use "

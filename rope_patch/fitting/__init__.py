@@ -1,8 +1,8 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
-The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts
-of many lengths; what is kept is chosen on held-out retrieval first and perplexity second, and there reads no worse
-than its start and answers not significantly fewer prompts. Related: LongRoPE (Ding et al.,
+The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
+many lengths. The table is chosen on held-out retrieval first and perplexity second: it predicts held-out text no worse
+than its start does and answers not significantly fewer prompts. Related: LongRoPE (Ding et al.,
 arXiv:2402.13753) searches the same factors by evolution.
 """
 
@@ -50,7 +50,7 @@ _PARTS = [f"p_rope:p={p}" for p in (1, 0.9, 0.75, 0.6, 0.5, 0.4, 0.25)]
 FAMILIES: Mapping[str, Sequence[str]] = {
     "p_rope": [*_PARTS, *(f"abf:factor={base}+{part}" for base in (10, 50) for part in _PARTS)]
 }
-"""What ``family`` knows: p of p-RoPE, with the base found, 10 and 50 times it."""
+"""The families of :func:`family`: values of p of p-RoPE, with 1, 10 and 50 times the base."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +71,15 @@ class FittedPatch(Patch):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what was found, for JSON; None for a loss that is no number."""
-        found = {
+        entry = {
             "chosen": self.chosen,
             "method": str(self.method),
             "stopped": {label: why for label, why in self.stopped.items() if why},
             "candidates": {label: [c.to_dict() for c in tried] for label, tried in self.candidates.items()},
             "losses": {label: list(losses) for label, losses in self.losses.items()},
         }
-        made: dict[str, Any] = finite(found)
-        return made
+        result: dict[str, Any] = finite(entry)
+        return result
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,11 @@ class Schedule:
             tables to start from.
         batch_tokens: of a step, over all processes; None for two rows of the target, 4096 at least [tokens].
         learning_rate: on the logarithms of the frequencies, shared by text and answers as the objective says.
-        checks: how often the table is evaluated on the way, the end included. From one that is worse than its start the
-            fit goes on from half of the way, with four times the odds of the answers' weight where fewer prompts are
-            answered, else of the text's; where text alone is fitted to it goes on as it was.
-        patience: checks without a better held-out loss before a fit is stopped; so it takes more checks than that.
+        checks: how often the table is evaluated during the fit, the end included. A table that is worse than its start
+            is moved halfway back to it, and what got worse counts more from then on: four times the odds for answers
+            where fewer prompts are answered, else for text. If only text is fitted, the table is not moved.
+        patience: checks without a better held-out loss before a fit is stopped; it has an effect with more checks than
+            that.
         checkpointing: compute activations again in the backward pass, which saves memory.
         seed: of rows and crops; the held-out prompts have a seed of their own, made from it.
 
@@ -186,15 +187,15 @@ def fit(
         layer_types: which tables are fitted, on mixed models; as :func:`rope_patch.apply` chooses by default.
         freeze_at: as in ``apply``.
         replace: replace an earlier patch, starting again from the base table.
-        resume: file (or mapping) in which finished work is kept: the same call goes on where it was.
+        resume: file (or mapping) of finished work: the same call continues from there.
         on_progress: called with the stage, and the number of tokens just read.
 
     Returns:
         The patch in place; its ``candidates`` say what was measured.
 
     Raises:
-        ValueError: a target below the trained length, a text shorter than it, options that cannot be: before anything
-            is changed.
+        ValueError: a target below the trained length, a text shorter than it, or options that contradict each other.
+            Nothing is changed then.
         PatchError: the model is patched already.
     """
     objective, constraint, schedule = objective or Objective(), constraint or Constraint(), schedule or Schedule()
@@ -218,9 +219,9 @@ def fit(
     tokens = schedule.batch_tokens or max(4096, 2 * target_length)
     rows = Rows(tokenizer, fitted, objective, usual.lengths[0], target_length, tokens, schedule.seed)
     rows.check()
-    kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
+    result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
     if processes()[0]:
-        kept = None  # the first process keeps the work of all
+        result_cache = None  # the first process keeps the work of all
     options |= {"target_length": target_length}
     about = {
         "text": [suite.text_sha256, rows.digest, suite.prompts.haystack.sha256],
@@ -234,7 +235,7 @@ def fit(
     def start(method: Method) -> FitRun:
         apply(model, method, replace=True, **options)
         identity = {"fit": str(method), "model": fingerprint(model), **about}
-        return FitRun(model, method, rows, evaluator, constraint, options, kept, identity, on_progress)
+        return FitRun(model, method, rows, evaluator, constraint, options, result_cache, identity, on_progress)
 
     first = apply(model, methods[0], replace=replace, **options)
     try:
@@ -298,8 +299,8 @@ def _doubling(low: int, high: int) -> list[int]:
     >>> _doubling(256, 1024), _doubling(256, 1000), _doubling(256, 256)
     ([256, 512, 1024], [256, 512, 1000], [256])
     """
-    made = []
+    lengths = []
     while low < high:
-        made.append(low)
+        lengths.append(low)
         low *= 2
-    return [*made, high]
+    return [*lengths, high]

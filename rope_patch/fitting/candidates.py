@@ -42,7 +42,7 @@ class Candidate:
     @property
     def retrieval(self) -> dict[int, float]:
         """Share of prompts answered, by length."""
-        return {length: sum(found) / len(found) for length, found in self.hits.items()}
+        return {length: sum(hits) / len(hits) for length, hits in self.hits.items()}
 
     @classmethod
     def from_scores(cls, name: str, method: Method, scores: EvalResult) -> Candidate:
@@ -77,7 +77,7 @@ class Candidate:
         }
 
     def never_worse(self, other: Candidate) -> bool:
-        """Whether it finds no less and reads no worse than another."""
+        """Whether its retrieval and its perplexity are no worse than another's."""
         return self.finds_no_less(other) and self.reads_no_worse(other)
 
     def reads_no_worse(self, other: Candidate) -> bool:
@@ -89,7 +89,7 @@ class Candidate:
 
         Significantly: the paired 95 % interval of the difference in prompts answered lies below 0. Over all lengths,
         either no fewer are answered, or not significantly fewer and the answers are no less probable: which of the
-        marginal ones are answered is chance, and no table but itself would match a start that was lucky with them.
+        borderline prompts are answered is chance, and no other table would match a start that was lucky with them.
         """
         whole, others = (tuple(itertools.chain(*c.hits.values())) for c in (self, other))
         return (
@@ -141,7 +141,7 @@ class Evaluator:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the best of those that are worse in nothing than the first, their start; of equals, the start."""
+    """Return the best candidate that is in nothing worse than the first, the start; of equals, the start."""
     start, *others = candidates
     better = [c for c in others if c.never_worse(start) and c.rank != start.rank]
     return max(better, key=lambda c: c.rank, default=start)
@@ -150,8 +150,8 @@ def best(candidates: Sequence[Candidate]) -> Candidate:
 def choose(candidates: Mapping[str, Sequence[Candidate]]) -> tuple[str, Candidate]:
     """Return the label of the start that leads to the best table, and that table.
 
-    A start counts with the better rank of its own and of the table found from it: a table that is as good as its start
-    but for chance does not lose to what that start beats.
+    A start counts with the better of two ranks: its own, and that of the table fitted from it. So a table that is only
+    by chance worse than its start does not lose to a table that the start beats.
 
     Args:
         candidates: of each start, itself first.

@@ -24,7 +24,7 @@ from rope_patch.patching.locate import device_of, find_rotary
 from rope_patch.processes import from_first, processes
 
 BETAS = (0.9, 0.95)
-"""Of Adam. Its usual .999 would remember the first large gradients of answers for long, and keep later steps small."""
+"""Adam's betas. With the usual 0.999 the first large gradients of answers would keep the steps small for long."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BACK, ODDS = 0.5, 4.0
 """After a check that finds a table worse than its start: the parameters are multiplied by ``BACK``, and the odds of the
@@ -171,11 +171,11 @@ class FitRun:
     def _fitting(self, checkpointing: bool) -> Iterator[None]:
         """Put the trainable table in and freeze the weights, and undo both at the end."""
         model: Any = self.model
-        asked = [(p, p.requires_grad) for p in model.parameters()]
+        requires_grad = [(p, p.requires_grad) for p in model.parameters()]
         with in_eval_mode(model), contextlib.ExitStack() as stack:
-            for p, _ in asked:
+            for p, _ in requires_grad:
                 p.requires_grad_(False)
-            stack.callback(lambda: [p.requires_grad_(wanted) for p, wanted in asked])
+            stack.callback(lambda: [p.requires_grad_(required) for p, required in requires_grad])
             if checkpointing:
                 name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
                 if not _checkpointed(model):
@@ -207,22 +207,22 @@ class FitRun:
 
     def _restore(self, step: int, sums: Sequence[Tensor]) -> bool:
         """Resume from the state that was saved at a step, if there is one."""
-        found = from_first(
+        saved = from_first(
             lambda: None if self.result_cache is None else self.result_cache.get(key(step=step, **self.about))
         )
-        if found is None:
+        if saved is None:
             return False
         with torch.no_grad():
-            for p, (value, *moments) in zip(itertools.chain(*self.parts), found["parts"], strict=True):
+            for p, (value, *moments) in zip(itertools.chain(*self.parts), saved["parts"], strict=True):
                 p.copy_(torch.tensor(value, dtype=p.dtype))
                 self.adam.state[p] = {"step": torch.tensor(float(step))} | {
                     name: torch.tensor(moment, dtype=p.dtype, device=p.device)
                     for name, moment in zip(MOMENTS, moments, strict=True)
                 }
-            for total, summed in zip(sums, found["sums"], strict=True):
+            for total, summed in zip(sums, saved["sums"], strict=True):
                 total.copy_(torch.tensor(summed, dtype=total.dtype))
         self._put()
-        self.losses = list(found["losses"])
+        self.losses = list(saved["losses"])
         return True
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "rope_patch_kv_cache"
 BLOCK_BYTES = 1 << 22
-"""Logits of one block of queries: few enough that keys behind them are seldom read, and that they stay in the cache."""
+"""Logits of one block of queries [bytes]: few enough to stay in the CPU's cache, and to skip most later keys."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ def attend(
     if attention_mask is not None and size == total and store.padding is None:
         seen_first = attention_mask[:, :, 0, 0]
         if not bool((seen_first if seen_first.dtype == torch.bool else seen_first == 0).all()):
-            raise ValueError("rows padded on the left need a cache that knows: past_key_values=factory(padding=…)")
+            raise ValueError("rows are padded on the left: make their cache with past_key_values=factory(padding=…)")
     before = total - size
     places = torch.arange(total, device=query.device)
     step = max(1, min(size, BLOCK_BYTES // (4 * rows * heads * total)))
@@ -98,17 +98,18 @@ def attend(
     for low in range(0, size, step):
         high = min(low + step, size)
         left, right = max(0, before + low - window + 1), before + high
-        some = query[:, :, low:high].reshape(rows, groups, -1, width)  # queries that share a key head follow each other
+        # Queries that share a key head follow each other.
+        queries = query[:, :, low:high].reshape(rows, groups, -1, width)
         at = slice(left, right)
 
-        def dot(states: Tensor, some: Tensor = some, at: slice = at, count: int = high - low) -> Tensor:
-            return (some @ states[:, :, at].mT).view(rows, heads, count, -1)
+        def dot(states: Tensor, queries: Tensor = queries, at: slice = at, count: int = high - low) -> Tensor:
+            return (queries @ states[:, :, at].mT).view(rows, heads, count, -1)
 
-        seen = places[before + low : before + high, None] + 1
-        logits = _mixed(dot(store.raw_keys), dot(store.keys), store, "key", seen, places[at]) * scaling
+        visible_tokens = places[before + low : before + high, None] + 1
+        logits = _mixed(dot(store.raw_keys), dot(store.keys), store, "key", visible_tokens, places[at]) * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        apart = seen - 1 - places[at]
+        apart = visible_tokens - 1 - places[at]
         hidden = (apart < 0) | (apart >= window)
         logits = logits.masked_fill(hidden, -torch.inf)
         if attention_mask is not None:
@@ -120,7 +121,7 @@ def attend(
         def read(part: Tensor, states: Tensor, at: slice = at) -> Tensor:
             return part.view(rows, groups, -1, part.shape[-1]) @ states[:, :, at]
 
-        frozen = _frozen(store, "value", seen, places[at])
+        frozen = _frozen(store, "value", visible_tokens, places[at])
         if frozen is None:
             got = read(weights, store.raw_values)
         else:
@@ -132,39 +133,44 @@ def attend(
 def _store(
     runs: Sequence[SchemeRun], index: int, size: int, key: Tensor, value: Tensor
 ) -> tuple[SchemeRun, QuantizedLayer]:
-    """Return the cache layer whose states so many queries read: its own, another's that it shares, or these alone."""
+    """Return the cache layer that a pass reads: the layer's own, one that it shares, or one of these states alone."""
     for run in reversed(runs):
         for stored in run.stored.values():
             if stored.returned is key:
                 return run, stored
     if key.shape[-2] != size and runs[-1].plans[index].keys_of == index:
-        raise ValueError("these keys come from another cache: read through those of the factory, or through none")
+        raise ValueError("these keys come from another cache: use a cache of the factory, or none")
     return runs[-1], runs[-1].alone(index, key, value)
 
 
-def _frozen(store: QuantizedLayer, name: str, seen: Tensor, places: Tensor) -> Tensor | None:
+def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor) -> Tensor | None:
     """Return which keys each query sees quantized: (rows or 1, 1, queries, keys) bool; None where none ever is."""
     side: Side = store.plan.key if name == "key" else store.plan.value
     if side.format == "none":
         return None
     pads = [0] if store.padding is None else store.padding.tolist()
-    made = []
+    masks = []
     for pad in pads:
         base = store.plan.sinks + pad
         ends = base + ((places - base) // side.block + 1) * side.block  # where the block of each key ends
-        made.append((places >= base) & (ends <= seen - store.plan.residual))
-    return torch.stack(made)[:, None]
+        masks.append((places >= base) & (ends <= visible_tokens - store.plan.residual))
+    return torch.stack(masks)[:, None]
 
 
-def _mixed(raw: Tensor, rounded: Tensor, store: QuantizedLayer, name: str, seen: Tensor, places: Tensor) -> Tensor:
-    frozen = _frozen(store, name, seen, places)
+def _mixed(
+    raw: Tensor, rounded: Tensor, store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Tensor
+) -> Tensor:
+    frozen = _frozen(store, name, visible_tokens, places)
     return raw if frozen is None else torch.where(frozen, rounded, raw)
 
 
 def padding_mask(**kwargs: Any) -> Tensor | None:
     """No mask where rows are not padded: attention knows what is causal and what a window hides."""
     if not kwargs.get("allow_is_causal_skip", True):
-        raise ValueError("quantized caches read one text a row: no packed texts, no tokens that see ahead")
+        raise ValueError(
+            "quantized caches read one text per row, with causal attention: texts packed into one row are not "
+            "supported, nor tokens that attend to later ones"
+        )
     return None if kwargs.get("attention_mask") is None else sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
 
 

@@ -61,17 +61,17 @@ class CacheMaker:
 
 
 def _digest(plans: Mapping[int, LayerPlan]) -> str:
-    """Tell apart what a scheme's text does not say: means, and pairs kept apart."""
+    """Return a digest of what a scheme string does not show: the means, and which pairs are kept apart."""
     digest = hashlib.sha256()
     for index, plan in sorted(plans.items()):
-        for part in (plan.kept, plan.mean):
+        for part in (plan.kept_features, plan.mean):
             digest.update(f"{index} {None if part is None else part.tolist()}".encode())
     return digest.hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def noting_turns(module: nn.Module, run: SchemeRun) -> Iterator[None]:
-    """Keep what a rotary module puts out, as long as this lasts."""
+    """Record the latest output of a rotary module within a ``with`` block."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Turn) -> None:
         kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
@@ -85,17 +85,17 @@ def noting_turns(module: nn.Module, run: SchemeRun) -> Iterator[None]:
 
 
 def _check_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse padding that an empty cache does not know of: its blocks would begin with the padding."""
+    """Refuse padding that an empty cache was not made for: its blocks would begin with the padding."""
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if not isinstance(cache, QuantizedCache) or cache.get_seq_length():
         return
-    found, made_for = [], cache.padding
+    pads, expected = [], cache.padding
     if isinstance(mask, Tensor) and mask.ndim == 2:
-        found = (mask.cumsum(-1) == 0).sum(-1).tolist()
-        made_for = [min(pad, mask.shape[1]) for pad in made_for]  # a row may be all padding so far
-    if (found if any(found) else []) != made_for:
+        pads = (mask.cumsum(-1) == 0).sum(-1).tolist()
+        expected = [min(pad, mask.shape[1]) for pad in expected]  # a row may be all padding so far
+    if (pads if any(pads) else []) != expected:
         raise ValueError(
-            f"attention_mask pads rows on the left by {found if any(found) else 'no'} tokens, the cache was made for "
+            f"attention_mask pads rows on the left by {pads if any(pads) else 'no'} tokens, the cache was made for "
             f"{cache.padding or 'none'}: give past_key_values=factory(padding=…)"
         )
 

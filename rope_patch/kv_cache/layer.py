@@ -1,4 +1,4 @@
-"""Keys and values of one layer as a scheme holds them."""
+"""The keys and values of one layer, quantized by a scheme."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rope_patch.kv_cache.schemes import Side
 
 @dataclass(eq=False)
 class SchemeRun:
-    """A model under a scheme, for as long as that lasts.
+    """A model while its cache is quantized by a scheme.
 
     Attributes:
         plans: by layer.
@@ -39,11 +39,11 @@ class SchemeRun:
         return self.turns[plan.layer_type]
 
     def alone(self, index: int, key: Tensor, value: Tensor) -> QuantizedLayer:
-        """Return the states of one pass as a layer of no cache."""
-        made = QuantizedLayer(self.plans[index], self)
-        made.update(key, value)
+        """Return the states of one pass as a layer that belongs to no cache."""
+        layer = QuantizedLayer(self.plans[index], self)
+        layer.update(key, value)
         self.stored.pop(index, None)
-        return made
+        return layer
 
 
 class QuantizedLayer(DynamicLayer):
@@ -87,22 +87,22 @@ class QuantizedLayer(DynamicLayer):
         self.returned = self.keys
         return self.keys, self.values
 
-    def freeze(self, seen: int) -> None:
-        """Quantize the blocks that have left the residual window of a query that sees so many tokens."""
+    def freeze(self, visible_tokens: int) -> None:
+        """Quantize the blocks outside the residual window of a query that sees ``visible_tokens`` tokens."""
         sides = (("key", self.plan.key), ("value", self.plan.value))
         for name, side in sides:
             if side.format == "none":
                 continue
             if self.padding is None:
-                self._freeze(name, side, seen, 0, slice(None))
+                self._freeze(name, side, visible_tokens, 0, slice(None))
             else:
                 for row, pad in enumerate(self.padding.tolist()):
-                    self._freeze(name, side, seen, pad, slice(row, row + 1))
+                    self._freeze(name, side, visible_tokens, pad, slice(row, row + 1))
 
-    def _freeze(self, name: str, side: Side, seen: int, pad: int, rows: slice) -> None:
+    def _freeze(self, name: str, side: Side, visible_tokens: int, pad: int, rows: slice) -> None:
         place = (name, rows.start or 0)
         done, size, base = self.frozen.get(place, 0), side.block, self.plan.sinks + pad
-        ready = max(0, seen - self.plan.residual - base) // size
+        ready = max(0, visible_tokens - self.plan.residual - base) // size
         if ready <= done:
             return
         low, high = base + done * size, base + ready * size
@@ -116,13 +116,15 @@ class QuantizedLayer(DynamicLayer):
                 parts = [p[rows if len(p) > 1 else slice(None), low:high].expand(count, -1, -1) for p in self.turn]
                 cos, sin = (part.reshape(-1, size, part.shape[-1]) for part in parts)
                 turn = cos, sin
-            made = self.plan.quantize_keys(blocks, turn)
+            quantized = self.plan.quantize_keys(blocks, turn)
         else:
-            made = self.plan.quantize_values(blocks)
-        made = made.reshape(count, -1, *made.shape[1:]).transpose(1, 2).reshape(count, heads, high - low, -1)
+            quantized = self.plan.quantize_values(blocks)
+        quantized = (
+            quantized.reshape(count, -1, *quantized.shape[1:]).transpose(1, 2).reshape(count, heads, high - low, -1)
+        )
         # Not in place: what was returned before must not change, nor what a copy of this cache holds.
         whole = (self.keys if name == "key" else self.values).clone()
-        whole[rows, :, low:high] = made
+        whole[rows, :, low:high] = quantized
         if name == "key":
             self.keys = whole
         else:
@@ -167,9 +169,9 @@ class QuantizedLayer(DynamicLayer):
 
     def __deepcopy__(self, memo: Any) -> QuantizedLayer:
         """Share the tensors, none of which is ever written to in place, and the run."""
-        made = copy.copy(self)
-        made.frozen = dict(self.frozen)
-        return made
+        twin = copy.copy(self)
+        twin.frozen = dict(self.frozen)
+        return twin
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:

@@ -20,13 +20,13 @@ from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.patching.locate import device_of, find_rotary
 
 BACKENDS = {"fp8": (8,), "quanto": (2, 4), "hqq": (1, 2, 4, 8)}
-"""Of transformers, and the bits that each packs; hqq 0.2.8 cannot unpack what it packs in 3."""
+"""The backends of transformers, and the bits that each packs; hqq 0.2.8 cannot unpack its 3-bit format."""
 GROUPS = (64, 32, 16)
 """Features that share a scale: the first of these that divides a head."""
 AXES = {"quanto": 0, "hqq": 1}
 """The axis under which a group holds features of one token."""
 NEW, ROUNDS = 128, 3
-"""Tokens decoded, as many as the residual window of transformers holds: one flush is in the time; and rounds."""
+"""Tokens decoded (as many as transformers' residual window holds, so that one flush is timed), and timing rounds."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PackedCache:
 
     @property
     def bits(self) -> float:
-        """Per element, where full precision has 16 bits."""
+        """Bits per element; full precision counts as 16."""
         return 16 * self.stored / self.full
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class PackedCache:
 
 
 def check_packed(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise what speaks against packed caches of a model, before anything is run.
+    """Raise if a model cannot use these packed caches, before anything is run.
 
     Raises:
         ValueError: an unknown format, a model with layers that slide, heads that no group divides.
@@ -91,7 +91,7 @@ def packed_caches(
         token_ids: (tokens,) the prompt.
         names: of formats: ``fp8``, ``quanto-2``, ``quanto-4``, ``hqq-1`` to ``hqq-8``.
         new_tokens: to decode.
-        rounds: of timing, behind one that is not counted.
+        rounds: of timing, after a first one that is not counted.
 
     Raises:
         ValueError: as for :func:`check_packed`; an empty prompt, or nothing to decode.
@@ -131,7 +131,7 @@ def packed_caches(
 
 @torch.no_grad()
 def _decode(model: Any, token_ids: Tensor, cache: Cache, new_tokens: int) -> tuple[list[int], float]:
-    """Return the tokens that follow, and the seconds per token once the prompt was read."""
+    """Return the tokens decoded after the prompt, and the seconds per token."""
     device = device_of(model.get_input_embeddings())
     ids = token_ids[None].to(device)
     out, began = [], 0.0
@@ -176,7 +176,7 @@ def _states(value: Any) -> Iterator[Tensor]:
 
 
 def _maker(model: nn.Module, name: str) -> Callable[[], Cache]:
-    """Return what makes empty caches of a format.
+    """Return a function that makes empty caches of a format.
 
     Raises:
         ValueError: as for :func:`check_packed`.
@@ -199,7 +199,7 @@ def _maker(model: nn.Module, name: str) -> Callable[[], Cache]:
         QuantizedCache(backend, config, **options)
     except ValueError as error:
         raise ValueError(
-            f"{name}: transformers packs no cache of this model: {error} Schemes are simulated all the same"
+            f"{name}: transformers cannot pack a cache of this model: {error} Simulated schemes work without it"
         ) from error
     except ImportError as error:
         what = {"quanto": "optimum-quanto"}.get(backend, backend)

@@ -40,7 +40,7 @@ class LayerPlan:
         interleaved: layout of the pairs.
         softcap: of the scaled logits.
         window: tokens the layer sees; None for all.
-        kept: (head_dim,) features kept apart in the bits of ``key.keep``, or None.
+        kept_features: (head_dim,) features kept apart in the bits of ``key.keep``, or None.
         exact: (head_dim,) features kept apart in full precision whatever the scheme says, or None.
         mean: (key heads, head_dim) subtracted from keys, before rotation under ``pre``; None without centring.
     """
@@ -56,7 +56,7 @@ class LayerPlan:
     interleaved: bool
     softcap: float | None
     window: int | None
-    kept: Tensor | None = None
+    kept_features: Tensor | None = None
     exact: Tensor | None = None
     mean: Tensor | None = None
 
@@ -94,12 +94,17 @@ class LayerPlan:
     def _round(self, x: Tensor) -> Tensor:
         if self.key.hadamard:
             return mix(fake_quantize(mix(x), self.key))
-        if self.kept is None and self.exact is None:
+        if self.kept_features is None and self.exact is None:
             return fake_quantize(x, self.key)
         none = torch.zeros(x.shape[-1], dtype=torch.bool)
-        kept, exact = ((none if part is None else part).to(x.device) for part in (self.kept, self.exact))
+        kept_features, exact = (
+            (none if part is None else part).to(x.device) for part in (self.kept_features, self.exact)
+        )
         out = x.clone()
-        for features, side in ((~kept, self.key), (kept, KEPT_IN_8 if self.key.keep == 8 else Side())):
+        for features, side in (
+            (~kept_features, self.key),
+            (kept_features, KEPT_IN_8 if self.key.keep == 8 else Side()),
+        ):
             out[..., features & ~exact] = fake_quantize(x[..., features & ~exact], side)
         return out
 
@@ -135,7 +140,7 @@ def plan_layers(
             raise ValueError(f"skip names layer {index}: the model has layers {known[0]} to {known[-1]}")
         if owners[index] != index:
             raise ValueError(f"skip names layer {index}, which reads the keys of layer {owners[index]}: name that one")
-    made = {}
+    plans = {}
     for layer in sources.layers:
         slot, table = layer.table, layer.table.inv_freq
         key, value = (Side(), Side()) if layer.keys_of in scheme.skip else (scheme.key, scheme.value)
@@ -155,12 +160,12 @@ def plan_layers(
                 mean = _rotated(mean, turned.real, turned.imag, slot.pairs, layer.interleaved)
             if key.centre == "unrotated":
                 mean = mean * features_of(frequencies.unrotated(table), width, layer.interleaved, rest=True)
-        kept = None
+        kept_features = None
         if key.keep:
             own = slot.max_position_embeddings if layer.window is None else layer.window
             size = own if context is None else context
-            kept = features_of(table < frequencies.offset_frequency_bound(size), width, layer.interleaved)
-        made[layer.index] = LayerPlan(
+            kept_features = features_of(table < frequencies.offset_frequency_bound(size), width, layer.interleaved)
+        plans[layer.index] = LayerPlan(
             index=layer.index,
             keys_of=layer.keys_of,
             layer_type=slot.layer_type,
@@ -172,10 +177,10 @@ def plan_layers(
             interleaved=layer.interleaved,
             softcap=layer.softcap,
             window=layer.window,
-            kept=kept if kept is not None and bool(kept.any()) else None,
+            kept_features=kept_features if kept_features is not None and bool(kept_features.any()) else None,
             mean=mean,
         )
-    return made
+    return plans
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool) -> Tensor:

@@ -88,7 +88,7 @@ def _safe(scale: Tensor) -> Tensor:
 def mix(x: Tensor) -> Tensor:
     """Return features (..., features) rotated by a Hadamard matrix; its own inverse.
 
-    Widths that are no power of two are mixed in equal parts that are.
+    Widths that are not a power of two are divided into equal parts that are.
     """
     width = x.shape[-1] & -x.shape[-1]
     matrix = _hadamard(width).to(x.device, x.dtype)

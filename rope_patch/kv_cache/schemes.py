@@ -1,6 +1,6 @@
 """How a key-value cache is quantized, as frozen dataclasses with one text form.
 
-Scheme strings have no commas, so that it passes through lm-eval's ``--model_args``::
+Scheme strings have no commas, so that they pass through lm-eval's ``--model_args``::
 
     k=int2.channel32.pre;v=int2.token32;residual=128;sinks=4;skip=0+27
 
@@ -24,7 +24,7 @@ FORMATS: Mapping[str, int] = MappingProxyType(
 """Bits per element; ``none`` is full precision, counted as 16."""
 AXES = ("token", "channel", "tensor")
 SCALE_BITS = 16
-"""Of a scale, a zero point or a norm, as KIVI and its kin store them."""
+"""Bits of a scale, a zero point or a norm, as KIVI and similar methods store them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Side:
         keep: bits of the outlier pairs, those under the frequency bound: 8 or 16; 0 for none kept apart.
 
     Raises:
-        ValueError: an unknown word, or a combination that means nothing.
+        ValueError: an unknown value, or a combination without a meaning.
     """
 
     format: str = "none"
@@ -151,24 +151,24 @@ class Scheme:
         """Read the text form, or the name of a preset, to which parts may be added: ``kivi-2;sinks=4``.
 
         Raises:
-            ValueError: what cannot be read, and where.
+            ValueError: text that cannot be read; the message marks the place.
         """
         text = text.strip()
         first, *rest = text.split(";")
-        made, at = cls(), 0
+        scheme, at = cls(), 0
         if "=" in first or not first:
             rest = [first, *rest]
         else:
-            made, at = _both(first, text), len(first) + 1
-        seen: set[str] = set()
+            scheme, at = _both(first, text), len(first) + 1
+        given: set[str] = set()
         for part in rest:
             name, equals, value = part.partition("=")
             inside = at + len(name) + 1
             if name not in _PARTS or not equals:
                 raise ValueError(_pointed(text, at, part, f"expected k=, v=, residual=, sinks= or skip=, got {part!r}"))
-            if name in seen:
+            if name in given:
                 raise ValueError(_pointed(text, at, part, f"{name}= is given twice"))
-            seen.add(name)
+            given.add(name)
             if name in ("k", "v"):
                 new: Any = _side(value, text, inside)
             elif name == "skip":
@@ -176,11 +176,11 @@ class Scheme:
             else:
                 new = _whole(value, text, at, part)
             try:
-                made = replace(made, **{_PARTS[name]: new})
+                scheme = replace(scheme, **{_PARTS[name]: new})
             except ValueError as error:  # values with a switch that is for keys
                 raise ValueError(_pointed(text, inside, value, str(error))) from None
             at += len(part) + 1
-        return made
+        return scheme
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def _both(first: str, whole: str) -> Scheme:
 
 
 def _side(text: str, whole: str, at: int) -> Side:
-    """Read a side that stands at some place of the whole text."""
+    """Read a side that begins at position ``at`` of the whole text."""
     form, *words = text.split(".")
     if form not in FORMATS:
         raise ValueError(_pointed(whole, at, form, _unknown("format", form, FORMATS)))
@@ -273,7 +273,7 @@ def _side(text: str, whole: str, at: int) -> Side:
         else:
             raise ValueError(_pointed(whole, place, word, _unknown("word", word, [*AXES, *_WORDS])))
         if new.keys() & options:
-            raise ValueError(_pointed(whole, place, word, f"{word} says again what another word has said"))
+            raise ValueError(_pointed(whole, place, word, f"{word} repeats or contradicts an earlier switch"))
         options |= new
         place += len(word) + 1
     try:
@@ -301,7 +301,7 @@ def _pointed(text: str, at: int, part: str, message: str) -> str:
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
-def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept: int = 0) -> float:
+def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept_pairs: int = 0) -> float:
     """Return bits per element of the quantized part, scales and zero points of 16 bits included.
 
     The residual window, sinks and skipped layers are not in it: they do not grow with the text.
@@ -310,11 +310,11 @@ def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept: int = 0) 
         side: of keys or values.
         head_dim: features of a head.
         heads: key heads, which share the scale of a tensor.
-        kept: outlier pairs kept apart, of each head; 0 where ``keep`` is.
+        kept_pairs: outlier pairs kept apart, of each head; 0 where ``keep`` is.
     """
     if side.format == "none":
         return 16.0
-    features = head_dim - 2 * kept if side.keep else head_dim
+    features = head_dim - 2 * kept_pairs if side.keep else head_dim
     numbers = 1 if side.symmetric or side.format in ("nf4", "fp8") else 2  # scale, zero point
     share = {
         "token": min(side.group or features, features) or 1,
@@ -326,5 +326,5 @@ def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept: int = 0) 
     bits = (FORMATS[side.format] + numbers * SCALE_BITS / share) * features
     if side.keep:
         # Kept at 8 bits, pairs have a symmetric scale per token.
-        bits += 2 * kept * side.keep + (SCALE_BITS if side.keep == 8 and kept else 0)
+        bits += 2 * kept_pairs * side.keep + (SCALE_BITS if side.keep == 8 and kept_pairs else 0)
     return bits / head_dim

@@ -14,7 +14,7 @@ from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.modeling.statistics import Capture
 
 NAMED = 2 / 3
-"""Of the worst layer's cost: layers with at least so much are named."""
+"""Layers that cost at least this share of the worst layer's cost are named."""
 
 
 @dataclass(frozen=True)

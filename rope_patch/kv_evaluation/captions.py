@@ -1,4 +1,4 @@
-"""Counts and lists of layers, pairs and windows as one says them."""
+"""Counts and lists of layers, pairs and windows as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def windows_of(count: int, size: int) -> str:
-    """Windows of text in words.
+    """Return the number and the length of windows as text.
 
     >>> windows_of(1, 128), windows_of(16, 4096)
     ('1 window of 128 tokens', '16 windows of 4096 tokens, which do not overlap')
@@ -15,7 +15,7 @@ def windows_of(count: int, size: int) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """Return a number with its noun.
 
     >>> counted(1, "sample"), counted(4, "sample")
     ('1 sample', '4 samples')
@@ -24,7 +24,7 @@ def counted(count: int, what: str) -> str:
 
 
 def listed(what: str, indices: Sequence[int]) -> str:
-    """Indices of something in words.
+    """Return indices with their noun.
 
     >>> listed("layer", [0, 3, 4, 5]), listed("pair", [7]), listed("pair", [])
     ('layers 0, 3-5', 'pair 7', 'no pair')
@@ -33,7 +33,7 @@ def listed(what: str, indices: Sequence[int]) -> str:
 
 
 def spans(indices: Sequence[int]) -> str:
-    """Indices, those that follow each other as a range.
+    """Return indices as text; consecutive ones are a range.
 
     >>> spans([0, 3, 4, 5])
     '0, 3-5'

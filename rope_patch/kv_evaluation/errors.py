@@ -95,31 +95,31 @@ def attention_errors(
         stack.callback(_STUDY.reset, _STUDY.set(study))
         stack.enter_context(attending_with(root, NAME))
         decoder(input_ids=token_ids[None].to(device_of(root.get_input_embeddings())), use_cache=False)
-    return {name: tuple(made) for name, made in study.made.items()}
+    return {name: tuple(layer_errors) for name, layer_errors in study.layer_errors.items()}
 
 
 class _Study:
-    """What is asked, and what has been found."""
+    """The schemes to measure, and the errors of the layers measured so far."""
 
     def __init__(
         self, plans: Mapping[str, dict[int, LayerPlan]], run: SchemeRun, outliers: Mapping[int, Tensor], queries: int
     ) -> None:
         self.plans, self.run, self.outliers, self.queries = plans, run, outliers, queries
-        self.made: dict[str, list[LayerErrors]] = {name: [] for name in plans}
+        self.layer_errors: dict[str, list[LayerErrors]] = {name: [] for name in plans}
 
     def add(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         """Measure one layer: query (1, heads, tokens, head_dim), key and value of the key heads."""
         total = query.shape[2]
         count = min(self.queries, total - total // 2)
         places = torch.linspace(total // 2, total - 1, count).long()  # no two alike: there are more tokens than queries
-        some = query[0, :, places].double()
+        queries = query[0, :, places].double()
         turns = {kind: (cos.cpu(), sin.cpu()) for kind, (cos, sin) in self.run.turns.items()}
         for name, plans in self.plans.items():
             plan = plans[index]
             store = QuantizedLayer(plan, SchemeRun(plans, turns))
             store.update(key, value)
             store.freeze(total)
-            self.made[name].append(self._errors(plan, store, some, places, scaling))
+            self.layer_errors[name].append(self._errors(plan, store, queries, places, scaling))
 
     def _errors(
         self, plan: LayerPlan, store: QuantizedLayer, query: Tensor, places: Tensor, scaling: float
@@ -154,8 +154,12 @@ class _Study:
             ],
             dim=1,
         )
-        seen = torch.where(wrong, logits, torch.nan)
-        spread = (torch.nanmean(seen.square(), (1, 2)) - torch.nanmean(seen, (1, 2)).square()).clamp_min(0).sqrt()
+        rounded_logits = torch.where(wrong, logits, torch.nan)
+        spread = (
+            (torch.nanmean(rounded_logits.square(), (1, 2)) - torch.nanmean(rounded_logits, (1, 2)).square())
+            .clamp_min(0)
+            .sqrt()
+        )
         weights, rough = (_weights(plan, part, visible) for part in (logits, logits + off))
         out = weights @ raw_value
         got = (rough * frozen["value"]) @ value + (rough * ~frozen["value"]) @ raw_value
@@ -191,8 +195,8 @@ class _Study:
             if plan.key.hadamard or (plan.key.axis == "tensor" and plan.key.group and len(marked) > 1):
                 continue
             mean = None if plan.shifted else _of_head(plan.mean, head // groups)  # stored keys are shifted already
-            kept = replace(plan, exact=features, mean=mean)
-            again = QuantizedLayer(kept, SchemeRun({plan.index: kept}, store.run.turns))
+            exact_plan = replace(plan, exact=features, mean=mean)
+            again = QuantizedLayer(exact_plan, SchemeRun({plan.index: exact_plan}, store.run.turns))
             one = slice(head // groups, head // groups + 1)
             again.update(store.raw_keys[:, one], store.raw_values[:, one])
             again.freeze(store.raw_keys.shape[2])

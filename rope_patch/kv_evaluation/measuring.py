@@ -146,18 +146,18 @@ def means_of(setting: Setting, calibration_rows: Tensor) -> dict[int, Tensor]:
         if setting.result_cache is not None
         else ""
     )
-    found = (setting.result_cache or {}).get(mark)
-    if found is None:
-        found = [[layer.index, layer.key.mean.tolist()] for layer in capture(setting.model, calibration_rows).layers]
+    means = (setting.result_cache or {}).get(mark)
+    if means is None:
+        means = [[layer.index, layer.key.mean.tolist()] for layer in capture(setting.model, calibration_rows).layers]
         if setting.result_cache is not None:
-            setting.result_cache[mark] = found
-    return {index: torch.tensor(mean, dtype=torch.float64) for index, mean in found}
+            setting.result_cache[mark] = means
+    return {index: torch.tensor(mean, dtype=torch.float64) for index, mean in means}
 
 
 def _errors(
     setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]
 ) -> dict[str, tuple[LayerErrors, ...]]:
-    """Measure attention errors, of the schemes whose errors are not kept, in one pass."""
+    """Measure attention errors in one pass, of the schemes whose errors are not in the result cache."""
     ids, options = setting.suite.windows[0].ids[:ERRORS], patched.plan_options(setting)
     if setting.result_cache is None:
         return attention_errors(setting.model, ids, schemes, outliers=patched.long_pairs, **options)
@@ -166,9 +166,9 @@ def _errors(
     marks = {name: key(**about, cache=_identity(setting, patched, scheme)) for name, scheme in schemes.items()}
     fresh = {name: scheme for name, scheme in schemes.items() if marks[name] not in setting.result_cache}
     measured = attention_errors(setting.model, ids, fresh, outliers=patched.long_pairs, **options) if fresh else {}
-    for name, made in measured.items():
+    for name, layer_errors in measured.items():
         setting.result_cache[marks[name]] = finite(
-            [[_plain(getattr(e, item.name)) for item in fields(e)] for e in made]
+            [[_plain(getattr(e, item.name)) for item in fields(e)] for e in layer_errors]
         )
     return {
         name: tuple(LayerErrors(layer, *map(_tensor, rest)) for layer, *rest in setting.result_cache[mark])
@@ -190,27 +190,27 @@ def _plain(value: Any) -> Any:
 
 
 def _tensor(values: Any) -> Tensor:
-    """What was kept as a list, None where it was not finite."""
+    """Return a stored list as a tensor; None stands for a number that is not finite."""
     if values and isinstance(values[0], list):
         return torch.stack([_tensor(row) for row in values])
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
 def possible(setting: Setting, patched: MethodInPlace, tried: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """Return the schemes that this model allows, and that do something on it: at the longest length, at least."""
-    made = {}
+    """Return the schemes that fit this model and round something at the longest length."""
+    allowed = {}
     for name, scheme in tried.items():
         try:
             plans = plan_layers(setting.model, scheme, **patched.plan_options(setting)).values()
         except ValueError:
             continue
         centred = any(plan.mean is not None and bool(plan.mean.any()) for plan in plans)
-        kept = any(plan.kept is not None for plan in plans)
+        kept_features = any(plan.kept_features is not None for plan in plans)
         _, _, bits = _bits(setting, patched, scheme)
         rounds = bits[setting.lengths[-1]] != FORMATS["none"]
-        if (centred or not scheme.key.centre) and (kept or not scheme.key.keep) and rounds:
-            made[name] = scheme
-    return made
+        if (centred or not scheme.key.centre) and (kept_features or not scheme.key.keep) and rounds:
+            allowed[name] = scheme
+    return allowed
 
 
 def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[float, float, dict[int, float]]:
@@ -220,11 +220,11 @@ def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[flo
     stored, elements = dict.fromkeys(setting.lengths, 0.0), dict.fromkeys(setting.lengths, 0)
     for layer in (layer for layer in patched.capture.layers if layer.keys_of == layer.index):
         plan = plans[layer.index]
-        kept = 0 if plan.kept is None else int(plan.kept.sum()) // 2
-        for made, side, states in zip(bits, (plan.key, plan.value), (layer.key, layer.value), strict=True):
+        kept_pairs = 0 if plan.kept_features is None else int(plan.kept_features.sum()) // 2
+        for side_bits, side, states in zip(bits, (plan.key, plan.value), (layer.key, layer.value), strict=True):
             heads, width = states.mean.shape
-            own = effective_bits(side, head_dim=width, heads=heads, kept=kept)
-            made.append(own)
+            own = effective_bits(side, head_dim=width, heads=heads, kept_pairs=kept_pairs)
+            side_bits.append(own)
             for length in setting.lengths:
                 held = min(length, plan.window or length)
                 end = plan.sinks + max(0, length - plan.residual - plan.sinks) // side.block * side.block
@@ -249,8 +249,8 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
             **about,
         )
         if mark in setting.result_cache:
-            found = setting.result_cache[mark]
-            return Attribution(**{**found, "layers": {int(index): cost for index, cost in found["layers"].items()}})
+            stored = setting.result_cache[mark]
+            return Attribution(**{**stored, "layers": {int(index): cost for index, cost in stored["layers"].items()}})
 
     def loss(change: Callable[[LayerPlan], LayerPlan] | None) -> float:
         with quantized(model, scheme, **patched.plan_options(setting)) as factory:
@@ -264,13 +264,13 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
         return lambda plan: plan if plan.keys_of == layer else replace(plan, key=Side(), value=Side())
 
     full = loss(lambda plan: replace(plan, key=Side(), value=Side()))
-    made = Attribution(
+    attribution = Attribution(
         whole=loss(None) - full,
         keys=loss(lambda plan: replace(plan, value=Side())) - full,
         values=loss(lambda plan: replace(plan, key=Side())) - full,
         layers={layer.index: loss(only(layer.keys_of)) - full for layer in patched.capture.layers},
     )
-    layers, pairs, _ = attribute(row.errors, longest_keys(patched.capture), made, setting.limits.tolerance)
+    layers, pairs, _ = attribute(row.errors, longest_keys(patched.capture), attribution, setting.limits.tolerance)
     if pairs and not scheme.key.hadamard:
         widths = {layer.index: layer.key.mean.shape[1] for layer in patched.capture.layers}
 
@@ -279,24 +279,26 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
             exact = features_of(mask, widths[plan.index], plan.interleaved)
             return replace(plan, exact=exact) if plan.index in layers else plan
 
-        made = replace(made, left=loss(without) - full)
+        attribution = replace(attribution, left=loss(without) - full)
     if setting.result_cache is not None:
-        setting.result_cache[mark] = finite(asdict(made))
-    return made
+        setting.result_cache[mark] = finite(asdict(attribution))
+    return attribution
 
 
-def _prediction(seen: Capture, errors: Sequence[LayerErrors], context: int | None) -> tuple[float | None, float | None]:
+def _prediction(
+    captured: Capture, errors: Sequence[LayerErrors], context: int | None
+) -> tuple[float | None, float | None]:
     """Return how well radius and bound rank the pairs by their logit error."""
-    found: list[Tensor] = []
+    pair_errors: list[Tensor] = []
     sizes: list[Tensor] = []
     below: list[Tensor] = []
     for error in errors:
-        layer = seen.layer(error.layer)
+        layer = captured.layer(error.layer)
         bound = frequencies.offset_frequency_bound(layer.context if context is None else context)
-        found.append(error.pair.flatten())
+        pair_errors.append(error.pair.flatten())
         sizes.append((layer.key_by_query_head.radius * layer.query.mean_norm).flatten())
         below.append((layer.inv_freq < bound).double().expand(layer.query.heads, -1).flatten())
-    if not found:
+    if not pair_errors:
         return None, None
 
     def order(one: Tensor, other: Tensor) -> float | None:
@@ -304,7 +306,7 @@ def _prediction(seen: Capture, errors: Sequence[LayerErrors], context: int | Non
             return None
         return float(stats.spearmanr(one, other).statistic)
 
-    return order(torch.cat(found), torch.cat(sizes)), order(torch.cat(found), torch.cat(below))
+    return order(torch.cat(pair_errors), torch.cat(sizes)), order(torch.cat(pair_errors), torch.cat(below))
 
 
 @torch.no_grad()
@@ -313,20 +315,20 @@ def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: 
 
     ``full`` is filled with the states in full precision when they are first needed.
     """
-    model, chunk, kept = setting.model, setting.chunk, setting.result_cache
+    model, chunk, result_cache = setting.model, setting.chunk, setting.result_cache
     ids = torch.stack([window.ids for window in setting.suite.windows[:COMPARED]])
-    about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if kept is not None else {}
+    about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if result_cache is not None else {}
     mark = key(kind="divergence", cache=_identity(setting, patched, scheme), **about)
-    if kept is not None and mark in kept:
-        return Divergence(**kept[mark])
+    if result_cache is not None and mark in result_cache:
+        return Divergence(**result_cache[mark])
 
     def states(cache: CacheFactory | None) -> list[Tensor]:
         reader = Reader(model)
-        made = []
+        windows = []
         for row in ids:
             past = cache() if cache is not None else reader.new_cache(len(row)) if chunk else None
-            made.append(torch.cat([part[0] for _, part in reader.read(row[None], past, chunk)]))
-        return made
+            windows.append(torch.cat([part[0] for _, part in reader.read(row[None], past, chunk)]))
+        return windows
 
     total, same, count = 0.0, 0, 0
     with in_eval_mode(model):
@@ -340,7 +342,7 @@ def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: 
                 total += float((p.exp() * (p - q)).sum())
                 same += int((p.argmax(-1) == q.argmax(-1)).sum())
                 count += len(p)
-    made = Divergence(total / count, same / count, count)
-    if kept is not None:
-        kept[mark] = asdict(made)
-    return made
+    divergence = Divergence(total / count, same / count, count)
+    if result_cache is not None:
+        result_cache[mark] = asdict(divergence)
+    return divergence

@@ -21,7 +21,7 @@ def mitigations(name: str) -> dict[str, Scheme]:
     key, value = scheme.key, scheme.value
 
     def with_keys(**changes: Any) -> Scheme:
-        """The scheme with other keys; as it was where that does not go with the rest."""
+        """Return the scheme with other keys; unchanged where they do not fit the rest."""
         try:
             return replace(scheme, key=replace(key, **changes))
         except ValueError:

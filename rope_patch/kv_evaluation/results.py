@@ -25,7 +25,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True, eq=False)
 class KVCheck:
-    """What a checkpoint's cache survives.
+    """The result of a cache check.
 
     Attributes:
         model: name.
@@ -77,7 +77,7 @@ class KVCheck:
         }
 
     def meant(self, method: str) -> str:
-        """Return a method in words: where it leaves the model as it came, with the patch that it came with."""
+        """Return a method as text; ``default`` with the patch that the model was loaded with."""
         return f"{method}: {self.loaded}, as loaded" if method == "default" and self.loaded else method
 
     def of(self, method: str) -> tuple[CheckRow, ...]:
@@ -145,15 +145,17 @@ class KVCheck:
 
     def summary(self) -> list[str]:
         """Return what to do: what is safe everywhere, then a sentence per method and length."""
-        made = self._everywhere()
+        sentences = self._everywhere()
         for method in self.methods:
             given = [row for row in self.of(method)[1:] if row.mitigation_of is None]
             for length in self.lengths:
-                found = [(row, self.verdict(row, length)) for row in given]
-                parts = [self._unsafe(row, verdict) for row, verdict in found if verdict.kind == "unsafe"]
-                idle = [row.scheme for row, verdict in found if verdict.kind == "undecided" and self.idle(row, length)]
+                verdicts = [(row, self.verdict(row, length)) for row in given]
+                parts = [self._unsafe(row, verdict) for row, verdict in verdicts if verdict.kind == "unsafe"]
+                idle = [
+                    row.scheme for row, verdict in verdicts if verdict.kind == "undecided" and self.idle(row, length)
+                ]
                 for kind in ("safe", "undecided"):
-                    names = [row.scheme for row, verdict in found if verdict.kind == kind and row.scheme not in idle]
+                    names = [row.scheme for row, verdict in verdicts if verdict.kind == kind and row.scheme not in idle]
                     if names:
                         parts.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {kind}")
                 if idle:
@@ -162,8 +164,8 @@ class KVCheck:
                     )
                 if not any(answered(self.of(method)[0], length)):
                     parts.append("full precision answers no prompt, so retrieval tells nothing here")
-                made.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
-        return made
+                sentences.append(f"{method} at {length} tokens: {'; '.join(parts)}.")
+        return sentences
 
     def _everywhere(self) -> list[str]:
         """Say what is safe under every method at every length, where there are several."""
@@ -172,9 +174,9 @@ class KVCheck:
         kinds: dict[str, set[str]] = {}
         for row in self.rows:
             if row.divergence is not None and row.mitigation_of is None:
-                found = kinds.setdefault(row.scheme, set())
-                found |= {self.verdict(row, length).kind for length in self.lengths}
-        names = [name for name, found in kinds.items() if found == {"safe"}]
+                verdicts = kinds.setdefault(row.scheme, set())
+                verdicts |= {self.verdict(row, length).kind for length in self.lengths}
+        names = [name for name, verdicts in kinds.items() if verdicts == {"safe"}]
         words = (("under every method", self.methods), ("at every length", self.lengths))
         every = " ".join(word for word, many in words if len(many) > 1)
         return [f"Safe {every}: {', '.join(names) or 'none of the schemes asked for'}."]
@@ -219,8 +221,8 @@ class KVCheck:
                     ends = (f"{name}_{part}" for part in ("change", "low", "high"))
                     moved: list[float | None] = [None] * 3
                     if row.divergence is not None:
-                        found = metric.difference(row.scores, base.scores, span, self.limits.confidence)
-                        moved = list(map(metric.relative_change, found))
+                        interval = metric.difference(row.scores, base.scores, span, self.limits.confidence)
+                        moved = list(map(metric.relative_change, interval))
                     line |= dict(zip(ends, moved, strict=True))
                 verdict = self.verdict(row, length) if row.divergence is not None else None
                 line |= {
@@ -257,14 +259,14 @@ class KVCheck:
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
         scheme = Scheme.parse(row.scheme_text)
-        made: dict[str, Any] = {
+        document: dict[str, Any] = {
             name: getattr(row, name) for name in ("method", "scheme", "scheme_text", "mitigation_of")
         }
-        made |= {"residual": scheme.residual, "sinks": scheme.sinks, "skip": scheme.skip}
-        made |= {name: getattr(row, name) for name in ("key_bits", "value_bits", "bits", "prediction")}
-        made |= {"tasks": self.spec.tasks, "seed": self.spec.seed, "chunk": self.spec.chunk}
-        made["divergence"] = asdict(row.divergence) if row.divergence else None
-        made["lengths"] = {}
+        document |= {"residual": scheme.residual, "sinks": scheme.sinks, "skip": scheme.skip}
+        document |= {name: getattr(row, name) for name in ("key_bits", "value_bits", "bits", "prediction")}
+        document |= {"tasks": self.spec.tasks, "seed": self.spec.seed, "chunk": self.spec.chunk}
+        document["divergence"] = asdict(row.divergence) if row.divergence else None
+        document["lengths"] = {}
         base = self.of(row.method)[0]
         for length in self.lengths:
             entry: dict[str, Any] = {
@@ -278,12 +280,12 @@ class KVCheck:
                     entry[f"{metric.difference_name or name}_change"] = change
             if row.divergence is not None:
                 entry["verdict"] = asdict(self.verdict(row, length))
-            made["lengths"][str(length)] = entry
-        made["errors"] = [
+            document["lengths"][str(length)] = entry
+        document["errors"] = [
             {item.name: _numbers(item.name, getattr(error, item.name)) for item in fields(error)}
             for error in row.errors
         ]
-        return made
+        return document
 
 
 def answered(row: CheckRow, length: int) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Which cache formats a checkpoint survives, under which tables, and where the cost comes from.
+"""Check which cache formats a checkpoint works with, under which rotary tables, and where the cost comes from.
 
 For every method and scheme: perplexity and retrieval through a cache quantized exactly as decoding would, beside the
 same in full precision on the same windows and prompts; how far the next token's distribution moves; and, layer by layer
@@ -44,7 +44,7 @@ from rope_patch.patching.targets import for_target
 
 
 def check_spec(spec: EvalSpec) -> None:
-    """Raise unless a check of caches can be made of a spec.
+    """Raise unless a spec can be used for a check of caches.
 
     Raises:
         ValueError: it asks for no window of text.
@@ -66,18 +66,18 @@ def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
     Raises:
         ValueError: a bad scheme, two names of one, or none beside full precision.
     """
-    made = {"none": Scheme()}
+    schemes = {"none": Scheme()}
     for name in dict.fromkeys(names):
         scheme = Scheme.parse(name)
         if scheme == Scheme():
             continue
-        twin = next((other for other, known in made.items() if known == scheme), None)
+        twin = next((other for other, known in schemes.items() if known == scheme), None)
         if twin is not None:
             raise ValueError(f"schemes must differ from each other, but {twin!r} and {name!r} both mean {scheme}")
-        made[name] = scheme
-    if len(made) == 1:
+        schemes[name] = scheme
+    if len(schemes) == 1:
         raise ValueError("give at least one scheme beside none")
-    return made
+    return schemes
 
 
 def kv_check(
@@ -95,7 +95,7 @@ def kv_check(
     resume: str | Path | MutableMapping[str, Any] | None = None,
     on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
 ) -> KVCheck:
-    """Measure cache schemes under methods on a model; it is as it was at the end.
+    """Measure cache schemes under several methods on a model, which is left as it was.
 
     Args:
         model: a causal language model; one that is patched already is measured as it is under ``"default"``.
@@ -109,8 +109,8 @@ def kv_check(
             :mod:`rope_patch.kv_cache.packed`.
         layer_types: which tables are patched, on mixed models.
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
-        resume: file (or mapping) in which finished work is kept: the same call goes on where it was, and reads again
-            only the windows that statistics of keys come from.
+        resume: file (or mapping) of finished work: the same call continues from there, and reads again only the windows
+            that the statistics of keys are computed on.
         on_progress: called with method and scheme, and the number of tokens just read.
 
     Raises:
@@ -130,15 +130,17 @@ def kv_check(
         raise ValueError(f"methods must be a list of one or more methods, got {methods!r}")
     check_spec(suite.spec)
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
-    resolved = {str(made): made for made in (for_target(model, m, suite.spec.longest, **options) for m in methods)}
+    resolved = {
+        str(method): method for method in (for_target(model, m, suite.spec.longest, **options) for m in methods)
+    }
     if len(resolved) < len(methods):
         raise ValueError(f"methods must differ from each other, got {', '.join(map(str, methods))}")
     check_packed(model, packed)
     record = find_rotary(model).record
     centred = mitigate or any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
-    kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
-    setting = Setting(model, suite, limits, kept, on_progress)
+    result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
+    setting = Setting(model, suite, limits, result_cache, on_progress)
     patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
     means = _check_all(setting, patches, asked, calibration_rows)
     rows, captures = _measure_all(setting, patches, asked, means, mitigate)

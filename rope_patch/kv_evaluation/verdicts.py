@@ -67,7 +67,7 @@ class Verdict:
         scheme: its name.
         length: positions looked at [tokens].
         kind: ``"safe"``, ``"unsafe"``, or ``"undecided"`` where the intervals do not tell.
-        measured: what was, in words.
+        measured: the measurements, as text.
         layers: that the cost comes from, where it is unsafe.
         pairs: that it comes from.
         induced: share of those layers' squared logit error that lies in other pairs and goes when the pairs that are
@@ -88,7 +88,7 @@ class Verdict:
 
     @property
     def explanation(self) -> str:
-        """Where the cost comes from, in words."""
+        """Where the cost comes from, as text."""
         if self.attribution is not None and self.attribution.by_values:
             return f"values of {listed('layer', self.layers)}"
         places = f"{listed('layer', self.layers)}, {listed('pair', self.pairs)}"

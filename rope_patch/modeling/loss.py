@@ -38,9 +38,9 @@ def token_loss(
         reader: the model taken apart; its head may be trained too.
         hidden: (rows, tokens, hidden), the decoder's last hidden states.
         labels: (rows, tokens); the label at a position is the token there, predicted from the state before it.
-            ``IGNORED`` is predicted by nobody.
+            Tokens labelled ``IGNORED`` are not predicted.
         weights: (rows, tokens) how much each label counts; 1 by default.
-        items: what the sum is divided by, if by anything.
+        items: divisor of the sum; none by default.
         shifted: labels and weights stand at the state that predicts them, as in a shard of longer rows, whose last
             state predicts the first token of another shard.
 
@@ -49,19 +49,19 @@ def token_loss(
         model's device.
     """
     counts = torch.ones_like(labels, dtype=torch.float32) if weights is None else weights
-    states, wanted = (hidden, labels) if shifted else (hidden[:, :-1], labels[:, 1:])
-    states, wanted = states.flatten(0, 1), wanted.flatten().to(states.device)
+    states, targets = (hidden, labels) if shifted else (hidden[:, :-1], labels[:, 1:])
+    states, targets = states.flatten(0, 1), targets.flatten().to(states.device)
     counts = (counts if shifted else counts[:, 1:]).flatten().to(states.device, torch.float32)
-    keep = wanted != IGNORED
-    states, wanted, counts = states[keep], wanted[keep], counts[keep]
+    keep = targets != IGNORED
+    states, targets, counts = states[keep], targets[keep], counts[keep]
     shares = counts if items is None else counts / torch.as_tensor(items, device=counts.device).clamp(min=TINY)
 
     def summed(states: Tensor) -> Tensor:
         total = (states[:1] * 0).sum().float()  # a loss with a gradient even when there is nothing to learn
-        for low in range(0, len(wanted), SLICE):
+        for low in range(0, len(targets), SLICE):
             part = slice(low, low + SLICE)
-            made: Any = checkpoint(_sum, reader, states[part], wanted[part], shares[part], use_reentrant=False)
-            total = total + made
+            slice_loss: Any = checkpoint(_sum, reader, states[part], targets[part], shares[part], use_reentrant=False)
+            total = total + slice_loss
         return total
 
     return _in_one_pass(reader, summed, states), counts.sum()
@@ -88,9 +88,9 @@ def _in_one_pass(reader: Reader, summed: Callable[[Tensor], Tensor], states: Ten
     return total
 
 
-def _sum(reader: Reader, states: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
+def _sum(reader: Reader, states: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
     logits = reader.logits(states)
-    losses = torch.nn.functional.cross_entropy(logits, wanted.to(logits.device), reduction="none")
+    losses = torch.nn.functional.cross_entropy(logits, targets.to(logits.device), reduction="none")
     return (losses * counts.to(losses.device)).sum().to(states.device)
 
 

@@ -1,4 +1,4 @@
-"""A model in evaluation, and its attention as it is wanted, for a while."""
+"""Put a model into eval mode, or replace its attention function, for the length of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_set_to(configs: Sequence[Any], name: str) -> Iterator[None]:
-    """Let the parts of a model that configs belong to attend through a registered function for a while.
+    """Let the parts of a model with these configs attend through a registered function within a ``with`` block.
 
     As long as this lasts the model is not to be read from another thread.
     """

@@ -21,8 +21,8 @@ from rope_patch.modeling.modes import attention_set_to
 
 NAME = "rope_patch_prefill"
 ROWS = {"cpu": 64}
-"""Rows of a mask that exist at one time: queries of all heads that share a key. Elsewhere, where small kernels cost
-more than a mask, ``MANY_ROWS``."""
+"""Rows of a mask in memory at one time, by device: the queries of all heads that share a key. On others it is
+``MANY_ROWS``, since small kernels cost more than a mask there."""
 MANY_ROWS = 2048
 
 
@@ -69,13 +69,13 @@ def prefill_attention(
     out = query.new_empty(batch, size, heads, value.shape[-1])
     for low in range(0, size, step):
         high = min(low + step, size)
-        seen = before + high
-        rows = torch.arange(before + low, seen, device=query.device).repeat(shared)
-        mask = torch.arange(seen, device=query.device) <= rows[:, None]
+        visible_tokens = before + high
+        rows = torch.arange(before + low, visible_tokens, device=query.device).repeat(shared)
+        mask = torch.arange(visible_tokens, device=query.device) <= rows[:, None]
         # The heads that share a key stand one after another, as more queries of it.
-        some = query[:, :, low:high].reshape(batch, groups, shared * (high - low), width)
+        queries = query[:, :, low:high].reshape(batch, groups, shared * (high - low), width)
         got = nn.functional.scaled_dot_product_attention(
-            some, key[:, :, :seen], value[:, :, :seen], mask, scale=kwargs.get("scaling")
+            queries, key[:, :, :visible_tokens], value[:, :, :visible_tokens], mask, scale=kwargs.get("scaling")
         )
         out[:, low:high] = got.reshape(batch, heads, high - low, -1).transpose(1, 2)
     return out, None
@@ -100,10 +100,10 @@ AttentionMaskInterface.register(NAME, prefill_mask)
 def sdpa_configs(model: nn.Module) -> list[Any]:
     """Return the configs of the parts of a model that attend through transformers' ``sdpa``."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    found = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
-    return [config for config in found.values() if config._attn_implementation == "sdpa"]
+    configs = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
+    return [config for config in configs.values() if config._attn_implementation == "sdpa"]
 
 
 def lean_attention(configs: Sequence[Any]) -> AbstractContextManager[None]:
-    """Attend with :func:`prefill_attention` in the parts of a model that these configs belong to, for a while."""
+    """Attend with :func:`prefill_attention` in the parts of a model with these configs, within a ``with`` block."""
     return attention_set_to(configs, NAME)

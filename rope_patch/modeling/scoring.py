@@ -24,20 +24,20 @@ CacheFactory = Callable[[], Any]
 
 
 def cache_identity(cache: CacheFactory | None, resume: bool) -> dict[str, str]:
-    """Return what tells kept work through one cache from that through another; empty without a cache.
+    """Return the identity of a cache as a part of keys of the result cache; empty without a cache.
 
     Args:
         cache: factory; its ``identity``, where it has one, is a text.
-        resume: whether work is kept.
+        resume: whether results are stored.
 
     Raises:
-        ValueError: work is kept, and the cache has no identity.
+        ValueError: results are stored, and the cache has no identity.
     """
     if cache is None:
         return {}
     known = getattr(cache, "identity", None)
     if resume and known is None:
-        raise ValueError("resume cannot tell one cache from another: give resume, or a cache that has an identity")
+        raise ValueError("resume cannot tell one cache from another: leave resume out, or give the cache an identity")
     return {"cache": str(known)}
 
 
@@ -153,10 +153,10 @@ class Reader:
         return losses, best
 
     def _score_slice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Score few states; its logits are gone before those of the next slice come."""
+        """Score one slice of states; its logits are freed before those of the next slice are made."""
         logits = self.logits(hidden)
-        wanted = targets.to(logits.device)
-        return torch.nn.functional.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1)
+        target_ids = targets.to(logits.device)
+        return torch.nn.functional.cross_entropy(logits, target_ids, reduction="none"), logits.argmax(-1)
 
 
 @torch.no_grad()
@@ -204,9 +204,9 @@ def losses(
 def device_of(module: nn.Module) -> torch.device:
     """Return where a module's inputs go: where its weights are, or where accelerate will put them."""
     hook: Any = getattr(module, "_hf_hook", None)
-    for found in (hook, *getattr(hook, "hooks", ())):
-        if getattr(found, "execution_device", None) is not None:
-            return torch.device(found.execution_device)
+    for each in (hook, *getattr(hook, "hooks", ())):
+        if getattr(each, "execution_device", None) is not None:
+            return torch.device(each.execution_device)
     device: torch.device = module.weight.device  # type: ignore[assignment]
     return device
 
@@ -264,6 +264,6 @@ def fingerprint(model: nn.Module) -> str:
             if not tensor.is_meta:
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a sharded model
                 flat = whole.detach().reshape(-1)
-                some = flat if len(flat) <= 1024 else flat[:: len(flat) // 32]
-                digest.update(str(some.to("cpu").tolist()).encode())
+                sample = flat if len(flat) <= 1024 else flat[:: len(flat) // 32]
+                digest.update(str(sample.to("cpu").tolist()).encode())
     return digest.hexdigest()

@@ -163,17 +163,17 @@ def refuse_prompts(model: nn.Module) -> None:
 
 def _tables_in_use(model: PreTrainedModel, module: nn.Module) -> dict[str | None, RotaryTable]:
     """Return the tables that a model's rotary module holds by layer type, rounded by a cast or not."""
-    seen = inspect_model(model)  # refuses what the patch layer refuses
-    for table in seen.tables:
+    inspection = inspect_model(model)  # refuses what the patch layer refuses
+    for table in inspection.tables:
         if not isinstance(module, PatchedRotary) and is_dynamic(table.rope_parameters or {}, table.rope_type):
             raise ValueError(
                 f"{where(table)} has a dynamic table (rope_type {table.rope_type!r}): it changes with the length that "
                 "is read. Freeze it first, rope_patch.apply(model, 'default', freeze_at=LENGTH)"
             )
     if isinstance(module, PatchedRotary):
-        return {table.layer_type: table for table in seen.tables}
+        return {table.layer_type: table for table in inspection.tables}
     held = original_tables(module)
-    return {table.layer_type: table.becomes(held[table.layer_type].float().cpu()) for table in seen.tables}
+    return {table.layer_type: table.becomes(held[table.layer_type].float().cpu()) for table in inspection.tables}
 
 
 def _check_finite(model: str, index: int, call: AttentionCall) -> None:
@@ -260,8 +260,8 @@ def _search(
     call: AttentionCall, role: str, heads: Mapping[str, int], turn: Callable[[Tensor], Tensor]
 ) -> HeadOutput | None:
     """Return the part whose output, turned, is what attention was given; the likeliest where several fit."""
-    wanted = call.states[role].transpose(1, 2)
-    rows, tokens, _, head_dim = wanted.shape
+    rotated = call.states[role].transpose(1, 2)
+    rows, tokens, _, head_dim = rotated.shape
     fits: list[tuple[bool, int, HeadOutput]] = []
     for order, (name, module, output) in enumerate(call.outputs):
         for tokens_last in (False, True):
@@ -269,7 +269,7 @@ def _search(
             if blocks is None:
                 continue
             for picked in _arrangements(blocks.shape[2], role, heads):
-                if _close(turn(blocks[:, :, picked]), wanted):
+                if _close(turn(blocks[:, :, picked]), rotated):
                     # Equal outputs, as of zero weights, are distinguished by name; of a projection and its norm, the
                     # later one counts.
                     fits.append((name.startswith(role[0]), order, HeadOutput(module, picked, head_dim, tokens_last)))
@@ -298,11 +298,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool) 
     return out
 
 
-def _close(got: Tensor, wanted: Tensor) -> bool:
-    if got.shape != wanted.shape:
+def _close(got: Tensor, expected: Tensor) -> bool:
+    if got.shape != expected.shape:
         return False
-    allowed = max(1e-4, 4 * torch.finfo(wanted.dtype).eps) * float(wanted.abs().max())
-    return bool(((got.float() - wanted.float()).abs() <= allowed).all())
+    allowed = max(1e-4, 4 * torch.finfo(expected.dtype).eps) * float(expected.abs().max())
+    return bool(((got.float() - expected.float()).abs() <= allowed).all())
 
 
 def _try_blocks(output: Tensor, rows: int, tokens: int, head_dim: int, tokens_last: bool) -> Tensor | None:
@@ -319,6 +319,6 @@ def _blocks(output: Tensor, head_dim: int, tokens_last: bool) -> Tensor:
 
 
 def layers_text(indices: Sequence[int]) -> str:
-    """Return indices of layers as one says them: a range where they are one."""
+    """Return indices of layers as text: as a range where they are consecutive."""
     contiguous = list(indices) == list(range(len(indices)))
     return f"0 to {len(indices) - 1}" if contiguous and len(indices) > 1 else ", ".join(map(str, indices))

@@ -270,9 +270,9 @@ def read_arrays(path: str | Path, schema: int | str) -> tuple[dict[str, Any], di
     """
     with numpy.load(path, allow_pickle=False) as arrays:
         outline = json.loads(str(arrays["outline"])) if "outline" in arrays else {}
-        found = outline.pop("schema", None)
-        if found != schema:
-            raise ValueError(f"{path} holds no results of schema {schema}, got schema {found}")
+        stated = outline.pop("schema", None)
+        if stated != schema:
+            raise ValueError(f"{path} holds no results of schema {schema}, got schema {stated}")
         return outline, {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "outline"}
 
 

@@ -1,4 +1,4 @@
-"""Showing the states of a model to a visitor while it reads: nothing is stored on the way."""
+"""Pass the states of a model to a function while it reads a text; nothing is stored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rope_patch.modeling.sources import LayerSource, find_sources
 from rope_patch.patching.locate import device_of, find_rotary
 
 SLICES = {"cpu": 512}
-"""Tokens of a state that are shown at a time, by device: on a processor, what is computed from them then stays in its
-cache. Elsewhere, where a small kernel costs as much as a large one, ``LARGE_SLICE``."""
+"""Tokens of a state that are passed on at a time, by device: on a CPU, small slices stay in its cache. On others it is
+``LARGE_SLICE``, since a small kernel costs as much as a large one there."""
 LARGE_SLICE = 4096
 
 Visit = Callable[[LayerSource, str, Tensor, Tensor, int, int], None]

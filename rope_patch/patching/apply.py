@@ -100,7 +100,7 @@ def _apply(
     recorded: bool = False,
     warn: Callable[[str], None] | None = None,
 ) -> Patch:
-    """Patch; ``recorded`` says that a record is carried out, whose factors and target are what they are."""
+    """Patch a model. With ``recorded`` the method comes from a patch record, and its factor is not checked again."""
     _check_options(target_length, replace, keep_edits, precision)
     with find_rotary(model).lock:
         location = find_rotary(model)  # another thread may have changed it while this one waited

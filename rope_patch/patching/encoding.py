@@ -168,7 +168,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_older_keys(folder: str | Path) -> None:
-    """Have a checkpoint's config.json say its tables as transformers 4 reads them, too.
+    """Add the keys by which transformers 4 reads the tables to a checkpoint's config.json.
 
     A plain ``save_pretrained`` writes what transformers 5 reads alone, and version 4 takes such a folder for unpatched.
 

@@ -53,7 +53,7 @@ class RotaryLocation:
 
     @property
     def lock(self) -> threading.RLock:
-        """What a thread holds while it patches this model, or has it patched for a while."""
+        """The lock that a thread holds while it patches this model, or has it in a ``patched`` block."""
         with _all_locks:
             return _locks.setdefault(self.model, threading.RLock())
 

@@ -1,4 +1,4 @@
-"""Whether a model uses its rotary tables, and takes ours as it takes its own: seen on a copy without weights."""
+"""Check, on a copy without weights, that a model uses its rotary tables and works with a patched module."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def feature_map(
     def pair(feature: int) -> int:
         return feature // 2 if interleaved else feature % pairs
 
-    some = {0, width - 1} | ({pairs // 2, pairs, pairs + pairs // 2} if not interleaved else {width // 2})
-    ticks = {i: f"{i}\n{waved(waves[pair(i)]) if i < 2 * pairs else 'no pair'}" for i in sorted(some)}
+    labelled = {0, width - 1} | ({pairs // 2, pairs, pairs + pairs // 2} if not interleaved else {width // 2})
+    ticks = {i: f"{i}\n{waved(waves[pair(i)]) if i < 2 * pairs else 'no pair'}" for i in sorted(labelled)}
     at = bound_edges(inv_freq, context)
     edges = [2 * edge + 0.5 for edge in at] if interleaved else [*at, *(pairs + edge for edge in at)]
     return Map(name, values, rows, ticks, edges)

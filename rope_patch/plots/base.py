@@ -175,10 +175,12 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
     moving = ~unrotated(before)
     lengths = wavelength(before)[moving]
     factors = {name: (before / table)[moving] for name, table in tables.items()}
-    highest = 1.5 * max(float(found[found.isfinite()].max()) for found in factors.values() if found.isfinite().any())
-    for name, found in factors.items():
-        turns = found.isfinite()
-        axes.plot(lengths[turns].numpy(), found[turns].numpy(), label=wrapped(name, 30), marker=".", **styles[name])
+    highest = 1.5 * max(
+        float(values[values.isfinite()].max()) for values in factors.values() if values.isfinite().any()
+    )
+    for name, values in factors.items():
+        turns = values.isfinite()
+        axes.plot(lengths[turns].numpy(), values[turns].numpy(), label=wrapped(name, 30), marker=".", **styles[name])
         if not turns.all():
             rest = lengths[~turns]
             axes.plot(rest.numpy(), [highest] * len(rest), linestyle="", marker="^", color=styles[name]["color"])
@@ -223,12 +225,12 @@ def scores_by_context(
             axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
             axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
         axes.spines[["top", "right"]].set_visible(False)
-    made = [matplotlib.lines.Line2D([], [], label=method, marker="o", **styles[method]) for method in methods]
-    made += [
+    handles = [matplotlib.lines.Line2D([], [], label=method, marker="o", **styles[method]) for method in methods]
+    handles += [
         matplotlib.lines.Line2D([], [], color="0.4", marker="o", markersize=4, label="untrained"),
         matplotlib.lines.Line2D([], [], color="0.4", marker="s", markersize=4, linestyle=":", label="after LoRA"),
     ]
-    figure.legend(handles=made, loc="outside lower center", ncols=5, frameon=False, fontsize=9,
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9,
                   title="context, times the trained one")  # fmt: skip
     return figure
 
@@ -298,7 +300,7 @@ def wrapped(name: str, width: int) -> str:
 
 
 def _tokens(length: int) -> str:
-    """A length as one says it: 4096 is 4k."""
+    """Return a length in short form: 4096 is 4k."""
     return f"{length // 1024}k" if length >= 4096 and length % 1024 == 0 else str(length)
 
 

@@ -130,11 +130,11 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
     >>> front([(16, 0), (4, 9), (5, 2), (5, 1), (8, 3)])
     [1, 3, 0]
     """
-    made: list[int] = []
+    best: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: points[i]):
-        if not made or points[i][1] < points[made[-1]][1]:
-            made.append(i)
-    return made
+        if not best or points[i][1] < points[best[-1]][1]:
+            best.append(i)
+    return best
 
 
 class Waves(NamedTuple):
@@ -210,9 +210,9 @@ def errors_by_layer(
     styles, lines = dict(zip(schemes, line_styles(len(schemes)), strict=True)), dict[str, Any]()
     for axes, curves in zip(grid, panels.values(), strict=True):
         for name, (layers, values) in curves.items():
-            some = [(layer, value) for layer, value in zip(layers, values, strict=True) if value > 0]
+            positive = [(layer, value) for layer, value in zip(layers, values, strict=True) if value > 0]
             style = {**styles[name], "linewidth": 1.3, "marker": ".", "markersize": 5}
-            lines[name] = axes.plot([layer for layer, _ in some], [value for _, value in some], **style)[0]
+            lines[name] = axes.plot([layer for layer, _ in positive], [value for _, value in positive], **style)[0]
         axes.set_yscale("log")
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, integer=True))
         without_spines(axes)
@@ -301,15 +301,15 @@ def _label(figure: Figure, axes: Axes, spots: Sequence[Spot], colors: Mapping[st
     for spot in spots:
         if not spot.label:
             continue
-        found = []
+        placements = []
         for place in range(len(PLACES)):
             text = write(spot, place)
             box = text.get_window_extent(renderer)
             text.remove()
             outside = max(0.0, frame.x0 - box.x0) + max(0.0, box.x1 - frame.x1)
             outside += max(0.0, frame.y0 - box.y0) + max(0.0, box.y1 - frame.y1)
-            found.append((100 * outside + 3 * sum(_shared(box, other) for other in taken) + 4 * place, place, box))
-        _, place, box = min(found, key=lambda item: item[:2])
+            placements.append((100 * outside + 3 * sum(_shared(box, other) for other in taken) + 4 * place, place, box))
+        _, place, box = min(placements, key=lambda item: item[:2])
         far = place >= FAR
         write(spot, place, **({"arrowprops": {"arrowstyle": "-", "color": "0.7", "linewidth": 0.6}} if far else {}))
         taken.append(box)

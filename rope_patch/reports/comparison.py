@@ -45,7 +45,7 @@ class Cell(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A figure as an image that holds itself.
+    """A figure as a self-contained image.
 
     Attributes:
         source: a ``data:`` address.
@@ -100,7 +100,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def picture(figure: Any, alt: str, caption: str) -> Picture:
-    """Return a figure as an image that holds itself."""
+    """Return a figure as a self-contained image."""
     data = base64.b64encode(plots.svg(figure).encode()).decode()
     return Picture(f"data:image/svg+xml;base64,{data}", alt, caption)
 
@@ -132,10 +132,10 @@ def _section(comparison: Comparison) -> dict[str, Any]:
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
     spec, scores = comparison.spec, comparison.rows[0].scores
-    found = next(iter(scores.retrieval.values()))
+    retrieval = next(iter(scores.retrieval.values()))
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
     source = f", of the files of Python {comparison.python_version}" if comparison.python_version else ""
-    special = f"ids {', '.join(map(str, found.prefix))}" if found.prefix else "none"
+    special = f"ids {', '.join(map(str, retrieval.prefix))}" if retrieval.prefix else "none"
     environment = ", ".join(f"{name} {value}" for name, value in comparison.environment.items())
     tasks = f"{'tasks' if len(spec.tasks) > 1 else 'task'} {', '.join(spec.tasks)}"
     facts = [("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch")]
@@ -159,7 +159,7 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
             f"{tasks}, mode {spec.mode}; lengths {', '.join(map(str, spec.lengths))} tokens; depths {depths}; "
             f"{spec.samples} samples at each; seed {spec.seed}",
         ),
-        ("Haystack", f"{found.haystack}; SHA-256 {found.haystack_sha256[:16]}…"),
+        ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…"),
         ("Special tokens", f"{special}, in front of each window and prompt"),
         ("Environment", environment or "not recorded"),
     ]
@@ -287,12 +287,12 @@ def _every_cell(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, st
 def _wavelengths(comparison: Comparison, names: Sequence[str]) -> list[Picture | str]:
     """A figure per layer type whose tables differ, a sentence for each of the others."""
     rows = comparison.rows
-    made: list[Picture | str] = []
+    parts: list[Picture | str] = []
     for i, slot in enumerate(rows[0].tables):
         layers = f"layers of type {slot.layer_type}" if slot.layer_type else "all layers"
         tables = {name: row.tables[i].inv_freq for name, row in zip(names, rows, strict=True)}
         if len(rows) > 1 and len({row.tables[i].fingerprint for row in rows}) == 1:
-            made.append(f"In {layers} every method left the same table.")
+            parts.append(f"In {layers} every method left the same table.")
             continue
         before = next((row.tables[i].inv_freq for row in rows if row.method == "default"), None)
         figure = plots.wavelength_changes(
@@ -304,13 +304,13 @@ def _wavelengths(comparison: Comparison, names: Sequence[str]) -> list[Picture |
             f"{grey}The dotted line is the trained length: a pair below it makes at least one full turn within it. "
             "Triangles at the top are pairs that are not rotated."
         )
-        made.append(picture(figure, alt, caption))
-    return made
+        parts.append(picture(figure, alt, caption))
+    return parts
 
 
 def _tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Method; layers, wavelengths of the fastest and the slowest rotated pair, unrotated pairs, factor, fingerprint."""
-    made = []
+    lines = []
     for name, row in zip(names, rows, strict=True):
         for slot in row.tables:
             rests = unrotated(slot.inv_freq)
@@ -319,8 +319,8 @@ def _tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[s
             ends = [f"{edge:,.0f}" if edge >= 1000 else number_text(edge) for edge in edges]
             unrotated_pairs = f"{int(rests.sum())} of {slot.pairs}"
             scaling = f"{slot.attention_scaling:.4g}"
-            made.append((name, [slot.layer_type or "all", *ends, unrotated_pairs, scaling, slot.fingerprint]))
-    return made
+            lines.append((name, [slot.layer_type or "all", *ends, unrotated_pairs, scaling, slot.fingerprint]))
+    return lines
 
 
 def _by_row(names: Sequence[str], columns: Sequence[Sequence[Cell]]) -> list[tuple[str, tuple[Cell, ...]]]:
@@ -328,13 +328,13 @@ def _by_row(names: Sequence[str], columns: Sequence[Sequence[Cell]]) -> list[tup
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names that fit a table: of a very long one its two ends, numbered when that makes it another's twin."""
-    made: list[str] = []
+    """Return names that fit a table: very long ones are cut in the middle, and numbered where two would be equal."""
+    labels: list[str] = []
     for name in names:
         label = name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{name[-_LONGEST // 4 :]}"
         twins = (f"{label} #{i}" for i in itertools.count(2))
-        made.append(label if label not in made else next(twin for twin in twins if twin not in made))
-    return made
+        labels.append(label if label not in labels else next(twin for twin in twins if twin not in labels))
+    return labels
 
 
 def _breakable(name: str) -> list[str]:

@@ -65,8 +65,8 @@ def _results(check: KVCheck) -> Section:
     words = (
         f"Safe: the {percent} interval of the change of perplexity lies below {limit}, and at most {100 * LOST:g} % of "
         f"the prompts were lost. Unsafe: that interval lies above {limit}, or the one of retrieval below 0. Undecided: "
-        "more windows or prompts are needed, or, where it says so, the scheme rounds nothing at that length, and no "
-        "number of them would tell. Changes are paired, on the same windows and prompts as full precision "
+        "more windows or prompts are needed, or, where it says so, the scheme rounds nothing at that length, so more "
+        "of them would not help. Changes are paired, on the same windows and prompts as full precision "
         "under the same method; their intervals stand below them. Bits are of an element of the whole cache at that "
         "length; below them, of the part that is quantized, which is what counts at long lengths."
     )
@@ -184,10 +184,10 @@ def _attribution(check: KVCheck) -> Section:
 
 
 def _attribution_row(check: KVCheck, row: CheckRow) -> SchemeRow | None:
-    found = [verdict for length in check.lengths if (verdict := check.verdict(row, length)).kind == "unsafe"]
-    if not found:
+    unsafe = [verdict for length in check.lengths if (verdict := check.verdict(row, length)).kind == "unsafe"]
+    if not unsafe:
         return None
-    last = found[-1]
+    last = unsafe[-1]
     left = last.attribution.left if last.attribution is not None else None
     rest = "" if left is None else f"; with these in full precision the scheme costs {_percent(left)}"
     if last.attribution is not None and last.attribution.by_values:
@@ -208,7 +208,7 @@ def _attribution_row(check: KVCheck, row: CheckRow) -> SchemeRow | None:
         mitigation = Cell(f"{_called(best)}: {verdict.kind}", note, mark=verdict.kind)
     cells = [
         Cell(row.method, mark="text"),
-        Cell(", ".join(str(verdict.length) for verdict in found)),
+        Cell(", ".join(str(verdict.length) for verdict in unsafe)),
         Cell(spans(last.layers), mark="sentence"),
         Cell(spans(last.pairs) or "–", mark="sentence"),
         Cell(why + rest, mark="sentence"),
@@ -290,7 +290,7 @@ def _how(check: KVCheck) -> Section:
 def _facts(check: KVCheck) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
     spec, scores = check.spec, check.rows[0].scores
-    found = next(iter(scores.retrieval.values()))
+    retrieval = next(iter(scores.retrieval.values()))
     depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
     chunk = "in one pass" if spec.chunk is None or spec.chunk >= spec.longest else f"in passes of {spec.chunk} tokens"
     stride = " (no stride)" * (check.windows > 1)
@@ -311,7 +311,7 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
             f"{tasks}; lengths {', '.join(map(str, check.lengths))} tokens; depths {depths}; "
             f"{counted(spec.samples, 'sample')} at each; seed {spec.seed}",
         ),
-        ("Haystack", f"{found.haystack}; SHA-256 {found.haystack_sha256[:16]}…"),
+        ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…"),
         (
             "Calibration",
             f"{check.calibration} tokens of the training part of the built-in text, for mean keys"

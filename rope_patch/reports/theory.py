@@ -65,9 +65,9 @@ def page(study: Study, *, command: str | None = None) -> str:
 def pictures(study: Study) -> list[Picture]:
     """Return the figures of a study, in the order in which the page tells them."""
     tables = {PLAIN: study.before} | ({study.method: study.after} if study.changed else {})
-    made = [_wavelengths(study), _decay(study, tables), _distances(study, tables), _nearest(study, tables)]
+    figures = [_wavelengths(study), _decay(study, tables), _distances(study, tables), _nearest(study, tables)]
     head = _head(study)
-    return [*made, *([head] if head else []), _content(), _helices()]
+    return [*figures, *([head] if head else []), _content(), _helices()]
 
 
 def _spread(length: int, *, log: bool = False, points: int = POINTS) -> Tensor:
@@ -105,9 +105,9 @@ def _decay(study: Study, tables: dict[str, Tensor]) -> Picture:
             f"all ones, RandPos: {tokens} positions of {study.length}": (apart, drawn),
         }
 
-    made = {name: kinds(table) for name, table in tables.items()}
+    curves_by_table = {name: kinds(table) for name, table in tables.items()}
     panels: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
-    for name, curves in made.items():
+    for name, curves in curves_by_table.items():
         for kind, (distances, values) in curves.items():
             panels.setdefault(kind, {})[name] = distances, values / size
     figure = plots_theory.decay(panels, title="Does an activation decay with distance?", ylabel="activation / head_dim")
@@ -127,13 +127,15 @@ def _distances(study: Study, tables: dict[str, Tensor]) -> Picture:
     curves = {name: (apart, theory.image_distance(table, apart)) for name, table in tables.items()}
     neighbours = {name: float(values[0]) for name, (_, values) in curves.items()}
     closest = {name: theory.separation(table, study.length) for name, table in tables.items()}
-    said = "; ".join(f"{name}: {text(found.distance)}, {found.apart} apart" for name, found in closest.items())
+    closest_text = "; ".join(
+        f"{name}: {text(images.distance)}, {images.apart} apart" for name, images in closest.items()
+    )
     figure = plots_theory.image_distances(curves, neighbours=neighbours, title="How far apart two images are")
     return picture(
         figure,
-        f"Distance of two images against that of their positions. The closest two of each table: {said}.",
+        f"Distance of two images against that of their positions. The closest two of each table: {closest_text}.",
         "Dotted: the distance of consecutive images. Xiong et al. take it for the smallest; where a curve dips below "
-        f"its own dotted line, it is not. The closest two within {study.length} tokens: {said}.",
+        f"its own dotted line, it is not. The closest two within {study.length} tokens: {closest_text}.",
     )
 
 
@@ -144,7 +146,7 @@ def _nearest(study: Study, tables: dict[str, Tensor]) -> Picture:
         for name, t in tables.items()
     }
     figure = plots_theory.nearest_images(
-        curves, trained_length=study.trained_length, title="How foreign each position looks"
+        curves, trained_length=study.trained_length, title="How far each position is from those of training"
     )
     ends = "; ".join(f"{name}: {text(float(values.max()))}" for name, (_, values) in curves.items())
     return picture(

@@ -206,9 +206,11 @@ def worst_lead(
     """
     if length < 2:
         raise ValueError(f"length must hold a target and a rival, got {length}")
-    wanted, other = (activation_curve(inv_freq, length, query, key) for key in (target, rival))
-    target_new = wanted[1:] - other.cummax(0).values[:-1]  # the target stands at the newest distance, or the rival
-    rival_new = wanted.cummin(0).values[:-1] - other[1:]
+    target_curve, rival_curve = (activation_curve(inv_freq, length, query, key) for key in (target, rival))
+    target_new = (
+        target_curve[1:] - rival_curve.cummax(0).values[:-1]
+    )  # the target stands at the newest distance, or the rival
+    rival_new = target_curve.cummin(0).values[:-1] - rival_curve[1:]
     return torch.minimum(target_new, rival_new).cummin(0).values
 
 

@@ -141,7 +141,7 @@ def nearest_old(
 
 
 def farthest_image(old: Table, new: Table, *, old_length: int, new_length: int, x: Features | None = None) -> Gap:
-    """Return the new image that is farthest from every old one: how foreign the foreign-most position is.
+    """Return the new image that is farthest from every old one: how far the farthest position is from training.
 
     Xiong et al. print ``d`` as a smallest distance over both positions, which is 0 for every method, since the images
     at 0 coincide. This is the largest distance from a *new* image to its nearest old one. The other direction, swapped

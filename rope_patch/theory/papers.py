@@ -81,10 +81,10 @@ def _barbero() -> Iterator[Entry]:
     yield Entry("Barbero et al.", "500000^(−40/64) [rad/token]", slow, 1e-4, "printed as 0.0001: 2.7 times too small")
     places = torch.tensor([0, 8000, -8000])
     for name, vector, printed in (("the token's key", KEY, -85.5), ("BOS", BOS, 24.9)):
-        here, ahead, mirrored = theory.activation(table, places, in_pair(QUERY), in_pair(vector)).tolist()
+        at_zero, ahead, mirrored = theory.activation(table, places, in_pair(QUERY), in_pair(vector)).tolist()
         curve = theory.activation_curve(table, 20000, in_pair(QUERY), in_pair(vector))
-        first = int((curve * here < 0).long().argmax())
-        yield Entry("Barbero et al. §E.1", f"pair 119, query with {name}: activation", here, printed)
+        first = int((curve * at_zero < 0).long().argmax())
+        yield Entry("Barbero et al. §E.1", f"pair 119, query with {name}: activation", at_zero, printed)
         yield Entry(
             "Barbero et al. §E.1",
             f"the same with the key 8000 tokens before the query ({name})",

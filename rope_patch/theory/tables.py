@@ -1,7 +1,7 @@
 """The theory of a table in numbers: what the papers print beside what we compute, and one table beside plain RoPE.
 
->>> made = study("pi:factor=4", head_dim=64, trained_length=512, length=2048)
->>> round(next(fact.after for fact in made.facts if fact.name.startswith("Mean sine")), 4)
+>>> result = study("pi:factor=4", head_dim=64, trained_length=512, length=2048)
+>>> round(next(fact.after for fact in result.facts if fact.name.startswith("Mean sine")), 4)
 0.0311
 """
 
@@ -62,7 +62,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """One table, looked at.
+    """A study of one table.
 
     Attributes:
         method: as a method string.
@@ -140,7 +140,7 @@ def study(
     before = geometric(rope_theta, head_dim)
     slot = RotaryTable(before, 1.0, rope_theta, "default", trained_length)
     patch = as_method(method).for_target(slot, max(length, trained_length) if as_method(method).needs_target else None)
-    made = patch(slot)
+    patched = patch(slot)
     return Study(
         str(patch),
         head_dim,
@@ -148,9 +148,9 @@ def study(
         trained_length,
         length,
         before,
-        made.inv_freq,
-        made.attention_scaling,
-        facts(before, made.inv_freq, trained_length=trained_length, length=length),
+        patched.inv_freq,
+        patched.attention_scaling,
+        facts(before, patched.inv_freq, trained_length=trained_length, length=length),
         papers(),
     )
 

@@ -183,13 +183,13 @@ class RecipeOptions:
 
     def warnings(self) -> list[str]:
         """Return what is allowed and probably not meant, a sentence each."""
-        found = []
+        sentences = []
         if self.warmup_steps > self.train.steps:
-            found.append(
+            sentences.append(
                 f"train.warmup={self.train.warmup:g} steps are more than train.steps={self.train.steps}: the learning "
                 f"rate never reaches {self.train.learning_rate:g}; give fewer, or a share below 1 such as 0.1"
             )
-        return found
+        return sentences
 
     @property
     def stages(self) -> tuple[tuple[int, float], ...]:

@@ -110,7 +110,7 @@ def _check(path: Path) -> None:
 
 def _steps(folder: Path) -> dict[int, Path]:
     paths = folder.iterdir() if folder.is_dir() else ()
-    return {int(found[1]): path for path in paths if (found := _NAME.fullmatch(path.name)) and path.is_dir()}
+    return {int(match[1]): path for path in paths if (match := _NAME.fullmatch(path.name)) and path.is_dir()}
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -199,18 +199,18 @@ def run(model, tokenizer, **options):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4", "qwen3"])
 def test_every_part_is_there(tokenizer, family):
-    seen = []
+    progress = []
     model = small(family, **({"vocab_size_per_layer_input": 1024} if family == "gemma4" else {}))
-    made = run(model, tokenizer, p_values=[0.5], on_progress=lambda stage, tokens: seen.append((stage, tokens)))
-    out = json.loads(made.to_json())
-    heads = sum(layer.query.heads for layer in made.capture.layers)
-    assert len(out["heads"]) == heads and out["findings"] == findings(made)
+    result = run(model, tokenizer, p_values=[0.5], on_progress=lambda stage, tokens: progress.append((stage, tokens)))
+    out = json.loads(result.to_json())
+    heads = sum(layer.query.heads for layer in result.capture.layers)
+    assert len(out["heads"]) == heads and out["findings"] == findings(result)
     assert [point["p"] for point in out["p_sweep"]] == [1.0, 0.5]
-    assert {stage for stage, _ in seen} == {"capture", "heads", "sinks", "unchanged table", "p = 0.5"}
-    assert sum(tokens for _, tokens in seen) == tokens_to_read(made.rows, [0.5], 64)
-    assert made.capture.groups == ("one", "two") and made.context == 64
-    assert all(made.token_text(int(token)) for view in made.views for token in view.token_ids)
-    assert findings(made)[-1] == made.advice.reason
+    assert {stage for stage, _ in progress} == {"capture", "heads", "sinks", "unchanged table", "p = 0.5"}
+    assert sum(tokens for _, tokens in progress) == tokens_to_read(result.rows, [0.5], 64)
+    assert result.capture.groups == ("one", "two") and result.context == 64
+    assert all(result.token_text(int(token)) for view in result.views for token in view.token_ids)
+    assert findings(result)[-1] == result.advice.reason
 
 
 def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
@@ -226,8 +226,8 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
     first = Capture.from_npz(tmp_path / "capture.npz")
     calls = []
     monkeypatch.setattr(engine, "capture", lambda *a, **k: calls.append(a) or capture(*a, **k))
-    made = run(model, tokenizer, resume=tmp_path)
-    assert not calls and torch.equal(made.capture.layers[0].key.mean, first.layers[0].key.mean)
+    result = run(model, tokenizer, resume=tmp_path)
+    assert not calls and torch.equal(result.capture.layers[0].key.mean, first.layers[0].key.mean)
     # Another model, or another table, is measured anew.
     run(small(seed=1), tokenizer, resume=tmp_path)
     assert len(calls) == 1
@@ -245,11 +245,11 @@ def test_differences_name_the_heads_that_changed(tokenizer):
         attention = model.model.layers[1].self_attn
         attention.k_proj.weight.view(2, 16, 64).copy_(8 * attention.q_proj.weight.view(4, 16, 64)[::2])
     after = run(model, tokenizer, p_values=[])
-    found = differences(before, after)
-    assert {(head.layer, head.head) for head in found.heads if "diagonal" in head.after} == {(1, 0), (1, 2)}
-    assert all(head.layer == 1 and "diagonal" not in head.before for head in found.heads)
-    assert float(found.key_norm[1].mean()) == pytest.approx(3, abs=0.5)
-    assert float(found.key_norm[0].abs().max()) == 0 == float(found.query_norm.abs().max())
+    difference = differences(before, after)
+    assert {(head.layer, head.head) for head in difference.heads if "diagonal" in head.after} == {(1, 0), (1, 2)}
+    assert all(head.layer == 1 and "diagonal" not in head.before for head in difference.heads)
+    assert float(difference.key_norm[1].mean()) == pytest.approx(3, abs=0.5)
+    assert float(difference.key_norm[0].abs().max()) == 0 == float(difference.query_norm.abs().max())
     rows = read_rows(tokenizer, {"other": TEXT[:2000]}, window=64)
     with pytest.raises(ValueError, match="different tokens"):
         differences(before, analyze_rows(model, tokenizer, rows, p_values=[]))
@@ -288,18 +288,20 @@ def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     model = AutoModelForCausalLM.from_pretrained(ASSETS / shape).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / shape)
     rows = read_rows(tokenizer, {"english": TEXT}, window=256, tokens=2048)
-    made = analyze_rows(model, tokenizer, rows, p_values=[0.75, 0.25])
-    types = {(layer.index, head): layer.head_types(head) for layer in made.heads.layers for head in range(layer.heads)}
+    result = analyze_rows(model, tokenizer, rows, p_values=[0.75, 0.25])
+    types = {
+        (layer.index, head): layer.head_types(head) for layer in result.heads.layers for head in range(layer.heads)
+    }
     previous = [place for place, names in types.items() if "previous token" in names]
     induction = [place for place, names in types.items() if "induction" in names]
     assert len(previous) >= 2 and len(induction) >= 4
     assert min(previous)[0] < min(induction)[0]
     # The previous token through pair 0, an angle of about 1 rad (Jonasson, sec. 4), where keys point one way.
-    longest = [pair for pair in made.outliers("key") if pair.pair == 0 and (pair.layer, pair.head) in previous]
+    longest = [pair for pair in result.outliers("key") if pair.pair == 0 and (pair.layer, pair.head) in previous]
     assert longest and all(abs(pair.phi - 1) < 0.3 and pair.deviation < 0.3 for pair in longest)
-    base, cheap, dear = made.p_sweep
+    base, cheap, dear = result.p_sweep
     assert cheap.perplexity[0] < 1.01 * base.perplexity[0] and dear.perplexity[0] > 1.1 * base.perplexity[0]
-    assert made.advice.p == 0.75
+    assert result.advice.p == 0.75
 
 
 # --- the command

@@ -97,29 +97,29 @@ def attended(model, rows, monkeypatch):
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
     modeling = sys.modules[type(model.get_decoder().layers[0]).__module__]
-    attend, found = modeling.eager_attention_forward, []
+    attend, records = modeling.eager_attention_forward, []
 
     def spy(layer, query, key, value, *args, **kwargs):
         repeated = key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        found[-1].append(SimpleNamespace(query=query[0].double(), key=repeated.double(), scaling=scaling))
+        records[-1].append(SimpleNamespace(query=query[0].double(), key=repeated.double(), scaling=scaling))
         return attend(layer, query, key, value, *args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(modeling, "eager_attention_forward", spy)
         for row in rows:
-            found.append([])
+            records.append([])
             weights = model(row[None], use_cache=False, output_attentions=True).attentions
-            for layer, some in zip(found[-1], weights, strict=True):
-                layer.weights = some[0].double().numpy()
-    return found
+            for layer, layer_weights in zip(records[-1], weights, strict=True):
+                layer.weights = layer_weights[0].double().numpy()
+    return records
 
 
 def loops(rows, layers, window, offsets=OFFSETS):
     """The numbers of ``LayerHeads`` from what each row's attention in one layer returned."""
     heads, tokens = layers[0].weights.shape[:2]
     start, window = min(SETTLED, tokens // 2), window or tokens
-    seen = defaultdict(list)
+    collected = defaultdict(list)
     after, far, all_of = defaultdict(list), defaultdict(list), defaultdict(list)
     for r, row in enumerate(rows.tolist()):
         states = layers[r]
@@ -128,30 +128,30 @@ def loops(rows, layers, window, offsets=OFFSETS):
             for offset in range(min(i, 1) + 1):
                 q, k = states.query[:, i], states.key[:, i - offset]
                 logit, bound = (q * k).sum(-1) * states.scaling, q.norm(dim=-1) * k.norm(dim=-1) * states.scaling
-                seen["logit", offset].append(logit.numpy())
-                seen["bound", offset].append(bound.numpy())
-                seen["cosine", offset].append((logit / bound).numpy())
+                collected["logit", offset].append(logit.numpy())
+                collected["bound", offset].append(bound.numpy())
+                collected["cosine", offset].append((logit / bound).numpy())
             if i < start:
                 continue
             sees = [j for j in range(i + 1) if i - j < window]
             for offset in range(offsets):
                 if i - offset in sees:
-                    seen["offset", offset].append(w[:, i - offset])
+                    collected["offset", offset].append(w[:, i - offset])
             if 0 in sees:
-                seen["first"].append(w[:, 0])
-            seen["distance"].append(sum(w[:, j] * (i - j) for j in sees))
-            seen["entropy"].append(-sum(w[:, j] * numpy.log(w[:, j].clip(1e-300)) for j in sees))
+                collected["first"].append(w[:, 0])
+            collected["distance"].append(sum(w[:, j] * (i - j) for j in sees))
+            collected["entropy"].append(-sum(w[:, j] * numpy.log(w[:, j].clip(1e-300)) for j in sees))
             same = [j for j in sees if 0 < j < i and row[j - 1] == row[i]]
             if same:
-                seen["induction"].append(w[:, same].sum(1))
-                seen["chance"].append(len(same) / len(sees))
+                collected["induction"].append(w[:, same].sum(1))
+                collected["chance"].append(len(same) / len(sees))
             after[row[i - 1]].append(w[:, i - 1])
             for j in sees:
                 all_of[r, j].append(w[:, j])
                 if i - j >= FAR:
                     far[r, j].append(w[:, j])
-    mean = defaultdict(lambda: numpy.zeros(heads), {name: numpy.mean(values, 0) for name, values in seen.items()})
-    queries = len(seen["distance"])
+    mean = defaultdict(lambda: numpy.zeros(heads), {name: numpy.mean(values, 0) for name, values in collected.items()})
+    queries = len(collected["distance"])
     enough = {r: max(FAR, max((len(values) for at, values in far.items() if at[0] == r), default=0) / 4)
               for r in range(len(rows))}  # fmt: skip
     draws = {place: numpy.mean(values, 0) for place, values in far.items() if len(values) >= enough[place[0]]}
@@ -180,9 +180,9 @@ def loops(rows, layers, window, offsets=OFFSETS):
     }
 
 
-def assert_looped(layer, wanted, atol=2e-5):
+def assert_looped(layer, expected, atol=2e-5):
     """Compare with what loops found; what loops did not find is -1 or 0."""
-    for name, values in wanted.items():
+    for name, values in expected.items():
         got, values = getattr(layer, name).numpy(), numpy.asarray(values)
         if name.startswith(("sink_", "trigger_")) and got.ndim == 2:
             rest = got[:, values.shape[1] :]
@@ -202,15 +202,15 @@ def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
     model, rows = model_for(name), few_kinds()
     states = attended(model, rows, monkeypatch)
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
-    wanted = [loops(rows, [row[index] for row in states], window) for index, window in enumerate(windows)]
+    looped = [loops(rows, [row[index] for row in states], window) for index, window in enumerate(windows)]
     for block in (1, 7, None):
         got = measure_heads(model, rows, block=block)
         assert (got.model, got.tokens, got.rows) == (type(model).__name__, 80, 2)
         assert [layer.index for layer in got.layers] == list(range(model.config.num_hidden_layers))
-        for layer, expected in zip(got.layers, wanted, strict=True):
+        for layer, expected in zip(got.layers, looped, strict=True):
             assert layer.heads == 4
             assert_looped(layer, expected)
-    assert name in MORE or any(max(expected["sink_mass"]) > 0 for expected in wanted), "some keys count as sinks"
+    assert name in MORE or any(max(expected["sink_mass"]) > 0 for expected in looped), "some keys count as sinks"
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_short_texts_small_windows_and_far_offsets(window, tokens, monkeypatch):
     rows = few_kinds(1, tokens, seed=3)
     states = attended(model, rows, monkeypatch)
     for layer in measure_heads(model, rows[0], block=4, offsets=12).layers:
-        wanted = loops(rows, [states[0][layer.index]], window, offsets=12)
-        assert_looped(layer, {key: value for key, value in wanted.items() if numpy.size(value)})
+        expected = loops(rows, [states[0][layer.index]], window, offsets=12)
+        assert_looped(layer, {key: value for key, value in expected.items() if numpy.size(value)})
         assert layer.repeated_mass.isnan().all()
         assert layer.sink_position.shape == (4, min(TOP, tokens))
 
@@ -251,8 +251,8 @@ def test_the_bound_is_that_of_the_states_before_rotation(name, monkeypatch):
     for layer in measure_heads(model, row).layers:
         query, key = (states[role][layer.index].double().norm(dim=-1) for role in ("query", "key"))
         key = key.repeat_interleave(4 // key.shape[1], 1)
-        wanted = torch.stack([(query * key).mean(0), (query[1:] * key[:-1]).mean(0)], 1)
-        torch.testing.assert_close(layer.bound, wanted * scaling, rtol=1e-5, atol=1e-5)
+        expected = torch.stack([(query * key).mean(0), (query[1:] * key[:-1]).mean(0)], 1)
+        torch.testing.assert_close(layer.bound, expected * scaling, rtol=1e-5, atol=1e-5)
         assert bool((layer.logit.abs() <= layer.bound).all()) and float(layer.cosine.abs().max()) <= 1
 
 
@@ -266,8 +266,8 @@ def test_logits_are_those_of_stored_states_turned_by_transformers(monkeypatch):
         query, key = (states[role][layer.index].transpose(0, 1)[None] for role in ("query", "key"))
         query, key = apply_rotary_pos_emb(query, key.repeat_interleave(2, 1), cos, sin)
         logits = (query @ key.mT)[0].double() / 4
-        wanted = torch.stack([logits.diagonal(-offset, 1, 2).mean(1) for offset in (0, 1)], 1)
-        torch.testing.assert_close(layer.logit, wanted, rtol=1e-5, atol=1e-5)
+        expected = torch.stack([logits.diagonal(-offset, 1, 2).mean(1) for offset in (0, 1)], 1)
+        torch.testing.assert_close(layer.logit, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(view.logits, logits[3], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(view.query, states["query"][layer.index][:, 3].double())
         torch.testing.assert_close(view.key, states["key"][layer.index][:, 1].double())
@@ -281,9 +281,9 @@ def test_repeated_mass_is_induction_on_random_tokens_that_come_twice(name, monke
     states = attended(model, again[None], monkeypatch)
     for layer in measure_heads(model, row).layers:
         window = SLIDING.get(name, [None] * 2)[layer.index]
-        wanted = loops(again[None], [states[0][layer.index]], window)
+        expected = loops(again[None], [states[0][layer.index]], window)
         torch.testing.assert_close(
-            layer.repeated_mass.numpy(), wanted["induction_mass"], rtol=1e-5, atol=1e-5, equal_nan=True
+            layer.repeated_mass.numpy(), expected["induction_mass"], rtol=1e-5, atol=1e-5, equal_nan=True
         )
         assert layer.repeated_mass.isnan().all() == (window == 16), "the match is 19 tokens back"
         assert layer.induction_mass.isnan().all() and layer.induction_chance == 0, "no token of the text comes twice"
@@ -315,13 +315,13 @@ def test_even_attention_to_one_token_over_and_over_is_no_induction():
 
 def test_rows_layers_and_offsets():
     model, rows = model_of("gemma2"), few_kinds(3, 30)
-    whole, some, single = (
+    whole, one_layer, single = (
         measure_heads(model, rows),
         measure_heads(model, rows, layers=[1]),
         measure_heads(model, rows[1]),
     )
-    assert [layer.index for layer in some.layers] == [1]
-    for name, value in vars(some.layer(1)).items():
+    assert [layer.index for layer in one_layer.layers] == [1]
+    for name, value in vars(one_layer.layer(1)).items():
         torch.testing.assert_close(value, getattr(whole.layer(1), name), rtol=0, atol=0, equal_nan=True)
     mean = torch.stack([measure_heads(model, row).layer(0).entropy for row in rows]).mean(0)
     torch.testing.assert_close(whole.layer(0).entropy, mean)
@@ -330,7 +330,7 @@ def test_rows_layers_and_offsets():
     assert wide.offset_mass.shape == (4, 12)
     torch.testing.assert_close(wide.offset_mass[:, :8], whole.layer(1).offset_mass)
     with pytest.raises(ValueError, match=re.escape("layers [1] were measured, got 0")):
-        some.layer(0)
+        one_layer.layer(0)
 
 
 def test_progress_adds_up_to_the_tokens():
@@ -387,7 +387,7 @@ def test_the_model_is_left_as_it_was(implementation):
         measure_heads(model, rows, on_progress=stop)
     unchanged()
     weight = model.model.layers[1].self_attn.k_proj.weight
-    kept = weight[20].clone()
+    original = weight[20].clone()
     with torch.no_grad():
         weight[20] = math.nan
     for measure in (measure_heads, lambda model, rows: view_heads(model, rows[0], [(1, 2)])):
@@ -395,7 +395,7 @@ def test_the_model_is_left_as_it_was(implementation):
             measure(model, rows)
         unchanged()
     with torch.no_grad():
-        weight[20] = kept
+        weight[20] = original
         assert torch.equal(model.eval()(rows, use_cache=False).logits, before)
 
 
@@ -441,9 +441,9 @@ def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
             return function(*args, **(kwargs or {}))
 
     monkeypatch.setattr(attention_mass, "_check_reproduced", lambda *args: None)  # the model's own attention does
-    with Weights() as seen:
+    with Weights() as weights:
         measure_heads(model_of("mistral"), ids(200, 1), block=16)
-    assert seen.keys == 16 + 31
+    assert weights.keys == 16 + 31
 
 
 # --- weights set by hand
@@ -503,9 +503,9 @@ def golden(order, *, layer=1, back=1, outliers=()):
 
 def golden_rows(rows=2, tokens=100):
     """A text in which the sink's token stands at one position and nowhere else."""
-    made = torch.randint(8, 96, (rows, tokens), generator=torch.Generator().manual_seed(5))
-    made[:, SINK_AT] = SINK_TOKEN
-    return made
+    token_ids = torch.randint(8, 96, (rows, tokens), generator=torch.Generator().manual_seed(5))
+    token_ids[:, SINK_AT] = SINK_TOKEN
+    return token_ids
 
 
 ROLES = ("diagonal", "previous", "sink", "outliers")
@@ -522,20 +522,20 @@ def test_a_golden_layer_is_recovered_head_by_head_and_pair_by_pair(order, layer,
     model, rows = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), golden_rows()
     at = {role: order.index(role) for role in ROLES}
     got = measure_heads(model, rows)
-    found = got.layer(layer)
-    types = {role: found.head_types(head) for role, head in at.items()}
+    head_layer = got.layer(layer)
+    types = {role: head_layer.head_types(head) for role, head in at.items()}
     assert types == {"diagonal": ("diagonal",), "previous": ("previous token",), "sink": ("sink",), "outliers": ()}
-    assert float(found.offset_mass[at["diagonal"], 0]) > 0.99 < float(found.offset_mass[at["previous"], 1])
-    assert float(found.sink_mass[at["sink"]]) > 0.99 < float(found.sink_weight[at["sink"], 0])
-    assert found.sink_position[at["sink"]].tolist()[:2] == [SINK_AT] * 2, "one in each row"
-    assert found.sink_token[at["sink"]].tolist()[:2] == [SINK_TOKEN] * 2
-    assert sorted(found.sink_row[at["sink"]].tolist()[:2]) == [0, 1]
+    assert float(head_layer.offset_mass[at["diagonal"], 0]) > 0.99 < float(head_layer.offset_mass[at["previous"], 1])
+    assert float(head_layer.sink_mass[at["sink"]]) > 0.99 < float(head_layer.sink_weight[at["sink"], 0])
+    assert head_layer.sink_position[at["sink"]].tolist()[:2] == [SINK_AT] * 2, "one in each row"
+    assert head_layer.sink_token[at["sink"]].tolist()[:2] == [SINK_TOKEN] * 2
+    assert sorted(head_layer.sink_row[at["sink"]].tolist()[:2]) == [0, 1]
     assert not any(one.head_types(head) for one in got.layers if one.index != layer for head in range(4))
     positional = [(layer, at["diagonal"], ("diagonal",)), (layer, at["previous"], ("previous token",))]
     assert got.positional() == sorted(positional)
     # Barbero et al.'s tables: at its own distance a positional head's logit is its bound.
-    assert found.cosine[at["diagonal"], 0] == pytest.approx(1) == found.cosine[at["previous"], 1]
-    assert max(found.cosine[at["diagonal"], 1], found.cosine[at["previous"], 0]) < 0.99
+    assert head_layer.cosine[at["diagonal"], 0] == pytest.approx(1) == head_layer.cosine[at["previous"], 1]
+    assert max(head_layer.cosine[at["diagonal"], 1], head_layer.cosine[at["previous"], 0]) < 0.99
 
     measured = capture(model, rows)
     points = scatter(measured)
@@ -636,9 +636,9 @@ def test_a_trained_model_looks_back_before_it_repeats(shape):
 
 def test_head_types_by_hand():
     """What the numbers of a head are called: at half of its attention, or at another majority."""
-    some = measure_heads(model_of("llama"), text(40)).layers[0]
-    zero = {name: torch.zeros_like(value) for name, value in vars(some).items() if isinstance(value, torch.Tensor)}
-    empty = dataclasses.replace(some, **zero)
+    template = measure_heads(model_of("llama"), text(40)).layers[0]
+    zero = {name: torch.zeros_like(value) for name, value in vars(template).items() if isinstance(value, torch.Tensor)}
+    empty = dataclasses.replace(template, **zero)
     assert empty.head_types(0) == ()
 
     def types_of(majority=0.5, **values):
@@ -672,22 +672,22 @@ def test_head_types_by_hand():
 
 def test_a_head_that_looks_back_after_one_token_alone():
     """Barbero et al.'s apostrophe head: token 7 draws the query right behind it, and the first token all others."""
-    made = golden([])
-    attention = made.model.model.layers[1].self_attn
+    planted = golden([])
+    attention = planted.model.model.layers[1].self_attn
     rows = torch.randint(8, 96, (2, 100), generator=torch.Generator().manual_seed(5))
     rows[:, 12::12] = SINK_TOKEN
     rows[:, 0] = 5
     with torch.no_grad():
-        embeddings = made.model.model.embed_tokens.weight
+        embeddings = planted.model.model.embed_tokens.weight
         embeddings[:, 1] = embeddings[5] = 0.0
         embeddings[5, 1] = 1.0
-        query, key = theory.positional_head(made.table, torch.cat((torch.ones(32), torch.zeros(32))), 1)
+        query, key = theory.positional_head(planted.table, torch.cat((torch.ones(32), torch.zeros(32))), 1)
         # Behind the norm both features are 8. Keys of token 7 give 8 · 14 · 32 / 8 = 14 · 32 one token behind and
         # 14 · (32 - 1.08) next to it; that of the first token, in pairs that hardly turn, 14 · 31.5 from everywhere.
         attention.q_proj.bias[:64] = 8 * query.float()
         attention.k_proj.weight[:64, 0] = 14 / 8 * key.float()
         attention.k_proj.weight[28:32, 1] = 14 * 31.5 / 4 / 8
-    layer = measure_heads(made.model, rows).layer(1)
+    layer = measure_heads(planted.model, rows).layer(1)
     assert int(layer.trigger_token[0, 0]) == SINK_TOKEN and float(layer.trigger_mass[0, 0]) > 0.99
     assert int(layer.trigger_count[0, 0]) == 16 and float(layer.trigger_mass[0, 1]) < 0.01
     assert float(layer.first_mass[0]) > 0.9 > 0.1 > float(layer.offset_mass[0, 1])
@@ -708,9 +708,9 @@ def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypat
     (states,) = attended(model, row[None], monkeypatch)
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
     for view in all_views(model, row):
-        seen = states[view.layer]
-        torch.testing.assert_close(view.pattern, torch.tensor(seen.weights[view.head]), rtol=1e-4, atol=2e-5)
-        logits = seen.query[view.head] @ seen.key[view.head].T * seen.scaling
+        recorded = states[view.layer]
+        torch.testing.assert_close(view.pattern, torch.tensor(recorded.weights[view.head]), rtol=1e-4, atol=2e-5)
+        logits = recorded.query[view.head] @ recorded.key[view.head].T * recorded.scaling
         torch.testing.assert_close(view.logits, logits, rtol=1e-4, atol=2e-4)
         assert view.window == windows[view.layer] and torch.equal(view.token_ids, row)
         assert view.interleaved == (name in INTERLEAVED)
@@ -762,8 +762,8 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     for i, j in ((0, 0), (9, 8), (19, 2)):
         torch.testing.assert_close(view.terms(i, j)[0], term(i, j) * scale / 4, rtol=1e-5, atol=1e-6)
     for distance in (0, 1, 12, 19):
-        wanted = torch.stack([term(i, i - distance) for i in range(distance, 20)]).mean(0) * scale / 4
-        torch.testing.assert_close(view.mean_terms(distance), wanted, rtol=1e-5, atol=1e-6)
+        expected = torch.stack([term(i, i - distance) for i in range(distance, 20)]).mean(0) * scale / 4
+        torch.testing.assert_close(view.mean_terms(distance), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_view_of_a_patched_model_turns_with_its_table():
@@ -777,13 +777,13 @@ def test_a_view_of_a_patched_model_turns_with_its_table():
 
 
 def test_the_views_of_golden_heads():
-    made, row = golden(ROLES, outliers=[INSIDE]), golden_rows(1)[0]
-    diagonal, previous, sink, other = view_heads(made.model, row, [(1, head) for head in range(4)])
+    planted, row = golden(ROLES, outliers=[INSIDE]), golden_rows(1)[0]
+    diagonal, previous, sink, other = view_heads(planted.model, row, [(1, head) for head in range(4)])
     assert float(diagonal.pattern.diagonal().min()) > 0.99 < float(previous.pattern.diagonal(-1).min())
     assert float(sink.pattern[SINK_AT:, SINK_AT].min()) > 0.99
     # 40 · 4 · cos 0 / 8 = 20 of every pair at its distance, cos f of it elsewhere.
     torch.testing.assert_close(previous.mean_terms(1), torch.full((32,), 20.0).double(), rtol=1e-4, atol=0)
-    torch.testing.assert_close(previous.mean_terms(0), 20 * made.table.double().cos(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(previous.mean_terms(0), 20 * planted.table.double().cos(), rtol=1e-4, atol=1e-4)
     assert sink.terms(60, SINK_AT)[0].nonzero().flatten().tolist() == [28, 29, 30, 31]
     assert int(other.key_norms[0].argmax()) == 24 and float(other.key_norms[0, 24]) == pytest.approx(15)
 
@@ -812,9 +812,9 @@ def test_a_model_in_bfloat16(name, monkeypatch):
     model, rows = model_of(name).to(torch.bfloat16), few_kinds()
     states = attended(model, rows, monkeypatch)
     for layer in measure_heads(model, rows, block=7).layers:
-        wanted = loops(rows, [row[layer.index] for row in states], SLIDING.get(name, [None] * 2)[layer.index])
+        expected = loops(rows, [row[layer.index] for row in states], SLIDING.get(name, [None] * 2)[layer.index])
         for key in ("offset_mass", "first_mass", "distance", "entropy"):
-            numpy.testing.assert_allclose(getattr(layer, key).numpy(), wanted[key], rtol=0.03, atol=0.03, err_msg=key)
+            numpy.testing.assert_allclose(getattr(layer, key).numpy(), expected[key], rtol=0.03, atol=0.03, err_msg=key)
     for view in view_heads(model, rows[0], [(0, 1), (1, 2)]):
         numpy.testing.assert_allclose(view.pattern, states[0][view.layer].weights[view.head], atol=0.05)
 

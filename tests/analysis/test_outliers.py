@@ -62,13 +62,13 @@ def draw(seed=0):
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     key_angle = uniform(LAYERS, HEADS // GROUPS, PAIRS) * TAU
-    wanted = 0.02 + uniform(LAYERS, HEADS, PAIRS) * (TAU - 0.04)
+    drawn_phi = 0.02 + uniform(LAYERS, HEADS, PAIRS) * (TAU - 0.04)
     limit = math.pi + CONTEXT * frequencies.geometric(1e4, 2 * PAIRS).double() / 2
     for edge in (math.pi + 0 * limit, limit, limit - RELAXED):
-        wanted = torch.where((wanted - edge).abs() < 0.02, edge + 0.02, wanted)
-    query_angle = key_angle.repeat_interleave(GROUPS, 1) - wanted
+        drawn_phi = torch.where((drawn_phi - edge).abs() < 0.02, edge + 0.02, drawn_phi)
+    query_angle = key_angle.repeat_interleave(GROUPS, 1) - drawn_phi
     key_radius = 1 + 14 * uniform(LAYERS, HEADS // GROUPS, PAIRS)
-    return wanted, (key_angle, query_angle, key_radius, 1 + 14 * uniform(LAYERS, HEADS, PAIRS))
+    return drawn_phi, (key_angle, query_angle, key_radius, 1 + 14 * uniform(LAYERS, HEADS, PAIRS))
 
 
 def is_offset(angle, f, context):
@@ -121,11 +121,11 @@ def test_an_unrotated_pair_lies_below_the_frequency_bound_and_is_never_an_offset
             bounds(torch.tensor([1.0]), context)
 
 
-@pytest.mark.parametrize("spelled", [LLAMA3, YARN], ids=["llama3", "yarn"])
-def test_bounds_of_a_scaled_table_are_of_the_table_in_use(spelled):
-    model = tiny_model("llama", rope_parameters=spelled, max_position_embeddings=512)
+@pytest.mark.parametrize("encoded", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_bounds_of_a_scaled_table_are_of_the_table_in_use(encoded):
+    model = tiny_model("llama", rope_parameters=encoded, max_position_embeddings=512)
     layer = capture(model, ids(20, 1)).layers[0]
-    expected, scaling = ROPE_INIT_FUNCTIONS[spelled["rope_type"]](model.config)
+    expected, scaling = ROPE_INIT_FUNCTIONS[encoded["rope_type"]](model.config)
     assert layer.context == 512 and layer.attention_scaling == pytest.approx(scaling)
     assert torch.equal(layer.inv_freq, expected)
     got = scatter(capture(model, ids(20, 1)))
@@ -154,13 +154,13 @@ def test_bounds_under_p_rope_and_of_sliding_layers():
 
 @pytest.mark.parametrize("chunk", [None, 11])
 def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk, tmp_path):
-    wanted, arrays = draw()
+    drawn_phi, arrays = draw()
     planted(*arrays).save_pretrained(tmp_path)
     got = capture(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids(30, 1), chunk=chunk)
     points = scatter(got)
     table = frequencies.geometric(1e4, 2 * PAIRS).double()
     shape = (LAYERS, HEADS, PAIRS)
-    torch.testing.assert_close(points.phi.view(shape), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(points.phi.view(shape), drawn_phi, rtol=0, atol=1e-5)
     keys = arrays[2].repeat_interleave(GROUPS, 1)
     torch.testing.assert_close(points.key_radius.view(shape), keys, rtol=1e-5, atol=0)
     torch.testing.assert_close(points.query_radius.view(shape), arrays[3], rtol=1e-5, atol=0)
@@ -169,7 +169,7 @@ def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk, tmp_path):
     # Nothing varies, so nothing deviates.
     assert float(points.key_deviation.max()) < 1e-3 and float(points.query_deviation.max()) < 1e-3
 
-    angles = wanted.flatten().tolist()
+    angles = drawn_phi.flatten().tolist()
     scanned = torch.tensor([is_offset(a, f, CONTEXT) for a, f in zip(angles, points.inv_freq.tolist(), strict=True)])
     assert torch.equal(points.within_angle, scanned)
     assert 10 < int(scanned.sum()) < len(scanned) - 10, "some satisfy the definition, some do not"
@@ -188,7 +188,7 @@ def test_a_planted_checkpoint_agrees_with_a_brute_force_scan(chunk, tmp_path):
         assert row.frequency == pytest.approx(float(never_turns[big].double().mean()))
         assert row.angle == pytest.approx(float(scanned[big].double().mean()))
         limit = math.pi + CONTEXT * points.inv_freq / 2 - RELAXED
-        assert row.relaxed == pytest.approx(float((wanted.flatten() > limit)[big].double().mean()))
+        assert row.relaxed == pytest.approx(float((drawn_phi.flatten() > limit)[big].double().mean()))
     assert any(row.relaxed > row.angle for row in result.rows), "relaxing lets some in"
     assert json.loads(result.to_json())["rows"][0]["outliers"] == result.rows[0].outliers
     line = str(result).splitlines()[2]
@@ -311,25 +311,25 @@ def test_the_decomposition_is_what_a_model_of_constant_states_attends_to(name):
     with torch.no_grad():
         weights = model(row[None], use_cache=False, output_attentions=True).attentions
     for layer in got.layers:
-        found = decompose(layer)
-        assert found.distances.tolist() == list(range(layer.context + 1))
-        pattern = found.pattern(range(30))
+        decomposed = decompose(layer)
+        assert decomposed.distances.tolist() == list(range(layer.context + 1))
+        pattern = decomposed.pattern(range(30))
         torch.testing.assert_close(pattern.float(), weights[layer.index][0], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(pattern[0, 29], pattern[0, 29].mean(), atol=1e-3), "far from uniform"
         if name in ("phi", "gpt_neox", "glm"):  # half or all but a quarter of a head does not rotate
             whole = (layer.query.mean * layer.key_by_query_head.mean).sum(-1) * layer.scaling
-            torch.testing.assert_close(found.logits[:, 0], whole)
-            assert found.constant.abs().min() > 1e-3
+            torch.testing.assert_close(decomposed.logits[:, 0], whole)
+            assert decomposed.constant.abs().min() > 1e-3
     if method == "yarn:factor=4":
-        assert found.rotary_scaling == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+        assert decomposed.rotary_scaling == pytest.approx((0.1 * math.log(4) + 1) ** 2)
 
 
 def test_a_pattern_needs_its_distances():
-    found = decompose(capture(tiny_model(), ids(8, 1)).layers[0], torch.tensor([0, 1, 2, 4]))
-    assert found.pattern([0, 2]).sum(-1) == pytest.approx(torch.ones(4, 2))
+    decomposed = decompose(capture(tiny_model(), ids(8, 1)).layers[0], torch.tensor([0, 1, 2, 4]))
+    assert decomposed.pattern([0, 2]).sum(-1) == pytest.approx(torch.ones(4, 2))
     for query in (3, 4, -1):
         with pytest.raises(ValueError, match=f"position {query} needs every whole distance"):
-            found.pattern([query])
+            decomposed.pattern([query])
 
 
 def test_the_trajectory_is_the_models_own_rotation():
@@ -342,8 +342,8 @@ def test_the_trajectory_is_the_models_own_rotation():
     turned, _ = apply_rotary_pos_emb(query, query, cos, sin)
     path = trajectory(layer, positions)
     assert path.shape == (HEADS, PAIRS, 4, 2)
-    wanted = torch.stack((turned[0, ..., :PAIRS], turned[0, ..., PAIRS:]), -1).transpose(1, 2)
-    torch.testing.assert_close(path.float(), wanted, rtol=1e-4, atol=1e-4)
+    expected = torch.stack((turned[0, ..., :PAIRS], turned[0, ..., PAIRS:]), -1).transpose(1, 2)
+    torch.testing.assert_close(path.float(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(rotate(path[..., 1, :], layer.inv_freq, torch.tensor([9]))[..., 0, :], path[..., 2, :])
 
 
@@ -359,7 +359,7 @@ def test_sink_logits_equal_those_of_rotated_states(name, chunk, monkeypatch):
         model(row[None], use_cache=False)
     got = capture(model, row)
     modeling = sys.modules[type(model.get_decoder().layers[0]).__module__]
-    for layer, found in zip(got.layers, sinks(model, row, got, top=5, chunk=chunk), strict=True):
+    for layer, sink in zip(got.layers, sinks(model, row, got, top=5, chunk=chunk), strict=True):
         keys = states["key"][layer.keys_of].repeat_interleave(layer.groups, 1)
         query = states["query"][layer.index].mean(0, keepdim=True)
         kinds = () if layer.layer_type is None else (layer.layer_type,)
@@ -376,17 +376,17 @@ def test_sink_logits_equal_those_of_rotated_states(name, chunk, monkeypatch):
         at_zero = rotated(keys, torch.zeros(30, dtype=torch.long))
         logits = torch.einsum("hpd,htd->hpt", queries, at_zero).mean(1) * layer.scaling
         best = logits.sort(descending=True)
-        torch.testing.assert_close(found.logit.float(), best.values[:, :5], rtol=1e-4, atol=1e-4)
-        assert torch.equal(found.position, best.indices[:, :5])
-        assert torch.equal(found.token, row[found.position])
+        torch.testing.assert_close(sink.logit.float(), best.values[:, :5], rtol=1e-4, atol=1e-4)
+        assert torch.equal(sink.position, best.indices[:, :5])
+        assert torch.equal(sink.token, row[sink.position])
         score = (best.values - logits.mean(1, keepdim=True)) / logits.std(1, correction=0, keepdim=True)
-        torch.testing.assert_close(found.score.float(), score[:, :5], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(sink.score.float(), score[:, :5], rtol=1e-3, atol=1e-3)
         for head in range(4):
-            own = keys[found.position[head], head]
-            torch.testing.assert_close(found.key[head].float(), own)
+            own = keys[sink.position[head], head]
+            torch.testing.assert_close(sink.key[head].float(), own)
             mean = query[0, head]
-            wanted = torch.nn.functional.cosine_similarity(own, mean[None], dim=-1)
-            torch.testing.assert_close(found.cosine[head].float(), wanted, rtol=1e-4, atol=1e-4)
+            expected = torch.nn.functional.cosine_similarity(own, mean[None], dim=-1)
+            torch.testing.assert_close(sink.cosine[head].float(), expected, rtol=1e-4, atol=1e-4)
             n = layer.key.pairs
             odd = name == "glm"
             first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if odd else (slice(n), slice(n, 2 * n))
@@ -395,8 +395,8 @@ def test_sink_logits_equal_those_of_rotated_states(name, chunk, monkeypatch):
                 torch.stack((mean[first], mean[second]), -1)[None],
                 dim=-1,
             )
-            torch.testing.assert_close(found.alignment[head].float(), pair, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(found.key_pairs[head, :, :, 0].float(), own[:, first])
+            torch.testing.assert_close(sink.alignment[head].float(), pair, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(sink.key_pairs[head, :, :, 0].float(), own[:, first])
 
 
 def test_a_planted_sink_is_found_where_attention_goes():
@@ -419,30 +419,30 @@ def test_a_planted_sink_is_found_where_attention_goes():
         for head in range(2):
             attention.k_proj.weight[[16 * head + i for i in slow], :8] = 0.4
     got = capture(model, row, layers=[0])
-    (found,) = sinks(model, row, got, top=3)
+    (sink,) = sinks(model, row, got, top=3)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = model(row[None], use_cache=False, output_attentions=True).attentions[0][0]
     for head in range(4):
         mass = weights[head, 4:].mean(0)
         assert int(mass.argmax()) == 3 and float(mass[3]) > 0.9
-        assert int(found.position[head, 0]) == 3 and int(found.token[head, 0]) == 7
-        assert float(found.score[head, 0]) > 5 > float(found.score[head, 1])
-        assert float(found.alignment[head, 0, [6, 7]].min()) > 0.95
-    assert found.row.unique().tolist() == [0]
+        assert int(sink.position[head, 0]) == 3 and int(sink.token[head, 0]) == 7
+        assert float(sink.score[head, 0]) > 5 > float(sink.score[head, 1])
+        assert float(sink.alignment[head, 0, [6, 7]].min()) > 0.95
+    assert sink.row.unique().tolist() == [0]
 
 
 def test_sinks_of_several_rows_and_bad_input():
     model, rows = model_of("llama"), text(60).view(2, 30)
     got = capture(model, rows)
-    found = sinks(model, rows, got, layers=[1], top=60)
-    assert [one.layer for one in found] == [1]
-    assert sorted(zip(found[0].row[2].tolist(), found[0].position[2].tolist(), strict=True)) == [
+    results = sinks(model, rows, got, layers=[1], top=60)
+    assert [one.layer for one in results] == [1]
+    assert sorted(zip(results[0].row[2].tolist(), results[0].position[2].tolist(), strict=True)) == [
         (row, position) for row in range(2) for position in range(30)
     ]
-    assert torch.equal(found[0].token, rows[found[0].row, found[0].position])
-    assert found[0].score.mean(1).tolist() == pytest.approx([0] * 4, abs=1e-9)
-    assert found[0].score.square().mean(1).tolist() == pytest.approx([1] * 4)
+    assert torch.equal(results[0].token, rows[results[0].row, results[0].position])
+    assert results[0].score.mean(1).tolist() == pytest.approx([0] * 4, abs=1e-9)
+    assert results[0].score.square().mean(1).tolist() == pytest.approx([1] * 4)
     with pytest.raises(ValueError, match="top must be >= 1, got 0"):
         sinks(model, rows, got, top=0)
     for other in (rows.view(1, 60), rows.flip(0)):

@@ -35,14 +35,14 @@ def seeds(*shares):
 
 
 def test_a_difference_is_paired_and_its_interval_over_seeds_is_students(adapt):
-    found = adapt.difference(seeds(5, 4, 5), seeds(1, 2, 1))
-    assert found["difference"] == pytest.approx((14 - 4) / 15)
-    assert found["seeds"] == pytest.approx([0.8, 0.4, 0.8])
+    result = adapt.difference(seeds(5, 4, 5), seeds(1, 2, 1))
+    assert result["difference"] == pytest.approx((14 - 4) / 15)
+    assert result["seeds"] == pytest.approx([0.8, 0.4, 0.8])
     # mean 2/3, standard deviation sqrt(2 (2/15)^2 + (4/15)^2) / sqrt(2) = 0.23094, t(2, .975) = 4.302653
     half = 4.302653 * 0.230940 / math.sqrt(3)
-    assert found["interval_seeds"] == pytest.approx([2 / 3 - half, 2 / 3 + half], abs=1e-5)
-    low, high = found["interval_prompts"]
-    assert 0 < low < found["difference"] < high <= 1
+    assert result["interval_seeds"] == pytest.approx([2 / 3 - half, 2 / 3 + half], abs=1e-5)
+    low, high = result["interval_prompts"]
+    assert 0 < low < result["difference"] < high <= 1
     same = adapt.difference(seeds(3, 3), seeds(3, 3))
     assert same["difference"] == 0 and same["interval_prompts"][0] < 0 < same["interval_prompts"][1]
 
@@ -73,24 +73,24 @@ def test_a_quick_study_runs_is_resumed_and_says_what_it_measured(adapt, tmp_path
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads((tmp_path / "out.json").read_text()), done.stdout
 
-    made, shown = run()
-    assert made["cells_run_now"] == 3 and [row["arm"] for row in made["rows"]] == ["default", "yarn", "yarn-pose"]
-    for row in made["rows"]:
+    report, shown = run()
+    assert report["cells_run_now"] == 3 and [row["arm"] for row in report["rows"]] == ["default", "yarn", "yarn-pose"]
+    for row in report["rows"]:
         folder = adapt.folder_of(tmp_path / "build" / "adapters-quick", ("llama", row["arm"], 0))
         assert (folder / "adapter_model.safetensors").exists() and (folder / "rope_patch.json").exists()
-        judged = json.loads((folder / "evaluation.json").read_text())
-        right = [x for haystack in adapt.answers(judged, 1024) for x in haystack]
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        right = [x for haystack in adapt.answers(evaluation, 1024) for x in haystack]
         assert len(right) == 10 and row["passkey"]["1024"]["exact_match"] == sum(right) / 10
         assert row["tokens"] == 2 * 4096 and row["arm"] in shown
     again, _ = run()
-    assert again["cells_run_now"] == 0 and again["rows"] == made["rows"]
+    assert again["cells_run_now"] == 0 and again["rows"] == report["rows"]
 
 
 def test_pages_say_what_the_study_measured(adapt):
-    made = json.loads((ROOT / "benchmarks" / "results" / "adapt.json").read_text())
-    assert len(made["rows"]) == 12 and all(row["seeds"] == [0, 1, 2] for row in made["rows"])
-    assert all(row["passkey"]["1024"]["prompts"] == 600 for row in made["rows"])
-    lines = [line.rstrip() for line in adapt.table(made["rows"]).splitlines()]
+    report = json.loads((ROOT / "benchmarks" / "results" / "adapt.json").read_text())
+    assert len(report["rows"]) == 12 and all(row["seeds"] == [0, 1, 2] for row in report["rows"])
+    assert all(row["passkey"]["1024"]["prompts"] == 600 for row in report["rows"])
+    lines = [line.rstrip() for line in adapt.table(report["rows"]).splitlines()]
     recipes, page = ((ROOT / name).read_text() for name in ("recipes/README.md", "README.md"))
     assert "\n".join(lines) in recipes
     llama = [line[12:] for line in lines if line.startswith(("checkpoint", "llama"))]
@@ -110,6 +110,6 @@ def test_the_table_of_configs_says_what_is_planned():
         options = read([ROOT / "recipes" / "configs" / f"{name}.yaml"])
         assert options.model.name.endswith(model) and options.patch.method.startswith(method)
         assert options.target_length == int(length)
-        for kind, said in (("none", plain), ("nf4", packed)):
+        for kind, stated in (("none", plain), ("nf4", packed)):
             more = {"quantization": kind, "attention": options.model.attention, "lora_rank": options.lora.rank}
-            assert round(plan(options.model.name, length=int(length), **more).total / 2**30) == int(said), name
+            assert round(plan(options.model.name, length=int(length), **more).total / 2**30) == int(stated), name

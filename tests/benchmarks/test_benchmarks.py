@@ -32,11 +32,11 @@ def run(name: str, tmp_path: Path, *, against: str = "lm_eval", fork: bool = Fal
 
     One that measures no memory may run in a fork, which has torch and transformers already.
     """
-    output, said = tmp_path / f"{name}.json", tmp_path / f"{name}.txt"
+    output, log = tmp_path / f"{name}.json", tmp_path / f"{name}.txt"
     command = [str(FOLDER / f"{name}.py"), "--quick", "-o", str(output)]
 
     def script() -> None:
-        with said.open("w") as sys.stderr:
+        with log.open("w") as sys.stderr:
             sys.argv, sys.path[:0] = command, [str(FOLDER)]
             try:
                 runpy.run_path(command[0], run_name="__main__")
@@ -47,10 +47,10 @@ def run(name: str, tmp_path: Path, *, against: str = "lm_eval", fork: bool = Fal
     if fork:
         status = forked(script)
     else:
-        with said.open("w") as file:
+        with log.open("w") as file:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             status = subprocess.run([sys.executable, *command], env=environment, stderr=file, check=False).returncode
-    assert status == 0, said.read_text()[-3000:]
+    assert status == 0, log.read_text()[-3000:]
     report = json.loads(output.read_text())
     assert {"benchmark", "command", "what", "summary", "settings", "environment"} <= report.keys()
     assert report["benchmark"] == name
@@ -132,12 +132,12 @@ def test_kv_check(tmp_path: Path) -> None:
 def test_engine_tables(tmp_path: Path) -> None:
     report = run("engine_tables", tmp_path, against="transformers", fork=True)
     assert report["summary"].keys() == {"vllm", "sglang"}
-    for engine, seen in report["summary"].items():
+    for engine, summary in report["summary"].items():
         rows = [row for row in report["rows"] if row["engine"] == engine]
-        if seen == "not installed":
+        if summary == "not installed":
             assert not rows and engine not in report["environment"]
         else:
-            assert len(rows) == seen["runs"] == 2 and seen["largest_difference"] <= 1e-6
+            assert len(rows) == summary["runs"] == 2 and summary["largest_difference"] <= 1e-6
 
 
 def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,21 +242,21 @@ def test_the_bars_of_the_analysis_are_computed(
     monkeypatch: pytest.MonkeyPatch, ratios: Any, capture: Any, on_time: bool, flat: bool
 ) -> None:
     monkeypatch.syspath_prepend(FOLDER)
-    judge = importlib.import_module("analysis_overhead").judge
+    check_bars = importlib.import_module("analysis_overhead").check_bars
     lengths = (100, 200, 400)
     times = [
-        {"side": "capture", "tokens": n, "wall_ratio": {"median": found}}
-        for n, found in zip(lengths, ratios, strict=False)
+        {"side": "capture", "tokens": n, "wall_ratio": {"median": value}}
+        for n, value in zip(lengths, ratios, strict=False)
     ]
     times.append({"side": "masses", "tokens": 100, "wall_ratio": {"median": 9.0}})
     memory = [
-        {"side": "capture", "tokens": n, "above_bare_mb": found} for n, found in zip(lengths, capture, strict=True)
+        {"side": "capture", "tokens": n, "above_bare_mb": value} for n, value in zip(lengths, capture, strict=True)
     ]
     memory += [{"side": "store", "tokens": n, "above_bare_mb": 0.32 * n} for n in lengths]
     memory += [{"side": "masses", "tokens": n, "above_bare_mb": 9.0 * n} for n in lengths]
-    bars = judge(times, memory)
+    bars = check_bars(times, memory)
     assert bars["capture_time"]["reached"] is on_time and bars["capture_time"]["worst"] == max(ratios)
     assert bars["capture_memory_flat"]["reached"] is flat
     assert bars["capture_memory_flat"]["capture_growth_mb"] == round(max(capture) - capture[0], 2)
     # One length alone says nothing of growth.
-    assert judge(times, [row for row in memory if row["tokens"] == 100])["capture_memory_flat"]["reached"] is None
+    assert check_bars(times, [row for row in memory if row["tokens"] == 100])["capture_memory_flat"]["reached"] is None

@@ -66,16 +66,16 @@ def test_three_types_do_what_the_page_says(
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     families, checks = importlib.import_module("families"), importlib.import_module("family_checks")
-    found = {}
+    reports = {}
     for model_type in LIVE:
         (tmp_path / model_type).mkdir()
-        found[model_type] = checks.run_checks((model_type, str(tmp_path / model_type)))
+        reports[model_type] = checks.run_checks((model_type, str(tmp_path / model_type)))
     command = [sys.executable, "-c", RELOAD, *(str(tmp_path / model_type) for model_type in LIVE)]
     done = subprocess.run(
         command, cwd=BENCHMARKS, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
     )
     problems = json.loads(done.stdout)
-    live = [families.conclude(name, found[name], each) for name, each in zip(LIVE, problems, strict=True)]
-    said = {row["type"]: row for row in report["results"]}
-    assert live == [said[name] for name in LIVE]
+    live = [families.conclude(name, reports[name], each) for name, each in zip(LIVE, problems, strict=True)]
+    recorded = {row["type"]: row for row in report["results"]}
+    assert live == [recorded[name] for name in LIVE]
     assert [row["result"] for row in live] == ["works", "no rotary table", "works"]

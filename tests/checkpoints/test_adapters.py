@@ -21,62 +21,62 @@ from rope_patch.patching.verify import inspect_model
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def two_adapters(tmp_path_factory):
     """A base, two adapters trained under YaRN and one under ABF, with their logits."""
     root = tmp_path_factory.mktemp("adapters")
     tiny_model().save_pretrained(root / "base")
-    wanted = {}
+    expected = {}
     for seed, (name, method) in enumerate((("one", "yarn:factor=4"), ("two", "yarn:factor=4"), ("abf", "abf")), 1):
         tuned = lora(rope_patch.load(root / "base", method), seed)
         rope_patch.save(tuned, root / name)
-        wanted[name] = logits(tuned)
-    assert not torch.allclose(wanted["one"], wanted["two"], atol=0.1)
-    return root, wanted
+        expected[name] = logits(tuned)
+    assert not torch.allclose(expected["one"], expected["two"], atol=0.1)
+    return root, expected
 
 
 # --- a second adapter -------------------------------------------------------------------------------------------------
 
 
-def test_a_second_adapter_is_loaded_beside_the_first(made):
-    root, wanted = made
+def test_a_second_adapter_is_loaded_beside_the_first(two_adapters):
+    root, expected = two_adapters
     model = rope_patch.load(root / "one").eval()
     again = rope_patch.load_adapter(model, root / "two", adapter_name="second")
     assert again is model
-    assert torch.equal(logits(model), wanted["one"])  # as in PEFT, it is used when it is asked for
+    assert torch.equal(logits(model), expected["one"])  # as in PEFT, it is used when it is asked for
     model.set_adapter("second")
-    assert torch.equal(logits(model), wanted["two"])
+    assert torch.equal(logits(model), expected["two"])
     rope_patch.verify(model)
 
 
-def test_a_second_adapter_needs_a_name_of_its_own(made):
-    root, wanted = made
+def test_a_second_adapter_needs_a_name_of_its_own(two_adapters):
+    root, expected = two_adapters
     model = rope_patch.load(root / "one").eval()
     for options in ({}, {"adapter_name": "default"}):
         with pytest.raises(ValueError, match=r"holds an adapter 'default' already: give another adapter_name"):
             rope_patch.load_adapter(model, root / "two", **options)
-    assert torch.equal(logits(model), wanted["one"])
+    assert torch.equal(logits(model), expected["one"])
 
 
-def test_a_second_adapter_of_other_tables_is_refused(made):
-    root, wanted = made
+def test_a_second_adapter_of_other_tables_is_refused(two_adapters):
+    root, expected = two_adapters
     model = rope_patch.load(root / "one").eval()
     with pytest.raises(PatchError, match=r"abf was trained under abf.*the model is patched with yarn"):
         rope_patch.load_adapter(model, root / "abf", adapter_name="second")
     assert list(model.peft_config) == ["default"]
-    assert torch.equal(logits(model), wanted["one"])
+    assert torch.equal(logits(model), expected["one"])
 
 
-def test_a_second_adapter_through_a_compiled_model(made):
-    root, wanted = made
+def test_a_second_adapter_through_a_compiled_model(two_adapters):
+    root, expected = two_adapters
     inner = rope_patch.load(root / "one").eval()
     model = torch.compile(inner, backend="eager")
     assert rope_patch.load_adapter(model, root / "two", adapter_name="second") is model
     inner.set_adapter("second")
-    assert torch.equal(logits(inner), wanted["two"])
+    assert torch.equal(logits(inner), expected["two"])
 
 
-def test_adapters_of_transformers_own_are_not_wrapped(made):
-    root, _ = made
+def test_adapters_of_transformers_own_are_not_wrapped(two_adapters):
+    root, _ = two_adapters
     model = rope_patch.load(root / "base", "yarn:factor=4")
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="holds adapters of transformers' own"):
@@ -86,8 +86,8 @@ def test_adapters_of_transformers_own_are_not_wrapped(made):
 @pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
-def test_a_peft_model_inside_another_is_not_verified(made):
-    root, _ = made
+def test_a_peft_model_inside_another_is_not_verified(two_adapters):
+    root, _ = two_adapters
     twice = PeftModel.from_pretrained(rope_patch.load(root / "one"), root / "two", adapter_name="second")
     with pytest.raises(PatchError, match="a PeftModel lies inside another"):
         rope_patch.verify(twice)
@@ -96,8 +96,8 @@ def test_a_peft_model_inside_another_is_not_verified(made):
 # --- records of adapters ----------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_peft_loaded_is_not_saved_under_the_models_record(made, tmp_path):
-    root, _ = made
+def test_an_adapter_that_peft_loaded_is_not_saved_under_the_models_record(two_adapters, tmp_path):
+    root, _ = two_adapters
     model = rope_patch.load(root / "one")
     model.load_adapter(root / "abf", adapter_name="b")
     with pytest.raises(PatchError, match=r"'b' was trained: PEFT loaded it, or combined it from"):
@@ -107,8 +107,8 @@ def test_an_adapter_that_peft_loaded_is_not_saved_under_the_models_record(made, 
     assert checkpoints.read_record(tmp_path / "first").to_method() == rope_patch.parse("yarn:factor=4")
 
 
-def test_a_mixture_with_an_adapter_that_peft_loaded_is_not_saved(made, tmp_path):
-    root, _ = made
+def test_a_mixture_with_an_adapter_that_peft_loaded_is_not_saved(two_adapters, tmp_path):
+    root, _ = two_adapters
     model = rope_patch.load(root / "one")
     model.load_adapter(root / "abf", adapter_name="b")
     model.add_weighted_adapter(["default", "b"], [0.5, 0.5], "mixed", combination_type="linear")
@@ -117,8 +117,8 @@ def test_a_mixture_with_an_adapter_that_peft_loaded_is_not_saved(made, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_adapter_in_training_may_hold_a_part_of_one_that_peft_loaded(made, tmp_path):
-    root, _ = made
+def test_an_adapter_in_training_may_hold_a_part_of_one_that_peft_loaded(two_adapters, tmp_path):
+    root, _ = two_adapters
     model = lora(rope_patch.load(root / "base", "yarn:factor=4"))
     model.load_adapter(root / "abf", adapter_name="b")
     with pytest.raises(PatchError, match=r"'default' was trained: it may hold a part of 'b', which PEFT"):
@@ -127,8 +127,8 @@ def test_an_adapter_in_training_may_hold_a_part_of_one_that_peft_loaded(made, tm
     assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), logits(model))
 
 
-def test_a_mixture_of_adapters_of_one_table_is_saved_when_it_is_trusted(made, tmp_path):
-    root, _ = made
+def test_a_mixture_of_adapters_of_one_table_is_saved_when_it_is_trusted(two_adapters, tmp_path):
+    root, _ = two_adapters
     model = rope_patch.load(root / "one").eval()
     rope_patch.load_adapter(model, root / "two", adapter_name="second")
     model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "mixed", combination_type="linear")
@@ -144,8 +144,8 @@ def test_a_mixture_of_adapters_of_one_table_is_saved_when_it_is_trusted(made, tm
         rope_patch.save(model, tmp_path / "out", trust_adapters=["third"])
 
 
-def test_an_adapter_is_not_saved_under_a_patch_put_in_later(made, tmp_path):
-    root, _ = made
+def test_an_adapter_is_not_saved_under_a_patch_put_in_later(two_adapters, tmp_path):
+    root, _ = two_adapters
     model = rope_patch.load(root / "one")
     rope_patch.apply(model, "abf", replace=True)
     with pytest.raises(
@@ -156,16 +156,16 @@ def test_an_adapter_is_not_saved_under_a_patch_put_in_later(made, tmp_path):
     assert checkpoints.read_record(tmp_path / "out").to_method().name == "abf"
 
 
-def test_an_adapter_that_is_trained_on_is_saved(made, tmp_path):
-    root, _ = made
+def test_an_adapter_that_is_trained_on_is_saved(two_adapters, tmp_path):
+    root, _ = two_adapters
     base = rope_patch.load(root / "base", "yarn:factor=4")
     rope_patch.save(PeftModel.from_pretrained(base, root / "one", is_trainable=True), tmp_path / "out")
     rope_patch.save(get_peft_model(rope_patch.load(root / "base", "abf"), LoraConfig(r=2)), tmp_path / "new")
     assert checkpoints.read_record(tmp_path / "new").to_method().name == "abf"
 
 
-def test_a_training_with_a_strange_adapter_is_refused_at_its_start(made):
-    root, _ = made
+def test_a_training_with_a_strange_adapter_is_refused_at_its_start(two_adapters):
+    root, _ = two_adapters
     model = lora(rope_patch.load(root / "base", "yarn:factor=4"))
     model.load_adapter(root / "abf", adapter_name="b")
     with pytest.raises(PatchError, match="nothing shows under which tables"):
@@ -175,8 +175,8 @@ def test_a_training_with_a_strange_adapter_is_refused_at_its_start(made):
 # --- records on the disk ----------------------------------------------------------------------------------------------
 
 
-def test_a_record_belongs_to_the_weights_beside_it(made, tmp_path):
-    root, _ = made
+def test_a_record_belongs_to_the_weights_beside_it(two_adapters, tmp_path):
+    root, _ = two_adapters
     patched = lora(rope_patch.load(root / "base", "yarn:factor=4"))
     rope_patch.save(patched, tmp_path / "out")
     plain = lora(AutoModelForCausalLM.from_pretrained(root / "base"), seed=7)
@@ -191,16 +191,16 @@ def test_a_record_belongs_to_the_weights_beside_it(made, tmp_path):
         assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), logits(plain))
 
 
-def test_plain_peft_may_save_the_same_weights_again(made, tmp_path):
-    root, wanted = made
+def test_plain_peft_may_save_the_same_weights_again(two_adapters, tmp_path):
+    root, expected = two_adapters
     tuned = rope_patch.load(root / "one").eval()
     rope_patch.save(tuned, tmp_path / "out")
     tuned.save_pretrained(tmp_path / "out")
-    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), wanted["one"])
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), expected["one"])
 
 
-def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(made, tmp_path):
-    root, _ = made
+def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(two_adapters, tmp_path):
+    root, _ = two_adapters
     tuned = rope_patch.load(root / "one")
     rope_patch.save(tuned, tmp_path / "out")
     edit_json(tmp_path / "out" / "rope_patch.json", lambda data: data.pop("adapter_weights"))
@@ -210,8 +210,8 @@ def test_a_record_that_names_no_weights_does_not_count_for_an_adapter(made, tmp_
     rope_patch.load(tmp_path / "out")
 
 
-def test_weights_changed_by_another_tool_are_noticed_and_can_be_vouched_for(made, tmp_path):
-    root, _ = made
+def test_weights_changed_by_another_tool_are_noticed_and_can_be_vouched_for(two_adapters, tmp_path):
+    root, _ = two_adapters
     rope_patch.save(rope_patch.load(root / "one"), tmp_path / "out")
     file = tmp_path / "out" / "adapter_model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
@@ -266,11 +266,11 @@ def as_a_state_dict(model, folder):
 
 
 @pytest.mark.parametrize("put", [over_a_name_that_is_known, by_hot_swapping, as_a_state_dict])
-def test_other_weights_in_the_place_of_an_adapters_are_not_saved_as_its_own(made, tmp_path, put):
-    root, wanted = made
+def test_other_weights_in_the_place_of_an_adapters_are_not_saved_as_its_own(two_adapters, tmp_path, put):
+    root, expected = two_adapters
     model = rope_patch.load(root / "one").eval()
     put(model, str(root / "abf"))
-    assert not torch.allclose(logits(model), wanted["one"], atol=0.1)
+    assert not torch.allclose(logits(model), expected["one"], atol=0.1)
     with pytest.raises(PatchError, match="weights of the adapter 'default' are not those that rope_patch loaded"):
         rope_patch.save(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -279,8 +279,8 @@ def test_other_weights_in_the_place_of_an_adapters_are_not_saved_as_its_own(made
     assert rope_patch.load(tmp_path / "out").peft_config["default"].r == 4
 
 
-def test_an_adapter_loaded_for_training_is_trained_and_saved(made, tmp_path):
-    root, _ = made
+def test_an_adapter_loaded_for_training_is_trained_and_saved(two_adapters, tmp_path):
+    root, _ = two_adapters
     model = rope_patch.load(root / "one", is_trainable=True, adapter_name="mine")
     weights = [p for name, p in model.named_parameters() if ".mine." in name]
     assert weights and all(p.requires_grad for p in weights)
@@ -290,51 +290,51 @@ def test_an_adapter_loaded_for_training_is_trained_and_saved(made, tmp_path):
     assert torch.equal(logits(rope_patch.load(tmp_path / "out" / "mine").eval()), logits(model))
 
 
-def test_a_compiled_peft_model_is_saved(made, tmp_path):
-    root, wanted = made
+def test_a_compiled_peft_model_is_saved(two_adapters, tmp_path):
+    root, expected = two_adapters
     rope_patch.save(torch.compile(rope_patch.load(root / "one"), backend="eager"), tmp_path / "out")
-    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), wanted["one"])
+    assert torch.equal(logits(rope_patch.load(tmp_path / "out").eval()), expected["one"])
 
 
 # --- where the files of an adapter lie --------------------------------------------------------------------------------
 
 
-def test_the_record_of_a_subfolder_is_that_of_the_adapter_in_it(made, tmp_path):
-    root, wanted = made
+def test_the_record_of_a_subfolder_is_that_of_the_adapter_in_it(two_adapters, tmp_path):
+    root, expected = two_adapters
     for where, name in ((tmp_path, "abf"), (tmp_path / "inner", "one"), (tmp_path / "plain", "one")):
         shutil.copytree(root / name, where, dirs_exist_ok=True)
     (tmp_path / "plain" / "rope_patch.json").unlink()
     patched = rope_patch.load(root / "base", "yarn:factor=4")
     loaded = rope_patch.load_adapter(patched, tmp_path, subfolder="inner").eval()
-    assert torch.equal(logits(loaded), wanted["one"])
-    assert torch.equal(logits(rope_patch.load(tmp_path, subfolder="inner").eval()), wanted["one"])
-    for method, inner, said in (
+    assert torch.equal(logits(loaded), expected["one"])
+    assert torch.equal(logits(rope_patch.load(tmp_path, subfolder="inner").eval()), expected["one"])
+    for method, inner, message in (
         ("abf", "inner", "was trained under yarn"),
         ("abf", "plain", "carries no patch record"),
         (None, "inner", "the model is not patched"),
     ):
-        with pytest.raises(PatchError, match=said):
+        with pytest.raises(PatchError, match=message):
             rope_patch.load_adapter(rope_patch.load(root / "base", method), tmp_path, subfolder=inner)
 
 
-def test_weights_of_another_format_go_with_the_adapter_they_belong_to(made, tmp_path):
+def test_weights_of_another_format_go_with_the_adapter_they_belong_to(two_adapters, tmp_path):
     """PEFT prefers safetensors: an older file of those would be loaded in place of the new ``adapter_model.bin``."""
-    root, wanted = made
+    root, expected = two_adapters
     rope_patch.save(rope_patch.load(root / "one"), tmp_path)
     rope_patch.save(rope_patch.load(root / "two"), tmp_path, safe_serialization=False)
     assert [path.name for path in tmp_path.glob("adapter_model.*")] == ["adapter_model.bin"]
-    assert torch.equal(logits(rope_patch.load(tmp_path).eval()), wanted["two"])
+    assert torch.equal(logits(rope_patch.load(tmp_path).eval()), expected["two"])
 
 
-def test_the_revision_beside_an_adapter_on_this_disk_is_its_bases(made, monkeypatch):
-    root, wanted = made
+def test_the_revision_beside_an_adapter_on_this_disk_is_its_bases(two_adapters, monkeypatch):
+    root, expected = two_adapters
     asked, stock = [], AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
         AutoModelForCausalLM,
         "from_pretrained",
         lambda source, revision=None, **options: asked.append(revision) or stock(source, **options),
     )
-    assert torch.equal(logits(rope_patch.load(root / "one", revision="v2").eval()), wanted["one"])
+    assert torch.equal(logits(rope_patch.load(root / "one", revision="v2").eval()), expected["one"])
     assert asked == ["v2"]
 
 

@@ -157,17 +157,17 @@ def adapter(tmp_path, base_folder):
 
 
 def test_adapter_comes_back_with_its_patch(adapter):
-    folder, wanted = adapter
+    folder, expected = adapter
     loaded = rope_patch.load(folder).eval()
     assert isinstance(loaded, PeftModel)
-    assert torch.equal(logits(loaded), wanted)
+    assert torch.equal(logits(loaded), expected)
 
 
 def test_plain_peft_loses_it_and_verify_says_so(adapter, base_folder):
     """The trap this package exists for."""
-    folder, wanted = adapter
+    folder, expected = adapter
     lost = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), folder).eval()
-    assert not torch.allclose(logits(lost), wanted, atol=1e-3)
+    assert not torch.allclose(logits(lost), expected, atol=1e-3)
     with pytest.raises(PatchError, match="carries no patch record"):
         rope_patch.verify(lost)
     with pytest.raises(PatchError, match=r"(?s)does not use the tables of yarn:factor=4.*carries no patch record"):
@@ -175,7 +175,7 @@ def test_plain_peft_loses_it_and_verify_says_so(adapter, base_folder):
 
 
 def test_adapter_onto_models_that_do_not_fit(adapter, base_folder):
-    folder, wanted = adapter
+    folder, expected = adapter
     plain = AutoModelForCausalLM.from_pretrained(base_folder)
     with pytest.raises(PatchError, match=r"trained under yarn:factor=4, and the model is not patched: apply that"):
         rope_patch.load_adapter(plain, folder)
@@ -183,7 +183,7 @@ def test_adapter_onto_models_that_do_not_fit(adapter, base_folder):
     with pytest.raises(PatchError, match=r"trained under yarn:factor=4 .*is patched with pi:factor=4"):
         rope_patch.load_adapter(plain, folder)
     rope_patch.apply(plain, "yarn:factor=4", replace=True)
-    assert torch.equal(logits(rope_patch.load_adapter(plain, folder).eval()), wanted)
+    assert torch.equal(logits(rope_patch.load_adapter(plain, folder).eval()), expected)
     with pytest.raises(PatchError, match="was trained under yarn:factor=4: load it without method="):
         rope_patch.load(folder, "pi:factor=4")
 
@@ -246,9 +246,9 @@ def test_every_adapter_of_a_model_carries_the_record(tmp_path, base_folder):
 @pytest.mark.parametrize("name", ["p_rope", "yarn", "truncated"])
 def test_merged_model_keeps_the_portable_config(adapter, base_folder, tmp_path, name):
     tuned = lora(rope_patch.load(base_folder, method_for("llama", name)))
-    wanted = logits(tuned)
+    expected = logits(tuned)
     merged = tuned.merge_and_unload()
-    assert torch.allclose(logits(merged), wanted, atol=1e-4)
+    assert torch.allclose(logits(merged), expected, atol=1e-4)
     rope_patch.verify(merged)
     rope_patch.save(merged, tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
@@ -304,9 +304,9 @@ def test_a_run_is_resumed_under_the_patch_it_was_begun_with(tmp_path, base_folde
     assert resumed == pytest.approx(whole, abs=1e-4) and len(resumed) == 4
     state = tmp_path / "run" / "checkpoint-2" / "trainer_state.json"
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    told = json.loads(state.read_text())
-    del told["stateful_callbacks"]["RopePatchCallback"]  # as of a run that was begun without it
-    state.write_text(json.dumps(told))
+    trainer_state = json.loads(state.read_text())
+    del trainer_state["stateful_callbacks"]["RopePatchCallback"]  # as of a run that was begun without it
+    state.write_text(json.dumps(trainer_state))
     with pytest.warns(UserWarning, match="the checkpoint says nothing of a patch"):
         assert run("yarn:factor=4", 4, resume=True) == resumed
     begun = run("pi:factor=4", 2)  # a new run in the same folder is not a resumed one

@@ -40,15 +40,15 @@ def written(tmp_path, tokenizer, method=None, **changes):
 )
 def test_the_model_is_the_folders_with_its_record(tmp_path, tokenizer, method):
     folder, file = written(tmp_path, tokenizer, method)
-    wanted = logits(rope_patch.load(folder).eval(), TOKENS)
+    expected = logits(rope_patch.load(folder).eval(), TOKENS)
     model = rope_patch.load(file).eval()
-    assert torch.equal(logits(model, TOKENS), wanted)
+    assert torch.equal(logits(model, TOKENS), expected)
     if method is None:
         assert not hasattr(model.config, "rope_patch")
         return
     assert rope_patch.verify(model).record.to_dict() == rope_patch.verify(rope_patch.load(folder)).record.to_dict()
     rope_patch.save(model, tmp_path / "again")  # transformers refuses a model that was quantized in a file
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval(), TOKENS), wanted)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval(), TOKENS), expected)
     rope_patch.restore(model)
     assert model.config.max_position_embeddings == 64
     assert torch.equal(model.model.rotary_emb.inv_freq, geometric(1e4, 16))
@@ -60,11 +60,12 @@ def test_transformers_own_reader_loses_the_table_and_export_says_so(tmp_path, to
     tokenizer.save_pretrained(folder)
     for method, lost in (("yarn:factor=4", True), ("p_rope:p=0.5", True), ("abf:factor=50", False)):
         file = tmp_path / f"{lost}.gguf"
-        said = export(folder, file, to="gguf", method=method, dtype="float32", overwrite=True)
+        report = export(folder, file, to="gguf", method=method, dtype="float32", overwrite=True)
         stock = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name).eval()
         assert torch.equal(logits(stock, TOKENS), logits(rope_patch.load(file).eval(), TOKENS)) is not lost
         assert (
-            any("transformers' own reader (gguf_file=) takes its base alone" in note for note in said["notes"]) is lost
+            any("transformers' own reader (gguf_file=) takes its base alone" in note for note in report["notes"])
+            is lost
         )
 
 
@@ -73,11 +74,11 @@ def test_a_file_of_another_tool_is_patched_with_its_table(tmp_path, tokenizer):
     folder, file = written(tmp_path, tokenizer, rope_parameters=LLAMA3, max_position_embeddings=512)
     assert not any(RECORD_KEY in key for key in rope_patch.checkpoints.gguf_file.open_gguf(file).fields)
     model = rope_patch.load(file).eval()
-    wanted = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert torch.allclose(logits(model, TOKENS), logits(wanted, TOKENS), atol=1e-5)
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert torch.allclose(logits(model, TOKENS), logits(reference, TOKENS), atol=1e-5)
     assert rope_patch.verify(model).record.to_method().name == "table"
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name).eval()
-    assert not torch.allclose(logits(plain, TOKENS), logits(wanted, TOKENS), atol=1e-3)
+    assert not torch.allclose(logits(plain, TOKENS), logits(reference, TOKENS), atol=1e-3)
 
 
 def test_yarn_that_a_file_leaves_to_the_engine(tmp_path, tokenizer):
@@ -88,8 +89,8 @@ def test_yarn_that_a_file_leaves_to_the_engine(tmp_path, tokenizer):
         Key.of("llama.rope.scaling.original_context_length", 64, "UINT32"),
     ]
     model = rope_patch.load(rewritten(file, tmp_path / "yarn.gguf", keys=yarn))
-    wanted = rope_patch.load(tmp_path / "folder", "yarn:factor=4")
-    assert torch.allclose(logits(model.eval(), TOKENS), logits(wanted.eval(), TOKENS), atol=1e-4)
+    reference = rope_patch.load(tmp_path / "folder", "yarn:factor=4")
+    assert torch.allclose(logits(model.eval(), TOKENS), logits(reference.eval(), TOKENS), atol=1e-4)
 
 
 def test_a_record_that_does_not_fit_is_not_followed(tmp_path, tokenizer):

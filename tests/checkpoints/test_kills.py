@@ -71,8 +71,8 @@ def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path
     if exists:
         out.mkdir()
     assert forked(call) == 0
-    wanted = contents(place)
-    assert all(path.startswith("out/") and "/." not in path for path in wanted)
+    expected = contents(place)
+    assert all(path.startswith("out/") and "/." not in path for path in expected)
     killed = 0
     for stop in range(1, 1000, every):
         for path in sorted(place.rglob("*"), reverse=True):
@@ -85,7 +85,7 @@ def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path
         assert status == -signal.SIGKILL
         killed += 1
         assert forked(call) == 0, f"it does not run again after a kill at change {stop}"
-        assert contents(place) == wanted, f"something else is there after a kill at change {stop}"
+        assert contents(place) == expected, f"something else is there after a kill at change {stop}"
     assert killed >= 15 // every
     print(f"{name}: {killed} kills, and every run again gave the same")
 
@@ -105,18 +105,18 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new, ev
         rope_patch.apply(fresh, "abf")
     before = lora(old, seed=5) if new == "adapter" else old
     either = [logits(before), logits(fresh)]
-    seen = set()
+    outcomes = set()
     rope_patch.save(before, tmp_path / "before")
     for stop in range(1, 1000, every):
         shutil.rmtree(tmp_path / "place", ignore_errors=True)
         shutil.copytree(tmp_path / "before", out)
         status = forked(lambda: rope_patch.save(fresh, out), stop, tmp_path / "place")
         try:
-            found = logits(rope_patch.load(out).eval())
+            output = logits(rope_patch.load(out).eval())
         except (OSError, ValueError):
-            seen.add("none")
+            outcomes.add("none")
         else:
-            seen.add(next((n for n, one in enumerate(either) if torch.equal(found, one)), "a mixture"))
+            outcomes.add(next((n for n, one in enumerate(either) if torch.equal(output, one)), "a mixture"))
         if new == "model" and (out / "config.json").exists() and (out / "model.safetensors").exists():
             plain = logits(AutoModelForCausalLM.from_pretrained(out).eval())  # a loader without our checks
             assert any(torch.equal(plain, one) for one in either)
@@ -125,7 +125,7 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new, ev
         assert forked(lambda: rope_patch.save(fresh, out)) == 0
         assert torch.equal(logits(rope_patch.load(out).eval()), either[1])
     assert stop > 10
-    assert seen == {0, 1, "none"}
+    assert outcomes == {0, 1, "none"}
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_fit_killed_just_after_its_output_appeared_runs_again(tmp_path, monkey
 
     assert forked(lambda: fit(*words), at=work_is_removed) == -signal.SIGKILL
     assert (out / "config.json").is_file() and (tmp_path / "out.fit.jsonl").is_file()
-    wanted = contents(out)
+    expected = contents(out)
     assert forked(lambda: fit(*words[:-1], "2")) == 77, "another command does not take the folder for its own"
     assert forked(lambda: fit(*words)) == 0
-    assert contents(out) == wanted and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert contents(out) == expected and [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -36,9 +36,9 @@ def saved(tmp_path, family, method, **options):
 def test_older_releases_read_the_tables_or_fail():
     report = json.loads(RESULTS.read_text())
     assert {"4.57.1", "5.9.0"} <= set(report["read_by"])
-    for version, found in report["read_by"].items():
-        assert found["wrong_in_silence"] == {}, version
-        assert found["folders"]["equal"] > 100
+    for version, outcome in report["read_by"].items():
+        assert outcome["wrong_in_silence"] == {}, version
+        assert outcome["folders"]["equal"] > 100
 
 
 @pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4", "llama3:factor=4", "p_rope:p=0.5", "truncated"])

@@ -90,8 +90,8 @@ def test_inspect_prints_nothing_has_a_short_repr_and_shows_its_tables_when_print
 def test_a_repr_is_one_short_line_for_a_table_of_any_length(saved):
     values = "/".join(str(1 / (i + 1)) for i in range(8))
     model = rope_patch.load(saved / "base", f"table:values={values}")
-    for found in (rope_patch.inspect(model), rope_patch.verify(model)):
-        assert len(repr(found)) < 150 and "\n" not in repr(found)
+    for result in (rope_patch.inspect(model), rope_patch.verify(model)):
+        assert len(repr(result)) < 150 and "\n" not in repr(result)
 
 
 def test_verify_takes_a_model_a_folder_and_an_adapter(saved):

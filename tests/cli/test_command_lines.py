@@ -52,9 +52,9 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def checkpoints(tmp_path_factory):
     """A checkpoint, a patched one, an adapter over the patched one, and the patched one as a GGUF file."""
-    root = tmp_path_factory.mktemp("made")
+    root = tmp_path_factory.mktemp("checkpoints")
     tiny_model().save_pretrained(root / "base")
     model = tiny_model()
     rope_patch.apply(model, "yarn", factor=4, target_length=256)
@@ -93,13 +93,13 @@ def edit(path, **changes):
         *(("a context of zero", c) for c in COMMANDS if c not in ("apply", "inspect", "plan")),  # plan reads no table
     ],
 )
-def test_a_config_that_describes_no_model(made, tmp_path, monkeypatch, capsys, damage, command):
-    changes, said = CONFIGS[damage]
+def test_a_config_that_describes_no_model(checkpoints, tmp_path, monkeypatch, capsys, damage, command):
+    changes, message = CONFIGS[damage]
     # What measures needs a tokenizer, too, and reads it first.
-    shutil.copytree(BUNDLED if command in ("compare", "analyze") else made / "base", tmp_path / "model")
+    shutil.copytree(BUNDLED if command in ("compare", "analyze") else checkpoints / "base", tmp_path / "model")
     edit(tmp_path / "model" / "config.json", **changes)
     words = [word.replace("DIR", "model") for word in COMMANDS[command]]
-    assert re.search(said, refused(monkeypatch, capsys, tmp_path, *words))
+    assert re.search(message, refused(monkeypatch, capsys, tmp_path, *words))
 
 
 BROKEN = ["", "null", "3", "[]", '"yarn"', "{", "\udcff"]
@@ -113,9 +113,9 @@ FILES = ["config.json", "adapter_config.json", "rope_patch.json"]
         *((name, command, text) for name in FILES for command in ("inspect", "apply", "plan") for text in ("", "[]")),
     ],
 )
-def test_a_file_that_is_no_json_object(made, tmp_path, monkeypatch, capsys, name, command, text):
+def test_a_file_that_is_no_json_object(checkpoints, tmp_path, monkeypatch, capsys, name, command, text):
     source = "base" if name == "config.json" else "adapter"
-    shutil.copytree(made / source, tmp_path / "model")
+    shutil.copytree(checkpoints / source, tmp_path / "model")
     (tmp_path / "model" / name).write_bytes(text.encode(errors="surrogateescape"))
     words = [word.replace("DIR", "model") for word in COMMANDS[command]]
     if source == "adapter" and command == "export":
@@ -147,10 +147,10 @@ RECORDS = {
     ("key", "value", "every"),
     [(key, value, not i) for key, values in RECORDS.items() for i, value in enumerate(values)],
 )
-def test_a_record_that_is_malformed(made, tmp_path, monkeypatch, capsys, key, value, every):
+def test_a_record_that_is_malformed(checkpoints, tmp_path, monkeypatch, capsys, key, value, every):
     """In a checkpoint's config and beside an adapter, the line says which key of the record is wrong."""
-    shutil.copytree(made / "patched", tmp_path / "patched")
-    shutil.copytree(made / "adapter", tmp_path / "adapter")
+    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
+    shutil.copytree(checkpoints / "adapter", tmp_path / "adapter")
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     edit(tmp_path / "patched" / "config.json", rope_patch=config["rope_patch"] | {key: value})
     edit(tmp_path / "adapter" / "rope_patch.json", **{key: value})
@@ -163,8 +163,8 @@ def test_a_record_that_is_malformed(made, tmp_path, monkeypatch, capsys, key, va
         assert key in line or "parameter" in line or "method" in line
 
 
-def test_a_record_whose_base_is_no_table(made, tmp_path, monkeypatch, capsys):
-    shutil.copytree(made / "patched", tmp_path / "patched")
+def test_a_record_whose_base_is_no_table(checkpoints, tmp_path, monkeypatch, capsys):
+    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
     record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
     record["base_config"]["rope_parameters"]["rope_type"] = "nonsense"
     edit(tmp_path / "patched" / "config.json", rope_patch=record)
@@ -174,8 +174,8 @@ def test_a_record_whose_base_is_no_table(made, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("key", ["method", "layer_types", "tables", "base_tables", "base_config"])
-def test_a_record_that_lacks_a_key(made, tmp_path, monkeypatch, capsys, key):
-    shutil.copytree(made / "patched", tmp_path / "patched")
+def test_a_record_that_lacks_a_key(checkpoints, tmp_path, monkeypatch, capsys, key):
+    shutil.copytree(checkpoints / "patched", tmp_path / "patched")
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     del config["rope_patch"][key]
     edit(tmp_path / "patched" / "config.json", **config)
@@ -198,9 +198,9 @@ def test_a_gguf_file_with_a_key_that_is_no_number(tmp_path, monkeypatch, capsys,
 
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     keys = {"llama.embedding_length": 64, "llama.attention.head_count": 4, "llama.context_length": 64, key: value}
-    for name, said in keys.items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(said)]
-        add(name, said)
+    for name, stated in keys.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(stated)]
+        add(name, stated)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -223,8 +223,8 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_numbers_that_give_no_table(made, tmp_path, monkeypatch, capsys, method):
-    refused(monkeypatch, capsys, tmp_path, "apply", made / "base", method, "-o", "out")
+def test_numbers_that_give_no_table(checkpoints, tmp_path, monkeypatch, capsys, method):
+    refused(monkeypatch, capsys, tmp_path, "apply", checkpoints / "base", method, "-o", "out")
     refused(monkeypatch, capsys, tmp_path, "theory", "--method", method, "--head-dim", "16", "--no-report", "-o", "out")
 
 
@@ -270,7 +270,7 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize("pattern", ["/", "/etc/*", "**", ".."])
-def test_a_pattern_of_no_files(made, tmp_path, monkeypatch, capsys, pattern):
+def test_a_pattern_of_no_files(checkpoints, tmp_path, monkeypatch, capsys, pattern):
     (tmp_path / "texts" / "inner").mkdir(parents=True)
     words = ("analyze", BUNDLED, "--text", "texts", "--pattern", pattern, "--no-report", "-o", "out")
     line = refused(monkeypatch, capsys, tmp_path, *words)
@@ -278,15 +278,15 @@ def test_a_pattern_of_no_files(made, tmp_path, monkeypatch, capsys, pattern):
 
 
 @pytest.mark.parametrize("command", ["apply", "theory", "analyze", "compare", "fit", "export"])
-def test_an_output_below_a_file(made, tmp_path, monkeypatch, capsys, command):
+def test_an_output_below_a_file(checkpoints, tmp_path, monkeypatch, capsys, command):
     (tmp_path / "file").write_text("")
     words = {
-        "apply": ("apply", made / "base", "abf"),
+        "apply": ("apply", checkpoints / "base", "abf"),
         "theory": ("theory", "--no-report"),
         "analyze": ("analyze", BUNDLED, "--tokens", "64", "--window", "32", "--p", "", "--no-report"),
         "compare": ("compare", BUNDLED, "--methods", "default", *MEASURE[:-2]),
         "fit": ("fit", BUNDLED, "--target-length", "512", "--steps", "0", "--no-figure"),
-        "export": ("export", made / "base", "--to", "hf"),
+        "export": ("export", checkpoints / "base", "--to", "hf"),
     }[command]
     line = refused(monkeypatch, capsys, tmp_path, *words, "-o", "file/out")
     assert "file" in line

@@ -54,10 +54,10 @@ def test_an_option_of_several_commands_is_defined_once(option):
 
 
 def test_every_option_that_counts_tokens_says_so():
-    found = {
+    documented = {
         (o, p.metavar) for name in COMMANDS for o, p in options(name).items() if p.metavar == "TOKENS" or o in TOKENS
     }
-    assert found == {(option, "TOKENS") for option in TOKENS}
+    assert documented == {(option, "TOKENS") for option in TOKENS}
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ def test_tables_for_people(tmp_path):
 
 def test_one_column_where_nothing_changed(tmp_path):
     assert "plain RoPE  " in run(*SMALL, "--no-report", "-o", tmp_path)
-    made = study(head_dim=16, trained_length=64, length=256)
-    assert not made.changed
-    assert "Plain RoPE</th><th" in theory_report.page(made)
+    result = study(head_dim=16, trained_length=64, length=256)
+    assert not result.changed
+    assert "Plain RoPE</th><th" in theory_report.page(result)
 
 
 def test_json_is_standard_and_the_file_says_the_same(tmp_path):
@@ -77,7 +77,7 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path, method):
         assert kind == "data:image/svg+xml;base64"
         assert b"</svg>" in base64.b64decode(data)
         assert len(image["alt"]) > 40
-    for _, attributes in page.seen:
+    for _, attributes in page.tags:
         for name in ("src", "href", "srcset", "action", "data", "background"):
             assert (attributes.get(name) or "#").startswith(("#", "data:"))
     assert not page.all("script") and not page.all("link")
@@ -89,9 +89,9 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path, method):
 
 
 def test_the_page_is_the_same_for_the_same_study_and_escapes():
-    made = study("p_rope:p=0.5", head_dim=16, trained_length=64, length=128)
-    first = theory_report.page(made, command="rope-patch <b>")
-    assert first == theory_report.page(made, command="rope-patch <b>")
+    result = study("p_rope:p=0.5", head_dim=16, trained_length=64, length=128)
+    first = theory_report.page(result, command="rope-patch <b>")
+    assert first == theory_report.page(result, command="rope-patch <b>")
     assert "rope-patch &lt;b&gt;" in first
 
 
@@ -132,8 +132,8 @@ def test_errors_are_one_line_and_write_nothing(tmp_path, monkeypatch, capsys, ar
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
-    told = capsys.readouterr().err
-    assert message in told and "Traceback" not in told and told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert message in stderr and "Traceback" not in stderr and stderr.count("\n") == 1
     assert not out.exists()
 
 

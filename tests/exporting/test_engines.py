@@ -84,7 +84,7 @@ def patched(name: str, method: str):
 
 
 @torch.no_grad()
-def wanted(model, ids: list[int]) -> np.ndarray:
+def expected_logits(model, ids: list[int]) -> np.ndarray:
     return model(torch.tensor([ids])).logits[0].numpy()
 
 
@@ -138,7 +138,7 @@ def base(tmp_path_factory) -> Path:
 def test_the_engine_computes_what_transformers_does(plain, tmp_path, method):
     name, base = plain
     model, ids = patched(name, method), tokens_of(name)
-    want = wanted(model, ids)
+    want = expected_logits(model, ids)
     own = export_gguf(model, tmp_path / "own.gguf", dtype="float32", tokenizer=tokenizer_of(name))
     exact = engine(own, ids)
     close(exact, want, 1e-2)
@@ -153,7 +153,7 @@ def test_the_engine_computes_what_transformers_does(plain, tmp_path, method):
 def test_a_table_that_is_nearly_right_is_seen(base, tmp_path):
     """One pair of sixteen off by a tenth is no rounding."""
     model, ids = patched("llama", "yarn:factor=4"), tokens_of("llama")
-    want = wanted(model, ids)
+    want = expected_logits(model, ids)
     rope_patch.restore(model)
     slot = rope_patch.apply(model, "yarn:factor=4").after[None]
     values = slot.inv_freq.clone()
@@ -179,7 +179,7 @@ def test_a_quantized_base(base, tmp_path, kind, same, off):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=quantized.name, dtype=torch.float32).eval()
     rope_patch.apply(model, "yarn:factor=4")
     ids = tokens_of("llama")
-    want = wanted(model, ids)
+    want = expected_logits(model, ids)
     agree, differ = agreement(engine(out, ids), want)
     print(f"{kind}: argmax {agree:.4f}, max difference {differ:.2g}")
     assert agree >= same and differ <= off
@@ -209,7 +209,7 @@ def test_we_read_the_scaling_of_the_engine_itself(base, tmp_path):
     keys = [key for key in keys_of(open_gguf(base)) if ".rope.scaling." not in key.name]
     keys += [Key.of(f"llama.rope.scaling.{name}", *value) for name, value in values.items()]
     path = write_gguf(tmp_path / "keys.gguf", keys, list(pieces_of(open_gguf(base))))
-    close(engine(path, ids), wanted(model, ids), 1e-2)
+    close(engine(path, ids), expected_logits(model, ids), 1e-2)
     (slot,), table = read_gguf(path).tables, model.model.rotary_emb
     torch.testing.assert_close(slot.inv_freq, table_of(table.inv_freq.tolist()), rtol=3e-7, atol=0)
     assert slot.attention_scaling == pytest.approx(table.attention_scaling)
@@ -245,9 +245,9 @@ def test_phi3(tmp_path, method):
     """Onto a GGUF of a random Phi-3, whose graph takes one of two tensors by the length of the context."""
     model, ids = lively(tiny_model("phi3", vocab_size=1024)), tokens_of("llama")[:300]
     base = written(tmp_path / "base.gguf", model, "phi3", {"rope.dimension_count": 16})
-    close(engine(base, ids), wanted(model, ids), 1e-2)
+    close(engine(base, ids), expected_logits(model, ids), 1e-2)
     rope_patch.apply(model, irregular(model.model.rotary_emb.inv_freq, 1.07) if method == "irregular" else method)
-    want = wanted(model, ids)
+    want = expected_logits(model, ids)
     out = export_gguf(model, tmp_path / "out.gguf", base=base)
     close(engine(out, ids), want, 1e-2)
     close(engine(out, ids[:50], n_ctx=64), want[:50], 1e-2)  # below the context it states, and above: one table
@@ -276,9 +276,9 @@ def test_gemma4(tmp_path, method):
         Key.of("gemma4.attention.sliding_window_pattern", [True, False], "ARRAY", "BOOL"),
         tensors=[Piece("rope_freqs.weight", (16,), gguf.GGMLQuantizationType.F32, lambda: divisors)],
     )
-    close(engine(base, ids), wanted(model, ids), 1e-2)
+    close(engine(base, ids), expected_logits(model, ids), 1e-2)
     rope_patch.apply(model, irregular(plain.float(), 1.0) if method == "irregular" else method)
-    want = wanted(model, ids)
+    want = expected_logits(model, ids)
     close(engine(export_gguf(model, tmp_path / "out.gguf", base=base), ids), want, 1e-2)
     far(engine(base, ids), want)
 
@@ -298,7 +298,7 @@ def test_biases_and_untied_embeddings(tmp_path):
     rope_patch.apply(model, "yarn:factor=4")
     ids = tokens_of("llama")[:300]
     path = export_gguf(model, tmp_path / "m.gguf", dtype="float32", tokenizer=tokenizer_of("llama"))
-    close(engine(path, ids), wanted(model, ids), 1e-2)
+    close(engine(path, ids), expected_logits(model, ids), 1e-2)
 
 
 def test_mistral(tmp_path):
@@ -306,7 +306,7 @@ def test_mistral(tmp_path):
     rope_patch.apply(model, "yarn:factor=4")
     ids = tokens_of("llama")[:300]
     path = export_gguf(model, tmp_path / "m.gguf", dtype="float32", tokenizer=tokenizer_of("llama"))
-    close(engine(path, ids), wanted(model, ids), 1e-2)
+    close(engine(path, ids), expected_logits(model, ids), 1e-2)
 
 
 @pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no checkout of llama.cpp")
@@ -325,12 +325,12 @@ def test_their_converter_writes_the_same_tensors(tmp_path, family):
         {t.name: (t.tensor_type, t.data.tobytes()) for t in gguf.GGUFReader(path).tensors} for path in (ours, theirs)
     ]
     assert read[0] == read[1]
-    said = [{key.name: key.value for key in keys_of(open_gguf(path))} for path in (ours, theirs)]
-    differ = {name for name in said[1] if name.startswith("llama.") and said[0].get(name) != said[1][name]}
+    keys = [{key.name: key.value for key in keys_of(open_gguf(path))} for path in (ours, theirs)]
+    differ = {name for name in keys[1] if name.startswith("llama.") and keys[0].get(name) != keys[1][name]}
     assert differ <= {"llama.rope.scaling.type"}
     rope_patch.apply(model, "yarn:factor=4")
     ids = torch.randint(3, 264, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    close(engine(export_gguf(model, tmp_path / "onto.gguf", base=theirs), ids), wanted(model, ids), 0.1)
+    close(engine(export_gguf(model, tmp_path / "onto.gguf", base=theirs), ids), expected_logits(model, ids), 0.1)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -348,7 +348,7 @@ def test_an_adapter_on_the_patched_base(base, tmp_path, options):
     rope_patch.save(adapted, tmp_path / "adapter")
     lora = export_gguf_lora(tmp_path / "adapter", tmp_path / "adapter.gguf")
     ids = tokens_of("llama")
-    want = wanted(adapted.merge_and_unload().eval(), ids)
+    want = expected_logits(adapted.merge_and_unload().eval(), ids)
     close(engine(onto, ids, lora_path=str(lora)), want, 1e-2)
     far(engine(onto, ids), want)
     far(engine(base, ids, lora_path=str(lora)), want)

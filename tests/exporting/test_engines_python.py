@@ -54,9 +54,9 @@ def tables(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_engine_builds_our_table(tables, family, method, tmp_path):
     module, engine = tables
     base = module.checkpoint(family, tmp_path / "base")
-    wanted = module.method_of(method, base)
-    said = export(base, tmp_path / "out", to=engine, method=wanted, target_length=1024)
-    assert said["checked_against"] == ENGINES[engine].version
+    resolved = module.method_of(method, base)
+    report = export(base, tmp_path / "out", to=engine, method=resolved, target_length=1024)
+    assert report["checked_against"] == ENGINES[engine].version
     assert module.difference(engine, tmp_path / "out") <= 1e-6
     if engine == "vllm":
         assert module.engine_code.longest(tmp_path / "out") == 1024
@@ -76,9 +76,9 @@ def test_a_wrong_table_is_seen(tables, tmp_path):
     base = module.checkpoint("llama", tmp_path / "base")
     export(base, tmp_path / "out", to=engine, method="p_rope:p=0.5")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    for spelled in (config["rope_parameters"], config["rope_scaling"]):
+    for encoded in (config["rope_parameters"], config["rope_scaling"]):
         for key in ("short_factor", "long_factor"):
-            spelled[key] = [1.01 * spelled[key][0], *spelled[key][1:]]
+            encoded[key] = [1.01 * encoded[key][0], *encoded[key][1:]]
     theirs = module.engine_code.tables(engine, tmp_path / "out", 256)[None]
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
@@ -130,26 +130,26 @@ def test_transformers_4_gives_equal_logits(family, tmp_path, monkeypatch):
         module.checkpoint(family, base)
     tokens = ids() % 60 + 3
     save_file({"ids": tokens}, tmp_path / "ids.safetensors")
-    wanted = {}
+    expected_logits = {}
     for number, name in enumerate(module.METHODS[:-1]):  # all but the partial form
         method = module.method_of(name, base)
         export(base, tmp_path / str(number), to="hf", method=method, target_length=256)
         model = AutoModelForCausalLM.from_pretrained(base)
         rope_patch.apply(model, method, target_length=256)
-        wanted[str(number)] = logits(model, tokens)
+        expected_logits[str(number)] = logits(model, tokens)
     script = Path(__file__).parents[1] / "stock_reload.py"
     environment = os.environ | {"PYTHONPATH": os.environ["TRANSFORMERS_4"]}
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), *wanted],
+        [sys.executable, str(script), str(tmp_path), *expected_logits],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = load_file(tmp_path / "stock.safetensors")
-    for number, expected in wanted.items():
-        assert torch.allclose(found[number], expected, atol=1e-6), module.METHODS[int(number)]
+    loaded_logits = load_file(tmp_path / "stock.safetensors")
+    for number, expected in expected_logits.items():
+        assert torch.allclose(loaded_logits[number], expected, atol=1e-6), module.METHODS[int(number)]
 
 
 @pytest.mark.skipif(not SHOWN.is_file(), reason="not in the source distribution")

@@ -83,7 +83,7 @@ def test_the_same_table_is_read_back(family, to, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(first)
         try:
             rope_patch.apply(model, method, target_length=256)
-            said = export(first, out, to=to, method=method, target_length=256)
+            report = export(first, out, to=to, method=method, target_length=256)
         except ValueError as refused:
             assert not out.exists()
             assert (
@@ -92,20 +92,20 @@ def test_the_same_table_is_read_back(family, to, tmp_path):
                 or "replace_scaling" in str(refused)
             )
             continue
-        assert said == json.loads((out / "export.json").read_text())
-        assert said["checked_against"] == ENGINES[to].version
+        assert report == json.loads((out / "export.json").read_text())
+        assert report["checked_against"] == ENGINES[to].version
         plain = AutoModelForCausalLM.from_pretrained(out)
         # transformers' own types are said as they are to it; the longrope form may miss the last bit of a frequency.
         assert torch.allclose(logits(plain), logits(model), rtol=1e-4, atol=1e-4 if to != "hf" else 0.0)
-        for seen, wanted in zip(inspect_model(skeleton(out)).tables, inspect_model(model).tables, strict=True):
-            assert torch.allclose(seen.inv_freq, wanted.inv_freq, rtol=3e-7, atol=0)
-            assert seen.attention_scaling == pytest.approx(wanted.attention_scaling)
+        for read_back, table in zip(inspect_model(skeleton(out)).tables, inspect_model(model).tables, strict=True):
+            assert torch.allclose(read_back.inv_freq, table.inv_freq, rtol=3e-7, atol=0)
+            assert read_back.attention_scaling == pytest.approx(table.attention_scaling)
         assert verify_folder(out).to_method() == rope_patch.inspect(model).record.to_method()
         assert plain.config.max_position_embeddings == 256
         assert (out / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
 
 
-def test_both_spellings_and_the_keys_of_engines(base, tmp_path):
+def test_both_encodings_and_the_keys_of_engines(base, tmp_path):
     export(base, tmp_path / "out", to="sglang", method="yarn:factor=5:attention_factor=1.5", target_length=256)
     config = config_of(tmp_path / "out")
     new, old = config["rope_parameters"], config["rope_scaling"]
@@ -122,8 +122,8 @@ def test_both_spellings_and_the_keys_of_engines(base, tmp_path):
 def test_yarn_stays_native_where_the_tables_of_engines_are_long_enough(tmp_path):
     for factor, kind in ((4.0, "yarn"), (2.0, "longrope")):  # 64 * factor positions, for a context of 256
         stated = tiny_model(rope_parameters=YARN | {"factor": factor}, max_position_embeddings=256)
-        said = export(saved(stated, tmp_path / f"base-{factor}"), tmp_path / str(factor), to="vllm")
-        assert [table["rope_type"] for table in said["tables"]] == [kind]
+        report = export(saved(stated, tmp_path / f"base-{factor}"), tmp_path / str(factor), to="vllm")
+        assert [table["rope_type"] for table in report["tables"]] == [kind]
 
 
 def test_phi3_states_one_context(tmp_path):
@@ -136,8 +136,8 @@ def test_phi3_states_one_context(tmp_path):
 
 def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
     # vLLM would rotate half of each head where transformers' Llama rotates all of it.
-    spelled = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    first = saved(tiny_model(rope_parameters=spelled), tmp_path / "base")
+    encoded = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    first = saved(tiny_model(rope_parameters=encoded), tmp_path / "base")
     assert inspect_model(skeleton(first)).tables[0].rotary_dim == 16
     export(first, tmp_path / "out", to="vllm")
     config = config_of(tmp_path / "out")
@@ -154,16 +154,16 @@ def test_an_unpatched_and_an_already_patched_folder(base, tmp_path):
     assert f"checked against vLLM {ENGINES['vllm'].version}" in printed and "written as longrope" in printed
     assert "patched with p_rope:p=0.5" in run("verify", tmp_path / "out")
     assert "4 unrotated" in run("inspect", tmp_path / "out")
-    said = json.loads(run("export", tmp_path / "patched", "--to", "hf", "-o", tmp_path / "out2", "--json"))
-    assert said["engine"] == "transformers" and said["output"] == str(tmp_path / "out2")
+    report = json.loads(run("export", tmp_path / "patched", "--to", "hf", "-o", tmp_path / "out2", "--json"))
+    assert report["engine"] == "transformers" and report["output"] == str(tmp_path / "out2")
 
 
 def test_an_unknown_family_is_unverified(tmp_path):
     first = saved(tiny_neox(), tmp_path / "base")
     printed = run("export", first, "--to", "vllm", "--method", "pi:factor=2", "-o", tmp_path / "out")
     assert "unverified: no version of vLLM was checked to read such tables on gpt_neox" in printed
-    said = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert said["checked_against"] == UNVERIFIED and said["shown_by"] is None
+    report = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert report["checked_against"] == UNVERIFIED and report["shown_by"] is None
 
 
 def tiny_neox() -> Any:
@@ -174,16 +174,16 @@ def tiny_neox() -> Any:
 @pytest.mark.slow
 def test_plain_transformers_gives_equal_logits_in_a_fresh_process(base, tmp_path):
     save_file({"ids": ids()}, tmp_path / "ids.safetensors")
-    wanted = {}
+    expected = {}
     for to, method in (("hf", "p_rope:p=0.5"), ("vllm", "pi:factor=4"), ("sglang", "yarn:factor=4")):
         export(base, tmp_path / to, to=to, method=method)
         model = AutoModelForCausalLM.from_pretrained(base)
         rope_patch.apply(model, method)
-        wanted[to] = logits(model)
+        expected[to] = logits(model)
     script = Path(__file__).parents[1] / "stock_reload.py"
-    subprocess.run([sys.executable, str(script), str(tmp_path), *wanted], check=True, capture_output=True)
-    found = load_file(tmp_path / "stock.safetensors")
-    assert all(torch.equal(found[to], wanted[to]) for to in wanted)
+    subprocess.run([sys.executable, str(script), str(tmp_path), *expected], check=True, capture_output=True)
+    loaded_logits = load_file(tmp_path / "stock.safetensors")
+    assert all(torch.equal(loaded_logits[to], expected[to]) for to in expected)
 
 
 # --- the partial form
@@ -246,10 +246,10 @@ def test_partial_form_is_refused_for_other_tables(method, tmp_path, monkeypatch)
 
 
 def test_an_adapter_is_merged(adapter, tmp_path):
-    folder, wanted = adapter
-    said = export(folder, tmp_path / "out", to="vllm")
-    assert said["tables"][0]["rope_type"] == "longrope"
-    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted, atol=1e-4)
+    folder, expected = adapter
+    report = export(folder, tmp_path / "out", to="vllm")
+    assert report["tables"][0]["rope_type"] == "longrope"
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected, atol=1e-4)
     assert "patched with p_rope" in run("verify", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
 
@@ -272,9 +272,9 @@ def test_an_unpatched_model_in_memory_takes_a_method_and_its_tokenizer_along(tmp
 
 
 def test_an_adapter_in_memory_is_merged(adapter, tmp_path):
-    folder, wanted = adapter
+    folder, expected = adapter
     rope_patch.export(rope_patch.load(folder), tmp_path / "out", to="vllm")
-    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted, atol=1e-4)
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -290,13 +290,13 @@ def test_wrong_options_of_a_model_in_memory_are_refused_before_it_is_saved(base,
 def test_an_adapter_beside_its_patched_base(adapter, base, tmp_path):
     from peft import PeftModel
 
-    folder, wanted = adapter
+    folder, expected = adapter
     export(folder, tmp_path / "out", to="vllm", lora=True)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
     served = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "out" / "adapter"
     )
-    assert torch.equal(logits(served), wanted)
+    assert torch.equal(logits(served), expected)
     assert "p_rope" in run("verify", tmp_path / "out" / "adapter")
 
 
@@ -326,19 +326,19 @@ def test_gguf_files_say_the_same_tables(tmp_path):
     model = rope_patch.load(first, "yarn:factor=4")
     peft = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     rope_patch.save(peft, tmp_path / "adapter")
-    wanted = find_rotary(model).module.tables[None]
+    table = find_rotary(model).module.tables[None]
     plain, out = tmp_path / "plain.gguf", tmp_path / "out.gguf"
-    said = export(first, plain, to="gguf", dtype="float32")
-    assert said["engine"] == "llama.cpp" and "llama-cpp-python" in said["checked_against"]
+    report = export(first, plain, to="gguf", dtype="float32")
+    assert report["engine"] == "llama.cpp" and "llama-cpp-python" in report["checked_against"]
     for source, options in (
         (first, {"method": "yarn:factor=4", "dtype": "float32"}),
         (first, {"method": "yarn:factor=4", "base_gguf": plain}),
         (tmp_path / "adapter", {"dtype": "float32"}),
     ):
         export(source, out, to="gguf", overwrite=True, **options)
-        found = json.loads(run("inspect", out, "--json"))["tables"][0]
-        assert torch.allclose(torch.tensor(found["inv_freq"]), wanted.inv_freq, rtol=1e-6, atol=0)
-        assert found["attention_scaling"] == pytest.approx(wanted.attention_scaling, rel=1e-6)
+        read_back = json.loads(run("inspect", out, "--json"))["tables"][0]
+        assert torch.allclose(torch.tensor(read_back["inv_freq"]), table.inv_freq, rtol=1e-6, atol=0)
+        assert read_back["attention_scaling"] == pytest.approx(table.attention_scaling, rel=1e-6)
         assert "patched, yarn:factor=4" in run("inspect", out)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out.gguf", "plain.gguf"]
     export(tmp_path / "adapter", tmp_path / "adapter.gguf", to="gguf", lora=True)
@@ -424,14 +424,14 @@ def test_tables_that_sglang_would_lose_are_refused(family, tmp_path, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def test_one_table_of_two_is_judged_by_its_layer_type(tmp_path):
+def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):
     first = saved(tiny_model("gemma3"), tmp_path / "base")
     assert export(first, tmp_path / "full", to="sglang", method="pi:factor=4")["checked_against"] == "0.5.23"
     run("apply", first, "pi:factor=4", "-o", tmp_path / "sliding", "--layer-type", "sliding_attention")
     with pytest.raises(ValueError, match="the sliding_attention table of gemma3_text"):
         export(tmp_path / "sliding", tmp_path / "out", to="sglang")
-    said = export(tmp_path / "sliding", tmp_path / "out", to="vllm")
-    assert said["notes"] == ["transformers 4 cannot express these tables"]
+    report = export(tmp_path / "sliding", tmp_path / "out", to="vllm")
+    assert report["notes"] == ["transformers 4 cannot express these tables"]
     assert "rope_local_base_freq" not in config_of(tmp_path / "out")
     full = config_of(tmp_path / "full")
     assert (full["rope_local_base_freq"], full["rope_scaling"]["rope_type"]) == (10000.0, "longrope")

@@ -66,9 +66,9 @@ def table_of(path: Path):
 )
 def test_the_tensor_holds_divisors(base, tmp_path, method, want):
     out = export_gguf(saved(tmp_path / "m", method), tmp_path / "m.gguf", base=base)
-    (found,) = (tensor for tensor in gguf.GGUFReader(out).tensors if tensor.name == "rope_freqs.weight")
-    assert found.tensor_type == F32
-    assert found.data.tolist() == pytest.approx(want, rel=2e-7)
+    (factors,) = (tensor for tensor in gguf.GGUFReader(out).tensors if tensor.name == "rope_freqs.weight")
+    assert factors.tensor_type == F32
+    assert factors.data.tolist() == pytest.approx(want, rel=2e-7)
     assert gguf.GGUFReader(out).get_field("llama.rope.freq_base").contents() == 10000.0
 
 
@@ -76,16 +76,16 @@ def test_the_tensor_holds_divisors(base, tmp_path, method, want):
 def test_every_table_is_read_back(base, tmp_path, method):
     lists = {"longrope": ":factors=1/1/2/2/3/3/4/4", "table": ":values=1/0.5/0.2/0.1/0.05/0.02/0.01/0"}
     folder = saved(tmp_path / "m", f"{method}{lists.get(method, '')}")
-    seen = read_gguf(export_gguf(folder, tmp_path / "m.gguf", base=base))
+    inspection = read_gguf(export_gguf(folder, tmp_path / "m.gguf", base=base))
     (slot,), (want,) = (
-        seen.tables,
+        inspection.tables,
         rope_patch.patching.verify.inspect_model(AutoModelForCausalLM.from_pretrained(folder)).tables,
     )
     torch.testing.assert_close(slot.inv_freq, want.inv_freq, rtol=3e-7, atol=0)
     assert slot.attention_scaling == pytest.approx(want.attention_scaling, rel=1e-7)
     assert slot.max_position_embeddings == 256
-    assert seen.record is not None and seen.record.to_method().name == method and not seen.warnings
-    assert "GGUF" in str(seen) and method in str(seen)
+    assert inspection.record is not None and inspection.record.to_method().name == method and not inspection.warnings
+    assert "GGUF" in str(inspection) and method in str(inspection)
 
 
 def test_a_plain_table_needs_no_factors(base, tmp_path):
@@ -103,7 +103,7 @@ def test_attention_scaling_is_a_key(base, tmp_path):
 
 
 def test_scaling_of_the_base_does_not_come_on_top(tmp_path, tokenizer, base):
-    """The keys of a base that the engine would apply besides our factors, in every spelling that it reads."""
+    """The keys of a base that the engine would apply besides our factors, in every form that it reads."""
     linear = [Key.of("llama.rope.scale_linear", 2.0, "FLOAT32"), Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32")]
     scaled = rewritten(base, tmp_path / "linear.gguf", linear, drop=["llama.rope.scaling.type"])
     own = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
@@ -113,11 +113,11 @@ def test_scaling_of_the_base_does_not_come_on_top(tmp_path, tokenizer, base):
     assert not [name for name in gguf.GGUFReader(out).fields if name.endswith(("scaling.factor", "scale_linear"))]
 
 
-@pytest.mark.parametrize("spelled", [YARN, LLAMA3], ids=["yarn", "llama3"])
-def test_a_base_with_a_scaled_table_of_its_own(tmp_path, tokenizer, base, spelled):
+@pytest.mark.parametrize("encoded", [YARN, LLAMA3], ids=["yarn", "llama3"])
+def test_a_base_with_a_scaled_table_of_its_own(tmp_path, tokenizer, base, encoded):
     """The engine's own YaRN is read as transformers builds it; Llama 3.1's factors give place to the new table."""
-    source = saved(tmp_path / "base", rope_parameters=spelled)
-    if spelled is YARN:
+    source = saved(tmp_path / "base", rope_parameters=encoded)
+    if encoded is YARN:
         keys = {"type": ("yarn", "STRING"), "factor": (4.0, "FLOAT32"), "original_context_length": (64, "UINT32")}
         with_it = [Key.of(f"llama.rope.scaling.{name}", *value) for name, value in keys.items()]
         own = rewritten(base, tmp_path / "base.gguf", with_it)
@@ -161,8 +161,8 @@ def test_what_cannot_be_read_as_one_table(base, tmp_path):
 def test_files_of_others_without_a_table(tmp_path, architecture, keys, message):
     kinds = {int: "UINT32", float: "FLOAT32", str: "STRING"}
     numbers = {"embedding_length": 64, "attention.head_count": 4, **keys}
-    said = [Key.of(f"{architecture}.{name}", value, kinds[type(value)]) for name, value in numbers.items()]
-    path = write_gguf(tmp_path / "m.gguf", [Key.of("general.architecture", architecture, "STRING"), *said], [])
+    entries = [Key.of(f"{architecture}.{name}", value, kinds[type(value)]) for name, value in numbers.items()]
+    path = write_gguf(tmp_path / "m.gguf", [Key.of("general.architecture", architecture, "STRING"), *entries], [])
     with pytest.raises(ValueError, match=message):
         read_gguf(path)
 
@@ -187,10 +187,10 @@ def test_tensors_are_copied_byte_for_byte(base, tmp_path, quantized):
         base = rewritten(base, tmp_path / "q8.gguf", pieces=pieces)
     before = base.read_bytes()
     out = export_gguf(saved(tmp_path / "m", "yarn:factor=4"), tmp_path / "m.gguf", base=base)
-    kept = tensors(out)
-    assert kept.pop("rope_freqs.weight")[0] == "F32"
-    assert kept == tensors(base)
-    assert ("Q8_0" in {kind for kind, _ in kept.values()}) is quantized
+    copied = tensors(out)
+    assert copied.pop("rope_freqs.weight")[0] == "F32"
+    assert copied == tensors(base)
+    assert ("Q8_0" in {kind for kind, _ in copied.values()}) is quantized
     assert base.read_bytes() == before
     names = set(gguf.GGUFReader(base).fields) - {"llama.rope.freq_base", "llama.context_length", "GGUF.kv_count"}
     written, given = open_gguf(out), open_gguf(base)
@@ -390,11 +390,11 @@ def test_memory_one_file_and_shards_give_the_same_file(tmp_path, tokenizer, tied
     rope_patch.save(model, tmp_path / "one", tokenizer=tokenizer)
     rope_patch.save(model, tmp_path / "many", tokenizer=tokenizer, max_shard_size="100KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    found = [export_gguf(tmp_path / name, tmp_path / f"{name}.gguf") for name in ("one", "many")]
-    found.append(export_gguf(model, tmp_path / "memory.gguf", tokenizer=tokenizer))
-    assert tensors(found[0]) == tensors(found[1]) == tensors(found[2])
-    assert ("output.weight" in tensors(found[0])) is not tied
-    assert {kind for kind, _ in tensors(found[0]).values()} == {"F16", "F32"}
+    paths = [export_gguf(tmp_path / name, tmp_path / f"{name}.gguf") for name in ("one", "many")]
+    paths.append(export_gguf(model, tmp_path / "memory.gguf", tokenizer=tokenizer))
+    assert tensors(paths[0]) == tensors(paths[1]) == tensors(paths[2])
+    assert ("output.weight" in tensors(paths[0])) is not tied
+    assert {kind for kind, _ in tensors(paths[0]).values()} == {"F16", "F32"}
     (tmp_path / "many" / "model-00002-of-00002.safetensors").unlink(missing_ok=True)
     next((tmp_path / "many").glob("*-00002-*")).unlink(missing_ok=True)
     with pytest.raises(OSError, match="lacks"):
@@ -576,14 +576,14 @@ def test_an_adapter(tmp_path):
     keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
     assert {name: value_of(out, name) for name in keys} == keys
     assert '"method": "yarn"' in value_of(out, "rope_patch.patching.record")
-    written, kept = {t.name: np.array(t.data) for t in out.tensors}, load_file(folder / "adapter_model.safetensors")
-    assert len(written) == len(kept) == 8
+    written, stored = {t.name: np.array(t.data) for t in out.tensors}, load_file(folder / "adapter_model.safetensors")
+    assert len(written) == len(stored) == 8
     own = "base_model.model.model.layers.1.self_attn.{}.lora_{}.weight".format
     order = [head * 16 + half * 8 + i for head in range(4) for i in range(8) for half in range(2)]
-    assert np.array_equal(written["blk.1.attn_q.weight.lora_a"], kept[own("q_proj", "A")])
+    assert np.array_equal(written["blk.1.attn_q.weight.lora_a"], stored[own("q_proj", "A")])
     # rank-stabilised: 8 / sqrt(4) where the engine takes 8 / 4
-    assert np.array_equal(written["blk.1.attn_q.weight.lora_b"], 2 * kept[own("q_proj", "B")][order])
-    assert np.array_equal(written["blk.1.attn_v.weight.lora_b"], 2 * kept[own("v_proj", "B")])
+    assert np.array_equal(written["blk.1.attn_q.weight.lora_b"], 2 * stored[own("q_proj", "B")][order])
+    assert np.array_equal(written["blk.1.attn_v.weight.lora_b"], 2 * stored[own("v_proj", "B")])
     with pytest.raises(ValueError, match=r"is an adapter: merge it .* export_gguf_lora"):
         export_gguf(folder, tmp_path / "m.gguf")
     with pytest.raises(ValueError, match="holds no adapter"):

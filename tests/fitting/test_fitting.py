@@ -79,8 +79,8 @@ def test_untrained_it_computes_what_the_patch_computes(name, method):
     for kind in table.kinds:
         where = () if kind is None else (kind,)
         x, places = torch.zeros(1, 1), torch.arange(300)[None]
-        for got, wanted in zip(table(x, places, *where), site.module(x, places, *where), strict=True):
-            assert torch.equal(got, wanted)
+        for got, expected in zip(table(x, places, *where), site.module(x, places, *where), strict=True):
+            assert torch.equal(got, expected)
     (first, *_) = table.kinds
     assert torch.equal(table_of(table.method().values), site.module.tables[first].inv_freq)
 
@@ -121,25 +121,25 @@ def test_gradients_are_finite_differences(name, method, constraint):
     assert max(float(p.grad.abs().max()) for p in table.parameters()) > 1e-5
 
 
-def test_still_pairs_stay_still_and_constraints_hold():
+def test_unrotated_pairs_stay_unrotated_and_constraints_hold():
     model = tiny_model("llama")
     _, table = trainable(model, "p_rope:p=0.5")
     rests = unrotated(find_rotary(model).module.tables[None].inv_freq)
     with torch.no_grad():
         table.log_factors[0].normal_(0, 2, generator=torch.Generator().manual_seed(0))
-    made = table_of(table.method().values)
-    assert torch.equal(made == 0, rests) and int(rests.sum()) == 4
-    assert bool((made[~rests].diff() > 0).any())  # free, pairs overtake each other
+    frequencies = table_of(table.method().values)
+    assert torch.equal(frequencies == 0, rests) and int(rests.sum()) == 4
+    assert bool((frequencies[~rests].diff() > 0).any())  # free, pairs overtake each other
     for constraint in (Constraint(band=1.5), Constraint(monotone=True), Constraint(curve=2)):
         bound = TrainableTable(find_rotary(model).module, (None,), constraint)
         with torch.no_grad():
             bound.log_factors[0].copy_(table.log_factors[0][: len(bound.log_factors[0])])
-        found, start = bound.table(None)[0].detach()[~rests], find_rotary(model).module.table()[~rests].double()
-        factors = found / start
+        bounded, start = bound.table(None)[0].detach()[~rests], find_rotary(model).module.table()[~rests].double()
+        factors = bounded / start
         if constraint.band:
             assert float(factors.log().abs().max()) <= math.log(1.5) < float(table.log_factors[0].detach().abs().max())
         if constraint.monotone:
-            assert bool((found.diff() <= 0).all())
+            assert bool((bounded.diff() <= 0).all())
         if constraint.curve:
             places = (torch.arange(4).double() + 0.5) / 4
             basis = torch.stack([torch.ones(4).double(), torch.cos(math.pi * places)], 1)
@@ -205,13 +205,13 @@ def test_rows_are_of_text_and_of_prompts(tokenizer):
                 assert torch.equal(labels == -100, weights == 0)
                 assert torch.equal(labels[weights > 0], tokens[weights > 0])
                 for row, weight in zip(tokens, weights, strict=True):
-                    said = tokenizer.decode(row)
+                    decoded = tokenizer.decode(row)
                     assert len(set(weight[weight > 0].tolist())) == 1
                     if goal == 0:
-                        assert "pass key" not in said and int((weight == 0).sum()) == 1 and weight[0] == 0
+                        assert "pass key" not in decoded and int((weight == 0).sum()) == 1 and weight[0] == 0
                     else:
-                        (digits,) = re.findall(r"pass key is (\d{5})\. Remember", said)
-                        assert tokenizer.decode(row[weight > 0]) == f" {digits}" and said.endswith(f" {digits}")
+                        (digits,) = re.findall(r"pass key is (\d{5})\. Remember", decoded)
+                        assert tokenizer.decode(row[weight > 0]) == f" {digits}" and decoded.endswith(f" {digits}")
             every = 640 // lengths[-1]
             assert whole == pytest.approx(1) and count == (every // 2 if goal else every - every // 2)
     assert min(lengths) < 70 and max(lengths) == 128
@@ -233,15 +233,15 @@ def test_rows_are_of_text_and_of_prompts(tokenizer):
 
 def test_needles_lie_anywhere_and_often_at_the_ends(tokenizer):
     rows = Rows(tokenizer, TEXT, Objective(), 128, 128, 512, seed=1)
-    said = [
+    prompt_texts = [
         tokenizer.decode(row, skip_special_tokens=True)
         for step in range(100)
         for part in rows(step, 1)
         for row in part[0]
     ]
-    first = [row.lstrip().startswith("The pass key is") for row in said]
-    last = [bool(re.search(r"Remember it\. What is the pass key", row)) for row in said]
-    assert len(said) == 200 and all(0.15 < sum(found) / 200 < 0.35 for found in (first, last))
+    first = [row.lstrip().startswith("The pass key is") for row in prompt_texts]
+    last = [bool(re.search(r"Remember it\. What is the pass key", row)) for row in prompt_texts]
+    assert len(prompt_texts) == 200 and all(0.15 < sum(hits) / 200 < 0.35 for hits in (first, last))
     assert any(not a and not b for a, b in zip(first, last, strict=True))
 
 
@@ -249,9 +249,9 @@ def test_prompts_hold_all_needles_of_a_joined_task(tokenizer):
     rows = Rows(tokenizer, TEXT, Objective(task="multivalue"), 192, 256, 512, seed=1)
     for tokens, _, weights in (part for step in range(4) for part in rows(step, 1)):
         for row, weight in zip(tokens, weights, strict=True):
-            said = tokenizer.decode(row)
-            hidden = re.findall(r"One magic number of \w+ is (\d{7})\.", said)
-            assert len(hidden) == 4 and said.endswith(f" {', '.join(hidden)}")
+            decoded = tokenizer.decode(row)
+            hidden = re.findall(r"One magic number of \w+ is (\d{7})\.", decoded)
+            assert len(hidden) == 4 and decoded.endswith(f" {', '.join(hidden)}")
             assert tokenizer.decode(row[weight > 0]) == f" {', '.join(hidden)}"
     with pytest.raises(ValueError, match="needs at least"):
         Rows(tokenizer, TEXT, Objective(task="multivalue"), 32, 256, 512, seed=1).check()
@@ -259,18 +259,18 @@ def test_prompts_hold_all_needles_of_a_joined_task(tokenizer):
 
 def test_a_row_that_fits_nowhere_is_drawn_again(tokenizer, monkeypatch):
     rows = Rows(tokenizer, TEXT, Objective(), 128, 128, 512, seed=1)
-    made, asked = rows.maker.prompts, []
+    original, asked = rows.maker.prompts, []
 
     def prompts(*args, **options):
         asked.append(options["seed"])
         if len(asked) < 3:
             raise ValueError("found no haystack of exactly 100 tokens")
-        return made(*args, **options)
+        return original(*args, **options)
 
     monkeypatch.setattr(rows.maker, "prompts", prompts)
     next(iter(rows(0, 1)))
     assert len(set(asked[:3])) == 3
-    monkeypatch.setattr(rows.maker, "prompts", lambda *args, **options: made("passkey", 4, [0.5]))
+    monkeypatch.setattr(rows.maker, "prompts", lambda *args, **options: original("passkey", 4, [0.5]))
     with pytest.raises(ValueError, match="needs at least"):
         next(iter(rows(0, 1)))
 
@@ -289,12 +289,12 @@ def test_held_out_text_is_not_fitted_to():
     [
         ([("a", (10, 4), (1.0, 1.0), 0.2)], "start"),  # better everywhere, but for a prompt
         ([("a", (10, 5), (2.1, 1.0))], "start"),  # or for one bucket
-        ([("a", (4, 10), (1.0, 1.0))], "start"),  # or for one length, surely
+        ([("a", (4, 10), (1.0, 1.0))], "start"),  # or for one length, significantly
         ([("a", (9, 6), (1.9, 2.9))], "a"),  # a prompt here for one there
         ([("a", (10, 4), (1.9, 2.9), 0.11)], "start"),  # one prompt less, answers less probable
         ([("a", (10, 4), (1.9, 2.9), 0.1)], "a"),  # one less, answers as probable: chance
-        ([("a", (4, 10), (1.9, 2.9), 0.05)], "start"),  # a length surely worse
-        ([("a", (7, 2), (1.9, 2.9), 0.05)], "start"),  # no length surely, both together are
+        ([("a", (4, 10), (1.9, 2.9), 0.05)], "start"),  # a length significantly worse
+        ([("a", (7, 2), (1.9, 2.9), 0.05)], "start"),  # no length significantly, both together are
         ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 6), (2.0, 3.0), 0.09)], "b"),  # retrieval first
         ([("a", (10, 5), (1.9, 2.9)), ("b", (10, 5), (1.9, 2.8))], "b"),  # then perplexity
         ([("a", (10, 5), (2.0, 3.0))], "start"),  # the first of equals
@@ -312,9 +312,9 @@ def test_no_steps_give_the_start_bit_for_bit(tokenizer):
     model, other = small(), small()
     before = everything(model)
     patch = fitted(model, tokenizer, steps=0)
-    wanted = rope_patch.apply(other, "yarn:factor=1.5", target_length=96)
-    assert torch.equal(patch.after[None].inv_freq, wanted.after[None].inv_freq)
-    assert patch.record == wanted.record and patch.chosen == "yarn:factor=1.5, start"
+    expected = rope_patch.apply(other, "yarn:factor=1.5", target_length=96)
+    assert torch.equal(patch.after[None].inv_freq, expected.after[None].inv_freq)
+    assert patch.record == expected.record and patch.chosen == "yarn:factor=1.5, start"
     assert same(model, before) and rope_patch.verify(model)
 
 
@@ -340,25 +340,27 @@ def test_saved_it_loads_in_plain_transformers(tokenizer, tmp_path, kinds):
 @pytest.mark.parametrize("good", ["step 2", "halfway", "quarter", "eighth"])
 def test_while_no_table_will_do_nearer_ones_are_tried(tokenizer, good):
     run, *_ = run_of(tokenizer, Verdicts(lambda name: name == good))
-    found = run(4, 0.04, 2, 3, False)
+    candidates = run(4, 0.04, 2, 3, False)
     tried = ["start", "step 2", "step 4", "average", "halfway", "quarter", "eighth"]
-    assert [c.name for c in found] == tried[: max(3, tried.index(good)) + 1]
-    assert best_of(found).name == good
+    assert [c.name for c in candidates] == tried[: max(3, tried.index(good)) + 1]
+    assert best_of(candidates).name == good
     if good == "step 2":
         return
     found_on = rope_patch.apply(small(), "default").before[None]
-    by_name = {c.name: torch.tensor(c.method(found_on).inv_freq.tolist()).log() for c in found}
-    way, whole = by_name[good] - by_name["start"], by_name["average"] - by_name["start"]
-    torch.testing.assert_close(way, whole * {"halfway": 0.5, "quarter": 0.25, "eighth": 0.125}[good], atol=1e-6, rtol=0)
+    by_name = {c.name: torch.tensor(c.method(found_on).inv_freq.tolist()).log() for c in candidates}
+    moved, whole = by_name[good] - by_name["start"], by_name["average"] - by_name["start"]
+    torch.testing.assert_close(
+        moved, whole * {"halfway": 0.5, "quarter": 0.25, "eighth": 0.125}[good], atol=1e-6, rtol=0
+    )
 
 
 def test_several_starts_are_compared(tokenizer):
     patch = fitted(small(), tokenizer, init=["yarn", "pi", "p_rope:p=0.5"])
     assert list(patch.candidates) == ["yarn:factor=1.5", "pi:factor=1.5", "p_rope:p=0.5"]
     assert [c.name for c in patch.candidates["pi:factor=1.5"]][:4] == ["start", "step 2", "step 4", "average"]
-    best = {label: best_of(found) for label, found in patch.candidates.items()}
+    best = {label: best_of(candidates) for label, candidates in patch.candidates.items()}
     label, _, name = patch.chosen.rpartition(", ")
-    reached = {label: max(best[label].rank, found[0].rank) for label, found in patch.candidates.items()}
+    reached = {label: max(best[label].rank, candidates[0].rank) for label, candidates in patch.candidates.items()}
     assert best[label].name == name and reached[label] == max(reached.values())
 
 
@@ -374,9 +376,9 @@ def test_a_fit_that_diverges_is_stopped(tokenizer):
     model = small()
     patch = fitted(model, tokenizer, learning_rate=200.0, steps=12, checks=3)
     (why,) = patch.stopped.values()
-    found = patch.candidates["yarn:factor=1.5"]
+    candidates = patch.candidates["yarn:factor=1.5"]
     assert "diverged at step" in why
-    assert rope_patch.verify(model) and best_of(found).method == patch.method
+    assert rope_patch.verify(model) and best_of(candidates).method == patch.method
 
 
 @pytest.mark.parametrize(
@@ -400,13 +402,13 @@ def test_a_table_that_no_config_can_state_is_a_divergence(tokenizer):
     assert patch.chosen.endswith(", start")
 
 
-def test_the_average_is_of_steps_that_were_judged(tokenizer):
+def test_the_average_is_of_steps_that_were_evaluated(tokenizer):
     """Steps 6 and 7 of 12 count; step 8 was taken in the part that diverged at step 9."""
     verdicts = Verdicts(lambda name: True)
     run, _, _, after = run_of(tokenizer, verdicts, change=lambda step, goal, w: w * (math.inf if step == 9 else 1))
     run(12, 0.04, 3, 9, False)
     assert run.stopped == "diverged at step 10 (loss inf)" and len(after) == 9
-    torch.testing.assert_close(verdicts.seen["average"], (after[6] + after[7]) / 2)
+    torch.testing.assert_close(verdicts.log_factors_of["average"], (after[6] + after[7]) / 2)
 
 
 def test_a_fit_that_learns_nothing_is_stopped_early(tokenizer):
@@ -424,43 +426,43 @@ def test_the_learning_rate_rises_and_falls_to_zero(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("now", "share", "kept"),
+    ("now", "share", "remaining"),
     [
         (((10, 5), (1.9, 2.9), 0.1), 0.5, 1.0),
         (((10, 5), (1.9, 2.9), 0.2), 0.5, 1.0),  # as many are found
         (((10, 4), (1.9, 2.9), 0.2), 0.8, 0.5),
         (((10, 4), (2.1, 2.9), 0.2), 0.8, 0.5),
-        (((4, 10), (1.9, 2.9), 0.05), 0.8, 0.5),  # surely less at one length, however probable
+        (((4, 10), (1.9, 2.9), 0.05), 0.8, 0.5),  # significantly fewer at one length, however probable
         (((10, 5), (2.1, 2.9), 0.05), 0.2, 0.5),
         (((10, 8), (2.1, 2.9), 0.2), 0.2, 0.5),  # more are found, though less probable on average
     ],
 )
-def test_a_check_changes_the_weight_of_answers(tokenizer, now, share, kept):
-    """.5 has odds of 1, four times that are .8; and what the next step starts from is so much of what was judged."""
+def test_a_check_changes_the_weight_of_answers(tokenizer, now, share, remaining):
+    """.5 has odds of 1, four times that are .8; and what the next step starts from is so much of what was evaluated."""
     verdicts = Verdicts(scores=now)
     run, rates, before, _ = run_of(tokenizer, verdicts, objective=Objective(retrieval=0.5))
     run(8, 0.04, 2, 3, False)
     shares = [answer / (plain + answer) for plain, answer in rates]
     assert shares == pytest.approx([0.5] * 4 + [share] * 4)
-    assert float(verdicts.seen["step 4"].abs().max()) > 0
-    torch.testing.assert_close(before[4], verdicts.seen["step 4"] * kept)
+    assert float(verdicts.log_factors_of["step 4"].abs().max()) > 0
+    torch.testing.assert_close(before[4], verdicts.log_factors_of["step 4"] * remaining)
 
 
 def test_the_average_is_of_steps_after_the_last_turn(tokenizer):
     verdicts = Verdicts()
     run, _, _, after = run_of(tokenizer, verdicts)
     run(8, 0.04, 4, 9, False)
-    torch.testing.assert_close(verdicts.seen["average"], (after[6] + after[7]) / 2)
+    torch.testing.assert_close(verdicts.log_factors_of["average"], (after[6] + after[7]) / 2)
 
 
 def test_text_alone_is_fitted_to_where_it_alone_is_asked_for(tokenizer):
     """No check turns it back: there is no weight to change."""
-    found = []
+    losses = []
     for good in (True, False):
         run, *_ = run_of(tokenizer, Verdicts(lambda name, good=good: good), objective=Objective(retrieval=0))
         run(4, 0.04, 2, 3, False)
-        found.append(run.losses)
-    assert found[0] == found[1]
+        losses.append(run.losses)
+    assert losses[0] == losses[1]
 
 
 def test_each_goal_has_its_own_moments(tokenizer):
@@ -492,15 +494,15 @@ def test_what_decides_was_not_fitted_to(tokenizer, monkeypatch):
 
 def test_a_loss_that_is_no_number_stops_a_fit(tokenizer):
     run, _, _, after = run_of(tokenizer, Verdicts(), change=lambda step, goal, weights: weights * math.nan)
-    found = run(4, 0.04, 2, 3, False)
+    candidates = run(4, 0.04, 2, 3, False)
     assert run.stopped == "diverged at step 1 (loss inf)" and not after
-    assert [c.name for c in found] == ["start"]
+    assert [c.name for c in candidates] == ["start"]
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_an_interrupted_start_goes_on(tokenizer, turned):
     """In the fourth step of four, the second was kept: moments, sums, what a check turned back."""
-    kept, stops, steps = {}, [3], []
+    result_cache, stops, steps = {}, [3], []
 
     def interrupt(step, goal, weights):
         if step in stops:
@@ -508,49 +510,49 @@ def test_an_interrupted_start_goes_on(tokenizer, turned):
         steps.append(step)
         return weights
 
-    def begun(kept, change=None):
-        run, *_ = run_of(tokenizer, Verdicts(lambda name: not turned), kept=kept, change=change)
+    def begun(result_cache, change=None):
+        run, *_ = run_of(tokenizer, Verdicts(lambda name: not turned), result_cache=result_cache, change=change)
         return run
 
     whole = begun(None)
     candidates = whole(4, 0.04, 2, 3, False)
     with pytest.raises(KeyboardInterrupt):
-        begun(kept, interrupt)(4, 0.04, 2, 3, False)
+        begun(result_cache, interrupt)(4, 0.04, 2, 3, False)
     stops.clear()
     steps.clear()
-    again = begun(kept, interrupt)
+    again = begun(result_cache, interrupt)
     assert again(4, 0.04, 2, 3, False) == candidates and again.losses == whole.losses
     assert set(steps) == {2, 3}
 
 
 def test_an_interrupted_fit_goes_on(tokenizer, tmp_path):
     """The model is as it was; the same call takes up what its file holds, another call does not."""
-    kept, told = tmp_path / "kept.jsonl", []
+    result_cache, stages = tmp_path / "kept.jsonl", []
 
     def interrupt(stage, tokens):
-        told.append(stage)
-        if stage.endswith(": fitting") and "step 2: evaluation" in told:
+        stages.append(stage)
+        if stage.endswith(": fitting") and "step 2: evaluation" in stages:
             raise KeyboardInterrupt
 
     whole, model = fitted(small(), tokenizer), small()
     stock = find_rotary(model).module
     with pytest.raises(KeyboardInterrupt):
-        fitted(model, tokenizer, resume=kept, on_progress=interrupt)
+        fitted(model, tokenizer, resume=result_cache, on_progress=interrupt)
     assert find_rotary(model).module is stock and rope_patch.inspect(model).record is None
     assert all(p.requires_grad for p in model.parameters())
-    patch = fitted(model, tokenizer, resume=kept)
+    patch = fitted(model, tokenizer, resume=result_cache)
     assert patch.candidates == whole.candidates and patch.losses == whole.losses and patch.chosen == whole.chosen
     model = small()
     hook = model.model.register_forward_hook(lambda *_: pytest.fail("something was read twice"))
-    assert fitted(model, tokenizer, resume=kept).candidates == whole.candidates
+    assert fitted(model, tokenizer, resume=result_cache).candidates == whole.candidates
     hook.remove()
-    other = fitted(small(), tokenizer, resume=kept, seed=1)
+    other = fitted(small(), tokenizer, resume=result_cache, seed=1)
     assert other.losses != whole.losses
 
 
 def test_what_was_kept_is_of_the_same_call(tokenizer):
-    kept, fewer = {}, {"steps": 2, "checks": 1, "windows": 1}
-    fitted(small(), tokenizer, resume=kept, **fewer)
+    result_cache, fewer = {}, {"steps": 2, "checks": 1, "windows": 1}
+    fitted(small(), tokenizer, resume=result_cache, **fewer)
     for changes in (
         {"objective": Objective(retrieval=0.2)},
         {"constraint": Constraint(band=1.01)},
@@ -558,7 +560,9 @@ def test_what_was_kept_is_of_the_same_call(tokenizer):
         {"batch_tokens": 288},
         {"haystack": "noise"},
     ):
-        again, fresh = (fitted(small(), tokenizer, resume=resume, **fewer, **changes) for resume in (kept, None))
+        again, fresh = (
+            fitted(small(), tokenizer, resume=resume, **fewer, **changes) for resume in (result_cache, None)
+        )
         assert again.losses == fresh.losses and again.candidates == fresh.candidates
 
 
@@ -641,10 +645,10 @@ def test_two_processes_do_what_one_does(tokenizer, tmp_path):
 )
 def test_errors_before_anything_is_changed(tokenizer, changes, message):
     model = small()
-    stock, said = find_rotary(model).module, model.config.to_dict()
+    stock, config = find_rotary(model).module, model.config.to_dict()
     with pytest.raises(ValueError, match=message):
         fitted(model, tokenizer, **changes)
-    assert find_rotary(model).module is stock and model.config.to_dict() == said
+    assert find_rotary(model).module is stock and model.config.to_dict() == config
 
 
 def test_a_text_that_is_too_short(tokenizer):
@@ -694,11 +698,11 @@ def test_fitting_helps_the_bundled_checkpoint(helped, tokenizer):
     patch.restore()
     assert rope_patch.inspect(model).record is None and same(model, before)
     methods = ["yarn:factor=4", patch.method]
-    made = compare(model, tokenizer, methods, EvalSpec([256, 1024], windows=8, bucket=256, samples=2))
+    comparison = compare(model, tokenizer, methods, EvalSpec([256, 1024], windows=8, bucket=256, samples=2))
     for low, high in ((0, 256), (256, 1024)):
-        assert made.difference(str(patch.method), methods[0], "perplexity", high, low).high < 0
+        assert comparison.difference(str(patch.method), methods[0], "perplexity", high, low).high < 0
     for length in (256, 1024):
-        assert made.difference(str(patch.method), methods[0], "retrieval", length).high >= 0
+        assert comparison.difference(str(patch.method), methods[0], "retrieval", length).high >= 0
 
 
 # --- the command
@@ -733,12 +737,12 @@ def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
         p.name for p in out.iterdir()
     }
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    found = json.loads((out / "fit.json").read_text())
-    assert found["chosen"] == patch.chosen and found["method"] == str(patch.method)
+    report = json.loads((out / "fit.json").read_text())
+    assert report["chosen"] == patch.chosen and report["method"] == str(patch.method)
     names = [c.name for c in patch.candidates["yarn:factor=1.5"]]
-    assert [c["name"] for c in found["candidates"]["yarn:factor=1.5"]] == names
+    assert [c["name"] for c in report["candidates"]["yarn:factor=1.5"]] == names
     assert names[:4] == ["start", "step 2", "step 4", "average"]
-    assert found["losses"]["yarn:factor=1.5"] == list(patch.losses["yarn:factor=1.5"])
+    assert report["losses"]["yarn:factor=1.5"] == list(patch.losses["yarn:factor=1.5"])
     stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     rows = ids(90, 1)
     with torch.no_grad():
@@ -747,7 +751,7 @@ def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
     with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
         command(*words(folder, out))
     again = json.loads(command(*words(folder, out), "--force", "--json", "--no-figure"))
-    assert {**again, "command": ""} == {**found, "command": ""}
+    assert {**again, "command": ""} == {**report, "command": ""}
 
 
 def test_a_fit_that_diverged_is_written_and_said(folder, tmp_path):
@@ -779,13 +783,13 @@ def test_a_family_is_scanned(folder, tmp_path):
     asked = (*words(folder, tmp_path / "out"), "--family", "p_rope", "--json", "--no-figure")
     with pytest.raises(ValueError, match="leave --init and --steps out"):
         command(*asked)
-    found = json.loads(command(*asked, "--steps", 0))
-    assert list(found["candidates"]) == fitting.family("p_rope") and len(found["candidates"]) == 21
+    report = json.loads(command(*asked, "--steps", 0))
+    assert list(report["candidates"]) == fitting.family("p_rope") and len(report["candidates"]) == 21
     best = max(
         (sum(c["retrieval"][n] * c["prompts"][n] for n in c["retrieval"]), -sum(c["nll"].values()), label)
-        for label, (c,) in found["candidates"].items()
+        for label, (c,) in report["candidates"].items()
     )
-    assert found["chosen"] == f"{best[2]}, start"
+    assert report["chosen"] == f"{best[2]}, start"
 
 
 @pytest.mark.parametrize(

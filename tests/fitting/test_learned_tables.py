@@ -71,7 +71,7 @@ def test_the_recipe_fits_to_its_own_text_what_fit_would(text, tmp_path):
     result = finetune(options(tmp_path / "run", *FITTED, f"data.source={text}", "data.allow_short=true"))
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(LLAMA)
-    found = fit_by_name(
+    reference = fit_by_name(
         model,
         tokenizer,
         [text.read_text()],
@@ -83,13 +83,13 @@ def test_the_recipe_fits_to_its_own_text_what_fit_would(text, tmp_path):
         objective=Objective(),
         checkpointing=True,
     )
-    assert result.results["fit"]["chosen"] == found.chosen and result.results["patch"] == str(found.method)
-    kept = json.loads((result.folder / "work" / "fit.json").read_text())
-    assert kept == result.results["fit"] and kept["method"] == str(read_record(result.folder).to_method())
-    tried = next(iter(found.candidates.values()))
-    assert [c["name"] for c in kept["candidates"]["yarn:factor=2"]] == [c.name for c in tried]
+    assert result.results["fit"]["chosen"] == reference.chosen and result.results["patch"] == str(reference.method)
+    saved = json.loads((result.folder / "work" / "fit.json").read_text())
+    assert saved == result.results["fit"] and saved["method"] == str(read_record(result.folder).to_method())
+    tried = next(iter(reference.candidates.values()))
+    assert [c["name"] for c in saved["candidates"]["yarn:factor=2"]] == [c.name for c in tried]
     card = (result.folder / "README.md").read_text()
-    assert "The rotary table was fitted first" in card and found.chosen in card
+    assert "The rotary table was fitted first" in card and reference.chosen in card
 
 
 @contextlib.contextmanager
@@ -244,7 +244,7 @@ def test_a_trained_table_has_its_own_parameter_group(trained):
             rope_patch.verify(model)
         with table.as_patch() as record:
             assert rope_patch.verify(model).record == record
-    assert rope_patch.verify(model).tables  # of float32: the start's own, spelled as values
+    assert rope_patch.verify(model).tables  # of float32: the start's own, encoded as values
     with safe_open(trained.folder / "work" / "checkpoint-2" / TABLE_FILE, framework="pt") as opened:
         assert "yarn" in opened.metadata()["begun"]
 
@@ -285,5 +285,5 @@ def test_what_cannot_be_fitted_is_refused_before_anything_is_written(tmp_path, m
 
 
 def test_the_smoke_run_fits_little():
-    made = read(base=smoke_options(options("x", "patch.method=fit", "fit.steps=500")))
-    assert made.patch.method == "fit" and made.fit.steps == 2
+    smoke = read(base=smoke_options(options("x", "patch.method=fit", "fit.steps=500")))
+    assert smoke.patch.method == "fit" and smoke.fit.steps == 2

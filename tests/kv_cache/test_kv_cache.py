@@ -93,8 +93,8 @@ def losses(model, rows, cache=None, chunk=None):
     return loss_of(torch.cat(parts, 1), rows)
 
 
-def close(got, wanted, size=1e-5):
-    torch.testing.assert_close(got, wanted, rtol=0, atol=size)
+def close(got, expected, size=1e-5):
+    torch.testing.assert_close(got, expected, rtol=0, atol=size)
 
 
 def identity(x, side):
@@ -158,12 +158,12 @@ def test_both_engines_equal_a_cache_made_from_scratch(name, text):
     scheme, rows = Scheme.parse(text), ids(TOKENS, 2)
     rotary = model.model.rotary_emb
     table = (rotary.inv_freq, rotary.attention_scaling) if scheme.key.pre else ()
-    wanted = losses(model, rows, Cache(layers=[FromScratch(scheme, *table) for _ in range(2)]), chunk=1)
+    expected = losses(model, rows, Cache(layers=[FromScratch(scheme, *table) for _ in range(2)]), chunk=1)
     with quantized(model, text, exact=False) as factory:
-        close(losses(model, rows, factory(), chunk=1), wanted, 1e-6)
+        close(losses(model, rows, factory(), chunk=1), expected, 1e-6)
     with quantized(model, text) as factory:
-        close(losses(model, rows), wanted, 1e-6)
-    assert float((losses(model, rows) - wanted).abs().max()) > 0.01
+        close(losses(model, rows), expected, 1e-6)
+    assert float((losses(model, rows) - expected).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("text", SCHEMES)
@@ -176,15 +176,15 @@ def test_streaming_and_one_pass_agree(name, method, text):
             pass
         text = text.replace(".centre", ".pre.centre")  # the mean is added again: allowed
     with quantized(model, text, means=means, exact=False) as factory:
-        wanted = losses(model, rows, factory(), chunk=1)
+        expected = losses(model, rows, factory(), chunk=1)
     with quantized(model, text, means=means) as factory:
         whole = losses(model, rows)
-        close(whole, wanted)
+        close(whole, expected)
         for chunk in (32, 7):
-            close(losses(model, rows, factory(), chunk), wanted)
-        close(losses(model, rows[1:2], factory(), TOKENS // 2), wanted[1:2])
+            close(losses(model, rows, factory(), chunk), expected)
+        close(losses(model, rows[1:2], factory(), TOKENS // 2), expected[1:2])
         if text in SCHEMES[:2]:
-            close(losses(model, rows[:1], factory(), 1), wanted[:1])
+            close(losses(model, rows[:1], factory(), 1), expected[:1])
     assert float((losses(model, rows) - whole).abs().max()) > 1e-3, "it has an effect"
 
 
@@ -227,14 +227,14 @@ def test_a_quantizer_that_loses_everything_shows_here_and_not_in_transformers(mo
     blind = copy.deepcopy(model)
     for layer in blind.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
-    wanted = losses(blind, rows)
+    expected = losses(blind, rows)
     monkeypatch.setattr(plans, "fake_quantize", zeros)
     with quantized(model, "int4.token") as factory:  # a token's own state is read back as well
-        close(losses(model, rows), wanted, 1e-12)
-        close(losses(model, rows, factory()), wanted, 1e-12)
+        close(losses(model, rows), expected, 1e-12)
+        close(losses(model, rows, factory()), expected, 1e-12)
     with quantized(model, "int4.token", exact=False) as factory:
-        close(losses(model, rows, factory(), chunk=1), wanted, 1e-12)
-    assert float((wanted - full).abs().max()) > 0.1
+        close(losses(model, rows, factory(), chunk=1), expected, 1e-12)
+    assert float((expected - full).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "gemma4-shared", "phi", "glm"])
@@ -243,14 +243,14 @@ def test_no_scheme_is_the_model_bit_for_bit(name):
     options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     with torch.no_grad():
-        wanted, told = model(rows, use_cache=False).logits, model.generate(rows, **options)
+        expected, generated = model(rows, use_cache=False).logits, model.generate(rows, **options)
         for exact in (True, False):
             with quantized(model, "none", exact=exact) as factory:
-                assert torch.equal(model(rows, use_cache=False).logits, wanted)
-                assert torch.equal(model(rows, past_key_values=factory()).logits, wanted)
+                assert torch.equal(model(rows, use_cache=False).logits, expected)
+                assert torch.equal(model(rows, past_key_values=factory()).logits, expected)
                 got = model.generate(rows, past_key_values=factory(), **options)
-                assert torch.equal(got.sequences, told.sequences)
-                for one, other in zip(got.logits, told.logits, strict=True):
+                assert torch.equal(got.sequences, generated.sequences)
+                for one, other in zip(got.logits, generated.logits, strict=True):
                     close(one, other, 1e-6)  # sliding layers of the stock cache hold less, and add in another order
                     assert name in ("gemma2", "gemma3", "gemma4", "gemma4-shared") or torch.equal(one, other)
 
@@ -260,12 +260,12 @@ def test_a_value_is_rounded_once_and_what_was_returned_stays():
     scheme = Scheme.parse("k=int2.channel4;v=int4.tensor4;residual=3;sinks=2")
     for exact in (True, False):
         with quantized(model, scheme, exact=exact) as factory, torch.no_grad():
-            past, seen, before = factory(), [], None
+            past, returned, before = factory(), [], None
             for at in range(0, 40, 5):
                 model(rows[:, at : at + 5], past_key_values=past)
                 for layer in past.layers:
                     for states in (layer.keys, layer.values, layer.returned):
-                        seen.append((states, states.clone()))
+                        returned.append((states, states.clone()))
                 now = [(layer.keys.clone(), layer.values.clone()) for layer in past.layers]
                 if before is not None:
                     saw = at if exact else at - 4  # the first query of the pass before, or its last
@@ -274,7 +274,7 @@ def test_a_value_is_rounded_once_and_what_was_returned_stays():
                         assert torch.equal(keys[:, :, :frozen], old_keys[:, :, :frozen])
                         assert torch.equal(values[:, :, :frozen], old_values[:, :, :frozen])
                 before = now
-            for states, was in seen:
+            for states, was in returned:
                 assert torch.equal(states, was)
             for layer in past.layers:
                 assert torch.equal(layer.keys[:, :, :2], layer.raw_keys[:, :, :2]), "sinks"
@@ -316,11 +316,11 @@ def test_fresh_and_reset_caches_begin_anew():
     model, rows = model_for("llama")[0], ids(TOKENS, 2)
     with quantized(model, SCHEMES[0]) as factory:
         past = factory()
-        wanted = losses(model, rows, past, chunk=9)
+        expected = losses(model, rows, past, chunk=9)
         past.reset()
         assert past.get_seq_length() == 0
-        assert torch.equal(losses(model, rows, past, chunk=9), wanted)
-        assert torch.equal(losses(model, rows, factory(), chunk=9), wanted)
+        assert torch.equal(losses(model, rows, past, chunk=9), expected)
+        assert torch.equal(losses(model, rows, factory(), chunk=9), expected)
 
 
 # --- padding
@@ -331,21 +331,21 @@ PADS = [0, 5, 11]
 
 def padded(rows, pads=PADS):
     """Rows cut short and padded on the left with anything, their mask and their positions."""
-    made = torch.full_like(rows, 5)
+    padded_ids = torch.full_like(rows, 5)
     for row, pad in enumerate(pads):
-        made[row, pad:] = rows[row, : rows.shape[1] - pad]
+        padded_ids[row, pad:] = rows[row, : rows.shape[1] - pad]
     mask = (torch.arange(rows.shape[1]) >= torch.tensor(pads)[:, None]).long()
-    return made, mask, (mask.cumsum(-1) - 1).clamp_min(0)
+    return padded_ids, mask, (mask.cumsum(-1) - 1).clamp_min(0)
 
 
 @torch.no_grad()
-def padded_logits(model, made, mask, positions, cache, chunk):
+def padded_logits(model, padded_ids, mask, positions, cache, chunk):
     parts = []
-    for low in range(0, made.shape[1], chunk):
+    for low in range(0, padded_ids.shape[1], chunk):
         high = low + chunk
         parts.append(
             model(
-                made[:, low:high],
+                padded_ids[:, low:high],
                 attention_mask=mask[:, :high],
                 position_ids=positions[:, low:high],
                 past_key_values=cache,
@@ -361,7 +361,7 @@ def test_padded_rows_read_as_they_do_alone(name, text):
     if name == "gemma2":
         text = text.replace(".centre;", ".pre.centre;")
     rows = ids(TOKENS, 3)
-    made, mask, positions = padded(rows)
+    padded_ids, mask, positions = padded(rows)
     alone = []
     with quantized(model, text, means=means):
         alone = [losses(model, rows[i : i + 1, : TOKENS - pad])[0] for i, pad in enumerate(PADS)]
@@ -370,27 +370,27 @@ def test_padded_rows_read_as_they_do_alone(name, text):
         for chunk in chunks if exact or name != "gemma2" else ():
             with quantized(model, text, means=means, exact=exact) as factory:
                 cache = factory(padding=torch.tensor(PADS))
-                logits = padded_logits(model, made, mask, positions, cache, chunk)
+                logits = padded_logits(model, padded_ids, mask, positions, cache, chunk)
             for row, pad in enumerate(PADS):
-                close(loss_of(logits[row : row + 1, pad:], made[row : row + 1, pad:])[0], alone[row])
+                close(loss_of(logits[row : row + 1, pad:], padded_ids[row : row + 1, pad:])[0], alone[row])
 
 
 def test_padding_that_a_cache_does_not_know_is_refused():
     model, rows = model_for("llama")[0], ids(TOKENS, 3)
-    made, mask, positions = padded(rows)
+    padded_ids, mask, positions = padded(rows)
     for exact in (True, False):
         with quantized(model, SCHEMES[0], exact=exact) as factory:
             message = "pads rows on the left by [0, 5, 11] tokens, the cache was made for "
             for known in (None, [0, 11, 5], [5], [0, 0, 0]):
                 cache = factory(padding=None if known is None else torch.tensor(known))
-                said = known if known and any(known) else "none"
-                with pytest.raises(ValueError, match=re.escape(f"{message}{said}: give past_key_values=factory(")):
-                    padded_logits(model, made, mask, positions, cache, TOKENS)
+                stated = known if known and any(known) else "none"
+                with pytest.raises(ValueError, match=re.escape(f"{message}{stated}: give past_key_values=factory(")):
+                    padded_logits(model, padded_ids, mask, positions, cache, TOKENS)
             with pytest.raises(ValueError, match=re.escape("by no tokens, the cache was made for [0, 5, 11]")):
-                model(made, past_key_values=factory(padding=torch.tensor(PADS)))
+                model(padded_ids, past_key_values=factory(padding=torch.tensor(PADS)))
             padded_logits(model, *padded(rows, [0, 0, 0]), factory(padding=torch.tensor([0, 0, 0])), TOKENS)
-    with quantized(model, SCHEMES[0]), pytest.raises(ValueError, match="rows padded on the left need a cache"):
-        model(made, attention_mask=mask, position_ids=positions, use_cache=False)
+    with quantized(model, SCHEMES[0]), pytest.raises(ValueError, match="rows are padded on the left: make their cache"):
+        model(padded_ids, attention_mask=mask, position_ids=positions, use_cache=False)
 
 
 def test_padding_on_the_right_changes_nothing_before_it():
@@ -398,12 +398,12 @@ def test_padding_on_the_right_changes_nothing_before_it():
     mask = torch.ones_like(rows)
     mask[1, 17:] = 0
     with quantized(model, SCHEMES[0]) as factory, torch.no_grad():
-        wanted = model(rows, use_cache=False).logits
+        expected = model(rows, use_cache=False).logits
         for got in (
             model(rows, attention_mask=mask, use_cache=False).logits,
             model(rows, attention_mask=mask, past_key_values=factory()).logits,
         ):
-            close(got[1, :17], wanted[1, :17], 1e-9)
+            close(got[1, :17], expected[1, :17], 1e-9)
 
 
 # --- generation
@@ -412,11 +412,11 @@ def test_padding_on_the_right_changes_nothing_before_it():
 def greedy(model, row, cache, tokens):
     """Decode by hand, a token at a time."""
     with torch.no_grad():
-        said, next_ids = [], row
+        generated, next_ids = [], row
         for _ in range(tokens):
             next_ids = model(next_ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-            said.append(next_ids)
-    return torch.cat(said, 1)
+            generated.append(next_ids)
+    return torch.cat(generated, 1)
 
 
 GENERATE = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -427,14 +427,14 @@ GENERATE = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 def test_generation_equals_decoding_by_hand(name, exact):
     model, rows = bold_model(name).double() if name in tiny_names() else model_for(name)[0], ids(13, 3)
     with quantized(model, SCHEMES[0], exact=exact) as factory:
-        told = {"attention_mask": torch.ones_like(rows), **GENERATE}
-        got = model.generate(rows, past_key_values=factory(), **told)
+        options = {"attention_mask": torch.ones_like(rows), **GENERATE}
+        got = model.generate(rows, past_key_values=factory(), **options)
         by_hand = torch.cat([greedy(model, row[None], factory(), 12) for row in rows])
         assert torch.equal(got[:, 13:], by_hand)
         if exact or name != "gemma2":  # see above
-            made, mask, _ = padded(rows, [0, 3, 7])
+            padded_ids, mask, _ = padded(rows, [0, 3, 7])
             cache = factory(padding=torch.tensor([0, 3, 7]))
-            got = model.generate(made, attention_mask=mask, past_key_values=cache, **GENERATE)
+            got = model.generate(padded_ids, attention_mask=mask, past_key_values=cache, **GENERATE)
             alone = [greedy(model, rows[i : i + 1, : 13 - pad], factory(), 12) for i, pad in enumerate([0, 3, 7])]
             assert torch.equal(got[:, 13:], torch.cat(alone))
     # What the last token says after a whole exact pass is what decoding says.
@@ -460,9 +460,9 @@ def test_beams_score_as_their_texts_do_alone(name, exact, monkeypatch):
     options = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 0.0, **GENERATE}
     options |= {"return_dict_in_generate": True, "output_scores": True}
     with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
-        made, mask, _ = padded(rows, [0, 2])
+        padded_ids, mask, _ = padded(rows, [0, 2])
         cache = factory(padding=torch.tensor([0] * 4 + [2] * 4))
-        got = model.generate(made, attention_mask=mask, past_key_values=cache, **options)
+        got = model.generate(padded_ids, attention_mask=mask, past_key_values=cache, **options)
         for number, (sequence, score) in enumerate(zip(got.sequences, got.sequences_scores, strict=True)):
             text = sequence[None, 2 * (number // 4) :]
             past, prompt = factory(), 9 - 2 * (number // 4)
@@ -483,12 +483,12 @@ def test_rows_that_are_repeated_picked_and_reordered_go_on_as_they_were():
         "order": (lambda past: past.reorder_cache(torch.tensor([2, 2, 1])), [2, 2, 1]),
     }
     for pads in ([0, 0, 0], [0, 5, 11]):
-        made, mask, positions = padded(rows, pads)
+        padded_ids, mask, positions = padded(rows, pads)
         for exact in (True, False):
             for act, came in picks.values():
                 with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
                     past = factory(padding=torch.tensor(pads))
-                    padded_logits(model, made, mask, positions, past, TOKENS if exact else 1)
+                    padded_logits(model, padded_ids, mask, positions, past, TOKENS if exact else 1)
                     act(past)
                     full = torch.cat((mask[came], torch.ones(len(came), 8).long()), 1)
                     place = positions[came][:, -1:] + torch.arange(1, 9)
@@ -496,7 +496,7 @@ def test_rows_that_are_repeated_picked_and_reordered_go_on_as_they_were():
                     got = model(new, attention_mask=full, position_ids=place, past_key_values=past).logits
                     for i, row in enumerate(came):
                         own = factory()
-                        text = made[row : row + 1, pads[row] :]
+                        text = padded_ids[row : row + 1, pads[row] :]
                         losses(model, text, own, None if exact else 1)
                         close(got[i : i + 1], model(new[i : i + 1], past_key_values=own).logits, 1e-9)
 
@@ -529,9 +529,9 @@ def test_a_copy_of_a_cache_is_its_own(copied, exact):
         past = factory()
         losses(model, rows, past)
         other = copied(past)
-        kept = [(layer.keys.clone(), layer.values.clone()) for layer in past.layers]
+        copies = [(layer.keys.clone(), layer.values.clone()) for layer in past.layers]
         assert torch.equal(losses(model, first, other, 4), after(first))
-        for layer, (keys, values) in zip(past.layers, kept, strict=True):
+        for layer, (keys, values) in zip(past.layers, copies, strict=True):
             assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
         third = copied(past)
         assert torch.equal(losses(model, second, past, 4), after(second))
@@ -555,10 +555,10 @@ def test_an_adapter():
     model = peft.get_peft_model(model_of("llama"), config).double().eval()
     rows = ids(TOKENS, 2)
     with quantized(model, SCHEMES[0], exact=False) as factory:
-        wanted = losses(model, rows, factory(), 1)
+        expected = losses(model, rows, factory(), 1)
     with quantized(model, SCHEMES[0]) as factory:
-        close(losses(model, rows), wanted)
-        close(losses(model, rows, factory(), 7), wanted)
+        close(losses(model, rows), expected)
+        close(losses(model, rows, factory(), 7), expected)
 
 
 def test_cropping_is_refused():
@@ -582,18 +582,20 @@ def stored_keys(model, rows, text, means=None):
         return past.layers[0].keys, past.layers[0].raw_keys
 
 
-def test_still_pairs_are_the_same_before_and_after_rotation():
+def test_unrotated_pairs_are_the_same_before_and_after_rotation():
     model, rows = model_for("llama", "p_rope:p=0.5")[0], ids(TOKENS, 2)
     post, _ = stored_keys(model, rows, "k=int2.channel4;v=none")
     pre, raw = stored_keys(model, rows, "k=int2.channel4.pre;v=none")
-    still = torch.arange(16) % 8 >= 4  # pairs of features i and i + 8, the slower half of which does not turn
-    assert torch.equal(post[..., still], pre[..., still]) and not torch.equal(raw[..., still], pre[..., still])
-    for feature in (~still).nonzero().flatten().tolist():
+    unrotated = torch.arange(16) % 8 >= 4  # pairs of features i and i + 8, the slower half of which does not turn
+    assert torch.equal(post[..., unrotated], pre[..., unrotated]) and not torch.equal(
+        raw[..., unrotated], pre[..., unrotated]
+    )
+    for feature in (~unrotated).nonzero().flatten().tolist():
         assert not torch.equal(post[..., feature], pre[..., feature])
     # Groups that mix unrotated pairs with others are not the same.
     post, _ = stored_keys(model, rows, "k=int2.token;v=none")
     pre, _ = stored_keys(model, rows, "k=int2.token.pre;v=none")
-    assert not torch.equal(post[..., still], pre[..., still])
+    assert not torch.equal(post[..., unrotated], pre[..., unrotated])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -627,7 +629,7 @@ def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
         torch.testing.assert_close(got[0].abs().amax(1), layer.key.max_abs.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_centring_still_pairs_leaves_softmax_and_others_do_not(monkeypatch):
+def test_centring_unrotated_pairs_leaves_softmax_and_others_do_not(monkeypatch):
     model, means = model_for("llama", "yarn:factor=4+p_rope:p=0.5")
     rows = ids(TOKENS, 2)
     full = losses(model, rows)
@@ -640,8 +642,8 @@ def test_centring_still_pairs_leaves_softmax_and_others_do_not(monkeypatch):
     bare, _ = stored_keys(model, rows, "k=int8.token;v=none")
     assert float((keys - bare).abs().max()) > 0.1
     # The same means, taken from what is rotated: softmax drops those of unrotated pairs, and no others.
-    still = torch.arange(16) % 8 >= 4
-    for pairs, alike in ((still, True), (~still, False)):
+    unrotated = torch.arange(16) % 8 >= 4
+    for pairs, alike in ((unrotated, True), (~unrotated, False)):
         with contextlib.ExitStack() as stack:
             for layer, mean in zip(model.model.layers, means.values(), strict=True):
                 less = (mean * pairs).flatten()
@@ -658,14 +660,14 @@ def by_layer(rounded, layers=2):
 
 @pytest.mark.parametrize("text", ["k=int8.token.centre;v=none", "k=int8.token.pre.centre;v=none"])
 @pytest.mark.parametrize(
-    ("name", "method", "still"),
+    ("name", "method", "unrotated"),
     [
         ("llama", "yarn:factor=4+p_rope:p=0.5", [4, 5, 6, 7, 12, 13, 14, 15]),  # scaled by more than 1.1
         ("phi", None, list(range(8, 16))),  # half a head does not rotate
-        ("glm", "p_rope:p=0.5", [4, 5, 6, 7, *range(8, 16)]),  # of 4 interleaved pairs two are still
+        ("glm", "p_rope:p=0.5", [4, 5, 6, 7, *range(8, 16)]),  # of 4 interleaved pairs two are unrotated
     ],
 )
-def test_what_is_centred_has_mean_zero(name, method, still, text, monkeypatch):
+def test_what_is_centred_has_mean_zero(name, method, unrotated, text, monkeypatch):
     model, _ = model_for(name, method)
     row = ids(TOKENS, 1)
     means = key_means(model, row[0])
@@ -675,7 +677,7 @@ def test_what_is_centred_has_mean_zero(name, method, still, text, monkeypatch):
         losses(model, row)
     for got in by_layer(rounded):
         zero = got.mean(0)[:, 0].abs() < 1e-6  # blocks of one token
-        assert [zero[head].nonzero().flatten().tolist() for head in (0, 1)] == [still, still]
+        assert [zero[head].nonzero().flatten().tolist() for head in (0, 1)] == [unrotated, unrotated]
 
 
 def test_centring_all_pairs_before_rotation(monkeypatch):
@@ -699,15 +701,15 @@ def test_centring_what_is_stored(name, method, monkeypatch):
     model, means = model_for(name, method)
     row = ids(TOKENS, 1)
     full = losses(model, row)
-    made = plan_layers(model, Scheme.parse("k=int8.token.centreall;v=none"), means=means, context=40)[0]
+    plan = plan_layers(model, Scheme.parse("k=int8.token.centreall;v=none"), means=means, context=40)[0]
     cos, sin = model.model.rotary_emb(torch.zeros(1, 1, dtype=torch.float64), torch.arange(40)[None])
-    pairs, wanted = made.pairs, means[0].clone()
+    pairs, expected = plan.pairs, means[0].clone()
     one, other = (slice(i, 2 * pairs, 2) if name == "glm" else slice(i * pairs, (i + 1) * pairs) for i in (0, 1))
     cos, sin = cos[0, :, None, :pairs], sin[0, :, None, :pairs]  # (tokens, 1, pairs)
-    wanted[:, one] = (means[0][:, one] * cos - means[0][:, other] * sin).mean(0)
-    wanted[:, other] = (means[0][:, other] * cos + means[0][:, one] * sin).mean(0)
-    torch.testing.assert_close(made.mean, wanted, rtol=1e-6, atol=1e-7)
-    assert float((wanted - means[0])[:, : 2 * pairs].abs().max()) > 0.01  # fast pairs have turned
+    expected[:, one] = (means[0][:, one] * cos - means[0][:, other] * sin).mean(0)
+    expected[:, other] = (means[0][:, other] * cos + means[0][:, one] * sin).mean(0)
+    torch.testing.assert_close(plan.mean, expected, rtol=1e-6, atol=1e-7)
+    assert float((expected - means[0])[:, : 2 * pairs].abs().max()) > 0.01  # fast pairs have turned
     rounded = []
     monkeypatch.setattr(plans, "fake_quantize", lambda x, side: (rounded.append(x.clone()), x)[1])
     with quantized(model, "k=int8.token.centreall;v=none", means=means, context=40):
@@ -737,47 +739,49 @@ def test_centring_helps_where_a_mean_is_large(method, word):
 
 def test_pairs_kept_apart_lie_under_the_bound():
     model = tiny_model("gemma3", **NARROW)  # inv_freq of base 1e4 and 8 pairs: 10 ** (-i / 2)
-    made = plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"))
+    layer_plans = plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"))
 
-    def kept(layer):
-        return made[layer].kept.nonzero().flatten().tolist()
+    def kept_features(layer):
+        return layer_plans[layer].kept_features.nonzero().flatten().tolist()
 
     # the sliding layer sees 8 tokens, 2π/8 = 0.785; the other 64, 2π/64 = 0.098, and turns with base 1e6
     slow = [pair for pair in range(8) if 10000 ** (-pair / 8) < 0.785]
-    assert kept(0) == [*slow, *(8 + pair for pair in slow)]
+    assert kept_features(0) == [*slow, *(8 + pair for pair in slow)]
     base = model.config.rope_parameters["full_attention"]["rope_theta"]
     slow = [pair for pair in range(8) if base ** (-pair / 8) < 2 * 3.14159265 / 64]
-    assert kept(1) == [*slow, *(8 + pair for pair in slow)]
+    assert kept_features(1) == [*slow, *(8 + pair for pair in slow)]
     wider = plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"), context=100000)
     slow = [pair for pair in range(8) if base ** (-pair / 8) < 2 * 3.14159265 / 100000]
-    assert wider[1].kept.nonzero().flatten().tolist() == [*slow, *(8 + pair for pair in slow)]
-    assert plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"), context=1)[0].kept.all()
-    assert made[0].window == 8 and made[1].window is None
+    assert wider[1].kept_features.nonzero().flatten().tolist() == [*slow, *(8 + pair for pair in slow)]
+    assert plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"), context=1)[0].kept_features.all()
+    assert layer_plans[0].window == 8 and layer_plans[1].window is None
     with pytest.raises(ValueError, match="context must be positive, got 0"):
         plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"), context=0)
 
 
 def test_pairs_kept_apart_of_half_a_head_and_interleaved():
-    made = plan_layers(model_for("phi")[0], Scheme.parse("k=int4.token.keep16;v=none"))[0]
-    assert made.kept.tolist() == [i in (2, 3, 6, 7) for i in range(16)]  # pairs (i, i + 4) of 1, 0.1, 0.01, 0.001
+    plan = plan_layers(model_for("phi")[0], Scheme.parse("k=int4.token.keep16;v=none"))[0]
+    assert plan.kept_features.tolist() == [
+        i in (2, 3, 6, 7) for i in range(16)
+    ]  # pairs (i, i + 4) of 1, 0.1, 0.01, 0.001
     model = model_for("glm")[0]
     pairs = model.model.rotary_emb.inv_freq < 2 * 3.14159265 / 64
-    made = plan_layers(model, Scheme.parse("k=int4.token.keep16;v=none"))[0]
-    assert INTERLEAVED and made.kept[: 2 * len(pairs)].tolist() == pairs.repeat_interleave(2).tolist()
-    assert not made.kept[2 * len(pairs) :].any()
+    plan = plan_layers(model, Scheme.parse("k=int4.token.keep16;v=none"))[0]
+    assert INTERLEAVED and plan.kept_features[: 2 * len(pairs)].tolist() == pairs.repeat_interleave(2).tolist()
+    assert not plan.kept_features[2 * len(pairs) :].any()
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_kept_pairs_are_read_at_their_bits(bits):
     model, rows = model_for("llama")[0], ids(TOKENS, 1)
     keys, raw = stored_keys(model, rows, f"k=int2.token8.keep{bits};v=none")
-    kept = plan_layers(model, Scheme.parse("k=int2.keep8;v=none"))[0].kept
-    assert 0 < int(kept.sum()) < 16
-    wanted = raw.clone()
-    wanted[0][..., ~kept] = naive(raw[0][..., ~kept], Side("int2", "token", 8))
+    kept_features = plan_layers(model, Scheme.parse("k=int2.keep8;v=none"))[0].kept_features
+    assert 0 < int(kept_features.sum()) < 16
+    expected = raw.clone()
+    expected[0][..., ~kept_features] = naive(raw[0][..., ~kept_features], Side("int2", "token", 8))
     if bits == 8:
-        wanted[0][..., kept] = naive(raw[0][..., kept], Side("int8", symmetric=True))
-    close(keys, wanted, 1e-12)
+        expected[0][..., kept_features] = naive(raw[0][..., kept_features], Side("int8", symmetric=True))
+    close(keys, expected, 1e-12)
 
 
 def test_skipped_layers_are_left():
@@ -793,14 +797,14 @@ def test_skipped_layers_are_left():
 
 def test_layers_that_share_keys_are_skipped_with_their_owner():
     model, rows = model_for("gemma4-shared")[0], ids(TOKENS, 2)
-    made = plan_layers(model, Scheme.parse("int4;skip=0"))
-    assert [made[i].key.format for i in range(4)] == ["none", "int4", "none", "int4"]
+    layer_plans = plan_layers(model, Scheme.parse("int4;skip=0"))
+    assert [layer_plans[i].key.format for i in range(4)] == ["none", "int4", "none", "int4"]
     with quantized(model, "int4.token;skip=0") as factory:
         close(losses(model, rows, factory(), 7), losses(model, rows), 1e-9)
         with torch.no_grad():  # only the last token is read by the layers that share
-            wanted = model(rows, use_cache=False).logits[:, -1:]
-            close(model(rows, use_cache=False, logits_to_keep=1).logits, wanted, 1e-9)
-            close(model(rows, past_key_values=factory(), logits_to_keep=1).logits, wanted, 1e-9)
+            expected = model(rows, use_cache=False).logits[:, -1:]
+            close(model(rows, use_cache=False, logits_to_keep=1).logits, expected, 1e-9)
+            close(model(rows, past_key_values=factory(), logits_to_keep=1).logits, expected, 1e-9)
     with pytest.raises(ValueError, match="skip names layer 2, which reads the keys of layer 0: name that one"):
         plan_layers(model, Scheme.parse("int4;skip=2"))
 
@@ -866,7 +870,7 @@ def test_full_precision_within_a_scheme_or_another_models_cache():
 def test_packed_texts_are_refused():
     model, rows = model_for("llama")[0], ids(TOKENS, 1)
     positions = torch.cat((torch.arange(10), torch.arange(14)))[None]
-    with quantized(model, "int4.token"), pytest.raises(ValueError, match="quantized caches read one text a row"):
+    with quantized(model, "int4.token"), pytest.raises(ValueError, match="quantized caches read one text per row"):
         model(rows, position_ids=positions, use_cache=False)
 
 
@@ -940,8 +944,8 @@ def test_no_square_of_the_text_is_ever_made(text, monkeypatch):
             losses_of_states(model, row, factory())
         monkeypatch.undo()
         with Largest() as whole:
-            wanted = losses_of_states(model, row)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+            expected = losses_of_states(model, row)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert whole.size >= 4 * 400 * 400, "the measure sees what it should"
     states = 400 * 128  # of the widest layer
     assert max(sliced.size, cached.size) <= states < 400 * 400
@@ -958,13 +962,13 @@ def losses_of_states(model, row, cache=None):
 @contextlib.contextmanager
 def attended(model, monkeypatch):
     """What stock attention is given, by layer: queries, keys and values (heads, tokens, features), and options."""
-    found = []
+    calls = []
     module = sys.modules[type(model.model.layers[0]).__module__]
     stock = {"sdpa": ALL_ATTENTION_FUNCTIONS["sdpa"], "eager": module.eager_attention_forward}
 
     def spy(kind):
         def attend(module, query, key, value, mask, **kwargs):
-            found.append((query[0], key[0], value[0], kwargs))
+            calls.append((query[0], key[0], value[0], kwargs))
             return stock[kind](module, query, key, value, mask, **kwargs)
 
         return attend
@@ -972,7 +976,7 @@ def attended(model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", spy("sdpa"))
         patch.setattr(module, "eager_attention_forward", spy("eager"))
-        yield found
+        yield calls
 
 
 def apart(states, features, side, scheme, turn):
@@ -1041,24 +1045,24 @@ def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
                 by_pair[pair] = {
                     (i, j): scaling * float(queries[head, i, two] @ (rounded - keys)[kv, j, two]) for i, j in places
                 }
-                wanted = (sum(error**2 for error in by_pair[pair].values()) / len(off)) ** 0.5
-                assert float(got[index].pair[head, pair]) == pytest.approx(wanted, rel=1e-6)
+                expected = (sum(error**2 for error in by_pair[pair].values()) / len(off)) ** 0.5
+                assert float(got[index].pair[head, pair]) == pytest.approx(expected, rel=1e-6)
             moved, whole = 0.0, 0.0
             for i in range(TOKENS // 2, TOKENS):
-                seen = range(max(0, i - window + 1), i + 1)
+                visible = range(max(0, i - window + 1), i + 1)
                 weights = []
                 for source in (keys, rounded):
                     raw = [
                         scaling
                         * float(queries[head, i] @ (source if frozen(scheme.key, scheme, i, j) else keys)[kv, j])
-                        for j in seen
+                        for j in visible
                     ]
                     raw = torch.tensor(raw, dtype=torch.float64)
                     weights.append((raw if cap is None else cap * (raw / cap).tanh()).softmax(-1))
-                out = sum(w * values[kv, j] for w, j in zip(weights[0], seen, strict=True))
+                out = sum(w * values[kv, j] for w, j in zip(weights[0], visible, strict=True))
                 new = sum(
                     w * (read if frozen(scheme.value, scheme, i, j) else values)[kv, j]
-                    for w, j in zip(weights[1], seen, strict=True)
+                    for w, j in zip(weights[1], visible, strict=True)
                 )
                 moved, whole = moved + float((new - out).square().sum()), whole + float(out.square().sum())
             assert float(got[index].output[head]) == pytest.approx((moved / whole) ** 0.5, rel=1e-5)
@@ -1152,17 +1156,17 @@ def test_a_sample_of_queries():
     model, row = model_for("llama")[0], ids(60, 1)[0]
     scheme = {"a": Scheme.parse("int4.token")}
     every = attention_errors(model, row, scheme, queries=1000)["a"][0]
-    some = attention_errors(model, row, scheme, queries=15)["a"][0]
-    assert not torch.equal(every.logit, some.logit)
-    torch.testing.assert_close(every.logit, some.logit, rtol=0.2, atol=0)
+    sampled = attention_errors(model, row, scheme, queries=15)["a"][0]
+    assert not torch.equal(every.logit, sampled.logit)
+    torch.testing.assert_close(every.logit, sampled.logit, rtol=0.2, atol=0)
     assert torch.equal(every.logit, attention_errors(model, row, scheme, queries=30)["a"][0].logit)
 
 
 def test_errors_are_those_without_dropout():
     model = AutoModelForCausalLM.from_config(PhiConfig(**SIZE, embd_pdrop=0.5))
     row, scheme = ids(TOKENS, 1)[0], {"a": Scheme.parse("int4.token")}
-    wanted = attention_errors(model.eval(), row, scheme)["a"]
-    for one, other in zip(attention_errors(model.train(), row, scheme)["a"], wanted, strict=True):
+    expected = attention_errors(model.eval(), row, scheme)["a"]
+    for one, other in zip(attention_errors(model.train(), row, scheme)["a"], expected, strict=True):
         assert torch.equal(one.logit, other.logit)
     assert model.training
 
@@ -1182,23 +1186,23 @@ def test_perplexity_through_a_factory_equals_a_naive_loop(name):
     rows = ids(TOKENS, 3)
     for text in (SCHEMES[0], SCHEMES[4]):
         with quantized(model, text, means=means, exact=False) as factory:
-            wanted = torch.cat([losses(model, rows[i : i + 1], factory(), chunk=1) for i in range(3)])
+            expected = torch.cat([losses(model, rows[i : i + 1], factory(), chunk=1) for i in range(3)])
             streamed = perplexity(model, rows, cache=factory, chunk=1)
-        assert streamed.nll == pytest.approx(float(wanted.mean()), abs=1e-5)
+        assert streamed.nll == pytest.approx(float(expected.mean()), abs=1e-5)
         with quantized(model, text, means=means) as factory:
             for options in ({}, {"chunk": 7}, {"batch": 3}, {"batch": 2, "chunk": 5}):
-                found = perplexity(model, rows, cache=factory, buckets=[0, 10, TOKENS], **options)
-                assert found.nll == pytest.approx(float(wanted.mean()), abs=1e-5)
-                for bucket, part in zip(found.buckets, (wanted[:, :9], wanted[:, 9:]), strict=True):
+                score = perplexity(model, rows, cache=factory, buckets=[0, 10, TOKENS], **options)
+                assert score.nll == pytest.approx(float(expected.mean()), abs=1e-5)
+                for bucket, part in zip(score.buckets, (expected[:, :9], expected[:, 9:]), strict=True):
                     assert bucket.nll == pytest.approx(float(part.mean()), abs=1e-5)
-        assert perplexity(model, rows).nll != pytest.approx(float(wanted.mean()), abs=1e-4)
+        assert perplexity(model, rows).nll != pytest.approx(float(expected.mean()), abs=1e-4)
 
 
 @pytest.mark.parametrize(("family", "mode"), [("llama", "single"), ("gemma3", "multikey")])
 def test_retrieval_through_a_factory_equals_each_prompt_alone(family, mode):
     model, depths = bold(family).double(), [0.0, 0.5, 1.0]
     text = "k=int3.channel4.pre;v=int4.token;residual=3;sinks=1"
-    told = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 2}
+    options = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 2}
     with quantized(model, text) as factory, torch.no_grad():
         got = retrieval(
             model, TOKENIZER, "niah", lengths=[90], depths=depths, samples=2, mode=mode, haystack=MAKER, cache=factory
@@ -1206,29 +1210,29 @@ def test_retrieval_through_a_factory_equals_each_prompt_alone(family, mode):
         cells = {cell.depth: cell.samples for cell in got.cells}
         for number in range(2):
             for prompt in MAKER.prompts("niah", 90, depths, mode=mode, sample=number):
-                found = cells[prompt.depths[0]][number]
+                result = cells[prompt.depths[0]][number]
                 row = torch.tensor([prompt.ids])
                 scores = model(row, use_cache=False).logits[0, -prompt.answer - 1 : -1].log_softmax(-1)
-                wanted = float(scores.gather(1, row[0, -prompt.answer :, None]).sum())
-                assert found.logprob == pytest.approx(wanted, abs=1e-4)
+                expected = float(scores.gather(1, row[0, -prompt.answer :, None]).sum())
+                assert result.logprob == pytest.approx(expected, abs=1e-4)
                 asked = row[:, : -prompt.answer]
-                said = model.generate(
+                generated = model.generate(
                     asked,
                     attention_mask=torch.ones_like(asked),
                     past_key_values=factory(),
-                    **told | {"max_new_tokens": prompt.answer},
+                    **options | {"max_new_tokens": prompt.answer},
                 )
-                assert found.output == TOKENIZER.decode(said[0, asked.shape[1] :], skip_special_tokens=True)
+                assert result.output == TOKENIZER.decode(generated[0, asked.shape[1] :], skip_special_tokens=True)
     plain = retrieval(model, TOKENIZER, "niah", lengths=[90], depths=depths, samples=2, mode=mode, haystack=MAKER)
     assert plain.logprob(90) != pytest.approx(got.logprob(90), abs=1e-3)
 
 
 def test_kept_work_is_never_that_of_another_cache(tmp_path):
     model, means = model_for("llama", "p_rope:p=0.5")
-    rows, kept = ids(TOKENS, 1), tmp_path / "kept.jsonl"
+    rows, cache_file = ids(TOKENS, 1), tmp_path / "kept.jsonl"
     others = {index: mean + 0.5 for index, mean in means.items()}
     text = "k=int3.token.centre;v=none"
-    ways = [
+    variants = [
         {"scheme": text, "means": means},
         {"scheme": text, "means": others},
         {"scheme": text, "means": means, "exact": False},
@@ -1237,34 +1241,34 @@ def test_kept_work_is_never_that_of_another_cache(tmp_path):
         {"scheme": "k=int3.token.keep8;v=none", "context": 7},
         {"scheme": "none"},
     ]
-    found, identities = [], set()
-    for way in ways:
-        with quantized(model, **way) as factory:
+    results, identities = [], set()
+    for variant in variants:
+        with quantized(model, **variant) as factory:
             identities.add(factory.identity)
             fresh = perplexity(model, rows, cache=factory, chunk=5)
-            found.append(perplexity(model, rows, cache=factory, chunk=5, resume=kept))
-            assert found[-1] == fresh
-    assert len(identities) == len(ways) == len(kept.read_text().splitlines())
-    assert len({result.nll for result in found}) == len(ways)
-    for way, wanted in zip(ways, found, strict=True):
-        with quantized(model, **way) as factory, spy_ids(model) as seen:
-            assert perplexity(model, rows, cache=factory, chunk=5, resume=kept) == wanted
-        assert [tokens.shape[1] for tokens in seen] == [], "nothing is read again"
-        with quantized(model, **way) as factory:
+            results.append(perplexity(model, rows, cache=factory, chunk=5, resume=cache_file))
+            assert results[-1] == fresh
+    assert len(identities) == len(variants) == len(cache_file.read_text().splitlines())
+    assert len({result.nll for result in results}) == len(variants)
+    for variant, expected in zip(variants, results, strict=True):
+        with quantized(model, **variant) as factory, spy_ids(model) as inputs:
+            assert perplexity(model, rows, cache=factory, chunk=5, resume=cache_file) == expected
+        assert [tokens.shape[1] for tokens in inputs] == [], "nothing is read again"
+        with quantized(model, **variant) as factory:
             assert factory.identity in identities
             with pytest.raises(ValueError, match="resume cannot tell one cache from another"):
-                perplexity(model, rows, cache=lambda factory=factory: factory(), resume=kept)
+                perplexity(model, rows, cache=lambda factory=factory: factory(), resume=cache_file)
 
 
 def test_kept_answers_are_never_those_of_another_cache():
-    model, kept = bold("llama"), {}
-    asked = {"lengths": [72], "depths": [0.5], "samples": 1, "haystack": MAKER, "resume": kept}
-    found = []
+    model, result_cache = bold("llama"), {}
+    asked = {"lengths": [72], "depths": [0.5], "samples": 1, "haystack": MAKER, "resume": result_cache}
+    results = []
     for text in ("int2.token", "int3.token", "int2.token"):
-        with quantized(model, text) as factory, spy_ids(model) as seen:
-            found.append(retrieval(model, TOKENIZER, **asked, cache=factory))
-        assert bool(seen) is (len(found) < 3)
-    assert found[0] == found[2] != found[1] and len(kept) == 2
+        with quantized(model, text) as factory, spy_ids(model) as inputs:
+            results.append(retrieval(model, TOKENIZER, **asked, cache=factory))
+        assert bool(inputs) is (len(results) < 3)
+    assert results[0] == results[2] != results[1] and len(result_cache) == 2
     with quantized(model, "int2.token") as factory, pytest.raises(ValueError, match="resume cannot tell"):
         retrieval(model, TOKENIZER, **asked, cache=lambda: factory())
 
@@ -1283,9 +1287,9 @@ def test_models_have_runs_of_their_own():
         stack.enter_context(quantized(*pair))
         for stack, pair in zip((first, second), zip(models, texts, strict=True), strict=True)
     ]
-    for model, factory, wanted in zip(models, factories, alone, strict=True):
-        assert torch.equal(losses(model, rows), wanted)
-        close(losses(model, rows, factory(), 7), wanted, 1e-6)
+    for model, factory, expected in zip(models, factories, alone, strict=True):
+        assert torch.equal(losses(model, rows), expected)
+        close(losses(model, rows, factory(), 7), expected, 1e-6)
     first.close()
     assert float((losses(models[0], rows) - alone[0]).abs().max()) > 0.01  # in full precision again
     read = []

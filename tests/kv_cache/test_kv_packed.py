@@ -20,24 +20,24 @@ def installed(name):
 
 def test_bytes_of_fp8_by_hand():
     model, prompt = tiny_model("llama"), ids(PROMPT, 1)[0]
-    (made,) = packed_caches(model, prompt, ["fp8"], new_tokens=NEW, rounds=1)
-    assert (made.name, made.tokens) == ("fp8", PROMPT + NEW)
-    assert made.full == 4 * HELD
-    assert made.stored == HELD + 4 * 4  # a byte each, and a float32 scale for keys and for values of both layers
-    assert made.bits == 16 * made.stored / made.full
-    assert made.seconds > 0 < made.full_seconds
+    (packed,) = packed_caches(model, prompt, ["fp8"], new_tokens=NEW, rounds=1)
+    assert (packed.name, packed.tokens) == ("fp8", PROMPT + NEW)
+    assert packed.full == 4 * HELD
+    assert packed.stored == HELD + 4 * 4  # a byte each, and a float32 scale for keys and for values of both layers
+    assert packed.bits == 16 * packed.stored / packed.full
+    assert packed.seconds > 0 < packed.full_seconds
 
 
 def test_tokens_are_those_of_generate():
     model, prompt = tiny_model("llama", initializer_range=0.3), ids(PROMPT, 1)
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-    told = [
+    generated = [
         model.generate(prompt, past_key_values=cache, **options)[0, PROMPT:].tolist()
         for cache in (DynamicCache(config=model.config), QuantizedCache("fp8", model.config))
     ]
-    same = next((i for i, (a, b) in enumerate(zip(*told, strict=True)) if a != b), NEW)
-    (made,) = packed_caches(model, prompt[0], ["fp8"], new_tokens=NEW, rounds=1)
-    assert made.agree == same / NEW
+    same = next((i for i, (a, b) in enumerate(zip(*generated, strict=True)) if a != b), NEW)
+    (packed,) = packed_caches(model, prompt[0], ["fp8"], new_tokens=NEW, rounds=1)
+    assert packed.agree == same / NEW
 
 
 @pytest.mark.skipif(not installed("hqq"), reason="hqq is not installed")
@@ -53,10 +53,10 @@ def test_bytes_of_quanto_by_hand(bits):
 
 
 def _packed(name, bits):
-    (made,) = packed_caches(tiny_model("llama"), ids(PROMPT, 1)[0], [name], new_tokens=NEW, rounds=1)
+    (packed,) = packed_caches(tiny_model("llama"), ids(PROMPT, 1)[0], [name], new_tokens=NEW, rounds=1)
     rounded = HELD * PROMPT // (PROMPT + NEW)  # the prompt; what follows is in the residual window
     numbers = 2 * 4 * rounded // 16  # a scale and a zero point of float32 for each group of 16 features
-    assert made.stored == rounded * bits // 8 + numbers + 4 * (HELD - rounded)
+    assert packed.stored == rounded * bits // 8 + numbers + 4 * (HELD - rounded)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def _packed(name, bits):
         (
             "gemma3",
             "fp8",
-            "fp8: transformers packs no cache of this model: .*sliding_attention.* simulated all the same",
+            "fp8: transformers cannot pack a cache of this model: .*sliding_attention.* Simulated schemes work",
         ),
     ],
 )
@@ -100,5 +100,5 @@ def test_nothing_to_decode(prompt, options):
 
 
 def test_words():
-    made = PackedCache("fp8", 1000, 500_000, 1_000_000, 0.02, 0.01, 0.5)
-    assert (made.bits, str(made).count("x")) == (8.0, 2)
+    packed = PackedCache("fp8", 1000, 500_000, 1_000_000, 0.02, 0.01, 0.5)
+    assert (packed.bits, str(packed).count("x")) == (8.0, 2)

@@ -142,9 +142,9 @@ WRONG = [
     ("k=none.pre", "none.pre", "none is full precision"),
     ("k=int4.hadamard.keep8", "int4.hadamard.keep8", "a Hadamard matrix mixes features"),
     ("k=int4.channel8.hadamard", "int4.channel8.hadamard", "a Hadamard matrix mixes features"),
-    ("k=int4.token.token8", "token8", "token8 says again what another word has said"),
-    ("k=int4.sym.asym", "asym", "asym says again what another word has said"),
-    ("k=int4.keep8.keep16", "keep16", "keep16 says again what another word has said"),
+    ("k=int4.token.token8", "token8", "token8 repeats or contradicts an earlier switch"),
+    ("k=int4.sym.asym", "asym", "asym repeats or contradicts an earlier switch"),
+    ("k=int4.keep8.keep16", "keep16", "keep16 repeats or contradicts an earlier switch"),
     ("k=int4;v=int4.pre", "int4.pre", "pre is for keys: values do not rotate"),
     ("k=int4.keep8;v=int4.keep8", "int4.keep8", "keep is for keys: values do not rotate"),
     ("k=int4.centre;v=int4.centre", "int4.centre", "centre is for keys: values do not rotate"),
@@ -224,13 +224,13 @@ def test_sides_made_in_python_are_checked(options, message):
         ("fp8.tensor", {"head_dim": 64}, 8.0),  # no scale
         ("fp8.tensor64", {"head_dim": 64}, 8 + 16 / 4096),
         # 10 features of 4 bits and 32 bits of scale; 6 features of 8 bits and a scale of their own
-        ("int4.token.keep8", {"head_dim": 16, "kept": 3}, (10 * 4 + 32 + 6 * 8 + 16) / 16),
-        ("int4.token.keep16", {"head_dim": 16, "kept": 3}, (10 * 4 + 32 + 6 * 16) / 16),
-        ("int4.channel8.keep16", {"head_dim": 16, "kept": 3}, (10 * (4 + 32 / 8) + 6 * 16) / 16),
+        ("int4.token.keep8", {"head_dim": 16, "kept_pairs": 3}, (10 * 4 + 32 + 6 * 8 + 16) / 16),
+        ("int4.token.keep16", {"head_dim": 16, "kept_pairs": 3}, (10 * 4 + 32 + 6 * 16) / 16),
+        ("int4.channel8.keep16", {"head_dim": 16, "kept_pairs": 3}, (10 * (4 + 32 / 8) + 6 * 16) / 16),
         ("int4.token.keep8", {"head_dim": 16}, 4 + 32 / 16),  # none lies under the bound
-        ("int4.token.keep16", {"head_dim": 16, "kept": 8}, 16.0),  # all do
-        ("int4.token4.keep16", {"head_dim": 16, "kept": 8}, 16.0),
-        ("int4.tensor8.keep8", {"head_dim": 16, "kept": 8}, 8 + 16 / 16),
+        ("int4.token.keep16", {"head_dim": 16, "kept_pairs": 8}, 16.0),  # all do
+        ("int4.token4.keep16", {"head_dim": 16, "kept_pairs": 8}, 16.0),
+        ("int4.tensor8.keep8", {"head_dim": 16, "kept_pairs": 8}, 8 + 16 / 16),
         ("int4.token.pre.hadamard.centreall", {"head_dim": 64}, 4 + 32 / 64),
     ],
 )
@@ -253,12 +253,12 @@ ROUNDED = [
 @pytest.mark.parametrize("text", ROUNDED)
 def test_rounding_equals_plain_python(text):
     x = block()
-    kept = x.clone()
+    original = x.clone()
     got = fake_quantize(x, side(text))
-    assert torch.equal(x, kept), "what is read is not written to"
+    assert torch.equal(x, original), "what is read is not written to"
     assert got.shape == x.shape and got.dtype == x.dtype
-    for row, wanted in zip(got, x, strict=True):
-        torch.testing.assert_close(row, naive(wanted, side(text)), rtol=1e-12, atol=1e-12)
+    for row, raw in zip(got, x, strict=True):
+        torch.testing.assert_close(row, naive(raw, side(text)), rtol=1e-12, atol=1e-12)
     assert text == "int4.token1" or float((got - x).abs().max()) > 1e-3
 
 
@@ -276,8 +276,8 @@ def test_integers_by_hand():
 def test_nf4_is_that_of_bitsandbytes(size):
     x = torch.randn(5, 3, 2, 128, generator=torch.Generator().manual_seed(0))
     packed, state = bitsandbytes.functional.quantize_4bit(x, blocksize=size, quant_type="nf4")
-    wanted = bitsandbytes.functional.dequantize_4bit(packed, state)
-    torch.testing.assert_close(fake_quantize(x, side(f"nf4.token{size}")), wanted, rtol=1e-6, atol=1e-7)
+    expected = bitsandbytes.functional.dequantize_4bit(packed, state)
+    torch.testing.assert_close(fake_quantize(x, side(f"nf4.token{size}")), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_fp8_with_a_scale_of_one_is_a_cast_that_saturates():
@@ -291,8 +291,8 @@ def test_fp8_with_a_scale_of_one_is_a_cast_that_saturates():
 def test_fp8_with_a_scale_is_a_cast_of_what_fills_the_range():
     x = block((1, 1, 4, 32), dtype=torch.float32) * 1e-4
     scale = x.abs().amax(-1, keepdim=True) / 448
-    wanted = (x / scale).to(torch.float8_e4m3fn).float() * scale
-    assert torch.equal(fake_quantize(x, side("fp8.token")), wanted)
+    expected = (x / scale).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(fake_quantize(x, side("fp8.token")), expected)
 
 
 # --- properties
@@ -410,8 +410,8 @@ def test_states_that_are_not_finite_are_refused(text, value):
 
 @pytest.mark.parametrize("width", [1, 2, 8, 64, 128])
 def test_the_mix_is_scipys_hadamard_matrix(width):
-    wanted = torch.from_numpy(hadamard(width)).double() / width**0.5
-    torch.testing.assert_close(mix(torch.eye(width, dtype=torch.float64)), wanted)
+    expected = torch.from_numpy(hadamard(width)).double() / width**0.5
+    torch.testing.assert_close(mix(torch.eye(width, dtype=torch.float64)), expected)
 
 
 @pytest.mark.parametrize("width", [1, 7, 12, 16, 80, 96, 160, 256])

@@ -54,61 +54,61 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def checked(tokenizer):
     model = small()
-    made = check_cache(model, tokenizer, SCHEMES, methods=("default", "p_rope:p=0.5"), **ASKED)
+    check = check_cache(model, tokenizer, SCHEMES, methods=("default", "p_rope:p=0.5"), **ASKED)
     assert rope_patch.inspect(model).record is None
-    return model, made
+    return model, check
 
 
 # --- what is measured
 
 
 def test_rows_are_what_the_engines_measure(tokenizer, checked):
-    model, made = checked
+    model, check = checked
     texts, digest = spread_windows(tokenizer, TEXT, 56, 3)
-    assert made.digest == digest and made.windows == 3 and made.compared == 2
-    assert made.methods == ("default", "p_rope:p=0.5") and len(made.rows) == 8
+    assert check.digest == digest and check.windows == 3 and check.compared == 2
+    assert check.methods == ("default", "p_rope:p=0.5") and len(check.rows) == 8
     means = key_means(model, calibration(tokenizer, model))
-    assert made.calibration == calibration(tokenizer, model).numel() == 512 and made.text == "text of the user's own"
-    for row, scheme in zip(made.of("default"), ("none", *SCHEMES), strict=True):
+    assert check.calibration == calibration(tokenizer, model).numel() == 512 and check.text == "text of the user's own"
+    for row, scheme in zip(check.of("default"), ("none", *SCHEMES), strict=True):
         assert (row.scheme, row.scheme_text) == (scheme, str(Scheme.parse(scheme)))
         with quantized(model, scheme, means=means) as factory:
             cache = None if scheme == "none" else factory
             score = perplexity(model, texts, window=56, buckets=[0, 40, 56], cache=cache)
-            found = retrieval(
+            result = retrieval(
                 model, tokenizer, lengths=LENGTHS, depths=(0, 1), samples=1, haystack="noise", cache=cache
             )
-        assert row.scores.perplexity == score and row.scores.retrieval == {"passkey": found}
-    plain, rough = made.of("default")[:2]
+        assert row.scores.perplexity == score and row.scores.retrieval == {"passkey": result}
+    plain, rough = check.of("default")[:2]
     assert plain.scores.perplexity != rough.scores.perplexity
 
 
 def test_each_method_has_its_own_table(checked):
-    _, made = checked
+    _, check = checked
     for method, resting in (("default", 0), ("p_rope:p=0.5", 4)):
-        (slot,) = made.of(method)[0].tables
+        (slot,) = check.of(method)[0].tables
         assert int(unrotated(slot.inv_freq).sum()) == resting
-        assert torch.equal(made.captures[method].layers[0].inv_freq, slot.inv_freq)
-    one, other = (made.of(method)[0].scores.perplexity.nll for method in made.methods)
+        assert torch.equal(check.captures[method].layers[0].inv_freq, slot.inv_freq)
+    one, other = (check.of(method)[0].scores.perplexity.nll for method in check.methods)
     assert one != other
 
 
 @torch.no_grad()
 def test_divergence_is_the_mean_kl_of_whole_distributions(tokenizer, checked):
-    model, made = checked
+    model, check = checked
     texts, _ = spread_windows(tokenizer, TEXT, 56, 3)
     ids = torch.stack([window.ids for window in texts[:2]])
     plain = model(ids, use_cache=False).logits.double().log_softmax(-1)
     with quantized(model, SCHEMES[1]):
         rough = model(ids, use_cache=False).logits.double().log_softmax(-1)
-    found = made.of("default")[2].divergence
-    assert found.tokens == 112
-    assert found.kl == pytest.approx(float((plain.exp() * (plain - rough)).sum(-1).mean()), rel=1e-4)
-    assert found.top1 == float((plain.argmax(-1) == rough.argmax(-1)).double().mean())
+    divergence = check.of("default")[2].divergence
+    assert divergence.tokens == 112
+    assert divergence.kl == pytest.approx(float((plain.exp() * (plain - rough)).sum(-1).mean()), rel=1e-4)
+    assert divergence.top1 == float((plain.argmax(-1) == rough.argmax(-1)).double().mean())
 
 
 def test_bits_by_hand(checked, tokenizer):
-    _, made = checked
-    none, token, channel, centred = made.of("default")
+    _, check = checked
+    none, token, channel, centred = check.of("default")
     assert none.bits == none.cache_bits[56] == 16
     assert token.bits == 4 + 32 / 16 == token.cache_bits[56]  # two numbers of 16 bits share 16 features
     # Keys: 8 tokens share two numbers. Values: 8 features do. Of 40 tokens 32 have left the residual window.
@@ -122,33 +122,33 @@ def test_bits_by_hand(checked, tokenizer):
 
 
 def test_prediction_is_none_where_nothing_is_rounded(tokenizer):
-    made = check_cache(small(), tokenizer, ["kivi-2"], **ASKED)
-    assert made.rows[1].prediction == (None, None)
-    verdict = made.verdict(made.rows[1], 56)
+    check = check_cache(small(), tokenizer, ["kivi-2"], **ASKED)
+    assert check.rows[1].prediction == (None, None)
+    verdict = check.verdict(check.rows[1], 56)
     assert verdict.kind == "undecided" and verdict.measured == "nothing is quantized at 56 tokens"
-    assert made.rows[1].cache_bits[56] == 16 and made.change(made.rows[1], 56)[0] == pytest.approx(0, abs=1e-6)
+    assert check.rows[1].cache_bits[56] == 16 and check.change(check.rows[1], 56)[0] == pytest.approx(0, abs=1e-6)
 
 
 def test_json_says_all_and_is_standard(checked):
-    _, made = checked
+    _, check = checked
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no standard JSON")
 
-    data = json.loads(made.to_json(), parse_constant=refuse)
-    assert data["summary"] == made.summary() and data["simulated"] is True
-    row = made.of("p_rope:p=0.5")[2]
-    found = data["rows"][6]
-    assert (found["scheme"], found["residual"], found["sinks"]) == (SCHEMES[1], 8, 0)
-    assert found["lengths"]["56"]["perplexity"] == row.scores.perplexity.between(0, 56)
-    assert found["lengths"]["40"]["nll_change"] == list(made.change(row, 40))
-    assert found["lengths"]["40"]["verdict"]["kind"] == made.verdict(row, 40).kind
-    assert found["errors"][1]["pair"] == row.errors[1].pair.square().mean(0).sqrt().tolist()
-    assert found["errors"][0]["direct"] == [None if math.isnan(x) else x for x in row.errors[0].direct.tolist()]
-    lines = made.table()
+    data = json.loads(check.to_json(), parse_constant=refuse)
+    assert data["summary"] == check.summary() and data["simulated"] is True
+    row = check.of("p_rope:p=0.5")[2]
+    entry = data["rows"][6]
+    assert (entry["scheme"], entry["residual"], entry["sinks"]) == (SCHEMES[1], 8, 0)
+    assert entry["lengths"]["56"]["perplexity"] == row.scores.perplexity.between(0, 56)
+    assert entry["lengths"]["40"]["nll_change"] == list(check.change(row, 40))
+    assert entry["lengths"]["40"]["verdict"]["kind"] == check.verdict(row, 40).kind
+    assert entry["errors"][1]["pair"] == row.errors[1].pair.square().mean(0).sqrt().tolist()
+    assert entry["errors"][0]["direct"] == [None if math.isnan(x) else x for x in row.errors[0].direct.tolist()]
+    lines = check.table()
     assert len(lines) == 16 and lines[0]["verdict"] is None
     line = next(line for line in lines if line["scheme"] == SCHEMES[1] and line["length"] == 56)
-    assert line["perplexity_change"] == math.expm1(made.change(made.of("default")[2], 56)[0])
+    assert line["perplexity_change"] == math.expm1(check.change(check.of("default")[2], 56)[0])
 
 
 # --- what is concluded
@@ -222,8 +222,12 @@ def test_the_summary_says_what_to_do():
 def test_attribution_by_hand():
     assert attribute([]) == ((), (), None)
     # Layer 2 is worst, layer 0 has two thirds of its harm, layer 1 less.
-    some = [error(0, 0.6, pair=[[0, 2, 1], [0, 2, 1.0]]), error(1, 0.5, pair=[[9, 0, 0], [9, 0, 0.0]]), error(2, 0.9)]
-    assert attribute(some) == ((0, 2), (1,), None)  # squares 2, 10 and 4: pair 1 carries over half
+    layer_errors = [
+        error(0, 0.6, pair=[[0, 2, 1], [0, 2, 1.0]]),
+        error(1, 0.5, pair=[[9, 0, 0], [9, 0, 0.0]]),
+        error(2, 0.9),
+    ]
+    assert attribute(layer_errors) == ((0, 2), (1,), None)  # squares 2, 10 and 4: pair 1 carries over half
     assert attribute([error(3, 0.0, logit=(0, 0), pair=[[0, 0, 0], [0, 0, 0.0]])]) == ((3,), (), None)
     marked = {0: torch.tensor([[True, False, False]]), 2: torch.tensor([[False, False, True]])}
     spoilt = [error(0, 0.9, (1, 1), direct=0.1, induced=0.9), error(2, 0.9, (0.1, 0.1), direct=0.0, induced=0.1)]
@@ -234,17 +238,21 @@ def test_attribution_by_hand():
 
 
 def test_attribution_by_what_was_measured():
-    some = [error(0, 0.9, pair=[[0, 2, 1], [0, 2, 1.0]]), error(1, 0.1, pair=[[9, 0, 0], [9, 0, 0.0]]), error(2, 0.9)]
+    layer_errors = [
+        error(0, 0.9, pair=[[0, 2, 1], [0, 2, 1.0]]),
+        error(1, 0.1, pair=[[9, 0, 0], [9, 0, 0.0]]),
+        error(2, 0.9),
+    ]
     attribution = Attribution(whole=0.5, keys=0.4, values=0.1, layers={0: 0.1, 1: 0.3, 2: 0.2})
-    assert attribute(some, None, attribution) == ((1, 2), (0,), None)  # not by the largest error of outputs
-    assert attribute(some, None, attribution, 0.02)[0] == (0, 1, 2)  # each alone costs more than is tolerated
-    assert attribute(some, None, replace(attribution, values=0.5)) == ((1, 2), (), None)
-    rows = [by_hand("none", BASE), by_hand("a", off(0.5, 0.51, 0.49, 0.5), errors=some)]
-    said = []
-    for found in (attribution, replace(attribution, left=0.02), replace(attribution, values=0.5)):
-        check = check_of(rows[0], replace(rows[1], attribution=found), lengths=(8,), tolerance=0.25)
-        said.append(check.verdict(check.rows[1], 8).explanation)
-    assert said == [
+    assert attribute(layer_errors, None, attribution) == ((1, 2), (0,), None)  # not by the largest error of outputs
+    assert attribute(layer_errors, None, attribution, 0.02)[0] == (0, 1, 2)  # each alone costs more than is tolerated
+    assert attribute(layer_errors, None, replace(attribution, values=0.5)) == ((1, 2), (), None)
+    rows = [by_hand("none", BASE), by_hand("a", off(0.5, 0.51, 0.49, 0.5), errors=layer_errors)]
+    explanations = []
+    for changed in (attribution, replace(attribution, left=0.02), replace(attribution, values=0.5)):
+        check = check_of(rows[0], replace(rows[1], attribution=changed), lengths=(8,), tolerance=0.25)
+        explanations.append(check.verdict(check.rows[1], 8).explanation)
+    assert explanations == [
         "layers 1-2, pair 0",
         "layers 1-2, pair 0 (+2.0% with these in full precision)",
         "values of layers 1-2",
@@ -254,9 +262,9 @@ def test_attribution_by_what_was_measured():
 def test_attribution_is_what_happens_without(tokenizer):
     """Each part of a scheme costs what perplexity through a scheme of that part alone says."""
     asked = {**ASKED, "lengths": [56], "confidence": 0.1}  # three windows decide little
-    made = check_cache(small(), tokenizer, ["k=int2.token;v=int3.token"], **asked)
-    row, base = made.rows[1], made.rows[0]
-    assert made.verdict(row, 56).kind == "unsafe"
+    check = check_cache(small(), tokenizer, ["k=int2.token;v=int3.token"], **asked)
+    row, base = check.rows[1], check.rows[0]
+    assert check.verdict(row, 56).kind == "unsafe"
     texts, _ = spread_windows(tokenizer, TEXT, 56, 3)
 
     def cost(text):
@@ -270,12 +278,12 @@ def test_attribution_is_what_happens_without(tokenizer):
     assert row.attribution.keys == pytest.approx(cost("k=int2.token;v=none"), abs=1e-6)
     assert row.attribution.values == pytest.approx(cost("k=none;v=int3.token"), abs=1e-6)
     for layer, other in ((0, 1), (1, 0)):
-        wanted = cost(f"k=int2.token;v=int3.token;skip={other}")
-        assert row.attribution.layers[layer] == pytest.approx(wanted, abs=1e-6)
+        expected = cost(f"k=int2.token;v=int3.token;skip={other}")
+        assert row.attribution.layers[layer] == pytest.approx(expected, abs=1e-6)
     assert 0 < row.attribution.left < row.attribution.whole and base.attribution is None
     assert (
-        made.rows[0].attribution is None
-        and json.loads(made.to_json())["rows"][1]["lengths"]["56"]["verdict"]["attribution"]
+        check.rows[0].attribution is None
+        and json.loads(check.to_json())["rows"][1]["lengths"]["56"]["verdict"]["attribution"]
     )
 
 
@@ -283,15 +291,17 @@ def test_longest_keys_are_those_that_set_the_range():
     def layer(index, *radii):
         return SimpleNamespace(index=index, key=SimpleNamespace(radius=torch.tensor(radii)))
 
-    seen = SimpleNamespace(layers=[layer(0, [1, 1, 20, 41.0], [1, 1, 1, 6]), layer(1, [1, 1, 1, 4.9], [1, 30, 15, 1])])
-    marks = longest_keys(seen)  # the median is 1: long is over 5
+    captured = SimpleNamespace(
+        layers=[layer(0, [1, 1, 20, 41.0], [1, 1, 1, 6]), layer(1, [1, 1, 1, 4.9], [1, 30, 15, 1])]
+    )
+    marks = longest_keys(captured)  # the median is 1: long is over 5
     assert marks[0].int().tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
     assert marks[1].int().tolist() == [[0, 0, 0, 0], [0, 1, 1, 0]]
 
 
 def test_mitigations_change_one_thing():
-    made = mitigations("int4-token")
-    assert {name.partition("+")[2]: str(scheme) for name, scheme in made.items()} == {
+    schemes = mitigations("int4-token")
+    assert {name.partition("+")[2]: str(scheme) for name, scheme in schemes.items()} == {
         "pre": "k=int4.token.pre;v=int4.token",
         "hadamard": "k=int4.token.hadamard;v=int4.token",
         "centre": "k=int4.token.centre;v=int4.token",
@@ -321,8 +331,8 @@ def test_mitigations_change_one_thing():
 def test_mitigations_that_do_nothing_on_a_model_are_left_out(tokenizer, monkeypatch, family, method, left):
     monkeypatch.setattr(engine, "find_verdict", lambda row, *_: SimpleNamespace(kind="unsafe"))
     options = {**ASKED, "lengths": [40], "windows": 1, "depths": [0.5]}
-    made = check_cache(small(family), tokenizer, ["int2.token"], methods=[method], mitigate=True, **options)
-    tried = [row.scheme.partition("+")[2] for row in made.rows if row.mitigation_of == "int2.token"]
+    check = check_cache(small(family), tokenizer, ["int2.token"], methods=[method], mitigate=True, **options)
+    tried = [row.scheme.partition("+")[2] for row in check.rows if row.mitigation_of == "int2.token"]
     assert set(tried) == {name.partition("+")[2] for name in mitigations("int2.token")} - left - {"residual=128"}
 
 
@@ -333,8 +343,8 @@ def test_mitigations_are_tried_where_a_scheme_is_unsafe_at_any_length(tokenizer,
         engine, "find_verdict", lambda row, base, length, *_: SimpleNamespace(kind=kinds[length == bad])
     )
     monkeypatch.setattr(engine, "mitigations", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
-    made = check_cache(small(), tokenizer, ["int4-token"], mitigate=True, **{**ASKED, "windows": 1})
-    assert [row.mitigation_of for row in made.rows] == [None, None, *["int4-token"] * (bad is not None)]
+    check = check_cache(small(), tokenizer, ["int4-token"], mitigate=True, **{**ASKED, "windows": 1})
+    assert [row.mitigation_of for row in check.rows] == [None, None, *["int4-token"] * (bad is not None)]
 
 
 def test_what_rounds_nothing_is_said_and_no_mitigation():
@@ -357,23 +367,26 @@ def test_the_patch_that_a_model_came_with_is_told(tokenizer, checked):
     (plain,) = rope_patch.inspect(model).tables
     with rope_patch.patched(model, "yarn:factor=4") as patch:
         options = {"methods": ["default", "p_rope:p=0.5"], **ASKED, "windows": 1, "depths": (0.5,)}
-        made = check_cache(model, tokenizer, ["int4-token"], **options)
+        check = check_cache(model, tokenizer, ["int4-token"], **options)
         (own,) = (slot.fingerprint for slot in patch.after.values())
     assert own != plain.fingerprint
-    assert made.loaded == "yarn:factor=4"
-    assert made.tables["default"] == {"all": own} and made.tables["p_rope:p=0.5"]["all"] not in (own, plain.fingerprint)
-    assert made.meant("default") == "default: yarn:factor=4, as loaded"
-    assert made.meant("p_rope:p=0.5") == "p_rope:p=0.5"
-    methods = json.loads(made.to_json())["methods"]
+    assert check.loaded == "yarn:factor=4"
+    assert check.tables["default"] == {"all": own} and check.tables["p_rope:p=0.5"]["all"] not in (
+        own,
+        plain.fingerprint,
+    )
+    assert check.meant("default") == "default: yarn:factor=4, as loaded"
+    assert check.meant("p_rope:p=0.5") == "p_rope:p=0.5"
+    methods = json.loads(check.to_json())["methods"]
     assert methods["default"] == {"patch": "yarn:factor=4", "tables": {"all": own}}
     assert methods["p_rope:p=0.5"]["patch"] == "p_rope:p=0.5"
 
 
 def test_without_a_patch_default_is_the_table_as_it_is(checked):
-    model, made = checked
+    model, check = checked
     (slot,) = rope_patch.inspect(model).tables
-    assert made.loaded is None and made.meant("default") == "default" and made.model == "LlamaForCausalLM"
-    assert json.loads(made.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
+    assert check.loaded is None and check.meant("default") == "default" and check.model == "LlamaForCausalLM"
+    assert json.loads(check.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
 
 
 # --- kept work, and errors
@@ -393,11 +406,13 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         check_cache(model, tokenizer, names, resume=path, on_progress=stop, **ASKED)
     assert rope_patch.inspect(model).record is None and path.exists()
     first = len(heads)
-    seen = []
-    made = check_cache(model, tokenizer, names, resume=path, on_progress=lambda *told: seen.append(told), **ASKED)
+    progress = []
+    check = check_cache(
+        model, tokenizer, names, resume=path, on_progress=lambda *event: progress.append(event), **ASKED
+    )
     whole, again = len(heads) - first, len(heads)
-    assert whole < first and {stage for stage, _ in seen} == {f"default, {name}" for name in ("none", *names)}
-    assert sum(tokens for _, tokens in seen) == 3 * (3 * 56 + 2 * 96)
+    assert whole < first and {stage for stage, _ in progress} == {f"default, {name}" for name in ("none", *names)}
+    assert sum(tokens for _, tokens in progress) == 3 * (3 * 56 + 2 * 96)
     calls = []
     original = kv_measuring.attention_errors
     monkeypatch.setattr(kv_measuring, "attention_errors", lambda *a, **k: calls.append(a) or original(*a, **k))
@@ -407,11 +422,11 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         read.append(kwargs["input_ids"].numel())
 
     hook = model.model.register_forward_hook(note, with_kwargs=True)
-    kept = check_cache(model, tokenizer, names, resume=path, **ASKED)
+    resumed = check_cache(model, tokenizer, names, resume=path, **ASKED)
     assert len(heads) == again and not calls
     hook.remove()
     assert sum(size for size in read if size > 8) == 2 * 56  # the windows that radii come from; 8 tokens are a probe
-    assert kept.to_json() == made.to_json() == check_cache(model, tokenizer, names, **ASKED).to_json()
+    assert resumed.to_json() == check.to_json() == check_cache(model, tokenizer, names, **ASKED).to_json()
     check_cache(small(seed=1), tokenizer, names, resume=path, **{**ASKED, "windows": 2})
     assert calls  # another model is measured anew
 
@@ -476,17 +491,17 @@ def test_a_planted_fault_is_named_and_a_mitigation_found(tokenizer):
     options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": TEXT}
     without = check_cache(planted((0, 2), (14, 15), 0.0), tokenizer, ["int4-token"], **options)
     assert without.verdict(without.rows[1], 96).kind == "safe"
-    made = check_cache(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], mitigate=True, **options)
-    plain, broken = made.rows[:2]
+    check = check_cache(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], mitigate=True, **options)
+    plain, broken = check.rows[:2]
     assert plain.scores.perplexity.nll == pytest.approx(without.rows[0].scores.perplexity.nll, abs=1e-3)
-    verdict = made.verdict(broken, 96)
+    verdict = check.verdict(broken, 96)
     assert (verdict.kind, verdict.layers, verdict.pairs) == ("unsafe", (0, 2), (14, 15))
-    assert verdict.induced > 0.9 and made.change(broken, 96)[0] > 0.1
-    mitigation, good = made.mitigations(broken, 96)[0]
+    assert verdict.induced > 0.9 and check.change(broken, 96)[0] > 0.1
+    mitigation, good = check.mitigations(broken, 96)[0]
     assert good.kind == "safe" and mitigation.bits == broken.bits
-    assert made.change(mitigation, 96)[2] < math.log1p(0.05)
-    (sentence,) = made.summary()
+    assert check.change(mitigation, 96)[2] < math.log1p(0.05)
+    (sentence,) = check.summary()
     assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\), whose long", sentence)
     assert f"{mitigation.scheme} ({mitigation.scheme_text}) is safe" in sentence
-    centred = next(row for row in made.rows if row.scheme == "int4-token+pre.centreall")
-    assert made.verdict(centred, 96).kind == "safe"
+    centred = next(row for row in check.rows if row.scheme == "int4-token+pre.centreall")
+    assert check.verdict(centred, 96).kind == "safe"

@@ -49,7 +49,7 @@ from rope_patch.tables import RotaryTable
 
 ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
-# Two parameter values of every method, in the grammar, that give different tables.
+# Two parameter values of every method, as method strings, that give different tables.
 FORMS = {
     "default": ("default",),
     "nope": ("nope",),
@@ -78,9 +78,9 @@ def slot(
     **parameters: Any,
 ) -> RotaryTable:
     """A table as transformers builds it. By default 1, 0.1, 0.01, 0.001 rad/token, trained on 4096 tokens."""
-    spelled = {"rope_type": rope_type, "rope_theta": rope_theta, **parameters}
+    encoded = {"rope_type": rope_type, "rope_theta": rope_theta, **parameters}
     rotary = LlamaRotaryEmbedding(
-        LlamaConfig(head_dim=head_dim, max_position_embeddings=context, rope_parameters=spelled)
+        LlamaConfig(head_dim=head_dim, max_position_embeddings=context, rope_parameters=encoded)
     )
     return RotaryTable(
         inv_freq=rotary.inv_freq.clone(),
@@ -90,7 +90,7 @@ def slot(
         max_position_embeddings=context,
         original_max_position_embeddings=parameters.get("original_max_position_embeddings"),
         path="model.rotary_emb",
-        rope_parameters=spelled,
+        rope_parameters=encoded,
     )
 
 
@@ -107,7 +107,7 @@ def linear_slot(head_dim: int = 32) -> RotaryTable:
     return slot("linear", head_dim=head_dim, factor=2.0)
 
 
-SCALED = pytest.mark.parametrize("found", [llama3_slot, yarn_slot, linear_slot], ids=["llama3", "yarn", "linear"])
+SCALED = pytest.mark.parametrize("make_slot", [llama3_slot, yarn_slot, linear_slot], ids=["llama3", "yarn", "linear"])
 
 
 def check_table(after: RotaryTable, by_hand: list[float], scaling: float = 1.0) -> None:
@@ -154,11 +154,11 @@ def test_defaults_read_back_too(method: type[Method]) -> None:
 
 @ALL
 def test_a_method_cannot_be_changed(method: type[Method]) -> None:
-    made = method()
-    for field in dataclasses.fields(made):
+    instance = method()
+    for field in dataclasses.fields(instance):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(made, field.name, 1)
-    assert {made: "found"}[method()] == "found"
+            setattr(instance, field.name, 1)
+    assert {instance: "found"}[method()] == "found"
 
 
 def test_methods_with_other_parameters_are_not_equal() -> None:
@@ -167,26 +167,26 @@ def test_methods_with_other_parameters_are_not_equal() -> None:
 
 @pytest.mark.parametrize("form", EVERY_FORM + [name for name in METHODS if name not in SCALING])
 def test_a_method_leaves_a_float32_table_of_the_same_length_and_the_argument_alone(form: str) -> None:
-    found = slot()
-    before = found.inv_freq.clone()
-    after = parse(form)(found)
+    base_slot = slot()
+    before = base_slot.inv_freq.clone()
+    after = parse(form)(base_slot)
     assert after.inv_freq.shape == (4,)
     assert after.inv_freq.dtype == torch.float32
     assert (after.inv_freq >= 0).all()
-    assert torch.equal(found.inv_freq, before)
+    assert torch.equal(base_slot.inv_freq, before)
     assert (after.path, after.layer_type, after.max_position_embeddings) == ("model.rotary_emb", None, 4096)
 
 
 @pytest.mark.parametrize(("one", "other"), [forms for forms in FORMS.values() if len(forms) == 2])
 def test_two_parameter_values_in_one_process(one: str, other: str) -> None:
-    found = slot()
-    first, second = parse(one)(found), parse(other)(found)
+    base_slot = slot()
+    first, second = parse(one)(base_slot), parse(other)(base_slot)
     assert not torch.equal(first.inv_freq, second.inv_freq)
-    assert not torch.equal(first.inv_freq, found.inv_freq)
-    assert same(parse(one)(found), first)  # nothing of the second was kept
+    assert not torch.equal(first.inv_freq, base_slot.inv_freq)
+    assert same(parse(one)(base_slot), first)  # nothing of the second was kept
 
 
-# What transformers spells itself. The others have no rope type of their own.
+# What transformers has an encoding for. The others have no rope type of their own.
 NATIVE = {
     "default": "default",
     "nope": "proportional",
@@ -201,66 +201,66 @@ NATIVE = {
 
 
 @pytest.mark.parametrize("form", EVERY_FORM)
-def test_the_native_spelling_is_what_transformers_builds_the_same_table_from(form: str) -> None:
+def test_the_native_encoding_is_what_transformers_builds_the_same_table_from(form: str) -> None:
     method = parse(form)
     after = method(slot())
-    spelled = after.rope_parameters
-    assert (spelled or {}).get("rope_type") == NATIVE.get(method.name)
-    if spelled is None:
+    encoded = after.rope_parameters
+    assert (encoded or {}).get("rope_type") == NATIVE.get(method.name)
+    if encoded is None:
         assert after.rope_type == "custom"
         return
-    stock = slot(**json.loads(json.dumps(spelled)))
+    stock = slot(**json.loads(json.dumps(encoded)))
     assert same(stock, after)
-    assert (after.rope_type, after.rope_theta) == (spelled["rope_type"], spelled["rope_theta"])
+    assert (after.rope_type, after.rope_theta) == (encoded["rope_type"], encoded["rope_theta"])
 
 
 @pytest.mark.parametrize("form", [*(FORMS[name][0] for name in SCALING), "abf", "longrope", "p_rope"])
 @pytest.mark.parametrize(("head_dim", "rope_theta", "context"), [(64, 1e4, 2048), (128, 5e5, 8192), (96, 1e6, 32768)])
-def test_native_spellings_of_larger_tables(form: str, head_dim: int, rope_theta: float, context: int) -> None:
+def test_native_encodings_of_larger_tables(form: str, head_dim: int, rope_theta: float, context: int) -> None:
     after = parse(form)(slot(head_dim=head_dim, rope_theta=rope_theta, context=context))
     assert after.rope_parameters is not None
     assert same(slot(head_dim=head_dim, context=context, **after.rope_parameters), after)
 
 
-def test_keys_of_the_models_own_are_kept_in_a_spelling() -> None:
-    found = dataclasses.replace(slot(), other_keys={"partial_rotary_factor": 0.4, "mrope_section": [1, 2, 1]})
-    assert PI(factor=2.0)(found).rope_parameters == {
+def test_keys_of_the_models_own_are_kept_in_an_encoding() -> None:
+    base_slot = dataclasses.replace(slot(), other_keys={"partial_rotary_factor": 0.4, "mrope_section": [1, 2, 1]})
+    assert PI(factor=2.0)(base_slot).rope_parameters == {
         "partial_rotary_factor": 0.4,
         "mrope_section": [1, 2, 1],
         "rope_type": "linear",
         "rope_theta": 1e4,
         "factor": 2.0,
     }
-    assert PRope(p=0.5)(found).rope_parameters is None, "its factor would be read as the model's shape"
+    assert PRope(p=0.5)(base_slot).rope_parameters is None, "its factor would be read as the model's shape"
 
 
 # --- identities ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found", [slot, llama3_slot, yarn_slot, linear_slot])
+@pytest.mark.parametrize("make_slot", [slot, llama3_slot, yarn_slot, linear_slot])
 @pytest.mark.parametrize("form", ["default", "p_rope:p=1", "p_rope_reversed:p=1", "table", "truncated:context=1000000"])
-def test_identities_return_the_very_slot(form: str, found: Callable[..., RotaryTable]) -> None:
-    found_slot = found(head_dim=32)
-    assert parse(form)(found_slot) is found_slot
+def test_identities_return_the_very_slot(form: str, make_slot: Callable[..., RotaryTable]) -> None:
+    base_slot = make_slot(head_dim=32)
+    assert parse(form)(base_slot) is base_slot
 
 
-@pytest.mark.parametrize("found", [slot, llama3_slot, yarn_slot, linear_slot])
-def test_longrope_and_table_as_identities_are_bit_exact(found: Callable[..., RotaryTable]) -> None:
-    found_slot = found(head_dim=32)
-    assert same(LongRope()(found_slot), found_slot)
-    assert same(Table(values=found_slot.inv_freq.tolist())(found_slot), found_slot)
+@pytest.mark.parametrize("make_slot", [slot, llama3_slot, yarn_slot, linear_slot])
+def test_longrope_and_table_as_identities_are_bit_exact(make_slot: Callable[..., RotaryTable]) -> None:
+    base_slot = make_slot(head_dim=32)
+    assert same(LongRope()(base_slot), base_slot)
+    assert same(Table(values=base_slot.inv_freq.tolist())(base_slot), base_slot)
 
 
 @pytest.mark.parametrize("form", ["partial:p=1", "abf:factor=1", "pi:factor=1", "ntk:factor=1", "abf:rope_theta=10000"])
 def test_identities_of_a_plain_table(form: str) -> None:
-    found = slot(head_dim=64)
-    assert same(parse(form)(found), found)
+    base_slot = slot(head_dim=64)
+    assert same(parse(form)(base_slot), base_slot)
 
 
 # --- each method -----------------------------------------------------------------------------------------------------
 
 
-def test_nope_stills_every_pair() -> None:
+def test_nope_zeroes_every_frequency() -> None:
     after = NoPE()(slot())
     check_table(after, [0, 0, 0, 0])
     check_table(NoPE()(slot(head_dim=256)), [0] * 128)
@@ -275,8 +275,10 @@ def test_p_rope_by_hand() -> None:
     check_table(PRope(p=0.49)(slot()), [1, 0, 0, 0])  # floor: 0.49 * 8 = 3.92, // 2 = 1
 
 
-@pytest.mark.parametrize(("p", "head_dim", "kept"), [(0.7, 128, 44), (0.25, 256, 32), (0.7, 96, 33), (0.99, 64, 31)])
-def test_p_rope_rounds_down_as_transformers_does(p: float, head_dim: int, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("p", "head_dim", "rotating"), [(0.7, 128, 44), (0.25, 256, 32), (0.7, 96, 33), (0.99, 64, 31)]
+)
+def test_p_rope_rounds_down_as_transformers_does(p: float, head_dim: int, rotating: int) -> None:
     # 0.7 * 128 = 89.6, // 2 = 44
     config = LlamaConfig(
         head_dim=head_dim,
@@ -284,15 +286,15 @@ def test_p_rope_rounds_down_as_transformers_does(p: float, head_dim: int, kept: 
     )
     after = PRope(p=p)(slot(head_dim=head_dim))
     assert torch.equal(after.inv_freq, ROPE_INIT_FUNCTIONS["proportional"](config)[0])
-    assert int((after.inv_freq > 0).sum()) == kept
+    assert int((after.inv_freq > 0).sum()) == rotating
 
 
 def test_p_rope_of_a_scaled_table_keeps_the_scaling() -> None:
-    found = yarn_slot()
-    after = PRope(p=0.5)(found)
-    assert torch.equal(after.inv_freq[:8], found.inv_freq[:8])
+    base_slot = yarn_slot()
+    after = PRope(p=0.5)(base_slot)
+    assert torch.equal(after.inv_freq[:8], base_slot.inv_freq[:8])
     assert (after.inv_freq[8:] == 0).all()
-    assert after.attention_scaling == found.attention_scaling > 1
+    assert after.attention_scaling == base_slot.attention_scaling > 1
     assert (after.rope_type, after.rope_parameters) == ("custom", None)  # proportional has no scaling
 
 
@@ -328,8 +330,8 @@ def test_partial_turns_as_phi_does(p: float) -> None:
 @pytest.mark.parametrize("p", [0.25, 0.7])
 def test_p_rope_is_partial_rotary_of_a_smaller_base(p: float) -> None:
     # MATH.md: base theta ** (2r/d), r = int(p * d // 2)
-    kept = int(p * 64 // 2)
-    smaller = slot(head_dim=64, rope_theta=1e4 ** (2 * kept / 64))
+    rotating = int(p * 64 // 2)
+    smaller = slot(head_dim=64, rope_theta=1e4 ** (2 * rotating / 64))
     torch.testing.assert_close(Partial(p=p)(smaller).inv_freq, PRope(p=p)(slot(head_dim=64)).inv_freq)
 
 
@@ -347,12 +349,12 @@ def test_pi_by_hand() -> None:
 
 
 def test_pi_divides_a_scaled_table_as_found() -> None:
-    found = yarn_slot()
-    after = PI(factor=2)(found)
-    assert torch.equal(after.inv_freq, found.inv_freq / 2)
-    assert after.attention_scaling == found.attention_scaling
+    base_slot = yarn_slot()
+    after = PI(factor=2)(base_slot)
+    assert torch.equal(after.inv_freq, base_slot.inv_freq / 2)
+    assert after.attention_scaling == base_slot.attention_scaling
     assert (after.rope_type, after.rope_parameters) == ("custom", None)
-    from_scratch = PI(factor=2, replace_scaling=True)(found)
+    from_scratch = PI(factor=2, replace_scaling=True)(base_slot)
     assert torch.equal(from_scratch.inv_freq, slot(head_dim=32).inv_freq / 2)
     assert (from_scratch.attention_scaling, from_scratch.rope_type) == (1, "linear")
 
@@ -369,7 +371,7 @@ def test_a_second_pi_is_refused_unless_it_replaces_the_first() -> None:
     assert torch.equal(PI(factor=4, replace_scaling=True)(linear_slot()).inv_freq, slot(head_dim=32).inv_freq / 4)
 
 
-def test_pairs_slower_than_1e20th_become_still() -> None:
+def test_pairs_slower_than_1e20th_become_unrotated() -> None:
     # 2e18 slows 1, 0.1, 0.01, 0.001 to 5e-19, 5e-20 and two below 1e-20
     check_table(PI(factor=2e18)(slot()), [5e-19, 5e-20, 0, 0])
 
@@ -445,21 +447,21 @@ def test_longrope_is_transformers_own(factor: float) -> None:
 
 
 def test_longrope_writes_one_list_and_one_length_so_that_nothing_switches() -> None:
-    spelled = dict(LongRope(factors=(1, 2, 4, 8), attention_factor=1.5)(slot()).rope_parameters or {})
-    assert spelled["short_factor"] == spelled["long_factor"] == [1, 2, 4, 8]
-    assert spelled["original_max_position_embeddings"] == 4096
-    assert spelled["short_mscale"] == spelled["long_mscale"] == spelled["attention_factor"] == 1.5  # mscale: for vLLM
+    encoded = dict(LongRope(factors=(1, 2, 4, 8), attention_factor=1.5)(slot()).rope_parameters or {})
+    assert encoded["short_factor"] == encoded["long_factor"] == [1, 2, 4, 8]
+    assert encoded["original_max_position_embeddings"] == 4096
+    assert encoded["short_mscale"] == encoded["long_mscale"] == encoded["attention_factor"] == 1.5  # mscale: for vLLM
     assert not {"short_mscale", "long_mscale"} & dict(LongRope()(slot()).rope_parameters or {}).keys()
 
 
 def test_longrope_of_a_scaled_table_divides_it_as_found() -> None:
-    found = yarn_slot()
-    after = LongRope(factors=[2.0] * 16, factor=8)(found)
-    assert torch.equal(after.inv_freq, found.inv_freq / 2)
+    base_slot = yarn_slot()
+    after = LongRope(factors=[2.0] * 16, factor=8)(base_slot)
+    assert torch.equal(after.inv_freq, base_slot.inv_freq / 2)
     # L = 1024 = 2 ** 10, before YaRN: sqrt(1 + 3/10) on top of 0.1 ln 4 + 1
     assert after.attention_scaling == pytest.approx(math.sqrt(1.3) * 1.138629, rel=1e-6)
     assert (after.rope_type, after.rope_parameters) == ("custom", None)
-    assert LongRope(attention_factor=1.5)(found).attention_scaling == 1.5
+    assert LongRope(attention_factor=1.5)(base_slot).attention_scaling == 1.5
 
 
 def test_truncated_at_a_context_by_hand() -> None:
@@ -477,17 +479,17 @@ def test_truncated_starts_from_the_context_before_scaling() -> None:
 def test_truncated_at_cutoffs_by_hand() -> None:
     check_table(Truncated(cutoff_low=0.005, cutoff_high=0.05, floor=0.02)(slot()), [1, 0.1, 0.02, 0])
     check_table(Truncated(cutoff_low=0.005, cutoff_high=0.05)(slot()), [1, 0.1, 0, 0])
-    # exactly at the cutoffs: f = high is kept, f = low is still
-    found = Table(values=(1, 0.5, 0.25, 0.125))(slot())
-    check_table(Truncated(cutoff_low=0.125, cutoff_high=0.5, floor=0.2)(found), [1, 0.5, 0.2, 0])
-    check_table(Truncated(cutoff_low=0.25, cutoff_high=0.25, floor=0.2)(found), [1, 0.5, 0.25, 0])
+    # exactly at the cutoffs: f = high is kept, f = low is zeroed
+    base_slot = Table(values=(1, 0.5, 0.25, 0.125))(slot())
+    check_table(Truncated(cutoff_low=0.125, cutoff_high=0.5, floor=0.2)(base_slot), [1, 0.5, 0.2, 0])
+    check_table(Truncated(cutoff_low=0.25, cutoff_high=0.25, floor=0.2)(base_slot), [1, 0.5, 0.25, 0])
 
 
 def test_table_by_hand() -> None:
     check_table(Table(values=(1, 0.5, 1e-21, 0))(slot()), [1, 0.5, 0, 0])
     check_table(Table(attention_scaling=1.25)(slot()), [1, 0.1, 0.01, 0.001], 1.25)
-    found = yarn_slot(head_dim=8)
-    check_table(Table(values=(1, 0.5, 0.25, 0))(found), [1, 0.5, 0.25, 0], found.attention_scaling)
+    base_slot = yarn_slot(head_dim=8)
+    check_table(Table(values=(1, 0.5, 0.25, 0))(base_slot), [1, 0.5, 0.25, 0], base_slot.attention_scaling)
 
 
 # --- scaled checkpoints ----------------------------------------------------------------------------------------------
@@ -502,19 +504,19 @@ def test_replace_scaling_is_a_parameter_of_these_and_of_pi() -> None:
 
 @SCALED
 @pytest.mark.parametrize("name", REPLACING)
-def test_a_scaled_table_is_not_recomputed_unasked(name: str, found: Callable[..., RotaryTable]) -> None:
+def test_a_scaled_table_is_not_recomputed_unasked(name: str, make_slot: Callable[..., RotaryTable]) -> None:
     message = (
         f"{name} recomputes the table from rope_theta, but model.rotary_emb is already scaled or not geometric "
-        f"(rope_type {found().rope_type!r}). Pass replace_scaling=True to drop that scaling first."
+        f"(rope_type {make_slot().rope_type!r}). Pass replace_scaling=True to drop that scaling first."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        create(name)(found())
+        create(name)(make_slot())
 
 
 @SCALED
 @pytest.mark.parametrize("name", REPLACING)
-def test_replace_scaling_starts_from_the_plain_table(name: str, found: Callable[..., RotaryTable]) -> None:
-    scaled = found()
+def test_replace_scaling_starts_from_the_plain_table(name: str, make_slot: Callable[..., RotaryTable]) -> None:
+    scaled = make_slot()
     factor = {"factor": 4} if name in SCALING else {}
     after = create(name, replace_scaling=True, **factor)(scaled)
     assert same(after, create(name, **factor)(slot(head_dim=32, context=scaled.context)))
@@ -539,7 +541,7 @@ def test_gemma_4s_fraction_with_gemma_3s_factor() -> None:
     check_table(parse("p_rope:p=0.25+pi:factor=8")(slot()), [0.125, 0, 0, 0])
 
 
-def test_abf_then_p_rope_keeps_a_native_spelling() -> None:
+def test_abf_then_p_rope_keeps_a_native_encoding() -> None:
     after = parse("abf:rope_theta=100000000+p_rope:p=0.5")(slot())
     check_table(after, [1, 0.01, 0, 0])
     assert after.rope_parameters == {"rope_type": "proportional", "rope_theta": 1e8, "partial_rotary_factor": 0.5}
@@ -582,7 +584,7 @@ def test_sequences_flatten() -> None:
     assert chain.steps == (ABF(), PI(), PRope(p=0.5), Table())
 
 
-# --- the grammar -----------------------------------------------------------------------------------------------------
+# --- method strings -------------------------------------------------------------------------------------------------
 
 numbers = (
     st.floats(0, 1)
@@ -617,13 +619,13 @@ def any_method(draw: st.DrawFn, method: type[Method]) -> Method:
 @settings(deadline=None, database=None, max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_parameters_read_back_in_every_notation(method: type[Method], data: st.DataObject) -> None:
-    made = data.draw(any_method(method))
-    text = str(made)
+    drawn = data.draw(any_method(method))
+    text = str(drawn)
     assert re.fullmatch(r"[\w.:=/-]+", text)  # no comma, no space, no plus
-    assert parse(text) == made
-    assert repr(parse(text)) == repr(made)  # in type, too
-    assert parse(f"{text}+nope") == Chain((made, NoPE()))
-    assert from_dict(json.loads(json.dumps(made.to_dict(), allow_nan=False))) == made
+    assert parse(text) == drawn
+    assert repr(parse(text)) == repr(drawn)  # in type, too
+    assert parse(f"{text}+nope") == Chain((drawn, NoPE()))
+    assert from_dict(json.loads(json.dumps(drawn.to_dict(), allow_nan=False))) == drawn
     assert through_lm_eval(text) == text
 
 
@@ -661,7 +663,7 @@ def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default() -> N
     ],
     ids=str,
 )
-def test_the_grammar_reads_other_spellings(text: str, method: Method) -> None:
+def test_method_strings_may_be_written_in_other_ways(text: str, method: Method) -> None:
     assert parse(text) == method
 
 
@@ -921,10 +923,10 @@ def test_name_is_an_unknown_parameter_like_any_other(call: Callable[[], Any]) ->
         call()
 
 
-@pytest.mark.parametrize("made", [Default(), NoPE()], ids=str)
-def test_a_method_without_parameters_cannot_be_changed_either(made: Method) -> None:
+@pytest.mark.parametrize("instance", [Default(), NoPE()], ids=str)
+def test_a_method_without_parameters_cannot_be_changed_either(instance: Method) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        made.p = 0.5  # type: ignore[attr-defined]
+        instance.p = 0.5  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("call", [lambda: Table(values=()), lambda: LongRope(factors=())], ids=["table", "longrope"])
@@ -935,29 +937,29 @@ def test_an_empty_list_is_refused_at_once(call: Callable[[], Method]) -> None:
 
 @pytest.mark.parametrize("form", ["partial:p=0.5", "table:values=1/0.5/0.25/0", "pi:factor=4+longrope:factors=1/2/3/4"])
 def test_the_ambient_device_plays_no_part(form: str) -> None:
-    found = slot()
+    base_slot = slot()
     with torch.device("meta"):
-        after = parse(form)(found)
-    assert same(after, parse(form)(found))
+        after = parse(form)(base_slot)
+    assert same(after, parse(form)(base_slot))
 
 
 def test_the_ambient_dtype_plays_no_part() -> None:
-    found = slot()
+    base_slot = slot()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        after = Partial()(found)
+        after = Partial()(base_slot)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert same(after, Partial()(found))
+    assert same(after, Partial()(base_slot))
 
 
 # --- the slot --------------------------------------------------------------------------------------------------------
 
 
 def test_a_slot_tells_its_shape_and_its_trained_context() -> None:
-    found = yarn_slot(head_dim=32)
-    assert (found.pairs, found.rotary_dim, found.context) == (16, 32, 1024)
-    assert (slot().context, slot().is_geometric, found.is_geometric) == (4096, True, False)
+    base_slot = yarn_slot(head_dim=32)
+    assert (base_slot.pairs, base_slot.rotary_dim, base_slot.context) == (16, 32, 1024)
+    assert (slot().context, slot().is_geometric, base_slot.is_geometric) == (4096, True, False)
     cut = PRope(p=0.5)(slot())
     assert str(cut) == (
         "model.rotary_emb: proportional, 4 pairs (2 unrotated), rope_theta 10000, attention_scaling 1, "
@@ -1040,12 +1042,14 @@ def test_the_advised_factor_is_taken() -> None:
 
 def test_pi_divides_what_the_table_found_states_and_the_others_start_from_the_first_context() -> None:
     # Llama 3.1 states 131072 tokens over 8192: interpolated to 262144 it is stretched by 2, recomputed by 32.
-    found = dataclasses.replace(llama3_slot(), max_position_embeddings=131072, original_max_position_embeddings=8192)
-    assert parse("pi").for_target(found, 262144) == PI(factor=2)
-    assert parse("pi:replace_scaling=true").for_target(found, 262144) == PI(factor=32, replace_scaling=True)
+    base_slot = dataclasses.replace(
+        llama3_slot(), max_position_embeddings=131072, original_max_position_embeddings=8192
+    )
+    assert parse("pi").for_target(base_slot, 262144) == PI(factor=2)
+    assert parse("pi:replace_scaling=true").for_target(base_slot, 262144) == PI(factor=32, replace_scaling=True)
     for name in ("yarn", "ntk", "llama3"):
-        made = parse(f"{name}:replace_scaling=true").for_target(found, 262144)
-        assert str(made) == f"{name}:factor=32:replace_scaling=true"
+        resolved = parse(f"{name}:replace_scaling=true").for_target(base_slot, 262144)
+        assert str(resolved) == f"{name}:factor=32:replace_scaling=true"
 
 
 @pytest.mark.parametrize(

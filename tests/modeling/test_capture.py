@@ -52,11 +52,11 @@ def direct(states, pairs, interleaved):
 
 def assert_same(statistics, states, pairs, interleaved, row):
     """Compare with the direct computation; states may hold the rotating features alone."""
-    for name, wanted in direct(states, pairs, interleaved).items():
+    for name, expected in direct(states, pairs, interleaved).items():
         got = getattr(statistics, name).numpy()
         if name in ("mean", "mean_abs", "max_abs", "drift"):
             got = got[..., : states.shape[-1]]
-        numpy.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+        numpy.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=name)
     assert statistics.interleaved is interleaved
     norms = states.double().norm(dim=-1).T
     if states.shape[-1] == statistics.mean.shape[1] and float(norms.std()) > 1e-3:  # Gemma 4's values are of one norm
@@ -95,19 +95,22 @@ def test_statistics_equal_those_of_stored_states(name, chunk, monkeypatch):
 
 
 def test_what_the_layers_say_of_attention():
-    def told(name):
+    def attention_facts(name):
         return [
             (s.layer_type, len(s.inv_freq), s.context, s.scaling, s.softcap)
             for s in capture(model_of(name), ids(20, 1)).layers
         ]
 
-    assert told("llama") == [(None, 8, 64, 0.25, None)] * 2
-    assert told("mistral") == [(None, 8, 32, 0.25, None)] * 2  # all layers slide
-    assert told("gemma2") == [(None, 8, 16, 0.25, 50.0), (None, 8, 64, 0.25, 50.0)]
-    assert told("gemma3") == [("sliding_attention", 8, 16, 0.25, None), ("full_attention", 8, 64, 0.25, None)]
-    assert told("gemma4") == [("sliding_attention", 8, 16, 1.0, None), ("full_attention", 16, 64, 1.0, None)]
-    assert told("phi") == [(None, 4, 64, 0.25, None)] * 2
-    assert told("phi3-partial") == [(None, 4, 64, 0.25, None)] * 2
+    assert attention_facts("llama") == [(None, 8, 64, 0.25, None)] * 2
+    assert attention_facts("mistral") == [(None, 8, 32, 0.25, None)] * 2  # all layers slide
+    assert attention_facts("gemma2") == [(None, 8, 16, 0.25, 50.0), (None, 8, 64, 0.25, 50.0)]
+    assert attention_facts("gemma3") == [
+        ("sliding_attention", 8, 16, 0.25, None),
+        ("full_attention", 8, 64, 0.25, None),
+    ]
+    assert attention_facts("gemma4") == [("sliding_attention", 8, 16, 1.0, None), ("full_attention", 16, 64, 1.0, None)]
+    assert attention_facts("phi") == [(None, 4, 64, 0.25, None)] * 2
+    assert attention_facts("phi3-partial") == [(None, 4, 64, 0.25, None)] * 2
 
 
 @pytest.mark.parametrize("method", ["p_rope:p=0.5", "yarn:factor=4", "pi:factor=2"])
@@ -212,9 +215,9 @@ def test_key_heads_are_repeated_for_the_query_heads_they_serve():
 def test_some_layers_alone():
     model, row = model_of("gemma4-shared"), text()
     everything = capture(model, row)
-    some = capture(model, row, layers=[3, 1])
-    assert [layer.index for layer in some.layers] == [1, 3]
-    for layer in some.layers:
+    selected = capture(model, row, layers=[3, 1])
+    assert [layer.index for layer in selected.layers] == [1, 3]
+    for layer in selected.layers:
         for role in ROLES:
             assert torch.equal(getattr(layer, role).mean, getattr(everything.layer(layer.index), role).mean)
 
@@ -251,8 +254,8 @@ def test_parts_that_put_out_the_same_on_the_probe_are_told_apart(monkeypatch):
             model(row[None], use_cache=False)
         layer = capture(model, row, layers=[0], top=1).layers[0]
         for role in ROLES:
-            found = states[role][0].double()
-            torch.testing.assert_close(getattr(layer, role).mean, found.mean(0), rtol=1e-5, atol=1e-5)
+            recorded = states[role][0].double()
+            torch.testing.assert_close(getattr(layer, role).mean, recorded.mean(0), rtol=1e-5, atol=1e-5)
 
 
 # --- what it leaves alone
@@ -261,17 +264,17 @@ def test_parts_that_put_out_the_same_on_the_probe_are_told_apart(monkeypatch):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_model_attends_as_it_is_set(attention, monkeypatch):
     model, row = model_of("llama", attention=attention), text()
-    seen = []
+    query_counts = []
     if attention == "sdpa":
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
         def spy_attention(module, query, *args, **kwargs):
-            seen.append(query.shape[2])
+            query_counts.append(query.shape[2])
             return attend(module, query, *args, **kwargs)
 
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", spy_attention)
     capture(model, row)
-    assert seen == ([TOKENS] * 2 if attention == "sdpa" else [])
+    assert query_counts == ([TOKENS] * 2 if attention == "sdpa" else [])
     assert model.config._attn_implementation == attention
 
 
@@ -309,14 +312,14 @@ def test_dropout_is_off_meanwhile():
 def test_what_is_kept_does_not_grow_with_the_text():
     model = model_of("llama")
 
-    def kept(tokens):
+    def size_after(tokens):
         layers = capture(model, ids(tokens, 1), chunk=32).layers
         return sum(
             value.numel() for layer in layers for role in ROLES for value in vars(getattr(layer, role)).values()
             if isinstance(value, torch.Tensor)
         )  # fmt: skip
 
-    assert kept(40) == kept(300)
+    assert size_after(40) == size_after(300)
 
 
 def test_what_is_computed_on_the_way_is_a_slice_wide(monkeypatch):

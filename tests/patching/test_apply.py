@@ -56,7 +56,7 @@ def test_only_relative_positions_count(family, name):
             rotated_k, _ = apply_rotary_pos_emb(k, k, cos[:, n : n + 1], sin[:, n : n + 1])
             scores[m, n] = float((rotated_q * rotated_k).sum())
         assert scores[9, 4] == pytest.approx(scores[39, 34], abs=2e-5)
-        if patch.after[kind].inv_freq.any():  # nope, and what is left of Gemma 4's own p-RoPE reversed, stand still
+        if patch.after[kind].inv_freq.any():  # nope and Gemma 4's own p-RoPE reversed leave no pair that rotates
             assert scores[9, 4] != pytest.approx(scores[9, 3], abs=1e-4)
 
 
@@ -107,25 +107,25 @@ def scaled_base(family, parameters):
 @pytest.mark.parametrize("method", ["default", "p_rope:p=1"])
 def test_identity_on_scaled_bases(family, parameters, method):
     model = scaled_base(family, dict(parameters))
-    before, said = logits(model), copy.deepcopy(model.config.rope_parameters)
+    before, rope_parameters = logits(model), copy.deepcopy(model.config.rope_parameters)
     with rope_patch.patched(model, method):
         assert torch.equal(logits(model), before)
-        assert model.config.rope_parameters == said
+        assert model.config.rope_parameters == rope_parameters
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("method", ["default", "p_rope:p=1", "p_rope_reversed:p=1"])
 def test_identity_on_every_family(family, method):
     model = tiny_model(family)
-    before, said = logits(model), copy.deepcopy(model.config.rope_parameters)
+    before, rope_parameters = logits(model), copy.deepcopy(model.config.rope_parameters)
     with rope_patch.patched(model, method):
         assert torch.equal(logits(model), before)
-        assert model.config.rope_parameters == said
+        assert model.config.rope_parameters == rope_parameters
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 @pytest.mark.parametrize(
-    ("method", "spelling"),
+    ("method", "encoding"),
     [
         ("pi:factor=3", {"rope_type": "linear", "factor": 3.0}),
         ("pi:factor=8", {"rope_type": "linear", "factor": 8.0}),
@@ -165,20 +165,20 @@ def test_identity_on_every_family(family, method):
         ),
     ],
 )
-def test_tables_are_those_of_transformers(family, method, spelling):
-    """The reference is spelled by hand and built by transformers' own function, without this package."""
+def test_tables_are_those_of_transformers(family, method, encoding):
+    """The reference is encoded by hand and built by transformers' own function, without this package."""
     kind = last_layer_type(family)
     theta = CONFIGS[family].rope_parameters
     theta = (theta if kind is None else theta[kind])["rope_theta"]
     config = copy.deepcopy(CONFIGS[family])
-    spelled = {"rope_theta": theta, **spelling}
-    config.rope_parameters = spelled if kind is None else {**config.rope_parameters, kind: spelled}
-    table, scaling = ROPE_INIT_FUNCTIONS[spelling["rope_type"]](config, layer_type=kind)
+    encoded = {"rope_theta": theta, **encoding}
+    config.rope_parameters = encoded if kind is None else {**config.rope_parameters, kind: encoded}
+    table, scaling = ROPE_INIT_FUNCTIONS[encoding["rope_type"]](config, layer_type=kind)
     model = tiny_model(family)
     patch = rope_patch.apply(model, method)
     assert torch.equal(module_of(model).table(kind), table)
     assert patch.after[kind].attention_scaling == scaling
-    assert patch.after[kind].rope_type == spelling["rope_type"]
+    assert patch.after[kind].rope_type == encoding["rope_type"]
 
 
 def test_p_rope_through_longrope_where_the_native_type_is_refused():
@@ -203,7 +203,7 @@ def test_gemma4_smaller_p_keeps_the_native_type():
 def test_chain_p_rope_then_pi():
     model = tiny_model()
     patch = rope_patch.apply(model, [rope_patch.PRope(p=0.25), rope_patch.PI(factor=8)])
-    # 8 pairs: 10000 ** (0, -1/8) / 8 = 0.125, 0.0395285; the rest still
+    # 8 pairs: 10000 ** (0, -1/8) / 8 = 0.125, 0.0395285; the rest unrotated
     assert patch.after[None].inv_freq.tolist() == pytest.approx([0.125, 0.0395285, 0, 0, 0, 0, 0, 0], rel=1e-6)
     assert str(patch.method) == "p_rope:p=0.25+pi:factor=8"
 
@@ -288,11 +288,11 @@ def test_a_lost_record_is_noticed():
 
 def test_pi_on_an_interpolated_checkpoint():
     model = tiny_model(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-    found = module_of(model).inv_freq.clone()
+    inv_freq = module_of(model).inv_freq.clone()
     with pytest.raises(ValueError, match=r"already interpolated .*factor 2.0.*replace_scaling=True"):
         rope_patch.apply(model, "pi", factor=2)
     patch = rope_patch.apply(model, "pi", factor=4, replace_scaling=True)
-    assert torch.allclose(patch.after[None].inv_freq * 2, found)
+    assert torch.allclose(patch.after[None].inv_freq * 2, inv_freq)
 
 
 def test_double_precision():
@@ -309,16 +309,16 @@ def test_double_precision():
 
 @pytest.mark.parametrize("name", ["p_rope", "partial", "truncated", "longrope", "table"])
 def test_ambient_dtype_and_device_play_no_part(name):
-    wanted = rope_patch.apply(tiny_model(), name).record
+    expected = rope_patch.apply(tiny_model(), name).record
     model = tiny_model()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert rope_patch.apply(model, name).record == wanted
+        assert rope_patch.apply(model, name).record == expected
     finally:
         torch.set_default_dtype(torch.float32)
     other = tiny_model()
     with torch.device("meta"):
-        assert rope_patch.apply(other, name).record == wanted
+        assert rope_patch.apply(other, name).record == expected
     rope_patch.verify(other)
 
 
@@ -448,8 +448,8 @@ def test_dynamic_tables_are_refused_or_frozen():
         rope_patch.apply(tiny_model(), "default", freeze_at=200)
 
 
-@pytest.mark.parametrize(("length", "wanted"), [(64, 1.0), (65, 0.5)])
-def test_two_longrope_tables_are_frozen_at_one(length, wanted):
+@pytest.mark.parametrize(("length", "expected"), [(64, 1.0), (65, 0.5)])
+def test_two_longrope_tables_are_frozen_at_one(length, expected):
     two = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -461,7 +461,7 @@ def test_two_longrope_tables_are_frozen_at_one(length, wanted):
     with pytest.raises(ValueError, match="dynamic table"):
         rope_patch.apply(model, "default")
     patch = rope_patch.apply(model, "default", freeze_at=length)
-    assert patch.after[None].inv_freq[0] == wanted
+    assert patch.after[None].inv_freq[0] == expected
     # sqrt(1 + ln(256 / 64) / ln 64) = 1.1547
     assert patch.after[None].attention_scaling == pytest.approx(1.154700, abs=1e-5)
 

@@ -149,7 +149,7 @@ def test_two_readers_of_one_config_are_refused():
 def all_checks(config, tmp_path, method="yarn:factor=4", **options):
     """Effect, verification, plain reload, undo."""
     model = built(config)
-    before, said = logits(model), model.config.to_dict()
+    before, config_before = logits(model), model.config.to_dict()
     patch = rope_patch.apply(model, method, **options)
     after = logits(model)
     assert not torch.allclose(after, before, atol=1e-5)
@@ -160,7 +160,7 @@ def all_checks(config, tmp_path, method="yarn:factor=4", **options):
     assert torch.equal(logits(model), before)
     ignored = ("dtype", "architectures")  # which saving states
     assert {k: v for k, v in model.config.to_dict().items() if k not in ignored} == {
-        k: v for k, v in said.items() if k not in ignored
+        k: v for k, v in config_before.items() if k not in ignored
     }
 
 
@@ -230,23 +230,23 @@ def test_a_decoder_that_is_an_output_layer(tmp_path):
 
 
 def heard(monkeypatch):
-    said = []
-    monkeypatch.setattr(rope_patch.patching.apply.logger, "warning", said.append)
-    return said
+    warnings = []
+    monkeypatch.setattr(rope_patch.patching.apply.logger, "warning", warnings.append)
+    return warnings
 
 
 def test_a_method_that_leaves_the_table_as_it_was_is_said_and_recorded(monkeypatch, tmp_path):
-    said, model = heard(monkeypatch), tiny_model()
+    warnings, model = heard(monkeypatch), tiny_model()
     patch = rope_patch.apply(model, "truncated:context=1000000")  # within which every pair turns
-    assert said == ["truncated:context=1000000 leaves every table of this LlamaForCausalLM as it was"]
+    assert warnings == ["truncated:context=1000000 leaves every table of this LlamaForCausalLM as it was"]
     assert patch.record.changed is False and model.config.rope_patch["changed"] is False
     rope_patch.save(model, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_patch"]["changed"] is False
     model = tiny_model()
-    said.clear()
+    warnings.clear()
     assert rope_patch.apply(model, "default").record.changed is False  # which says so by its name
     assert rope_patch.apply(model, "truncated:context=64", replace=True).record.changed is True
-    assert not said
+    assert not warnings
 
 
 def test_an_empty_or_unknown_choice_of_layers_is_refused():
@@ -263,10 +263,10 @@ def test_an_empty_or_unknown_choice_of_layers_is_refused():
 
 
 def test_a_target_is_checked_and_a_factor_left_out_filled_in(monkeypatch):
-    said, model = heard(monkeypatch), tiny_model()
+    warnings, model = heard(monkeypatch), tiny_model()
     patch = rope_patch.apply(model, "yarn", target_length=512)
     assert patch.method == rope_patch.Yarn(factor=8) and patch.record.method["factor"] == 8.0
-    assert "context 64 tokens before, 512 after" in str(patch) and not said
+    assert "context 64 tokens before, 512 after" in str(patch) and not warnings
     patch.restore()
     refused(
         model,
@@ -280,7 +280,7 @@ def test_a_target_is_checked_and_a_factor_left_out_filled_in(monkeypatch):
     )
     refused(model, "target_length must be a whole number of tokens >= 1, got True", "default", target_length=True)
     patch = rope_patch.apply(model, "yarn:factor=4")
-    (line,) = said
+    (line,) = warnings
     assert line.startswith("yarn:factor=4 reaches 256 tokens, the config still states a context of 64")
     assert line in str(patch)
 
@@ -308,21 +308,21 @@ def edited():
 
 
 def test_edits_of_the_config_are_named_when_they_are_dropped(monkeypatch):
-    said, model = heard(monkeypatch), edited()
+    warnings, model = heard(monkeypatch), edited()
     with pytest.raises(PatchError, match=r"changed since \(max_position_embeddings 128 -> 256; rope_parameters.factor"):
         rope_patch.apply(model, "default")
     patch = rope_patch.apply(model, "default", replace=True)
     assert (
         "drops what was changed in the config since: max_position_embeddings 128 -> 256; rope_parameters.factor 2.0"
-        in said[0]
+        in warnings[0]
     )
     assert patch.after[None].rope_type == "default" and model.config.max_position_embeddings == 64
 
 
 def test_edits_of_the_config_are_kept_on_request(monkeypatch, tmp_path):
-    said, model = heard(monkeypatch), edited()
+    warnings, model = heard(monkeypatch), edited()
     patch = rope_patch.apply(model, "p_rope:p=0.5", replace=True, keep_edits=True)
-    assert not said
+    assert not warnings
     assert torch.equal(patch.before[None].inv_freq, tiny_slot().inv_freq / 4)
     assert model.config.max_position_embeddings == 256
     rope_patch.save(model, tmp_path / "out")
@@ -384,17 +384,17 @@ def test_patching_in_threads_leaves_transformers_logging_alone():
 
 def test_two_patches_of_one_model_wait_for_each_other():
     model = tiny_model()
-    before, wanted = logits(model), {}
+    before, expected = logits(model), {}
     for name in ("yarn:factor=4", "pi:factor=4"):
         with rope_patch.patched(model, name):
-            wanted[name] = logits(model)
+            expected[name] = logits(model)
 
     def work(name):
         for _ in range(10):
             with rope_patch.patched(model, name):
-                assert torch.equal(logits(model), wanted[name])
+                assert torch.equal(logits(model), expected[name])
 
-    in_threads(*(lambda name=name: work(name) for name in wanted))
+    in_threads(*(lambda name=name: work(name) for name in expected))
     assert torch.equal(logits(model), before)
     assert tiny_config("llama").rope_parameters == model.config.rope_parameters
 
@@ -413,9 +413,9 @@ def t5gemma():
 def test_the_decoder_of_an_encoder_decoder_is_patched_saved_and_read(tmp_path, monkeypatch):
     from transformers import AutoModelForSeq2SeqLM
 
-    said, model, tokens = heard(monkeypatch), t5gemma(), ids(48) % 96
+    warnings, model, tokens = heard(monkeypatch), t5gemma(), ids(48) % 96
     rope_patch.apply(model, "yarn", target_length=256)
-    (line,) = [line for line in said if "alone" in line]
+    (line,) = [line for line in warnings if "alone" in line]
     assert line == "the decoder alone is patched: model.encoder.rotary_emb keep their tables"
     rope_patch.save(model, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -59,7 +59,7 @@ def test_casts(family, name, dtype):
 def test_meta_to_empty_and_load(family, name):
     model = tiny_model(family)
     patch = rope_patch.apply(model, method_for(family, name))
-    wanted, weights = logits(model), copy.deepcopy(model.state_dict())
+    expected, weights = logits(model), copy.deepcopy(model.state_dict())
     model.to("meta")
     model.to_empty(device="cpu")
     model.load_state_dict(weights)
@@ -68,7 +68,7 @@ def test_meta_to_empty_and_load(family, name):
     embed_scale = getattr(model.model.embed_tokens, "scalar_embed_scale", None)
     if embed_scale is not None:  # Gemma's own non-persistent buffer is lost on the way, as in stock models
         model.model.embed_tokens.embed_scale.fill_(embed_scale)
-    assert torch.equal(logits(model), wanted)
+    assert torch.equal(logits(model), expected)
 
 
 @SOME
@@ -86,7 +86,7 @@ def test_built_on_meta(family, name):
 def test_copies_and_pickles(family, name):
     model = tiny_model(family)
     patch = rope_patch.apply(model, method_for(family, name))
-    wanted = logits(model)
+    expected = logits(model)
     twin = copy.deepcopy(model)
     assert_table(twin, patch)
     buffer = io.BytesIO()
@@ -98,7 +98,7 @@ def test_copies_and_pickles(family, name):
     other_patch = rope_patch.apply(other, method_for("llama", name))
     other.load_state_dict(torch.load(buffer))
     assert_table(other, other_patch)
-    assert torch.equal(logits(other), wanted)
+    assert torch.equal(logits(other), expected)
     whole = io.BytesIO()
     torch.save(model, whole)
     whole.seek(0)
@@ -132,12 +132,12 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
 
     model = tiny_model(family)
     patch = rope_patch.apply(model, method_for(family, name))
-    wanted = logits(model)
+    expected = logits(model)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert torch.allclose(logits(model), wanted, atol=1e-6)
+    assert torch.allclose(logits(model), expected, atol=1e-6)
     assert_table(model, patch)
     other = tiny_model(family)
     rope_patch.apply(other, method_for("llama", name))
@@ -296,13 +296,13 @@ def test_compiled_for_real_with_a_static_cache():
     model = tiny_model()
     rope_patch.apply(model, "yarn:factor=4")
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    wanted = model.generate(ids(10, 1), **options)
+    expected = model.generate(ids(10, 1), **options)
     torch._dynamo.reset()
     compiled = torch.compile(model.model.rotary_emb, fullgraph=True)
     positions = torch.arange(7)[None]
     for got, want in zip(compiled(torch.zeros(1), positions), cos_sin(model, positions), strict=True):
         assert torch.allclose(got, want, atol=1e-6)
-    assert torch.equal(model.generate(ids(10, 1), cache_implementation="static", **options), wanted)
+    assert torch.equal(model.generate(ids(10, 1), cache_implementation="static", **options), expected)
 
 
 @FULL

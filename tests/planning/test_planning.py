@@ -240,9 +240,9 @@ def measured(model: Any, context: Any, loss: Any) -> tuple[LiveBytes, int]:
     with LiveBytes(model) as live:
         with context:
             total = loss()
-        kept, live.peak = live.now, live.now
+        retained, live.peak = live.now, live.now
         total.backward()
-    return live, kept
+    return live, retained
 
 
 def decoder(model: Any) -> Any:
@@ -278,8 +278,8 @@ def test_peak_of_the_decoder(family, attention, dtype, rank, checkpointing):
     last_norm = (
         TOKENS * 64 * (4 + planned.options.element * (2 if rank is None else 1))
     )  # by hand: input, normed, output
-    kept = planned["masks"] * checkpointing + planned["activations"] + last_norm
-    assert kept == pytest.approx(counted, rel=0.1)
+    predicted = planned["masks"] * checkpointing + planned["activations"] + last_norm
+    assert predicted == pytest.approx(counted, rel=0.1)
     assert planned["masks"] + planned["activations"] + planned["layer"] == pytest.approx(live.peak, rel=0.1)
 
 
@@ -314,8 +314,8 @@ def test_peak_with_sliced_logits(family, tokens):
 def test_adapter_is_as_large_as_peft_makes_it(family, targets):
     model = tiny_model(family)
     planned = plan(model, length=64, lora_rank=8, target_modules=targets)
-    wanted = targets[0] if targets == ("all-linear",) else list(targets)
-    adapted = get_peft_model(model, LoraConfig(r=8, target_modules=wanted))
+    target_modules = targets[0] if targets == ("all-linear",) else list(targets)
+    adapted = get_peft_model(model, LoraConfig(r=8, target_modules=target_modules))
     trained = [p for p in adapted.parameters() if p.requires_grad]
     assert planned["adapter"] == planned["gradients"] == sum(4 * p.numel() for p in trained)
     optimizer = torch.optim.AdamW(trained)

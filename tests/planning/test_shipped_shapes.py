@@ -30,7 +30,7 @@ def write() -> None:
     }
     text = json.dumps(data, indent=1)
     inner = re.compile(r"\[[^][{}]*\]")  # lists of numbers and words stand on one line
-    FILE.write_text(inner.sub(lambda found: re.sub(r"\s+", " ", found[0]), text) + "\n", encoding="utf-8")
+    FILE.write_text(inner.sub(lambda match: re.sub(r"\s+", " ", match[0]), text) + "\n", encoding="utf-8")
 
 
 def test_every_config_has_a_shape_and_every_shape_a_config():

@@ -175,7 +175,7 @@ def random_analysis(
         SweepPoint(0.25, {tables[0][0] or "all": (2, 3, 4, 5, 6, 7)}, 0.6, 0.7, 0.65, 0.3, (16.0, math.inf), 8,
               ((0.7, 0.6, 0.8), (math.inf, -math.inf, math.inf))),
     )  # fmt: skip
-    made = Analysis(
+    analysis = Analysis(
         name=name,
         table="the table",
         method=None,
@@ -192,21 +192,21 @@ def random_analysis(
         token_texts=WORDS,
         environment={"torch": "2"},
     )
-    return replace(made, **changes)
+    return replace(analysis, **changes)
 
 
 @pytest.fixture
 def figures(monkeypatch):
     """Figures as they would have been saved, which is left out."""
-    made = []
-    monkeypatch.setattr(plots, "svg", lambda figure: made.append(figure) or "<svg></svg>")
-    return made
+    drawn = []
+    monkeypatch.setattr(plots, "svg", lambda figure: drawn.append(figure) or "<svg></svg>")
+    return drawn
 
 
 class Standard(NamedTuple):
     """A page of two random analyses, and its figures, not saved."""
 
-    made: Analysis
+    analysis: Analysis
     after: Analysis
     text: str
     page: Report
@@ -216,11 +216,11 @@ class Standard(NamedTuple):
 @pytest.fixture(scope="module")
 def standard():
     """Made once for the tests that only look."""
-    made, after, drawn = random_analysis(), random_analysis(seed=3, name="after"), []
+    analysis, after, drawn = random_analysis(), random_analysis(seed=3, name="after"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "svg", lambda figure: drawn.append(figure) or "<svg></svg>")
-        text = analysis_report.page(made, against=after)
-    return Standard(made, after, text, Report(text), drawn)
+        text = analysis_report.page(analysis, against=after)
+    return Standard(analysis, after, text, Report(text), drawn)
 
 
 def texts(cells):
@@ -258,8 +258,8 @@ class Report(Page):
 
 
 def test_the_page_is_whole_and_loads_nothing():
-    made = random_analysis(layers=2)
-    text = analysis_report.page(made, command="rope-patch analyze <x>")
+    analysis = random_analysis(layers=2)
+    text = analysis_report.page(analysis, command="rope-patch analyze <x>")
     page = Page(text)
     images = page.all("img")
     assert len(images) == 12  # heads, view, norms, heads of a layer, groups, 2 scatters, features, 3 means, p
@@ -268,24 +268,24 @@ def test_the_page_is_whole_and_loads_nothing():
         assert kind == "data:image/svg+xml;base64"
         assert b"</svg>" in base64.b64decode(data)
         assert len(image["alt"]) > 40
-    for _, attributes in page.seen:
+    for _, attributes in page.tags:
         for name in ("src", "href", "srcset", "action", "data", "background"):
             assert (attributes.get(name) or "#").startswith(("#", "data:"))
     assert not page.all("script") and not page.all("link")
     assert not re.search(r"url\(|@import", text)
-    said = "".join(page.text)
-    assert "Some <b> model" in said and "<b>" not in text
+    page_text = "".join(page.text)
+    assert "Some <b> model" in page_text and "<b>" not in text
     for fact in ("rope-patch analyze <x>", "abababababababab…", "2 of 24 tokens", "first (1), second $ (1)", "torch 2"):
-        assert fact in said
-    for finding in findings(made):
-        assert finding in said
+        assert fact in page_text
+    for finding in findings(analysis):
+        assert finding in page_text
 
 
 def test_the_same_analysis_gives_the_same_text(standard):
     """Figures one by one: the page holds nothing else that could differ."""
     again = random_analysis()
-    assert analysis_mean_logits.mean_logit(standard.made, 0, 1) == analysis_mean_logits.mean_logit(again, 0, 1)
-    assert analysis_figures.outlier_scatter(standard.made)[1] == analysis_figures.outlier_scatter(again)[1]
+    assert analysis_mean_logits.mean_logit(standard.analysis, 0, 1) == analysis_mean_logits.mean_logit(again, 0, 1)
+    assert analysis_figures.outlier_scatter(standard.analysis)[1] == analysis_figures.outlier_scatter(again)[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "svg", lambda figure: "<svg></svg>")
         assert analysis_report.page(again, against=standard.after) == standard.text
@@ -303,18 +303,18 @@ def test_sections_come_in_order_and_are_linked(standard):
 def test_tokens_are_seen_and_do_no_harm(standard):
     assert "<script" not in standard.text
     rows = table(standard.page, "The text of these figures, 24 tokens")
-    seen = ["<s>", "␣the", r"\n", "$x$", "<script>", "字"]
-    assert rows[0] == ["0", *(seen * 3)[:16]]
+    token_names = ["<s>", "␣the", r"\n", "$x$", "<script>", "字"]
+    assert rows[0] == ["0", *(token_names * 3)[:16]]
     assert rows[1][0] == "16"
-    assert token_text(replace(standard.made, token_texts={7: "\ufffd"}), 7) == "� (id 7)"
+    assert token_text(replace(standard.analysis, token_texts={7: "\ufffd"}), 7) == "� (id 7)"
     assert visible("a\tb\x00\u202e") == r"a\tb\u0000\u202e"
 
 
 def test_numbers_of_heads_are_those_of_the_analysis(standard):
-    made, page = standard.made, standard.page
+    analysis, page = standard.analysis, standard.page
     rows = {row[0]: row for row in table(page, "Heads and their types")[1:]}
     assert set(rows) == {"0.0", "0.1", "0.3", "1.0", "1.1", "2.0", "2.1"}
-    layer = made.heads.layer(1)
+    layer = analysis.heads.layer(1)
     assert rows["1.1"][1] == "previous token"
     masses = [layer.offset_mass[1, 0], layer.offset_mass[1, 1], layer.first_mass[1], layer.sink_mass[1]]
     assert rows["1.1"][2:7] == [f"{float(mass):.2f}" for mass in [*masses, layer.induction_mass[1]]]
@@ -331,43 +331,43 @@ def test_numbers_of_heads_are_those_of_the_analysis(standard):
 
 
 def test_numbers_of_outliers_sinks_and_p_are_those_of_the_analysis(standard):
-    made, page = standard.made, standard.page
-    outliers = made.outliers("key")
+    analysis, page = standard.analysis, standard.page
+    outliers = analysis.outliers("key")
     rows = table(page, "Outlier pairs of the keys")[1:]
     assert len(rows) == len(outliers) == 6  # one key head in each of three layers, for two query heads
     for row, pair in zip(rows, outliers, strict=True):
         assert row[:2] == [f"{pair.layer}.{pair.head}", "7"]
         assert row[4:8] == [f"{pair.radius:.2f}", f"{pair.ratio:.1f}", f"{pair.deviation:.2f}", f"{pair.phi:.2f}"]
         assert row[8] == f"{pair.angle:.2f}"
-    found = recall(made.capture, quantiles=(0.99,)).rows
-    for row, expected in zip(table(page, "Outliers inside the bounds")[1:], found, strict=True):
+    recalls = recall(analysis.capture, quantiles=(0.99,)).rows
+    for row, expected in zip(table(page, "Outliers inside the bounds")[1:], recalls, strict=True):
         assert row[2] == f"{expected.outliers} of {expected.features}"
         for cell, share in zip(row[4:], (expected.frequency, expected.angle, expected.relaxed), strict=True):
             assert cell == "–" if share is None else float(cell.split()[0]) == pytest.approx(100 * share, abs=0.5)
-    for row, sink in zip(table(page, "The preferred token of each layer")[1:], made.sinks, strict=True):
+    for row, sink in zip(table(page, "The preferred token of each layer")[1:], analysis.sinks, strict=True):
         head = int(sink.score[:, 0].argmax())
         assert row[:4] == [f"{sink.layer}.{head}", r"\n", "0", "0"]
         values = (sink.logit[head, 0], sink.cosine[head, 0])
         assert [row[4], row[6]] == [f"{float(value):.2f}" for value in values]
         assert row[5] == f"{float(sink.score[head, 0]):.1f}"
-        assert row[7] == f"{float(made.heads.layer(sink.layer).sink_weight[head, 0]):.2f}"
-    base, some, most = table(page, "The p sweep")[1:]
+        assert row[7] == f"{float(analysis.heads.layer(sink.layer).sink_weight[head, 0]):.2f}"
+    base, middle, most = table(page, "The p sweep")[1:]
     assert base == ["1", "none", "0.0 %", "0.0 %", "0.0 %", "0.0 %", "8.00", "unchanged", "30.00", "unchanged"]
-    assert some[:6] == ["0.75", "2 of 8", "21 %", "22 %", "18 %", "1.1 %"]
-    assert some[7] == "+10.5 % (−0.1 % to +22.1 %)"  # exp(0.1) - 1
+    assert middle[:6] == ["0.75", "2 of 8", "21 %", "22 %", "18 %", "1.1 %"]
+    assert middle[7] == "+10.5 % (−0.1 % to +22.1 %)"  # exp(0.1) - 1
     assert most[8:] == ["∞", "+∞ % (no interval from one window)"]
 
 
 def test_a_sink_that_is_not_measured_says_so():
-    made = random_analysis()
-    moved = tuple(replace(sink, row=torch.ones_like(sink.row)) for sink in made.sinks)
-    rows = analysis_tables.preferred_table(replace(made, sinks=moved)).rows
+    analysis = random_analysis()
+    moved = tuple(replace(sink, row=torch.ones_like(sink.row)) for sink in analysis.sinks)
+    rows = analysis_tables.preferred_table(replace(analysis, sinks=moved)).rows
     assert {row[-1].text for row in rows} == {"not a sink of the head"}
 
 
 def test_nothing_found_is_said(figures):
     """No head types, triggers, sinks, outliers, single heads or p sweep."""
-    made = random_analysis(
+    analysis = random_analysis(
         groups=("all",), views=(), p_sweep=(), advice=Advice(None, "The p sweep was left out, so no p is advised.")
     )
     plain = [
@@ -378,7 +378,7 @@ def test_nothing_found_is_said(figures):
             sink_token=torch.full_like(layer.sink_token, -1),
             **{name: torch.zeros_like(getattr(layer, name)) for name in ("trigger_mass", "sink_weight")},
         )
-        for layer in made.heads.layers
+        for layer in analysis.heads.layers
     ]
     even = [
         replace(
@@ -386,14 +386,14 @@ def test_nothing_found_is_said(figures):
             query=replace(layer.query, mean=torch.ones_like(layer.query.mean)),
             key=replace(layer.key, mean=torch.ones_like(layer.key.mean)),
         )
-        for layer in made.capture.layers
+        for layer in analysis.capture.layers
     ]
-    made = replace(
-        made,
-        heads=replace(made.heads, layers=tuple(plain)),
-        capture=replace(made.capture, layers=tuple(even)),
+    analysis = replace(
+        analysis,
+        heads=replace(analysis.heads, layers=tuple(plain)),
+        capture=replace(analysis.capture, layers=tuple(even)),
     )
-    said = "".join(Page(analysis_report.page(made)).text)
+    page_text = "".join(Page(analysis_report.page(analysis)).text)
     for words in (
         *(
             "No head is of a known type.",
@@ -404,29 +404,29 @@ def test_nothing_found_is_said(figures):
         *("No pair of a mean key is longer than 5 times", "No pair of a mean query", "No single head was analyzed."),
         *("the most positional head, since none is of that type", "so no p is advised", "the p sweep was left out"),
     ):
-        assert words in said
-    assert not NO_NUMBER.search(said)
+        assert words in page_text
+    assert not NO_NUMBER.search(page_text)
     assert len(figures) == 7  # heads, norms, heads of a layer, 2 scatters, features, one mean
 
 
 def test_numbers_that_are_none(figures):
     """Pairs without a direction have an infinite deviation."""
-    made = random_analysis()
+    analysis = random_analysis()
     nowhere = torch.full((2, 8), math.inf, dtype=torch.float64)
-    layers = [replace(layer, key=replace(layer.key, circular_deviation=nowhere)) for layer in made.capture.layers]
-    made = replace(made, capture=replace(made.capture, layers=tuple(layers)))
-    _, drawn = analysis_figures.outlier_scatter(made)
+    layers = [replace(layer, key=replace(layer.key, circular_deviation=nowhere)) for layer in analysis.capture.layers]
+    analysis = replace(analysis, capture=replace(analysis.capture, layers=tuple(layers)))
+    _, drawn = analysis_figures.outlier_scatter(analysis)
     assert (
         "96 points are not drawn because their directions cancel out" in drawn.caption
     )  # 3 layers of 4 heads of 8 pairs
-    found = analysis_tables.outlier_table(made, "key")
-    assert {row[6].text for row in found.rows} == {"∞"}
+    outlier_rows = analysis_tables.outlier_table(analysis, "key")
+    assert {row[6].text for row in outlier_rows.rows} == {"∞"}
 
 
 def test_words_for_outliers_are_true():
     """By brute force over real distances: what a pair adds is a cosine."""
     drawn = torch.rand(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    seen = set()
+    covered = set()
     for phi, share in drawn.tolist():
         context, turns = 100, 0.98 * share + 0.01
         phi = 2 * math.pi * phi
@@ -437,16 +437,16 @@ def test_words_for_outliers_are_true():
         distances = torch.arange(1, 1001, dtype=torch.float64) / 10
         q, k = torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[math.cos(phi), math.sin(phi)]]).double()
         (values,) = contributions(q, k, torch.tensor([f]).double(), distances)
-        told = analysis_tables.why(pair)
-        seen.add(kind)
+        reason = analysis_tables.why(pair)
+        covered.add(kind)
         if kind == "offset feature":
-            assert "adds less at every distance than at 0" in told
+            assert "adds less at every distance than at 0" in reason
             assert float(values.max()) < math.cos(phi)
         else:
-            where = float(told.removesuffix(" tokens back.").split()[-1])
+            where = float(reason.removesuffix(" tokens back.").split()[-1])
             assert float(values.max()) == pytest.approx(math.cos(phi - f * where), abs=2e-3)
             assert float(values.max()) > math.cos(phi)
-    assert seen == {"offset feature", "partial turn"}
+    assert covered == {"offset feature", "partial turn"}
     full = OutlierPair("query", 0, 0, 0, 6.28, 40.7, 9.0, 9.0, 0.25, 1.0, 100.0, "full turns")
     assert analysis_tables.why(full) == (
         "Full turns (40.7): the mean is long although the pair rotates fast, because queries point the same way "
@@ -461,19 +461,19 @@ def test_words_for_outliers_are_true():
 
 def test_differences_are_told(standard):
     before, after, _, page, figures = standard
-    found = differences(before, after)
-    said = " ".join("".join(page.text).split())
-    assert "What after does differently" in said
+    difference = differences(before, after)
+    page_text = " ".join("".join(page.text).split())
+    assert "What after does differently" in page_text
     for one in (before, after):
         for finding in findings(one):
-            assert said.count(finding) >= 1
-    assert all(told in said for told in changes(found, "after"))
+            assert page_text.count(finding) >= 1
+    assert all(sentence in page_text for sentence in changes(difference, "after"))
     rows = table(page, "Heads that changed")[1:]
-    assert [row[0] for row in rows] == [f"{change.layer}.{change.head}" for change in found.heads]
-    assert [row[1] for row in rows] == [f"{change.moved:.2f}" for change in found.heads]
+    assert [row[0] for row in rows] == [f"{change.layer}.{change.head}" for change in difference.heads]
+    assert [row[1] for row in rows] == [f"{change.moved:.2f}" for change in difference.heads]
     figure = figures[-1]
     shown = [axes.images[0] for axes in figure.axes if axes.images]
-    for image, values in zip(shown, (found.query_norm, found.key_norm), strict=True):
+    for image, values in zip(shown, (difference.query_norm, difference.key_norm), strict=True):
         numpy.testing.assert_allclose(image.get_array().filled(math.nan), values.numpy())
         assert image.norm.vmin == -image.norm.vmax
         assert image.cmap.name == "RdBu_r"
@@ -514,7 +514,7 @@ def test_the_bound_is_drawn_between_its_pairs():
     phi_1 = frequencies.geometric(1e4, 32)
     assert bound_edges(phi_1, 2048) == [10.5]  # Jonasson: pairs 11 to 15
     assert bound_edges(frequencies.geometric(1e4, 128), 4096) == [45.5]  # Llama-2-7B: pairs 46 to 63
-    assert bound_edges(torch.cat((torch.zeros(3), phi_1[3:])), 2048) == [2.5, 10.5]  # the fastest stand still
+    assert bound_edges(torch.cat((torch.zeros(3), phi_1[3:])), 2048) == [2.5, 10.5]  # the fastest are unrotated
     assert bound_edges(phi_1, 1) == bound_edges(torch.ones(4), 64) == []
     panel = pair_map("norms", torch.rand(2, 16), ["0", "1"], phi_1, 2048)
     figure = heat_maps([[panel]], title="t", xlabel="x", ylabel="y", labels=["norm"])
@@ -555,10 +555,12 @@ def test_heat_maps_show_their_values_and_clip_few():
 
 
 def test_the_scatter_draws_each_pair_against_its_own_bound(figures):
-    made = random_analysis(tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 8)))
-    analysis_figures.outlier_scatter(made)
-    points = scatter(made.capture)
-    turns_of = {layer.index: layer.context * layer.inv_freq.double() / (2 * math.pi) for layer in made.capture.layers}
+    analysis = random_analysis(tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 8)))
+    analysis_figures.outlier_scatter(analysis)
+    points = scatter(analysis.capture)
+    turns_of = {
+        layer.index: layer.context * layer.inv_freq.double() / (2 * math.pi) for layer in analysis.capture.layers
+    }
     turns = torch.stack([turns_of[layer][pair] for layer, pair in zip(points.layer.tolist(), points.pair, strict=True)])
     first, angle, beyond = figures[0].axes[:3]
     full, partial = (collection.get_offsets() for collection in first.collections[:2])
@@ -576,14 +578,15 @@ def test_the_scatter_draws_each_pair_against_its_own_bound(figures):
 
 
 def test_unrotated_pairs_stand_at_the_end_of_the_scale(figures):
-    made = random_analysis()
+    analysis = random_analysis()
     layers = [
-        replace(layer, inv_freq=torch.where(torch.arange(8) < 5, layer.inv_freq, 0.0)) for layer in made.capture.layers
+        replace(layer, inv_freq=torch.where(torch.arange(8) < 5, layer.inv_freq, 0.0))
+        for layer in analysis.capture.layers
     ]
-    made = replace(made, capture=replace(made.capture, layers=tuple(layers)))
-    rows = analysis_tables.outlier_table(made, "key").rows
+    analysis = replace(analysis, capture=replace(analysis.capture, layers=tuple(layers)))
+    rows = analysis_tables.outlier_table(analysis, "key").rows
     assert {row[9].text for row in rows} == {"Unrotated: adds the same at every distance."}
-    analysis_figures.outlier_scatter(made)
+    analysis_figures.outlier_scatter(analysis)
     shown = figures[0]
     offsets = shown.axes[0].collections[2].get_offsets()
     assert len(offsets) == 3 * 4 * 3 and (offsets[:, 0] < 1).all()
@@ -591,9 +594,9 @@ def test_unrotated_pairs_stand_at_the_end_of_the_scale(figures):
 
 
 def test_mean_logits_are_those_of_the_decomposition(figures):
-    made = random_analysis()
-    analysis_mean_logits.mean_logit(made, 1, 2)
-    layer = made.capture.layer(1)
+    analysis = random_analysis()
+    analysis_mean_logits.mean_logit(analysis, 1, 2)
+    layer = analysis.capture.layer(1)
     whole = decompose(layer, torch.arange(256))
     sums, without, pattern = figures[0].axes[:3]
     lines = {line.get_label(): line for line in sums.lines}
@@ -622,20 +625,20 @@ def test_a_long_context_is_sampled():
 
 
 def test_clearest_heads_are_of_both_kinds():
-    made = random_analysis()
-    layers = list(made.heads.layers)
+    analysis = random_analysis()
+    layers = list(analysis.heads.layers)
     mass = layers[2].offset_mass.clone()
     mass[3, 2] = 0.99
     layers[2] = replace(layers[2], offset_mass=mass)
-    heads = replace(made.heads, layers=tuple(layers))
+    heads = replace(analysis.heads, layers=tuple(layers))
     assert analysis_mean_logits.clearest(heads) == [(0, 1), (0, 0), (2, 3)]
     assert analysis_figures.busiest(heads) == (2, 3)
 
 
 def test_a_view_shows_its_head(figures):
-    made = random_analysis()
-    (view,) = made.views
-    told = analysis_figures.view(made, replace(view, window=6))
+    analysis = random_analysis()
+    (view,) = analysis.views
+    shown = analysis_figures.view(analysis, replace(view, window=6))
     query, key, *_ = [axes.images[0] for axes in figures[0].axes if axes.images]
     numpy.testing.assert_allclose(query.get_array().data, view.query_norms.T)
     numpy.testing.assert_allclose(key.get_array().data, view.key_norms.T)
@@ -648,17 +651,17 @@ def test_a_view_shows_its_head(figures):
         numpy.testing.assert_allclose(heights, view.mean_terms(distance))
         mean = float(view.logits.diagonal(-distance).mean())
         assert sum(heights) == pytest.approx(mean)
-        assert f"{mean:.2f}".replace("-", "−") in told.caption
+        assert f"{mean:.2f}".replace("-", "−") in shown.caption
 
 
 def test_layers_of_two_tables_are_apart(figures):
-    made = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)))
-    found = kinds(made.capture)
-    assert [(kind.name, kind.rows) for kind in found] == [
+    analysis = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)))
+    layer_kinds = kinds(analysis.capture)
+    assert [(kind.name, kind.rows) for kind in layer_kinds] == [
         ("sliding_attention, 64 tokens", ["0", "2", "4"]),
         ("full_attention, 4096 tokens", ["1", "3"]),
     ]
-    analysis_figures.norms(made)
+    analysis_figures.norms(analysis)
     shown = [axes for axes in figures[0].axes if axes.images]
     assert sorted(axes.images[0].get_array().shape for axes in shown) == [(2, 16)] * 3 + [(3, 8)] * 3
     for axes in shown:
@@ -666,19 +669,21 @@ def test_layers_of_two_tables_are_apart(figures):
         edges = bound_edges(frequencies.geometric(1e4, 16 if sliding else 32), 64 if sliding else 4096)
         assert [list(line.get_xdata()) for line in axes.lines] == [[edge, edge] for edge in edges]
     queries = next(axes for axes in shown if axes.get_title(loc="left") == "full_attention, 4096 tokens\nqueries")
-    expected = torch.stack([made.capture.layer(i).query.mean_norm.mean(0) for i in (1, 3)])
+    expected = torch.stack([analysis.capture.layer(i).query.mean_norm.mean(0) for i in (1, 3)])
     numpy.testing.assert_allclose(queries.images[0].get_array().data, expected)
-    told = dict(facts(made))
-    assert told["Layers, sliding_attention, 64 tokens"].startswith("0, 2, 4; 4 query heads over 2 key heads; 8 pairs")
+    named_facts = dict(facts(analysis))
+    assert named_facts["Layers, sliding_attention, 64 tokens"].startswith(
+        "0, 2, 4; 4 query heads over 2 key heads; 8 pairs"
+    )
     again = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)), seed=9)
-    analysis_figures.norm_changes(made, differences(made, again), "one", "two")
+    analysis_figures.norm_changes(analysis, differences(analysis, again), "one", "two")
     assert {axes.images[0].get_array().shape for axes in figures[1].axes if axes.images} == {(3, 8), (2, 16)}
 
 
 def test_names_that_fonts_lack_draw_boxes():
-    made = random_analysis(groups=("中文 $", "b\n"))
+    analysis = random_analysis(groups=("中文 $", "b\n"))
     figure = plots_analysis.pair_lines(
-        [[("字 x", dict.fromkeys(made.capture.groups, torch.ones(8)), made.capture.layers[0].inv_freq, 256)]],
+        [[("字 x", dict.fromkeys(analysis.capture.groups, torch.ones(8)), analysis.capture.layers[0].inv_freq, 256)]],
         title="t", ylabel="y",
     )  # fmt: skip
     with warnings.catch_warnings():
@@ -710,13 +715,13 @@ class Words:
 def test_a_real_model_has_a_page(figures, tmp_path, family):
     model = tiny.tiny_model(family)
     rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32, ())
-    made = analyze_rows(model, Words(), rows, name=family, p_values=(), heads=[(0, 1), (1, 3)])
-    analysis_report.write(tmp_path / "page.html", made, against=made)
+    analysis = analyze_rows(model, Words(), rows, name=family, p_values=(), heads=[(0, 1), (1, 3)])
+    analysis_report.write(tmp_path / "page.html", analysis, against=analysis)
     page = Report((tmp_path / "page.html").read_text(encoding="utf-8"))
-    said = "".join(page.text)
-    assert f"How {family} uses its rotary table" in said and f"What {family} (2) does differently" in said
-    assert "No head changes its type, and none moves a tenth of its attention." in said
-    assert not NO_NUMBER.search(said)
+    page_text = "".join(page.text)
+    assert f"How {family} uses its rotary table" in page_text and f"What {family} (2) does differently" in page_text
+    assert "No head changes its type, and none moves a tenth of its attention." in page_text
+    assert not NO_NUMBER.search(page_text)
     (norms,) = (figure for figure in figures if figure.get_suptitle() == "Mean norm of each pair, by layer")
     assert len([axes for axes in norms.axes if axes.images]) == (3 if family == "llama" else 6)
     if family == "gemma4":

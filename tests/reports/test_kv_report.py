@@ -167,9 +167,9 @@ def test_pictures_show_the_check(checked, monkeypatch):
     for name in ("tradeoff", "errors_by_wavelength", "errors_by_layer", "outlier_shares"):
         original = getattr(plots_kv, name)
         monkeypatch.setattr(plots_kv, name, lambda *a, f=original, n=name, **k: drawn.setdefault(n, a) and f(*a, **k))
-    made = [*kv_pictures.tradeoffs(checked, 56), kv_pictures.by_wavelength(checked), kv_pictures.by_layer(checked)]
-    made += [kv_pictures.radii(checked)]
-    assert all(len(picture.alt) > 40 and len(picture.caption) > 40 for picture in made)
+    pictures = [*kv_pictures.tradeoffs(checked, 56), kv_pictures.by_wavelength(checked), kv_pictures.by_layer(checked)]
+    pictures += [kv_pictures.radii(checked)]
+    assert all(len(picture.alt) > 40 and len(picture.caption) > 40 for picture in pictures)
     (panels, names) = drawn["tradeoff"]
     assert list(panels) == ["default", "p_rope:p=0.5"] and names == SCHEMES
     row = checked.of("p_rope:p=0.5")[1]
@@ -184,7 +184,7 @@ def test_pictures_show_the_check(checked, monkeypatch):
     layers, values = drawn["errors_by_layer"][0]["default"]["int4-token"]
     assert layers == [0, 1]
     assert values == [100 * float(item.output.mean()) for item in checked.of("default")[1].errors]
-    assert kv_pictures.radii(replace(checked, limits=Limits(context=16))).caption == made[-1].caption
+    assert kv_pictures.radii(replace(checked, limits=Limits(context=16))).caption == pictures[-1].caption
 
 
 @pytest.mark.parametrize(
@@ -207,19 +207,19 @@ def test_the_axis_of_pairs_has_two_numbers(low, high):
 def test_the_page_is_whole_and_loads_nothing(checked):
     text = kv_report.page(checked, command="rope-patch kv-check <x>")
     page = Page(text)
-    said = "".join(page.text)
+    page_text = "".join(page.text)
     images = page.all("img")
     assert len(images) == 5 + (kv_pictures.shares(checked) is not None)
     for image in images:
         kind, _, data = image["src"].partition(",")
         assert kind == "data:image/svg+xml;base64" and b"</svg>" in base64.b64decode(data)
     assert not page.all("script") and not re.search(r"url\(|@import|<b>", text)
-    assert "rope-patch kv-check <x>" in said and "Quantized caches: tiny<b>" in said
+    assert "rope-patch kv-check <x>" in page_text and "Quantized caches: tiny<b>" in page_text
     for sentence in checked.summary():
-        assert sentence in said
+        assert sentence in page_text
     for fact in ("3 windows of 56 tokens, which do not overlap (no stride)", "task passkey", "seed 0", "not packed"):
-        assert fact in said
-    assert not re.search(r"\b(nan|inf|None)\b", said)
+        assert fact in page_text
+    assert not re.search(r"\b(nan|inf|None)\b", page_text)
     anchors = [link["href"][1:] for link in page.all("a")]
     assert set(anchors) <= {section.get("id") for section in page.all("section")}
     assert text == kv_report.page(checked, command="rope-patch kv-check <x>")
@@ -263,8 +263,8 @@ def test_what_is_unsafe_is_named_with_its_mitigation(checked, undrawn):
     radius[:, 5] = 90
     key = replace(checked.captures["default"].layers[0].key, mean=torch.cat([radius, torch.zeros(2, 8)], 1).double())
     layers = [replace(layer, key=key) for layer in checked.captures["default"].layers]
-    seen = replace(checked.captures["default"], layers=tuple(layers))
-    text = "".join(Page(kv_report.page(replace(long, captures={"m": seen}))).text)
+    captured = replace(checked.captures["default"], layers=tuple(layers))
+    text = "".join(Page(kv_report.page(replace(long, captures={"m": captured}))).text)
     assert "long keys there cost other pairs 70 % of the logit error" in text and "none was tried" in text
     assert "pair 5, whose long keys cost other pairs 70% of the logit error" in text
 
@@ -274,9 +274,9 @@ def test_hostile_names_infinities_and_nothing_to_attribute(checked, undrawn):
     text = kv_report.page(unsafe(checked, evil, model=evil, text=evil))
     assert "<script" not in text and "".join(Page(text).text).count(evil) >= 5
     one = unsafe(checked, rows=(by_hand("none", [1.0]), by_hand("a", [900.0], errors=errors())))
-    said = "".join(Page(kv_report.page(one)).text)
-    assert not re.search(r"\b(nan|inf|None)\b", said) and "+∞ %" in said
-    assert "there is nothing to attribute" in said and "No mitigation" not in said
+    page_text = "".join(Page(kv_report.page(one)).text)
+    assert not re.search(r"\b(nan|inf|None)\b", page_text) and "+∞ %" in page_text
+    assert "there is nothing to attribute" in page_text and "No mitigation" not in page_text
     bare = [replace(item, direct=torch.full((2,), math.nan), induced=torch.full((2,), math.nan)) for item in errors()]
     quiet = unsafe(checked, rows=(by_hand("none", BASE), by_hand("a", BASE, errors=bare)))
     assert "No head has outlier pairs" in "".join(Page(kv_report.page(quiet)).text)
@@ -293,9 +293,9 @@ def unrounded(folder):
 def test_figures_without_an_error_are_left_out(unrounded, schemes, missing):
     check = replace(unrounded, rows=tuple(unrounded.rows[i] for i in (0, *schemes)))
     page = Page(kv_report.page(check))
-    said = "".join(page.text)
+    page_text = "".join(page.text)
     sentences = "No key is rounded at 40 tokens: there is no err", "Nothing is rounded at 40 tokens: there is no err"
-    assert tuple(sentence in said for sentence in sentences) == missing
+    assert tuple(sentence in page_text for sentence in sentences) == missing
     assert len(page.all("img")) == 5 - sum(missing)
 
 
@@ -304,22 +304,25 @@ def test_what_rounds_nothing_is_told_from_what_is_undecided(unrounded, undrawn):
     verdicts = {cells[0][1].strip(): cells[-1] for cells in page.rows[2:4]}
     assert verdicts["kivi-2"] == ("undecided", "undecidedrounds nothing")
     assert verdicts["k=none;v=int2.token"][1] in ("safe", "unsafe", "undecided")
-    said = "".join(page.text)
-    assert "kivi-2 rounds nothing at 40 tokens" in said and "where it says so, the scheme rounds nothing" in said
+    page_text = "".join(page.text)
+    assert (
+        "kivi-2 rounds nothing at 40 tokens" in page_text and "where it says so, the scheme rounds nothing" in page_text
+    )
 
 
 def test_what_precision_means_is_said(unrounded, undrawn):
-    said = "".join(Page(kv_report.page(unrounded)).text)
-    assert "Scales and zero points are float32, also where the model computes in half precision" in said
+    page_text = "".join(Page(kv_report.page(unrounded)).text)
+    assert "Scales and zero points are float32, also where the model computes in half precision" in page_text
     assert (
-        "by the model’s own attention, a scheme by this package’s" in said and "1e-4 nats/token (KL) are noise" in said
+        "by the model’s own attention, a scheme by this package’s" in page_text
+        and "1e-4 nats/token (KL) are noise" in page_text
     )
 
 
 def test_models_with_two_kinds_of_layers(tmp_path, folder, undrawn):
-    made = check_cache(small("gemma3"), AutoTokenizer.from_pretrained(folder), ["int4-token"], lengths=[40], **ASKED)
-    said = "".join(Page(kv_report.page(made)).text)
-    assert "default: full_attention, 64 tokens" in said and "default: sliding_attention, 16 tokens" in said
+    check = check_cache(small("gemma3"), AutoTokenizer.from_pretrained(folder), ["int4-token"], lengths=[40], **ASKED)
+    page_text = "".join(Page(kv_report.page(check)).text)
+    assert "default: full_attention, 64 tokens" in page_text and "default: sliding_attention, 16 tokens" in page_text
 
 
 # --- the command
@@ -365,11 +368,11 @@ def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
     lines = list(csv.DictReader(io.StringIO((out / "kv-check.csv").read_text())))
     table = checked.table()
     assert len(lines) == len(table) == 16
-    for line, wanted in zip(lines, table, strict=True):
-        assert list(line) == list(wanted)
-        for name, value in wanted.items():
-            said = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-            assert line[name] == said
+    for line, expected in zip(lines, table, strict=True):
+        assert list(line) == list(expected)
+        for name, value in expected.items():
+            cell = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+            assert line[name] == cell
     before = (out / "kept.jsonl").read_bytes()
     again = command(folder, *given, "-o", out, "--no-report", "--json")
     assert json.loads(again) == data and (out / "kept.jsonl").read_bytes() == before
@@ -381,8 +384,8 @@ def test_packed_caches_are_shown(folder, tmp_path):
     (item,) = json.loads((tmp_path / "kv-check.json").read_text())["packed"]
     assert item["name"] == "fp8" and item["tokens"] == 40 + 128 and 0.25 < item["stored"] / item["full"] < 0.26
     assert "packed fp8: " in printed and "for 168 tokens (0.25 x)" in printed
-    said = "".join(Page((tmp_path / "kv-check.html").read_text()).text)
-    assert "Packed caches" in said and "At 168 tokens." in said and "packed ones beside it" in said
+    page_text = "".join(Page((tmp_path / "kv-check.html").read_text()).text)
+    assert "Packed caches" in page_text and "At 168 tokens." in page_text and "packed ones beside it" in page_text
     (tmp_path / "kv-check.json").unlink()
     result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked), "--packed", "fp9"])
     assert "unknown packed cache 'fp9'" in str(result.exception) and not (tmp_path / "kv-check.json").exists()
@@ -414,13 +417,13 @@ def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path
     patch = data["methods"]["default"]
     assert data["model"] == "tuned" and patch["patch"] == "yarn:factor=4"
     assert "default: yarn:factor=4, as loaded\n" in printed and "tuned at 40 tokens" in printed
-    said = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
-    assert "Quantized caches: tuned" in said and "default: yarn:factor=4, as loaded" in said
-    assert f"default: {patch['tables']['all']}" in said
+    page_text = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
+    assert "Quantized caches: tuned" in page_text and "default: yarn:factor=4, as loaded" in page_text
+    assert f"default: {patch['tables']['all']}" in page_text
     assert "\n1 window of 40 tokens; " in printed and "kivi-2 rounds nothing at 40 tokens" in printed
     assert "rounds nothing  " in printed and "undecided" not in printed
-    assert "1 window of 40 tokens, read in one pass" in said and "1 sample at each" in said
-    assert not re.search(r"\b1 (windows|samples|tokens|prompts)\b", printed + said)
+    assert "1 window of 40 tokens, read in one pass" in page_text and "1 sample at each" in page_text
+    assert not re.search(r"\b1 (windows|samples|tokens|prompts)\b", printed + page_text)
 
 
 def test_help_and_list_name_every_preset():
@@ -458,8 +461,8 @@ def test_wrong_words(folder, given, tmp_path, monkeypatch, capsys, words, messag
     )
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and re.search(message, said) and "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2 and re.search(message, stderr) and "Traceback" not in stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -487,21 +490,23 @@ def assert_refused(monkeypatch, capsys, arguments, message):
     monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and message in said
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1 and message in stderr
 
 
-@pytest.mark.parametrize("made", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/kept.jsonl/"])
-def test_output_that_cannot_be_written_is_refused_before_loading(folder, given, tmp_path, monkeypatch, capsys, made):
+@pytest.mark.parametrize("existing", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/kept.jsonl/"])
+def test_output_that_cannot_be_written_is_refused_before_loading(
+    folder, given, tmp_path, monkeypatch, capsys, existing
+):
     monkeypatch.setattr("rope_patch.cli.kv_check.load_tokenizer", lambda *_: pytest.fail("a tokenizer was loaded"))
-    if made.endswith("/"):
-        (tmp_path / made).mkdir(parents=True)
+    if existing.endswith("/"):
+        (tmp_path / existing).mkdir(parents=True)
     else:
         (tmp_path / "file").touch()
-    out = tmp_path / ("out" if made.endswith("/") else made)
-    message = {"file": "is a file", "file/out": "cannot write into"}.get(made, "is a folder: remove it")
+    out = tmp_path / ("out" if existing.endswith("/") else existing)
+    message = {"file": "is a file", "file/out": "cannot write into"}.get(existing, "is a folder: remove it")
     assert_refused(monkeypatch, capsys, ("kv-check", folder, *given, "-o", out), message)
-    assert len(list(tmp_path.rglob("*"))) == (2 if made.endswith("/") else 1)
+    assert len(list(tmp_path.rglob("*"))) == (2 if existing.endswith("/") else 1)
 
 
 def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
@@ -561,6 +566,6 @@ def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit) as raised:
         cli.main()
     assert raised.value.code == 130
-    said = capsys.readouterr().err
-    assert f"Finished work is saved in {tmp_path / 'out' / 'kept.jsonl'}" in said and "interrupted" in said
+    stderr = capsys.readouterr().err
+    assert f"Finished work is saved in {tmp_path / 'out' / 'kept.jsonl'}" in stderr and "interrupted" in stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.jsonl"]

@@ -43,18 +43,18 @@ def test_the_page_is_whole_and_loads_nothing():
         assert kind == "data:image/svg+xml;base64"
         assert b"</svg>" in base64.b64decode(data)
         assert len(image["alt"]) > 40
-    for _, attributes in page.seen:
+    for _, attributes in page.tags:
         for name in ("src", "href", "srcset", "action", "data", "background"):
             assert (attributes.get(name) or "#").startswith(("#", "data:"))
     assert not page.all("script")
     assert not re.search(r"url\(|@import", text)
-    said = "".join(page.text)
+    page_text = "".join(page.text)
     for fact in ("rope-patch x", "Tiny model: passkey", "Second: passkey", "trained", "a text", "abababababababab…"):
-        assert fact in said
+        assert fact in page_text
     for fact in ("task passkey, mode single", "6 samples at each", "seed 7", "4 windows of 8 tokens", "stride 8"):
-        assert fact in said
+        assert fact in page_text
     for fact in ("ids 0, 5", "noise", "torch 2", "Newcombe’s method 10", "Student’s", "Bonferroni", "95 %"):
-        assert fact in said
+        assert fact in page_text
     assert {method for cells in page.rows for _, method in cells[:1]} >= {"good", "bad", "near"}
     again = [comparison(GOOD, BAD), comparison(GOOD, NEAR, model="Second")]
     assert text == report.report(again, command="rope-patch x")
@@ -115,10 +115,10 @@ def test_one_method_has_nothing_to_be_compared_with():
 def test_no_end_and_no_value():
     one = comparison(row("a", [1.0]), row("b", [2.0]), row("never", [math.inf]))
     page = Page(report.report([one]))
-    said = "".join(page.text)
-    assert "−∞ to +∞" in said
-    assert not re.search(r"\b(nan|inf|None)\b", said)
-    assert "Not drawn, since no value is finite: never" in said
+    page_text = "".join(page.text)
+    assert "−∞ to +∞" in page_text
+    assert not re.search(r"\b(nan|inf|None)\b", page_text)
+    assert "Not drawn, since no value is finite: never" in page_text
     assert page.row("never")[1] == ("tied", "≈ ∞")
     page = Page(report.report([comparison(row("x", [math.inf, math.inf]))]))
     assert "No method has a finite perplexity" in "".join(page.text)
@@ -128,14 +128,14 @@ def test_no_end_and_no_value():
 def test_layer_types_long_names_and_joined_tasks():
     both = ("full_attention", "sliding_attention")
     tables = ["+".join(["abf:rope_theta=500000"] * 5 + [f"table:values=1/{i}"]) + "/1" * 30 for i in range(2)]
-    made = [row(name, [1.0, 1.1], layer_types=both, task="vt") for name in tables]
-    made.append(row("nope", [1.0, 1.1], layer_types=both, task="vt", table=(0.0, 0.0)))
-    text = report.report([comparison(*made)])
+    rows = [row(name, [1.0, 1.1], layer_types=both, task="vt") for name in tables]
+    rows.append(row("nope", [1.0, 1.1], layer_types=both, task="vt", table=(0.0, 0.0)))
+    text = report.report([comparison(*rows)])
     page = Page(text)
-    said = "".join(page.text)
-    assert all(name in said for name in tables)  # in full, once
+    page_text = "".join(page.text)
+    assert all(name in page_text for name in tables)  # in full, once
     assert max(len(cells[0][1]) for cells in page.rows) < 90
-    assert "one independent answer per haystack" in said
+    assert "one independent answer per haystack" in page_text
     assert len(page.all("img")) == 5  # a figure of wavelengths for each layer type
     assert [text for _, text in page.rows[-1][1:6]] == ["sliding_attention", "–", "–", "2 of 2", "1"]
     same = [row(name, [1.0, 1.1], layer_types=both) for name in "ab"]

@@ -83,8 +83,8 @@ def test_all_ones_decays_as_the_cosine_integral_does():
     table = torch.tensor([1e4 ** (-(i + 0.5) / 4000) for i in range(4000)], dtype=torch.float64)
     for r in (1, 10, 100, 1000):
         expected = (mpmath.ci(r) - mpmath.ci(r / 1e4)) / mpmath.log(1e4)
-        found = theory.activation(table, torch.tensor([r])).item() / 8000
-        assert found == pytest.approx(float(expected), abs=2e-3)
+        computed = theory.activation(table, torch.tensor([r])).item() / 8000
+        assert computed == pytest.approx(float(expected), abs=2e-3)
     # and so Barbero et al.'s premise for one constant vector: down by more than half within 100 tokens
     assert theory.activation(PLAIN, torch.tensor([100])).item() < 0.5 * 128
 
@@ -134,8 +134,8 @@ def test_randpos_is_the_mean_over_all_subsets():
     for r in range(tokens):
         gaps = [s[i + r] - s[i] for s in subsets for i in range(tokens - r)]
         expected = theory.activation(table, torch.tensor(gaps), query, key).mean().item()
-        found = theory.randpos_activation(table, torch.tensor([r]), tokens=tokens, limit=limit, query=query, key=key)
-        assert found.item() == pytest.approx(expected, abs=1e-12)
+        computed = theory.randpos_activation(table, torch.tensor([r]), tokens=tokens, limit=limit, query=query, key=key)
+        assert computed.item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_randpos_without_a_choice_is_the_plain_curve_and_many_positions_stay_exact():
@@ -149,8 +149,8 @@ def test_randpos_without_a_choice_is_the_plain_curve_and_many_positions_stay_exa
     square = apart * (apart + 1) * (limit + 1) * (limit + 2) / ((tokens + 1) * (tokens + 2))
     square -= apart * (limit + 1) / (tokens + 1)
     table = torch.tensor([step], dtype=torch.float64)
-    found = theory.randpos_activation(table, torch.tensor([apart]), tokens=tokens, limit=limit).item()
-    assert (2 - found) / step**2 == pytest.approx(square, rel=1e-4)
+    computed = theory.randpos_activation(table, torch.tensor([apart]), tokens=tokens, limit=limit).item()
+    assert (2 - computed) / step**2 == pytest.approx(square, rel=1e-4)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ def test_lemma_a3_a_coefficient_above_half_needs_the_largest_logit(logits, mass)
 @each_table
 def test_head_mass_is_a_softmax(table, offset):
     query, key = (1.5 * x for x in theory.positional_head(table, normal(2 * len(table)), offset))
-    found = theory.head_mass(table, query, key, length=40, offset=offset, sharpness=0.3)
+    computed = theory.head_mass(table, query, key, length=40, offset=offset, sharpness=0.3)
     for m in range(40):
         logits = [0.3 * float(query.numpy() @ matrix(table, n - m) @ key.numpy()) for n in range(m + 1)]
         if m < offset:
-            assert math.isnan(found[m])
+            assert math.isnan(computed[m])
         else:
-            assert found[m].item() == pytest.approx(softmax(logits)[m - offset], abs=1e-9)
+            assert computed[m].item() == pytest.approx(softmax(logits)[m - offset], abs=1e-9)
 
 
 def test_sharpness_by_hand():
@@ -339,10 +339,10 @@ def test_the_pair_of_gemma_by_hand():
     # cos 1.6428 = -0.07198, sin = 0.99741. -85.47 * -0.07198 - 112.21 * 0.99741 = 6.15 - 111.92 = -105.77;
     # the other way round, 6.15 + 111.92 = 118.07: only there does the sign change, as the paper says it does.
     places = torch.tensor([0, 8000, -8000])
-    found = theory.activation(GEMMA, places, in_pair(QUERY), in_pair(KEY)).tolist()
-    assert found == pytest.approx([-85.47, -105.77, 118.07], abs=0.01)
-    found = theory.activation(GEMMA, places, in_pair(QUERY), in_pair(BOS)).tolist()
-    assert found == pytest.approx([24.94, 21.07, -24.66], abs=0.01)
+    computed = theory.activation(GEMMA, places, in_pair(QUERY), in_pair(KEY)).tolist()
+    assert computed == pytest.approx([-85.47, -105.77, 118.07], abs=0.01)
+    computed = theory.activation(GEMMA, places, in_pair(QUERY), in_pair(BOS)).tolist()
+    assert computed == pytest.approx([24.94, 21.07, -24.66], abs=0.01)
     # zero where tan t = -. / x: pi - atan(85.47 / 112.21) = 2.4904 rad, / 2.05353e-4 = 12127.6… tokens
     step = 1e4 ** (-2 * PAIR / 256)
     zero = (math.pi - math.atan(85.47 / 112.21)) / step
@@ -369,12 +369,12 @@ def test_theorem_6_1_and_its_escape():
 @each_table
 def test_worst_lead_by_brute_force(table):
     query, target, rival = normal(3, 2 * len(table), seed=2)
-    wanted = [float(query.numpy() @ matrix(table, -r) @ target.numpy()) for r in range(30)]
+    target_logits = [float(query.numpy() @ matrix(table, -r) @ target.numpy()) for r in range(30)]
     other = [float(query.numpy() @ matrix(table, -r) @ rival.numpy()) for r in range(30)]
-    found = theory.worst_lead(table, query, target, rival, length=30).tolist()
+    computed = theory.worst_lead(table, query, target, rival, length=30).tolist()
     for n in range(2, 31):
-        worst = min(wanted[a] - other[b] for a in range(n) for b in range(n) if a != b)
-        assert found[n - 2] == pytest.approx(worst, abs=1e-10)
+        worst = min(target_logits[a] - other[b] for a in range(n) for b in range(n) if a != b)
+        assert computed[n - 2] == pytest.approx(worst, abs=1e-10)
 
 
 @given(step=st.floats(1e-3, 1.0), seed=st.integers(0, 2**31))
@@ -397,8 +397,8 @@ def test_image_distance_by_brute_force(table, weighted):
     unit = (x if weighted else torch.ones(2 * n, dtype=torch.float64)).numpy()
     unit = unit / numpy.linalg.norm(unit)
     images = [matrix(table, p) @ unit for p in range(25)]
-    found = theory.image_distance(table, torch.arange(25), x).tolist()
-    assert found == pytest.approx([float(numpy.linalg.norm(image - images[0])) for image in images], abs=1e-12)
+    computed = theory.image_distance(table, torch.arange(25), x).tolist()
+    assert computed == pytest.approx([float(numpy.linalg.norm(image - images[0])) for image in images], abs=1e-12)
     pairs = {(a, b): float(numpy.linalg.norm(images[a] - images[b])) for a in range(25) for b in range(a)}
     closest = theory.separation(table, 25, x)
     assert closest.distance == pytest.approx(min(pairs.values()), abs=1e-12)
@@ -448,14 +448,14 @@ FARTHEST = {
 
 @pytest.mark.parametrize(("table", "there", "back"), FARTHEST.values(), ids=FARTHEST)
 def test_farthest_image_golden(table, there, back):
-    found = theory.farthest_image(PLAIN, table, old_length=512, new_length=2048)
-    assert found.distance == pytest.approx(there, abs=5e-4)
+    computed = theory.farthest_image(PLAIN, table, old_length=512, new_length=2048)
+    assert computed.distance == pytest.approx(there, abs=5e-4)
     # the other way round, by another route: cosines of whole matrices of images
     old, new = (torch.outer(torch.arange(n).double(), t.double()) for n, t in ((512, PLAIN), (2048, table)))
     cosines = (old.cos() @ new.cos().T + old.sin() @ new.sin().T) / 64
     distances = (2 - 2 * cosines).clamp(min=0).sqrt()
-    assert found.distance == pytest.approx(float(distances.min(0).values.max()), abs=1e-9)
-    assert found.distance == pytest.approx(float(distances[found.old, found.new]), abs=1e-9)
+    assert computed.distance == pytest.approx(float(distances.min(0).values.max()), abs=1e-9)
+    assert computed.distance == pytest.approx(float(distances[computed.old, computed.new]), abs=1e-9)
     other = theory.farthest_image(table, PLAIN, old_length=2048, new_length=512).distance
     assert other == pytest.approx(back, abs=5e-4)
     assert other == pytest.approx(float(distances.min(1).values.max()), abs=1e-7)
@@ -463,8 +463,8 @@ def test_farthest_image_golden(table, there, back):
 
 def test_interpolation_by_hand():
     # PI's last new image stands at (4 * 512 - 1) / 4 = 511.75, 0.75 tokens from the last old one
-    found = theory.farthest_image(PLAIN, PLAIN / 4, old_length=512, new_length=2048)
-    assert found == pytest.approx((theory.image_distance(PLAIN, torch.tensor([0.75])).item(), 2047, 511), abs=1e-6)
+    computed = theory.farthest_image(PLAIN, PLAIN / 4, old_length=512, new_length=2048)
+    assert computed == pytest.approx((theory.image_distance(PLAIN, torch.tensor([0.75])).item(), 2047, 511), abs=1e-6)
     # d as Xiong et al. print it, the smallest over both positions: the images at 0 coincide
     distances, nearest = theory.nearest_old(PLAIN, PLAIN / 4, old_length=9, new_positions=torch.tensor([0]))
     assert (distances.item(), nearest.item()) == (0, 0)
@@ -538,20 +538,20 @@ SLIPS = {"500000^(−40/64) [rad/token]", "ABF 50: mean sine of consecutive imag
 
 
 def test_the_papers_numbers():
-    found = {entry.name: entry for entry in papers()}
-    assert found.keys() == GOLDEN.keys()
+    entries = {entry.name: entry for entry in papers()}
+    assert entries.keys() == GOLDEN.keys()
     for name, (ours, printed) in GOLDEN.items():
-        entry = found[name]
+        entry = entries[name]
         assert entry.ours == pytest.approx(ours, rel=2e-4), name
         assert entry.printed == printed, name
         assert (abs(entry.difference or 0) > 0.01) == (name in SLIPS), name
         assert entry.note or name not in SLIPS
-    assert found["Phi-1: L·f of pair 10 [rad]"].difference == pytest.approx((6.38 - 6.4763) / 6.4763, rel=1e-3)
+    assert entries["Phi-1: L·f of pair 10 [rad]"].difference == pytest.approx((6.38 - 6.4763) / 6.4763, rel=1e-3)
 
 
 def test_the_facts_of_a_table():
-    made = study("pi:factor=4", head_dim=128, trained_length=512, length=2048)
-    facts = {fact.name: (fact.before, fact.after) for fact in made.facts}
+    result = study("pi:factor=4", head_dim=128, trained_length=512, length=2048)
+    facts = {fact.name: (fact.before, fact.after) for fact in result.facts}
     # wavelengths of f = 1 and f = 10000^(-63/64): 2 pi and 2 pi * 8659.6; interpolation stretches both by 4
     slowest = 2 * math.pi * 1e4 ** (63 / 64)
     assert facts["Fastest wavelength"] == pytest.approx((2 * math.pi, 8 * math.pi))
@@ -561,13 +561,17 @@ def test_the_facts_of_a_table():
     assert facts["Mean sine of consecutive images"] == pytest.approx((0.10938, 0.02902), abs=6e-6)
     assert facts["Farthest new image from its nearest old one"] == pytest.approx((1.214, 0.185), abs=5e-4)
     assert facts["Unrotated pairs"] == (0, 0)
-    still = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts}
-    assert (still["Unrotated pairs"], still["Fastest wavelength"], still["Factor of a previous-token head"]) == (
+    nope_facts = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts}
+    assert (
+        nope_facts["Unrotated pairs"],
+        nope_facts["Fastest wavelength"],
+        nope_facts["Factor of a previous-token head"],
+    ) == (
         64,
         None,
         None,
     )
-    assert still["Closest two images within the length"] == 0
+    assert nope_facts["Closest two images within the length"] == 0
     # a slowest half that turns by less than float64 can tell
     slow = study("p_rope_reversed:p=0.5", head_dim=64, rope_theta=1e30, trained_length=64, length=64).facts
     assert {fact.name: fact.after for fact in slow}["Factor of a previous-token head"] is None

@@ -71,21 +71,26 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="module")
 def steps():
     """A step of a model that is not sharded: loss and gradients, by kind of model."""
-    made = {"whole": child.full(), "whole by hand": child.full(), "tied": child.tuned(tied=True), "lora": child.tuned()}
-    return {name: (child.step(fuse(model)), child.measure(model)) for name, model in made.items()}
+    models = {
+        "whole": child.full(),
+        "whole by hand": child.full(),
+        "tied": child.tuned(tied=True),
+        "lora": child.tuned(),
+    }
+    return {name: (child.step(fuse(model)), child.measure(model)) for name, model in models.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_train_as_one_does(two, one, rank):
     """Rows of unequal weight, some of none at all: neither a mean of means nor an average of sums is the mean."""
-    found = two[1][rank]["whole"]
-    assert found["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert found["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    result = two[1][rank]["whole"]
+    assert result["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert result["norms"] == pytest.approx(one["norms"], rel=1e-4)
     assert len(one["losses"]) == 2 and abs(one["losses"][0] - one["losses"][1]) > 0.01
     moved = dict(child.tuned().named_parameters())
     for name, tensor in one["adapter"].items():
-        assert torch.allclose(found["adapter"][name], tensor, atol=1e-5), name
+        assert torch.allclose(result["adapter"][name], tensor, atol=1e-5), name
         assert not torch.allclose(moved[name], tensor, atol=1e-4), name
 
 
@@ -150,13 +155,13 @@ def test_retrieval_from_a_sharded_model(two):
 def test_the_table_survives_sharding_and_bfloat16(two, steps):
     expected, nll = steps["lora"]
     for rank in two[1]:
-        found = rank["sharded"]
-        assert {found[name]["verified"] for name in (*SHARDED, "bf16", "bf16 by hand")} == {"verified"}
-        assert found["alone"] == "verified", "by one process alone too, as when it writes a checkpoint"
+        result = rank["sharded"]
+        assert {result[name]["verified"] for name in (*SHARDED, "bf16", "bf16 by hand")} == {"verified"}
+        assert result["alone"] == "verified", "by one process alone too, as when it writes a checkpoint"
         for name in ("bf16", "bf16 by hand"):
-            assert found[name]["steps"][0]["loss"] == pytest.approx(expected["loss"], rel=0.03)
-            assert found[name]["steps"][0]["loss"] != pytest.approx(expected["loss"], rel=1e-6), "it is rounded"
-        assert found["bf16"]["nll"] == pytest.approx(nll, rel=0.03)
+            assert result[name]["steps"][0]["loss"] == pytest.approx(expected["loss"], rel=0.03)
+            assert result[name]["steps"][0]["loss"] != pytest.approx(expected["loss"], rel=1e-6), "it is rounded"
+        assert result["bf16"]["nll"] == pytest.approx(nll, rel=0.03)
 
 
 @pytest.mark.slow
@@ -164,21 +169,21 @@ def test_a_model_that_one_process_loads_is_patched_in_all(two, steps):
     """cpu_ram_efficient_loading: the others patch a model without weights, and get them afterwards."""
     expected, nll = steps["lora"]
     for rank in two[1]:
-        found = rank["loaded by one"]
-        assert found["verified"] == "verified"
-        assert found["nll"] == pytest.approx(nll, rel=1e-5)
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        result = rank["loaded by one"]
+        assert result["verified"] == "verified"
+        assert result["nll"] == pytest.approx(nll, rel=1e-5)
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_rows_cut_by_torch_sum_to_the_whole(two):
     batch, model = COLLATOR(rows(4, size=23)), bold_model()
     for rank in two[1]:
-        found = rank["cut by torch"]
-        assert found["tokens"] == 12, "23 are padded to 24, each process has half"
-        hidden = found["hidden"][:, :23]
+        result = rank["cut by torch"]
+        assert result["tokens"] == 12, "23 are padded to 24, each process has half"
+        hidden = result["hidden"][:, :23]
         total, count = token_loss(Reader(model), hidden, batch["labels"], batch["weights"])
-        assert found["found"] == pytest.approx([total.item(), count.item()], rel=1e-5)
+        assert result["total"] == pytest.approx([total.item(), count.item()], rel=1e-5)
 
 
 # --- rows that devices share, in one process
@@ -221,14 +226,14 @@ def test_labels_shifted_before_a_cut_give_the_loss_of_the_whole(monkeypatch):
 
 def test_rows_are_padded_to_what_devices_can_share():
     """Torch's ring gives each device a piece from either end: 2 * cp_size pieces."""
-    some = [{"ids": ids(size, batch=1)[0].tolist(), "index": size} for size in (18, 15)]
-    cut = ShardedCollator(PoSECollator(pad=2, target=96), cp_size=4)(some)
+    examples = [{"ids": ids(size, batch=1)[0].tolist(), "index": size} for size in (18, 15)]
+    cut = ShardedCollator(PoSECollator(pad=2, target=96), cp_size=4)(examples)
     assert {tensor.shape for tensor in cut.values()} == {(2, 24)}
     assert cut.keys() == {"input_ids", "labels", "shift_labels", "shift_weights", "position_ids", "attention_mask"}
     assert {*cut["input_ids"][0, 18:].tolist()} == {2} and {*cut["labels"][0, 18:].tolist()} == {IGNORED}
     assert cut["attention_mask"].all() and bool((cut["position_ids"].diff()[:, 17:] == 1).all())
     assert weight_of(cut) == 17 + 14
-    ulysses = ShardedCollator(Collator(), sp_size=4)(some)
+    ulysses = ShardedCollator(Collator(), sp_size=4)(examples)
     assert {name: tuple(tensor.shape) for name, tensor in ulysses.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids"), (2, 20)
     )
@@ -284,9 +289,9 @@ def test_the_trainer_cuts_weights_and_counts_them_once(tmp_path, monkeypatch):
     )
     context, inputs = trainer._prepare_context_parallel_inputs(trainer.model, batch)
     context()
-    wanted = [inputs[name] for name in inputs]
-    assert len(asked["buffers"]) == len(wanted) == len(asked["buffer_seq_dims"]) == len(asked["no_restore_buffers"])
-    for tensor in wanted:
+    tensors = [inputs[name] for name in inputs]
+    assert len(asked["buffers"]) == len(tensors) == len(asked["buffer_seq_dims"]) == len(asked["no_restore_buffers"])
+    for tensor in tensors:
         assert any(tensor is buffer for buffer in asked["buffers"])
         assert any(tensor is buffer for buffer in asked["no_restore_buffers"])
     with pytest.raises(ValueError, match=r"^PackedCollator keeps documents apart"):
@@ -364,9 +369,14 @@ def test_a_launch_config_is_what_accelerate_reads(name, monkeypatch):
     asked, config, _ = launched(name, monkeypatch)
     assert load_config_from_file(str(FOLDER / f"{name}.yaml")).num_processes == processes == asked.num_processes
     assert asked.mixed_precision == "bf16" and config.num_machines == (2 if "nodes" in name else 1)
-    made = ParallelismConfig() if asked.use_parallelism_config else ParallelismConfig(dp_replicate_size=processes)
-    assert {size: getattr(made, size) for size in ("cp_size", "sp_size")} == {"cp_size": 1, "sp_size": 1} | shared
-    assert made.total_size == processes
+    parallelism = (
+        ParallelismConfig() if asked.use_parallelism_config else ParallelismConfig(dp_replicate_size=processes)
+    )
+    assert {size: getattr(parallelism, size) for size in ("cp_size", "sp_size")} == {
+        "cp_size": 1,
+        "sp_size": 1,
+    } | shared
+    assert parallelism.total_size == processes
     if config.distributed_type == DistributedType.FSDP:
         plugin = FullyShardedDataParallelPlugin()
         plugin.set_mixed_precision(asked.mixed_precision)

@@ -19,8 +19,8 @@ def options(*overrides):
 
 
 def line(text, start):
-    (found,) = [line for line in text.splitlines() if line.startswith(start)]
-    return found
+    (match,) = [line for line in text.splitlines() if line.startswith(start)]
+    return match
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_tokens_of_an_evaluation_by_hand(overrides, tokens):
 def test_flops_of_an_evaluation_by_hand():
     """One window of 8 tokens: 2 FLOPs per weight and token, and 4 * q * keys per query of each layer."""
     shape = shape_of("Llama-3.2-1B")
-    found = evaluation_flops(
+    flops = evaluation_flops(
         options("evaluation.windows=1", "evaluation.lengths=8", "evaluation.samples=1", "evaluation.depths=[1.0]"),
         shape,
     )
     weights = sum(layer.matmul_weights for layer in shape.layers)
     attention = sum(4 * layer.query * (8 * 9 / 2) for layer in shape.layers)
     # The prompt costs as much as the window, but for the head: its logits are those of the answer alone.
-    assert found == pytest.approx(2 * (8 * 2 * weights + attention) + 8 * 2 * shape.head, rel=1e-6)
+    assert flops == pytest.approx(2 * (8 * 2 * weights + attention) + 8 * 2 * shape.head, rel=1e-6)
 
 
 def test_the_evaluation_is_described_with_its_tokens():
@@ -87,8 +87,8 @@ def test_the_time_grows_with_steps_and_evaluations():
         text = line(
             describe(options("model.name=Llama-3.1-8B", "data.lengths=128k", *overrides), 80), "time on 1 GPU: "
         )
-        found = re.search(r": ([0-9.]+) (\w+) of training and ([0-9.]+) (\w+) of evaluation", text).groups()
-        return [float(number) * units[unit] for number, unit in (found[:2], found[2:])]
+        times = re.search(r": ([0-9.]+) (\w+) of training and ([0-9.]+) (\w+) of evaluation", text).groups()
+        return [float(number) * units[unit] for number, unit in (times[:2], times[2:])]
 
     few, many = seconds("train.steps=500"), seconds("train.steps=1000")
     assert many[0] == pytest.approx(2 * few[0], rel=0.01) and many[1] == few[1]

@@ -48,19 +48,19 @@ def test_a_difference_within_the_noise_is_no_difference():
     before = result([[1] * 10, [1] * 10], [2.0, 2.1, 2.2])
     after = result([[1] * 10, [1] * 9 + [0]], [2.01, 2.08, 2.2])
     assert RecipeScores(after).score < RecipeScores(before).score
-    found = by_metric(before, after)
-    assert found["retrieval"].difference.estimate == pytest.approx(-0.05)
-    assert {change.verdict for change in found.values()} == {"no significant difference"}
-    assert str(found["retrieval"]).startswith(
+    metric_changes = by_metric(before, after)
+    assert metric_changes["retrieval"].difference.estimate == pytest.approx(-0.05)
+    assert {change.verdict for change in metric_changes.values()} == {"no significant difference"}
+    assert str(metric_changes["retrieval"]).startswith(
         "passkey 64: no significant difference from before training: retrieval -0.0"
     )
 
 
 @pytest.mark.parametrize(("first", "second", "verdict"), [(1, 0, "worse"), (0, 1, "better")])
 def test_a_difference_beyond_the_noise_is_said(first, second, verdict):
-    found = by_metric(result([[first] * 10] * 2), result([[second] * 10] * 2))["retrieval"]
-    assert found.verdict == verdict
-    assert str(found).startswith(f"passkey 64 is significantly {verdict} than before training: retrieval ")
+    change = by_metric(result([[first] * 10] * 2), result([[second] * 10] * 2))["retrieval"]
+    assert change.verdict == verdict
+    assert str(change).startswith(f"passkey 64 is significantly {verdict} than before training: retrieval ")
 
 
 def test_the_loss_of_text_is_compared_window_by_window():
@@ -74,9 +74,9 @@ def test_the_loss_of_text_is_compared_window_by_window():
 
 
 def test_one_window_gives_no_interval():
-    found = by_metric(result([[1]], [2.0]), result([[1]], [9.0]))["perplexity"]
-    assert found.verdict == "no significant difference" and "no interval from one window" in str(found)
-    assert found.to_dict()["low"] is None, "JSON has no infinity"
+    change = by_metric(result([[1]], [2.0]), result([[1]], [9.0]))["perplexity"]
+    assert change.verdict == "no significant difference" and "no interval from one window" in str(change)
+    assert change.to_dict()["low"] is None, "JSON has no infinity"
 
 
 def test_without_windows_only_retrieval_is_compared():
@@ -86,8 +86,8 @@ def test_without_windows_only_retrieval_is_compared():
 @pytest.mark.parametrize("losses", [(), (2.0, 2.5)])
 def test_an_evaluation_is_read_back_from_its_file(losses):
     """A resumed run compares with the evaluation that an earlier command wrote."""
-    made = result([[1, 0], [0, 1]], losses)
-    assert from_json(json.loads(json.dumps(to_json(RecipeScores(made)))), made.spec) == made
+    evaluation = result([[1, 0], [0, 1]], losses)
+    assert from_json(json.loads(json.dumps(to_json(RecipeScores(evaluation)))), evaluation.spec) == evaluation
 
 
 def test_the_progress_bar_of_an_evaluation_ends_at_its_tokens(tmp_path, capfd):

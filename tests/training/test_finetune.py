@@ -181,31 +181,31 @@ def test_restart_throws_nothing_away_before_the_new_run_is_sound(done, tmp_path)
 
 
 def test_two_commands_do_not_work_in_one_folder(tmp_path):
-    def found(name="run"):
+    def find(name="run"):
         return inspect_folder(options(tmp_path / name), 1, source="x")
 
-    run = found()
+    run = find()
     with (
-        hold_folder(run, "abc", found),
+        hold_folder(run, "abc", find),
         pytest.raises(BlockingIOError, match="another command works in"),
-        hold_folder(run, "abc", found),
+        hold_folder(run, "abc", find),
     ):
         pass
-    late = found()
+    late = find()
     (tmp_path / "run" / "work" / "run.json").write_text(
         (tmp_path / "run" / "work" / "run.json").read_text().replace("abc", "x")
     )
-    with pytest.raises(BlockingIOError, match="changed while the model was loaded"), hold_folder(late, "abc", found):
+    with pytest.raises(BlockingIOError, match="changed while the model was loaded"), hold_folder(late, "abc", find):
         pass
-    with pytest.raises(KeyboardInterrupt), hold_folder(found(), "abc", found):
+    with pytest.raises(KeyboardInterrupt), hold_folder(find(), "abc", find):
         raise KeyboardInterrupt
     (tmp_path / "early" / "work").mkdir(parents=True)  # killed before it could say what it is
     (tmp_path / "early" / "work" / "lock").write_text("")
     (tmp_path / "early" / "work" / ".rows-1.arrow.77").write_text("")
-    with hold_folder(found("early"), "abc", lambda: found("early")):
+    with hold_folder(find("early"), "abc", lambda: find("early")):
         assert sorted(path.name for path in (tmp_path / "early" / "work").iterdir()) == ["lock", "run.json"]
-    fresh = found("new")
-    with pytest.raises(ValueError), hold_folder(fresh, "abc", lambda: found("new")):
+    fresh = find("new")
+    with pytest.raises(ValueError), hold_folder(fresh, "abc", lambda: find("new")):
         raise ValueError("bad data")
     assert not (tmp_path / "new").exists(), "nothing came of it"
 
@@ -259,8 +259,8 @@ def test_a_patched_checkpoint_keeps_its_patch_or_gets_another(tmp_path):
         ValueError, match=r"own yarn:factor=4 was applied for a context of 1024 tokens, not of 2048: give shorter"
     ):
         finetune(options(tmp_path / "a", *own, "patch.target_length=2048"))
-    kept = finetune(options(tmp_path / "a", *own, "patch.target_length=512"))
-    assert kept.results["patch"] == "yarn:factor=4" and kept.results["target_length"] == 1024
+    unchanged = finetune(options(tmp_path / "a", *own, "patch.target_length=512"))
+    assert unchanged.results["patch"] == "yarn:factor=4" and unchanged.results["target_length"] == 1024
     other = finetune(
         options(tmp_path / "b", f"model.name={base}", "patch.method=pi:factor=4", "patch.replace=true", *small)
     )
@@ -275,9 +275,13 @@ def test_a_run_without_a_patch_or_with_a_long_warm_up_warns(tmp_path):
     small = ("evaluation.before=false", "evaluation.lengths=128", "evaluation.windows=0", "train.steps=1")
     with pytest.warns(UserWarning) as caught:
         result = finetune(options(tmp_path / "run", *small, "patch.method=null", "train.warmup=3"))
-    said = [str(warning.message) for warning in caught]
-    assert any(text.startswith("there is no patch.method: the model keeps its original rotary table") for text in said)
-    assert any(text.startswith("train.warmup=3 steps are more than train.steps=1: the learning rate") for text in said)
+    messages = [str(warning.message) for warning in caught]
+    assert any(
+        text.startswith("there is no patch.method: the model keeps its original rotary table") for text in messages
+    )
+    assert any(
+        text.startswith("train.warmup=3 steps are more than train.steps=1: the learning rate") for text in messages
+    )
     assert result.results["patch"] in (None, "default")
 
 
@@ -338,24 +342,24 @@ def test_the_best_checkpoint_by_score_is_kept_and_patience_ends_a_run(tmp_path, 
     """Scores are scripted: the second evaluation is the best, then two are worse."""
     scores = iter([0.1, 0.3, 0.9, 0.5, 0.4, 0.3, 0.2])
     stock = RecipeEvaluator.__call__
-    seen = []
+    evaluated = []
 
     def scripted(self, model, on_progress):
-        found = stock(self, model, on_progress)
+        evaluation = stock(self, model, on_progress)
         score = next(scores)
         weight = next(p.clone() for n, p in model.named_parameters() if "lora_B" in n)
-        seen.append((score, weight))
-        monkeypatch.setattr(type(found), "score", property(lambda _: score))
-        return found
+        evaluated.append((score, weight))
+        monkeypatch.setattr(type(evaluation), "score", property(lambda _: score))
+        return evaluation
 
     monkeypatch.setattr(RecipeEvaluator, "__call__", scripted)
     words = ("evaluation.every=1", "evaluation.patience=2", "train.steps=6", "train.keep=1", "evaluation.lengths=128")
     result = finetune(options(tmp_path / "run", *words))
     assert result.results["steps"] == 4 and result.results["best_step"] == 2
-    assert [score for score, _ in seen] == [0.1, 0.3, 0.9, 0.5, 0.4], "the best one was not measured again"
-    kept = rope_patch.load(result.folder, dtype=torch.float32)
-    weight = next(p for n, p in kept.named_parameters() if "lora_B" in n)
-    assert torch.equal(weight, seen[2][1]) and not torch.equal(weight, seen[4][1])
+    assert [score for score, _ in evaluated] == [0.1, 0.3, 0.9, 0.5, 0.4], "the best one was not measured again"
+    loaded = rope_patch.load(result.folder, dtype=torch.float32)
+    weight = next(p for n, p in loaded.named_parameters() if "lora_B" in n)
+    assert torch.equal(weight, evaluated[2][1]) and not torch.equal(weight, evaluated[4][1])
     assert "step 2 had the best score" in (result.folder / "README.md").read_text()
 
 
@@ -384,7 +388,7 @@ def test_ways_to_train(words, tmp_path):
 
 
 @pytest.mark.slow
-def test_qlora_trains_on_a_cpu_and_refuses_to_be_judged_before(tmp_path):
+def test_qlora_trains_on_a_cpu_and_refuses_to_be_evaluated_before(tmp_path):
     words = ("model.quantization=nf4", "train.steps=2", "evaluation.lengths=128")
     with pytest.raises(ValueError, match=r"set evaluation\.every=0 and evaluation\.before=false"):
         finetune(options(tmp_path / "run", *words))
@@ -407,9 +411,13 @@ def test_a_mistake_costs_nothing(tmp_path):
 
 
 def test_arguments_are_those_asked_for(tmp_path):
-    made = arguments(options(tmp_path, "train.warmup=0.5", "train.optimizer=paged_adamw_8bit"), tmp_path)
-    assert made.warmup_steps == 2 and made.optim == "paged_adamw_8bit" and not made.bf16
-    assert made.per_device_train_batch_size == 1 and made.gradient_accumulation_steps == 2
+    training_arguments = arguments(options(tmp_path, "train.warmup=0.5", "train.optimizer=paged_adamw_8bit"), tmp_path)
+    assert (
+        training_arguments.warmup_steps == 2
+        and training_arguments.optim == "paged_adamw_8bit"
+        and not training_arguments.bf16
+    )
+    assert training_arguments.per_device_train_batch_size == 1 and training_arguments.gradient_accumulation_steps == 2
     with pytest.raises(ValueError, match="steady"):
         arguments(options(tmp_path, "train.scheduler=steady"), tmp_path)
 
@@ -423,10 +431,10 @@ def test_collators_follow_the_options():
         "Collator": (),
     }
     for name, words in kinds.items():
-        made = collator(options("x", "train.seed=4", *words), tokenizer)
-        assert type(made).__name__ == name and made.seed == 4 and made.pad == tokenizer.pad_token_id
-        assert getattr(made, "target", 1024) == 1024
-    assert made is not None and collator(options("x", "data.positions=pose", "data.chunks=3"), tokenizer).chunks == 3
+        built = collator(options("x", "train.seed=4", *words), tokenizer)
+        assert type(built).__name__ == name and built.seed == 4 and built.pad == tokenizer.pad_token_id
+        assert getattr(built, "target", 1024) == 1024
+    assert built is not None and collator(options("x", "data.positions=pose", "data.chunks=3"), tokenizer).chunks == 3
 
 
 # --- the command

@@ -53,11 +53,11 @@ def test_words_go_over_files_later_files_over_earlier_ones_and_all_over_the_base
     first = file("train: {steps: 1, batch: 2, accumulate: 3, seed: 4}\nlora:\n  rank: 5\n")
     second = file("train:\n  steps: 11\n  batch: 12\n", "b.yaml")
     base = {**BASE, "train": {"steps": 21, "log_every": 22}, "evaluation": {"depths": [0.1, 0.2, 0.3]}}
-    made = read([first, second], ["train.steps=31", "evaluation.depths=[0.5]", "train.steps=32"], base)
-    found = made.train
-    assert (found.steps, found.batch, found.accumulate, found.seed, found.log_every) == (32, 12, 3, 4, 22)
-    assert made.lora.rank == 5 and made.evaluation.depths == [0.5], "lists are replaced, not joined"
-    assert made.train.learning_rate == 2e-4, "the rest is at its default"
+    parsed = read([first, second], ["train.steps=31", "evaluation.depths=[0.5]", "train.steps=32"], base)
+    train = parsed.train
+    assert (train.steps, train.batch, train.accumulate, train.seed, train.log_every) == (32, 12, 3, 4, 22)
+    assert parsed.lora.rank == 5 and parsed.evaluation.depths == [0.5], "lists are replaced, not joined"
+    assert parsed.train.learning_rate == 2e-4, "the rest is at its default"
     assert base["train"] == {"steps": 21, "log_every": 22}, "what was given is not changed"
 
 
@@ -93,8 +93,8 @@ def test_lists_and_names_of_projections():
 )
 def test_words_that_are_text_stay_as_they_were_typed(text):
     """YAML would make a number, a truth value or a list of a revision or a path."""
-    made = words(f"model.revision={text}", f"data.source={text}", f"output={text}")
-    assert (made.model.revision, made.data.source, made.output) == (text, text, text)
+    parsed = words(f"model.revision={text}", f"data.source={text}", f"output={text}")
+    assert (parsed.model.revision, parsed.data.source, parsed.output) == (text, text, text)
     assert words("model.revision=null").model.revision is None
 
 
@@ -195,8 +195,8 @@ def test_no_value_stands_for_another(file, key, text):
     if text == "a${":  # no YAML to OmegaConf, but in a word that is text
         ways = [([], [f"{key}={text}"], key), ([path], [], f"{path} is no YAML")]
     else:
-        said = f"{key}: {text!r} would be replaced by another value: give that value itself"
-        ways = [([], [f"{key}={text}"], said), ([path], [], f"{path}: {said}")]
+        expected_message = f"{key}: {text!r} would be replaced by another value: give that value itself"
+        ways = [([], [f"{key}={text}"], expected_message), ([path], [], f"{path}: {expected_message}")]
     for files, typed, message in ways:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
             read(files, typed, BASE)
@@ -350,10 +350,10 @@ def test_what_looks_like_those_is_allowed():
     ],
 )
 def test_schedules(lengths, stages):
-    made = read(base={**BASE, "data": {"lengths": lengths}})
-    assert [length for length, _ in made.stages] == [length for length, _ in stages]
-    assert [share for _, share in made.stages] == pytest.approx([share for _, share in stages], abs=1e-12)
-    assert made.target_length == max(length for length, _ in stages)
+    parsed = read(base={**BASE, "data": {"lengths": lengths}})
+    assert [length for length, _ in parsed.stages] == [length for length, _ in stages]
+    assert [share for _, share in parsed.stages] == pytest.approx([share for _, share in stages], abs=1e-12)
+    assert parsed.target_length == max(length for length, _ in stages)
 
 
 SHARES = "data.lengths: each share must be > 0, and together at most 1, got"
@@ -424,7 +424,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), mi
 @example(name="yes", output="~", rate=1e-05, depths=[1e-5])
 @example(name="2023_11", output="- a", rate=3.0, depths=[0.1])
 def test_to_yaml_is_read_back(tmp_path_factory, name, output, rate, depths):
-    made = read(
+    parsed = read(
         base={
             **BASE,
             "model": {"name": name, "revision": name},
@@ -434,13 +434,13 @@ def test_to_yaml_is_read_back(tmp_path_factory, name, output, rate, depths):
         }
     )
     path = tmp_path_factory.mktemp("yaml") / "a.yaml"
-    path.write_text(made.to_yaml(), encoding="utf-8")
-    assert read([path]) == made == read(base=made.to_dict())
+    path.write_text(parsed.to_yaml(), encoding="utf-8")
+    assert read([path]) == parsed == read(base=parsed.to_dict())
 
 
 def test_options_can_be_made_without_a_file():
-    made = RecipeOptions(ModelOptions("llama"), data=DataOptions(lengths="512"), output="x")
-    assert made == words()
+    parsed = RecipeOptions(ModelOptions("llama"), data=DataOptions(lengths="512"), output="x")
+    assert parsed == words()
 
 
 # --- the files of the recipe
@@ -451,15 +451,15 @@ def test_the_first_config_names_every_option_with_its_default():
     for name in REQUIRED:
         line = next(line for line in text.splitlines() if re.match(rf" *#? *{name.rpartition('.')[2]}: ", line))
         assert "required" in line, line
-    found = yaml.safe_load(text.replace("  # lengths: 32k ", "  lengths: 32k "))
+    documented = yaml.safe_load(text.replace("  # lengths: 32k ", "  lengths: 32k "))
     expected = words().to_dict()
-    assert list(found) == list(expected)
+    assert list(documented) == list(expected)
     for section in SECTIONS:
-        assert list(found[section]) == list(expected[section]), section
+        assert list(documented[section]) == list(expected[section]), section
         for name, value in expected[section].items():
             if f"{section}.{name}" not in REQUIRED:
-                assert found[section][name] == value, f"{section}.{name}"
-                assert isinstance(value, bool) == isinstance(found[section][name], bool), f"{section}.{name}"
+                assert documented[section][name] == value, f"{section}.{name}"
+                assert isinstance(value, bool) == isinstance(documented[section][name], bool), f"{section}.{name}"
 
 
 def test_the_first_config_alone_does_not_choose_the_length_of_the_rows():
@@ -471,24 +471,24 @@ def test_the_first_config_alone_does_not_choose_the_length_of_the_rows():
 @every_config
 def test_a_config_reads_and_is_planned_from_here(path):
     """No hub is asked: tests run offline, see conftest."""
-    made = read([path], base=BASE)
+    parsed = read([path], base=BASE)
     own = OmegaConf.to_container(OmegaConf.load(path))
     assert own, "it changes something"
-    if made.patch.method not in (None, "fit"):
-        assert as_method(made.patch.method)
-    plan = describe(made, 141)
+    if parsed.patch.method not in (None, "fit"):
+        assert as_method(parsed.patch.method)
+    plan = describe(parsed, 141)
     assert re.search(r"^memory of one GPU, predicted: [0-9.]+ GiB, fits into 141$", plan, re.MULTILINE), plan
-    assert plan.startswith(made.to_yaml())
+    assert plan.startswith(parsed.to_yaml())
 
 
 @every_config
 def test_its_smoke_run_keeps_the_method_and_is_small(path):
-    made = read([path], base=BASE)
-    small = read(base=smoke_options(made))
-    assert small.patch.method == made.patch.method and small.lora == made.lora
-    assert small.data.positions == made.data.positions and len(small.stages) <= len(made.stages)
+    parsed = read([path], base=BASE)
+    small = read(base=smoke_options(parsed))
+    assert small.patch.method == parsed.patch.method and small.lora == parsed.lora
+    assert small.data.positions == parsed.data.positions and len(small.stages) <= len(parsed.stages)
     assert small.model.name in ("llama", "gemma3") and small.data.source == "builtin"
-    assert small.train.steps <= 4 and small.target_length == 1024 and small.output != made.output
+    assert small.train.steps <= 4 and small.target_length == 1024 and small.output != parsed.output
     assert plan_stages(small)
 
 
@@ -501,9 +501,9 @@ PAIRS = [
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda value: getattr(value, "stem", value))
 def test_the_pairs_that_the_headers_name_go_together(first, second):
-    made = read([CONFIGS / f"{first}.yaml", second])
-    assert "fits into 141" in describe(made, 141)
-    assert made.output == f"build/{first}"
+    parsed = read([CONFIGS / f"{first}.yaml", second])
+    assert "fits into 141" in describe(parsed, 141)
+    assert parsed.output == f"build/{first}"
 
 
 @every_config

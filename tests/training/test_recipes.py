@@ -74,9 +74,9 @@ def test_tokenizer_is_lossless_and_has_its_special_tokens_where_the_recipe_expec
 
 @pytest.mark.parametrize(("length", "size"), [(64, 4), (64, 31), (65, 32), (128, 5), (256, 127), (16, 15), (16, 40)])
 def test_repeated_rows_are_exact_and_weigh_nothing_before_the_second_copy(tokenizer, stream, length, size):
-    made = sampler(tokenizer, stream)
+    rows_sampler = sampler(tokenizer, stream)
     for _ in range(10):
-        ids, weights = made.repeated(length, size)
+        ids, weights = rows_sampler.repeated(length, size)
         assert len(ids) == len(weights) == length
         assert ids[0] == recipe.BOS and recipe.BOS not in ids[1:]
         assert all(ids[i] == ids[i - size] for i in range(1 + size, length))
@@ -85,8 +85,8 @@ def test_repeated_rows_are_exact_and_weigh_nothing_before_the_second_copy(tokeni
 
 
 def test_repeated_strings_are_random_digits_or_random_tokens(tokenizer, stream):
-    made = sampler(tokenizer, stream)
-    rows = [made.repeated(64, 31)[0][1:32] for _ in range(100)]
+    rows_sampler = sampler(tokenizer, stream)
+    rows = [rows_sampler.repeated(64, 31)[0][1:32] for _ in range(100)]
     digits = set(tokenizer.convert_tokens_to_ids(list("0123456789")))
     of_digits = [set(row) <= digits for row in rows]
     assert 30 <= sum(of_digits) <= 70  # half of them; 4 standard deviations
@@ -96,9 +96,9 @@ def test_repeated_strings_are_random_digits_or_random_tokens(tokenizer, stream):
 
 @every_stage
 def test_every_row_of_a_stage_has_its_length(tokenizer, stream, stage):
-    made = sampler(tokenizer, stream)
+    rows_sampler = sampler(tokenizer, stream)
     for _ in range(200):
-        ids, weights = made.row(stage)
+        ids, weights = rows_sampler.row(stage)
         assert len(ids) == len(weights) == stage.length
         assert ids[0] == recipe.BOS
         assert all(isinstance(token, int) and 0 <= token < recipe.VOCABULARY for token in ids)
@@ -107,9 +107,9 @@ def test_every_row_of_a_stage_has_its_length(tokenizer, stream, stage):
 
 
 def test_a_text_row_is_a_stretch_of_the_stream_and_counts_everywhere(tokenizer, stream):
-    made = sampler(tokenizer, stream)
+    rows_sampler = sampler(tokenizer, stream)
     text = " ".join(map(str, stream))
-    rows = [made.row(recipe.Stage("t", 64, 1, text=1.0, repeat=0.0)) for _ in range(20)]
+    rows = [rows_sampler.row(recipe.Stage("t", 64, 1, text=1.0, repeat=0.0)) for _ in range(20)]
     for ids, weights in rows:
         assert f" {' '.join(map(str, ids[1:]))} " in f" {text} "
         assert weights == [1.0] * 64
@@ -117,10 +117,10 @@ def test_a_text_row_is_a_stretch_of_the_stream_and_counts_everywhere(tokenizer, 
 
 
 def test_a_repeat_row_has_at_least_two_copies(tokenizer, stream):
-    made = sampler(tokenizer, stream)
+    rows_sampler = sampler(tokenizer, stream)
     sizes = set()
     for _ in range(300):
-        ids, weights = made.row(recipe.Stage("r", 64, 1, text=0.0, repeat=1.0))
+        ids, weights = rows_sampler.row(recipe.Stage("r", 64, 1, text=0.0, repeat=1.0))
         size = weights.count(0.0) - 1
         assert 4 <= size <= 31  # 1 + 2·31 = 63 <= 64: two whole copies fit
         assert ids[1 : 1 + size] == ids[1 + size : 1 + 2 * size]
@@ -129,9 +129,9 @@ def test_a_repeat_row_has_at_least_two_copies(tokenizer, stream):
 
 
 def test_a_passkey_row_weighs_its_answer_five_times(tokenizer, stream):
-    made = sampler(tokenizer, stream)
+    rows_sampler = sampler(tokenizer, stream)
     for _ in range(20):
-        ids, weights = made.row(recipe.Stage("p", 64, 1, text=0.0, repeat=0.0))
+        ids, weights = rows_sampler.row(recipe.Stage("p", 64, 1, text=0.0, repeat=0.0))
         answer = weights.count(5.0)
         assert weights == [1.0] * (64 - answer) + [5.0] * answer
         assert re.fullmatch(r" \d{5}", key := tokenizer.decode(ids[-answer:]))  # the space is a token of its own
@@ -146,11 +146,11 @@ def test_the_same_seed_gives_the_same_rows(tokenizer, stream):
 
 
 def test_the_shares_are_those_of_the_stage(tokenizer, stream):
-    made = sampler(tokenizer, stream)
+    rows_sampler = sampler(tokenizer, stream)
     stage = recipe.Stage("mix", 64, 1, text=0.2, repeat=0.5)
     kinds = {"text": 0, "repeat": 0, "passkey": 0}
     for _ in range(600):
-        _, weights = made.row(stage)
+        _, weights = rows_sampler.row(stage)
         kinds["repeat" if 0.0 in weights else "passkey" if 5.0 in weights else "text"] += 1
     # Binomial(600, share): standard deviations 9.8, 12.2 and 11.2.
     assert kinds["text"] == pytest.approx(120, abs=40)
@@ -227,10 +227,10 @@ class Copier(torch.nn.Module):
 
 
 def test_copy_accuracy_counts_from_the_second_token_of_the_second_copy(tokenizer, stream):
-    made = sampler(tokenizer, stream)
+    rows_sampler = sampler(tokenizer, stream)
 
     def accuracy(copier):
-        value = recipe.copy_accuracy(copier.train(), made, 64, 4, "cpu")
+        value = recipe.copy_accuracy(copier.train(), rows_sampler, 64, 4, "cpu")
         assert copier.training, "the mode is put back"
         return value
 
@@ -266,9 +266,9 @@ def test_training_logs_every_25_steps_and_stops_when_copying_appears(tokenizer, 
     before = model.lm_head.weight.detach().clone()
     log = recipe.train(model, sampler(tokenizer, stream), options())
     assert not torch.equal(before, model.lm_head.weight)
-    seen = [(entry["stage"], entry["tokens"], entry["copying"]) for entry in log]
+    logged = [(entry["stage"], entry["tokens"], entry["copying"]) for entry in log]
     # 30 steps of text: the 25th and the last are logged; the second stage ends at its 50th; the last runs to its end.
-    assert seen == [
+    assert logged == [
         ("text", 3200, 0.0),
         ("text", 3840, 0.0),
         ("copying", 7040, 0.5),
@@ -287,10 +287,10 @@ def test_what_weighs_nothing_teaches_nothing(tokenizer, stream, monkeypatch, cap
     class Fixed:
         def __init__(self, last):
             ids = torch.tensor([[0, 5, 6, 7, last]])
-            self.made = ids, torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])
+            self.row_and_weights = ids, torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])
 
         def batch(self, *_):
-            return self.made
+            return self.row_and_weights
 
     monkeypatch.setattr(recipe, "CURRICULUM", (recipe.Stage("s", 5, 10, 1.0, 0.0),))
     trained = []

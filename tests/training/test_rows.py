@@ -81,8 +81,8 @@ def options(source, *words):
     return read(overrides=[*given, "output=out", *words])
 
 
-def rows_of(made):
-    return [row for item in made for row in item]
+def rows_of(items):
+    return [row for item in items for row in item]
 
 
 def messages(*turns):
@@ -101,21 +101,21 @@ def test_every_token_keeps_its_weight(sizes, length, boundaries):
     """Weights are the token's own number, 1 where a document has none; so one that slips by a token shows."""
     counter, documents, expected = itertools.count(2), [], {}
     for size, weighted in sizes:
-        made = [next(counter) for _ in range(size)]
-        expected |= {token: float(token) if weighted else 1.0 for token in made}
-        tokens = torch.tensor(made, dtype=torch.long)
+        drawn_tokens = [next(counter) for _ in range(size)]
+        expected |= {token: float(token) if weighted else 1.0 for token in drawn_tokens}
+        tokens = torch.tensor(drawn_tokens, dtype=torch.long)
         documents.append(
             WeightedDocument("a", tokens, weights=tokens.float()) if weighted else TokenDocument("a", tokens)
         )
-    found = {}
+    weights_read = {}
     for row in pack(documents, length, boundaries):
         if row["weights"] is None:
             assert all(expected[token] == 1.0 for token in row["ids"]), "a weighted document in a row without weights"
         else:
             assert len(row["weights"]) == len(row["ids"])
             assert any(expected[token] != 1.0 for token in row["ids"]), "nothing in this row has a weight"
-        found |= dict(zip(row["ids"], row["weights"] or [1.0] * len(row["ids"]), strict=True))
-    assert found == expected
+        weights_read |= dict(zip(row["ids"], row["weights"] or [1.0] * len(row["ids"]), strict=True))
+    assert weights_read == expected
 
 
 def test_rows_share_no_list():
@@ -154,18 +154,18 @@ def test_no_row_is_lost_and_the_share_is_what_was_asked_for(share):
 
 
 def test_prompts_alone_need_no_rows():
-    made = list(itertools.islice(mix(iter(()), Stub(), 1.0, 8), 20))
-    assert len(made) == 20 and all(row["weights"] is not None for row in made)
+    rows = list(itertools.islice(mix(iter(()), Stub(), 1.0, 8), 20))
+    assert len(rows) == 20 and all(row["weights"] is not None for row in rows)
     assert list(mix(iter(()), Stub(), 0.0, 8)) == []
 
 
 def test_prompts_follow_from_seed_and_number():
-    def made(seed, first, count=60):
+    def drawn(seed, first, count=60):
         rows = itertools.islice(mix(plain(200), Stub(), 0.5, 8, seed=seed, first=first), count)
         return {row["index"]: row["ids"] for row in rows if row["weights"] is not None}
 
-    whole, later, other = made(0, 0), made(0, 30), made(1, 0)
-    assert whole == made(0, 0)
+    whole, later, other = drawn(0, 0), drawn(0, 30), drawn(1, 0)
+    assert whole == drawn(0, 0)
     both = set(range(30, 60))
     assert {i: whole[i] for i in whole if i in both} == {i: later[i] for i in later if i in both}, "wherever it starts"
     assert set(whole) != set(other) and not {*map(tuple, whole.values())} & {*map(tuple, other.values())}
@@ -235,9 +235,9 @@ TALK = messages(("system", "Be brief."), ("user", "hi 12"), ("assistant", "yo ma
 
 @pytest.fixture
 def chatty(tokenizer):
-    made = copy.deepcopy(tokenizer)
-    made.chat_template = TEMPLATE
-    return made
+    chatty_tokenizer = copy.deepcopy(tokenizer)
+    chatty_tokenizer.chat_template = TEMPLATE
+    return chatty_tokenizer
 
 
 def learnt(tokenizer, document):
@@ -249,20 +249,20 @@ def learnt(tokenizer, document):
 
 
 def test_only_the_assistants_words_are_learnt(chatty):
-    made = conversation(chatty, TALK, "assistant")
+    document = conversation(chatty, TALK, "assistant")
     expected = (
         "<bos><system>\nBe brief.<eos>\n<user>\nhi 12<eos>\n<assistant>\nyo man<eos>\n"
         "<user>\n34<eos>\n<assistant>\n5<eos>\n"
     )
-    assert made.ids.tolist() == chatty(expected, add_special_tokens=False)["input_ids"], "one beginning, not two"
-    assert learnt(chatty, made) == ["yo man<eos>\n", "5<eos>\n"], "each with what ends it, and nothing of its head"
-    assert made.ids.dtype == torch.long
+    assert document.ids.tolist() == chatty(expected, add_special_tokens=False)["input_ids"], "one beginning, not two"
+    assert learnt(chatty, document) == ["yo man<eos>\n", "5<eos>\n"], "each with what ends it, and nothing of its head"
+    assert document.ids.dtype == torch.long
 
 
 def test_all_of_a_conversation_may_be_learnt(chatty):
-    made = conversation(chatty, TALK, "all")
-    assert not isinstance(made, WeightedDocument)
-    assert torch.equal(made.ids, conversation(chatty, TALK, "assistant").ids)
+    document = conversation(chatty, TALK, "all")
+    assert not isinstance(document, WeightedDocument)
+    assert torch.equal(document.ids, conversation(chatty, TALK, "assistant").ids)
 
 
 def test_several_answers_in_a_row_and_none_at_all(chatty):
@@ -297,11 +297,11 @@ def test_conversations_that_cannot_be_rendered_are_named(tokenizer, chatty):
 
 def test_columns_of_messages_and_of_text(chatty):
     data = DataOptions(lengths=128, column="messages", learn="assistant")
-    (made,) = token_documents(chatty, [{"messages": []}, {"messages": TALK}], data)
-    assert isinstance(made, WeightedDocument)
+    (conversation_document,) = token_documents(chatty, [{"messages": []}, {"messages": TALK}], data)
+    assert isinstance(conversation_document, WeightedDocument)
     text = DataOptions(lengths=128)
-    found = list(token_documents(chatty, [{"text": "a b"}, {"text": " \n"}, {"text": "c"}], text))
-    assert [chatty.decode(document.ids) for document in found] == ["<bos>a b", "<bos>c"]
+    documents = list(token_documents(chatty, [{"text": "a b"}, {"text": " \n"}, {"text": "c"}], text))
+    assert [chatty.decode(document.ids) for document in documents] == ["<bos>a b", "<bos>c"]
 
 
 @pytest.mark.parametrize(
@@ -376,8 +376,8 @@ def test_a_changed_file_is_read_again(stories):
 
 
 def test_the_built_in_text_is_that_of_training():
-    made = texts(DataOptions(lengths=128, shuffle=False))
-    assert made == list(builtin_text("train").documents)
+    documents = texts(DataOptions(lengths=128, shuffle=False))
+    assert documents == list(builtin_text("train").documents)
 
 
 def test_the_order_follows_from_seed_and_epoch(stories):
@@ -403,8 +403,8 @@ def test_folders_and_files_of_no_kind_or_of_several_are_named(tmp_path):
     jsonl(tmp_path / "both" / "b.jsonl", ["x"])
     (tmp_path / "none").mkdir()
     (tmp_path / "a.bin").write_text("x")
-    for name, found in (("both", ".jsonl, .txt"), ("none", "nothing"), ("a.bin", ".bin")):
-        message = f"{tmp_path / name} must hold files of one kind ({KINDS}), found {found}"
+    for name, contents in (("both", ".jsonl, .txt"), ("none", "nothing"), ("a.bin", ".bin")):
+        message = f"{tmp_path / name} must hold files of one kind ({KINDS}), found {contents}"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             opened(name)
     jsonl(tmp_path / "a.jsonl", ["x"])
@@ -455,9 +455,9 @@ def test_a_data_set_of_the_hub_says_when_there_is_no_network():
 
 def test_rows_are_those_of_the_documents(stories, tmp_path, tokenizer):
     asked = options(stories, "data.shuffle=false")
-    made = make_rows(asked, tokenizer, tmp_path / "work", quiet=True)
-    rows = rows_of(made)
-    assert len(made) == 8 and [len(item) for item in made] == [1] * 8
+    items = make_rows(asked, tokenizer, tmp_path / "work", quiet=True)
+    rows = rows_of(items)
+    assert len(items) == 8 and [len(item) for item in items] == [1] * 8
     assert all(len(row["ids"]) == 128 for row in rows) and [row["index"] for row in rows] == list(range(8))
     stream = [token for document in encode(tokenizer, [story(0), story(1)]) for token in document.ids.tolist()]
     assert [token for row in rows for token in row["ids"]] == stream[: 8 * 128]
@@ -555,16 +555,16 @@ def test_what_breaks_off_leaves_nothing(tmp_path, tokenizer, error):
 def test_a_schedule_groups_short_rows(stories, tmp_path, tokenizer):
     asked = options(stories, "data.lengths=32:0.25 64:0.25 128")
     assert plan_stages(asked) == [(32, 2, 4), (64, 2, 2), (128, 4, 1)]
-    made = make_rows(asked, tokenizer, tmp_path / "work", quiet=True)
-    assert [[len(row["ids"]) for row in item] for item in made] == [[32] * 4] * 2 + [[64] * 2] * 2 + [[128]] * 4
-    assert [row["index"] for row in rows_of(made)] == list(range(2 * 4 + 2 * 2 + 4)), "no number twice"
-    batch = Collator()([made[0], made[1]])
+    items = make_rows(asked, tokenizer, tmp_path / "work", quiet=True)
+    assert [[len(row["ids"]) for row in item] for item in items] == [[32] * 4] * 2 + [[64] * 2] * 2 + [[128]] * 4
+    assert [row["index"] for row in rows_of(items)] == list(range(2 * 4 + 2 * 2 + 4)), "no number twice"
+    batch = Collator()([items[0], items[1]])
     assert batch["input_ids"].shape == (8, 32), "lists of rows are rows"
-    assert Collator()([made[7]])["input_ids"].shape == (1, 128)
-    assert made[-1] == made[7] and made[-8] == made[0]
+    assert Collator()([items[7]])["input_ids"].shape == (1, 128)
+    assert items[-1] == items[7] and items[-8] == items[0]
     for item in (8, -9):
         with pytest.raises(IndexError):
-            made[item]
+            items[item]
 
 
 def test_whole_documents_give_short_rows(tmp_path, tokenizer):
@@ -628,11 +628,11 @@ def test_short_documents_are_refused_unless_allowed(tmp_path, tokenizer):
     asked = options(source, "train.steps=1", "data.shuffle=false")
     with pytest.raises(ValueError, match=r"^no document is as long as a row: the longest of \d+ read has") as caught:
         make_rows(asked, tokenizer, tmp_path / "work", quiet=True)
-    seen = int(re.search(r"longest of (\d+) read", str(caught.value))[1])
-    most = max(len(document.ids) for document in encode(tokenizer, [story(i, 3) for i in range(seen)]))
+    read_count = int(re.search(r"longest of (\d+) read", str(caught.value))[1])
+    most = max(len(document.ids) for document in encode(tokenizer, [story(i, 3) for i in range(read_count)]))
     assert most <= longest < 128 and str(caught.value) == (
-        f"no document is as long as a row: the longest of {seen} read has {most} tokens, a row has 128, so nothing "
-        "could be learned about such distances. Give longer documents or shorter data.lengths, or set "
+        f"no document is as long as a row: the longest of {read_count} read has {most} tokens, a row has 128, so "
+        "nothing could be learned about such distances. Give longer documents or shorter data.lengths, or set "
         "data.allow_short=true to train on short documents joined into rows"
     )
     assert list((tmp_path / "work").iterdir()) == []
@@ -655,8 +655,8 @@ def test_a_long_document_may_come_late(tmp_path, tokenizer):
     """The first stage of short rows sees only short documents; the run as a whole sees a long one."""
     source = jsonl(tmp_path / "a.jsonl", [*(story(i, 3) for i in range(6)), *(story(i, 20) for i in range(12))])
     asked = options(source, "data.lengths=32:0.25 128", "data.shuffle=false")
-    made = make_rows(asked, tokenizer, tmp_path / "work", quiet=True)
-    assert len(made) == 8
+    items = make_rows(asked, tokenizer, tmp_path / "work", quiet=True)
+    assert len(items) == 8
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
@@ -691,14 +691,14 @@ def test_retrieval_needs_plain_text_and_says_so_at_once(tmp_path, chatty, monkey
 def test_conversations_become_rows_with_weights(tmp_path, chatty):
     source = jsonl(tmp_path / "a.jsonl", [TALK] * 60, "messages")
     words = ["data.column=messages", "data.learn=assistant", "data.boundaries=apart", "data.allow_short=true"]
-    made = make_rows(options(source, *words, "data.lengths=64"), chatty, tmp_path / "work", quiet=True)
+    items = make_rows(options(source, *words, "data.lengths=64"), chatty, tmp_path / "work", quiet=True)
     whole = conversation(chatty, TALK, "assistant")
     size = len(whole.ids)
-    stream = [token for row in rows_of(made) for token in row["ids"]]
-    weights = [weight for row in rows_of(made) for weight in row["weights"]]
+    stream = [token for row in rows_of(items) for token in row["ids"]]
+    weights = [weight for row in rows_of(items) for weight in row["weights"]]
     assert stream == (whole.ids.tolist() * 60)[: len(stream)]
     assert weights == (whole.weights.tolist() * 60)[: len(stream)]
-    begins = {row["index"] * 64 + start for row in rows_of(made) for start in row["starts"]}
+    begins = {row["index"] * 64 + start for row in rows_of(items) for start in row["starts"]}
     assert begins == {*range(0, len(stream), size), *range(0, len(stream), 64)}
 
 
@@ -777,7 +777,7 @@ def test_targets_are_read_from_the_model(family):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("targets", "message"),
     [
         ("q_porj", "lora.target_modules: 'q_porj' matches no projection of LlamaForCausalLM. Did you mean 'q_proj'?"),
         (["q_proj", "c_attn"], "lora.target_modules: 'c_attn' matches no projection of LlamaForCausalLM."),
@@ -787,10 +787,10 @@ def test_targets_are_read_from_the_model(family):
         (["q_proj", ["v_proj"]], "lora.target_modules: \"['v_proj']\" matches no projection of LlamaForCausalLM."),
     ],
 )
-def test_a_target_that_matches_nothing_is_named(wanted, message):
+def test_a_target_that_matches_nothing_is_named(targets, message):
     known = "Known: all-linear, attention, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     with pytest.raises(ValueError, match=rf"^{re.escape(message)}.* {known}$"):
-        target_names(bold_model(), wanted)
+        target_names(bold_model(), targets)
 
 
 def seeing():
@@ -806,8 +806,8 @@ def seeing():
 def adapted(model, **changes):
     """The model with adapters on all projections, and what is trained of it."""
     words = [f"lora.{name}={value}" for name, value in ({"rank": 2} | changes).items()]
-    made = prepare(model, asked_for(*words))
-    return made, {name for name, parameter in made.named_parameters() if parameter.requires_grad}
+    peft_model = prepare(model, asked_for(*words))
+    return peft_model, {name for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
 
 
 def test_a_vision_tower_is_left_alone():
@@ -837,10 +837,10 @@ def test_embeddings_and_norms_are_all_that_is_trained_beside_adapters(family):
     expected |= {"model.embed_tokens.weight"}
     assert {f"{name}.weight" for name in long_lora_modules(model)} == expected
     tied = model.lm_head.weight is model.model.embed_tokens.weight
-    made, names = adapted(model, long_lora="true")
+    peft_model, names = adapted(model, long_lora="true")
     clean = {name.replace("base_model.model.", "").replace("modules_to_save.default.", "") for name in names}
     assert {name for name in clean if "lora_" not in name} == expected
-    assert tied is (made.get_input_embeddings().weight is made.get_output_embeddings().weight)
+    assert tied is (peft_model.get_input_embeddings().weight is peft_model.get_output_embeddings().weight)
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True), ("gemma3", True), ("gemma4", False)])
@@ -879,8 +879,8 @@ def test_without_a_method_a_model_keeps_its_own_table_and_says_so():
     assert str(record.to_method()) == "default" and record.target_length == 64
     patched = bold_model()
     rope_patch.apply(patched, "yarn", factor=2)
-    kept = prepare(patched, asked_for("patch.method=null", "lora.rank=2"))
-    assert str(find_rotary(kept).record.to_method()) == "yarn:factor=2"
+    prepared = prepare(patched, asked_for("patch.method=null", "lora.rank=2"))
+    assert str(find_rotary(prepared).record.to_method()) == "yarn:factor=2"
     again = bold_model()
     rope_patch.apply(again, "yarn", factor=2)
     with pytest.raises(PatchError):
@@ -899,12 +899,12 @@ def test_what_fits_nothing_leaves_the_model_as_it_was():
 
 def test_rank_and_alpha_reach_the_adapters_and_the_seed_their_values():
     def values(seed):
-        made = prepare(bold_model(), asked_for("lora.rank=3", f"train.seed={seed}"))
-        return made, torch.cat([p.flatten() for name, p in made.named_parameters() if "lora_A" in name])
+        peft_model = prepare(bold_model(), asked_for("lora.rank=3", f"train.seed={seed}"))
+        return peft_model, torch.cat([p.flatten() for name, p in peft_model.named_parameters() if "lora_A" in name])
 
-    (made, first), (_, again), (_, other) = values(0), values(0), values(1)
+    (peft_model, first), (_, again), (_, other) = values(0), values(0), values(1)
     assert torch.equal(first, again) and not torch.equal(first, other)
-    config = made.peft_config["default"]
+    config = peft_model.peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 6, 0.0)
     config = prepare(bold_model(), asked_for("lora.alpha=5", "lora.dropout=0.5")).peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (16, 5, 0.5)
@@ -912,9 +912,9 @@ def test_rank_and_alpha_reach_the_adapters_and_the_seed_their_values():
 
 def test_rank_0_trains_every_weight():
     model = bold_model()
-    made = prepare(model, asked_for("lora.rank=0"))
-    assert made is model and not isinstance(made, PeftModel)
-    assert all(p.requires_grad for p in made.parameters())
+    prepared = prepare(model, asked_for("lora.rank=0"))
+    assert prepared is model and not isinstance(prepared, PeftModel)
+    assert all(p.requires_grad for p in prepared.parameters())
 
 
 def test_a_folder_of_yours_goes_before_a_bundled_checkpoint(tmp_path, monkeypatch):
@@ -975,10 +975,12 @@ def test_peft_itself_takes_the_pattern():
     """As PEFT matches it, not as this file does."""
     model = bold_model()
     names = target_names(model, "attention")
-    made = peft.get_peft_model(model, peft.LoraConfig(target_modules=pattern(model, names), task_type="CAUSAL_LM"))
-    found = {name for name, module in made.named_modules() if hasattr(module, "lora_A")}
-    assert {name.removeprefix("base_model.model.") for name in found} == hit(model, names)
-    assert len(found) == 2 * 4
+    peft_model = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=pattern(model, names), task_type="CAUSAL_LM")
+    )
+    with_lora = {name for name, module in peft_model.named_modules() if hasattr(module, "lora_A")}
+    assert {name.removeprefix("base_model.model.") for name in with_lora} == hit(model, names)
+    assert len(with_lora) == 2 * 4
 
 
 # --- evaluation
@@ -995,13 +997,13 @@ def evaluator(tokenizer, tmp_path_factory):
 def test_an_evaluation_is_numbers_by_length(evaluator):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     model.train()
-    found, again = evaluator(model), evaluator(model)
+    result, again = evaluator(model), evaluator(model)
     assert model.training, "left as it was"
-    assert found.metrics() == again.metrics(), "the same texts and prompts each time"
+    assert result.metrics() == again.metrics(), "the same texts and prompts each time"
     names = ["score", "retrieval_64", "retrieval_128", "perplexity_0_64", "perplexity_64_128"]
-    assert list(found.metrics()) == names
-    retrieved = [found.retrieval.accuracy(length) for length in (64, 128)]
-    assert found.score == pytest.approx(sum(retrieved) / 2 - found.perplexity.nll / 400, abs=1e-9)
+    assert list(result.metrics()) == names
+    retrieved = [result.retrieval.accuracy(length) for length in (64, 128)]
+    assert result.score == pytest.approx(sum(retrieved) / 2 - result.perplexity.nll / 400, abs=1e-9)
 
 
 def test_perplexity_only_parts_equals(evaluator):
@@ -1009,17 +1011,17 @@ def test_perplexity_only_parts_equals(evaluator):
     from dataclasses import replace
 
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
-    found = evaluator(model)
+    result = evaluator(model)
 
     def scored(correct, nll):
         flags = iter([True] * correct + [False] * 4)
         cells = tuple(
             replace(cell, samples=tuple(replace(sample, correct=next(flags)) for sample in cell.samples))
-            for cell in found.retrieval.cells
+            for cell in result.retrieval.cells
         )
-        retrieval = {"passkey": replace(found.retrieval, cells=cells)}
-        scores = replace(found.scores, retrieval=retrieval, perplexity=replace(found.perplexity, nll=nll))
-        return replace(found, scores=scores).score
+        retrieval = {"passkey": replace(result.retrieval, cells=cells)}
+        scores = replace(result.scores, retrieval=retrieval, perplexity=replace(result.perplexity, nll=nll))
+        return replace(result, scores=scores).score
 
     assert scored(2, 5000.0) > scored(1, 0.01) and scored(1, 2.0) > scored(1, 2.1)
 

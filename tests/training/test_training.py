@@ -45,10 +45,10 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(family, monkeypatc
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     with spy(model.lm_head) as states:
-        made = fuse(model)(rows, labels=labels, weights=weights)["loss"]
-        made.backward()
+        loss = fuse(model)(rows, labels=labels, weights=weights)["loss"]
+        loss.backward()
     assert max(states) <= 16, "no more than a slice of logits, backward too"
-    assert made.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     for name, gradient in gradients.items():
         assert torch.allclose(dict(model.named_parameters())[name].grad, gradient, atol=1e-5), name
     assert model(rows, use_cache=False).logits.shape == (3, 40, 96), "without labels, logits as before"
@@ -73,11 +73,11 @@ def test_an_adapter_trains_through_it_and_logits_are_still_there():
     model.zero_grad()
     fuse(model)
     assert fuse(model) is model, "twice is once"
-    made = model(input_ids=rows, labels=rows)["loss"]
-    made.backward()
-    assert made.item() == pytest.approx(expected.item(), abs=1e-6)
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients, found, strict=True))
+    loss = model(input_ids=rows, labels=rows)["loss"]
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    fused_gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients, fused_gradients, strict=True))
     assert model(input_ids=rows, use_cache=False).logits.shape == (2, 30, 96)
 
 
@@ -191,13 +191,15 @@ def test_positions_rise_stay_below_the_target_and_come_from_the_example(size, in
         PoSECollator(target=64, chunks=chunks, seed=seed, offset=True),
         RandPosCollator(target=64, seed=seed),
     ):
-        made = collator.positions(size, example(size, index))
-        steps = made.diff()
-        assert len(made) == size and int(made[0]) >= 0 and int(made[-1]) < 64 and bool((steps >= 1).all())
-        assert torch.equal(made, collator.positions(size, example(size, index))), "the same in every run"
+        positions = collator.positions(size, example(size, index))
+        steps = positions.diff()
+        assert (
+            len(positions) == size and int(positions[0]) >= 0 and int(positions[-1]) < 64 and bool((steps >= 1).all())
+        )
+        assert torch.equal(positions, collator.positions(size, example(size, index))), "the same in every run"
         if isinstance(collator, PoSECollator):
             assert int((steps > 1).sum()) <= chunks - 1
-            assert collator.offset or int(made[0]) == 0
+            assert collator.offset or int(positions[0]) == 0
     reached = [int(PoSECollator(target=64, chunks=2, seed=seed).positions(8, example(8, i))[-1]) for i in range(200)]
     assert len(set(reached)) > 40 and max(reached) >= 60
 

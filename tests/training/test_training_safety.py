@@ -88,7 +88,7 @@ class Killer(TrainerCallback):
             if self.left is None:
                 self.fork(Path(args.output_dir))
             self.armed = True
-            sys.addaudithook(self.seen)
+            sys.addaudithook(self.on_event)
             for owner, name in (
                 (torch, "save"),
                 (peft.peft_model, "safe_save_file"),
@@ -114,7 +114,7 @@ class Killer(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         control.should_training_stop = control.should_training_stop or self.armed
 
-    def seen(self, event, args):
+    def on_event(self, event, args):
         writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         if writes or event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
             self.tick(event)
@@ -190,10 +190,10 @@ def serve(answers):
                 if len(ranks) > 1:
                     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(ranks))}
                     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.pop("port"))}
-                found = run(job | own)
+                result = run(job | own)
             except BaseException:
-                found = {"error": traceback.format_exc()}
-            Path(f"{answer}.{rank}").write_text(json.dumps(found))
+                result = {"error": traceback.format_exc()}
+            Path(f"{answer}.{rank}").write_text(json.dumps(result))
             os._exit(0)
         print(
             json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]),
@@ -237,11 +237,11 @@ def do(tmp_path_factory):
             server.stdin.flush()
             line = server.stdout.readline()
             assert line, log.read_text()[-2000:]
-            made = []
+            results = []
             for rank, code in enumerate(json.loads(line)):
                 assert code in (0, -signal.SIGKILL)
-                made.append(json.loads(Path(f"{answer}.{rank}").read_text()) if code == 0 else None)
-            return made if "ranks" in options else made[0]
+                results.append(json.loads(Path(f"{answer}.{rank}").read_text()) if code == 0 else None)
+            return results if "ranks" in options else results[0]
 
         yield job
         server.stdin.close()
@@ -251,9 +251,9 @@ def do(tmp_path_factory):
 def whole(do, tmp_path_factory):
     """The losses of a run that nothing stopped, and its folder with checkpoints 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("whole")
-    found = do(folder)
-    assert len(found["losses"]) == 6 and len(set(found["losses"])) == 6, found
-    return SimpleNamespace(losses=found["losses"], folder=folder)
+    result = do(folder)
+    assert len(result["losses"]) == 6 and len(set(result["losses"])) == 6, result
+    return SimpleNamespace(losses=result["losses"], folder=folder)
 
 
 def start_from(whole, folder, *steps):
@@ -267,11 +267,11 @@ def latest_step(folder):
     for path in folder.glob("checkpoint-*"):
         assert flaw(path) is None, path
         assert read_record(path) is not None
-    found = latest_checkpoint(folder)
-    assert found is not None
-    if found.parent == folder:
-        assert Path(get_last_checkpoint(str(folder))) == found
-    return int(found.name.rpartition("-")[2])
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None
+    if checkpoint.parent == folder:
+        assert Path(get_last_checkpoint(str(folder))) == checkpoint
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def sweep(do, whole, folder, kill, *steps, **options):
@@ -281,8 +281,8 @@ def sweep(do, whole, folder, kill, *steps, **options):
     """
     start_from(whole, folder, *steps)
     first = str(folder / f"checkpoint-{steps[0]}") if steps else None
-    found = do(folder, resume=first, kill=kill, **options)
-    assert found is not None and "error" not in found, found
+    result = do(folder, resume=first, kill=kill, **options)
+    assert result is not None and "error" not in result, result
     killed = sorted(folder.parent.glob(f"{folder.name}.killed-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     assert len(killed) > 5, "the kills hit nothing"
     left = []
@@ -303,8 +303,8 @@ def test_a_run_killed_at_any_step_goes_on_as_if_nothing_had_been(do, whole, tmp_
         folder = tmp_path / str(step)
         assert do(folder, kill_in_step=step) is None
         assert latest_step(folder) == 2 * ((step - 1) // 2)
-        found = do(folder, resume=True)
-        assert found["losses"] == pytest.approx(whole.losses, abs=1e-4)
+        result = do(folder, resume=True)
+        assert result["losses"] == pytest.approx(whole.losses, abs=1e-4)
 
 
 def test_no_kill_while_saving_leaves_a_broken_checkpoint(do, whole, tmp_path):
@@ -336,8 +336,8 @@ def test_the_best_checkpoint_outlives_kills_and_the_state_names_its_place(do, wh
     for step in sweep(do, whole, folder, {"step": 4, "only": MOVES}, **BEST):
         state = json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert state["best_model_checkpoint"] == best and flaw(best) is None
-    found = do(folder, resume=True, **BEST)
-    assert found["best"] == best and [path.name for path in folder.iterdir()] == ["checkpoint-2"]
+    result = do(folder, resume=True, **BEST)
+    assert result["best"] == best and [path.name for path in folder.iterdir()] == ["checkpoint-2"]
 
 
 def test_every_process_writes_its_part_before_a_checkpoint_appears(do, tmp_path):
@@ -345,15 +345,15 @@ def test_every_process_writes_its_part_before_a_checkpoint_appears(do, tmp_path)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     reference, folder = tmp_path / "reference", tmp_path / "run"
-    (found, other), ranks = do(reference, ranks=[{}, {}], port=port), {"ranks": [{}, {}], "port": port}
-    assert "error" not in found and found["losses"] == other["losses"], found
+    (result, other), ranks = do(reference, ranks=[{}, {}], port=port), {"ranks": [{}, {}], "port": port}
+    assert "error" not in result and result["losses"] == other["losses"], result
     files = {path.name for path in (reference / "checkpoint-4").iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth", "rope_patch.json", "trainer_state.json"} <= files
     dying = [{}, {"kill": {"step": 4, "nth": 1}}]  # as it is about to write the state of its random numbers
     first, second = do(folder, **ranks | {"ranks": dying})
     assert second is None and "error" in first
     assert latest_step(folder) == 2
-    assert do(folder, resume=True, **ranks)[0]["losses"] == pytest.approx(found["losses"], abs=1e-4)
+    assert do(folder, resume=True, **ranks)[0]["losses"] == pytest.approx(result["losses"], abs=1e-4)
 
 
 # --- what others leave
@@ -448,12 +448,12 @@ def test_a_run_is_resumed_under_its_own_patch_alone(method, message, whole, tmp_
 def test_everything_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monkeypatch):
     flushed, sync = [], os.fsync
 
-    def seen(handle):
+    def record(handle):
         flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
         assert (tmp_path / "checkpoint-2").exists() == (flushed[-1] == tmp_path)
         sync(handle)
 
-    monkeypatch.setattr(os, "fsync", seen)
+    monkeypatch.setattr(os, "fsync", record)
     build(tmp_path, steps=2).train()
     files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
     assert {path.name for path in flushed} == {*files, "checkpoint-2", tmp_path.name}
@@ -465,10 +465,10 @@ def test_what_a_killed_run_left_is_put_right_before_the_next(whole, tmp_path):
     (tmp_path / "checkpoint-4").rename(tmp_path / REPLACED / "checkpoint-4")
     (tmp_path / STAGING / "checkpoint-6").mkdir(parents=True)
     (tmp_path / STAGING / "checkpoint-6" / "rng_state_7.pth").touch()  # of a process that there is no more
-    found = latest_checkpoint(tmp_path)
-    assert found == tmp_path / REPLACED / "checkpoint-4"
+    checkpoint = latest_checkpoint(tmp_path)
+    assert checkpoint == tmp_path / REPLACED / "checkpoint-4"
     trainer = build(tmp_path)
-    trainer.train(resume_from_checkpoint=found)
+    trainer.train(resume_from_checkpoint=checkpoint)
     assert trainer._initial_global_step == 4
     assert losses_of(trainer) == pytest.approx(whole.losses, abs=1e-4)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
@@ -579,18 +579,18 @@ def test_advice_is_that_of_the_plan(tmp_path):
     planned = plan(
         "Llama-3.1-8B", length=32768, batch=2, lora_rank=16, checkpointing=False, loss="naive", attention="sdpa"
     )
-    said = oom_advice(model, args, 32768, 80)
-    assert f"2 x 32768 tokens on each GPU were predicted to take {planned.total / 2**30:.1f} GiB: " in said
+    advice_text = oom_advice(model, args, 32768, 80)
+    assert f"2 x 32768 tokens on each GPU were predicted to take {planned.total / 2**30:.1f} GiB: " in advice_text
     for part in ("weights", "activations", "loss"):
-        assert f"{part} {planned[part] / 2**30:.1f}" in said
-    assert "layer " not in said, "it takes turns with the loss, and is smaller"
+        assert f"{part} {planned[part] / 2**30:.1f}" in advice_text
+    assert "layer " not in advice_text, "it takes turns with the loss, and is smaller"
     steps = planned.advice(80)
     assert len(steps) >= 2 and steps[-1].fits
-    lines = [line for line in said.splitlines() if line.startswith("- ")]
+    lines = [line for line in advice_text.splitlines() if line.startswith("- ")]
     assert [re.search(r": ([\d.]+) GiB \((.*)\)$", line).groups() for line in lines] == [
         (f"{step.total / 2**30:.1f}", step.cost) for step in steps
     ]
-    assert f"up to {planned.longest(80)} tokens fit" in said
+    assert f"up to {planned.longest(80)} tokens fit" in advice_text
     assert "LongTrainer" in lines[0] and "gradient_checkpointing=True (recipe: train.checkpointing=true)" in lines[1]
 
 
@@ -602,9 +602,9 @@ def test_advice_knows_when_nothing_helps_and_when_nothing_is_wrong(tmp_path):
 
 
 def test_frozen_weights_in_float32_are_the_first_thing_to_change(tmp_path):
-    said = oom_advice(big(torch.float32, r=16, target_modules="all-linear"), args_of(tmp_path), 4096, 24)
+    advice_text = oom_advice(big(torch.float32, r=16, target_modules="all-linear"), args_of(tmp_path), 4096, 24)
     planned = plan("Llama-3.1-8B", length=4096, batch=8, checkpointing=False, loss="naive", attention="sdpa")
-    lines = [line for line in said.splitlines() if line.startswith("- ")]
+    lines = [line for line in advice_text.splitlines() if line.startswith("- ")]
     assert lines[0].startswith("- dtype=torch.bfloat16 for the model (recipe: model.dtype=bfloat16): ")
     assert [line.split(": ")[-1].split(" GiB")[0] for line in lines] == [
         f"{total / 2**30:.1f}" for total in (planned.total, *(step.total for step in planned.advice(24)))
@@ -652,9 +652,9 @@ def test_only_sharded_weights_are_divided(fsdp, gpus, tmp_path, monkeypatch):
 
 def test_a_model_that_no_plan_covers_gets_general_advice(tmp_path):
     model = get_peft_model(tiny_model(), IA3Config(task_type="CAUSAL_LM"))
-    said = oom_advice(model, args_of(tmp_path), 1024, 80)
-    assert said.startswith("No plan covers this step (adapters of type IA3 on none of the projections).")
-    assert "gradient_checkpointing=True" in said
+    advice_text = oom_advice(model, args_of(tmp_path), 1024, 80)
+    assert advice_text.startswith("No plan covers this step (adapters of type IA3 on none of the projections).")
+    assert "gradient_checkpointing=True" in advice_text
     model = tiny_model()
     model.config.quantization_config = {"quant_method": "gptq"}
     assert "the weights are not quantized by bitsandbytes" in oom_advice(model, args_of(tmp_path), 1024, 80)
