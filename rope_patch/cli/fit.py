@@ -15,7 +15,6 @@ from rope_patch.cli.loading import (
     check_device,
     check_dtype,
     check_paths,
-    check_source,
     load_model,
     load_tokenizer,
     prepare,
@@ -258,6 +257,7 @@ def fit(
 def _check_places(model: str, output: Path) -> None:
     """Raise where the checkpoint is none that can be fitted, or the output would overwrite it."""
     from rope_patch.checkpoints.adapters import is_adapter
+    from rope_patch.files import check_source
 
     check_source(model)
     if is_adapter(model):

@@ -150,7 +150,7 @@ def plan(model: str | Path | PreTrainedModel | Shape, *, length: int, **options:
     Raises:
         ValueError: unknown model or a bad option; the message says what to do.
         TypeError: an option that does not exist.
-        OSError: nothing to load there.
+        OSError: nothing that can be loaded, or no such repository.
     """
     return _checked(shape_of(model), Options(length=length, **options))
 

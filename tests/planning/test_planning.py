@@ -469,7 +469,7 @@ def test_bad_models(tmp_path):
         shape_of("lama-3.1-8b")
     with pytest.raises(OSError, match=r"cannot load nobody/llama-3\.1-8b from the hub"):
         shape_of("nobody/llama-3.1-8b")  # not the organisation whose config ships
-    with pytest.raises(OSError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         shape_of(tmp_path)
     with pytest.raises(TypeError, match="quantisation"):
         plan("gemma-2-2b", length=4096, quantisation="nf4")

@@ -532,7 +532,9 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("source", ["./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere", "no/where"])
 def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, capsys, source):
     unlike_an_id = source.startswith((".", "~", "/")) or source.count("/") > 1
-    message = f"no folder {source}" + ("\n" if unlike_an_id else ", and the hub gives no tokenizer of that name")
+    message = f"no folder {source}" + (
+        ": give a folder with" if unlike_an_id else ", and the hub gives no tokenizer of that name"
+    )
     assert_refused(monkeypatch, capsys, ("kv-check", source, *given, "-o", tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()
 
