@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from fits import ASKED, ASSETS, TEXT, Verdicts, candidate, fit_by_name, fitted, run_of
+from huggingface_hub import ModelCard
 from states import model_of
 from tiny import ids, small, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -29,6 +31,7 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import Constraint, Objective, TrainableTable, running
 from rope_patch.fitting.candidates import SEED, choose
 from rope_patch.fitting.candidates import best as best_of
+from rope_patch.fitting.card import card
 from rope_patch.fitting.rows import Rows, split_text
 from rope_patch.frequencies import table_of, unrotated
 from rope_patch.methods import Chain, Table
@@ -748,6 +751,77 @@ def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
         command(*words(folder, out))
     again = json.loads(command(*words(folder, out), "--force", "--json", "--no-figure"))
     assert {**again, "command": ""} == {**found, "command": ""}
+
+
+CARD = """---
+license: apache-2.0
+tags: [small]
+model-index: [{name: tiny, results: []}]
+---
+# Tiny
+
+It scores 7.
+"""
+
+
+@pytest.fixture
+def carded(folder, tmp_path):
+    """A base with a model card and a training log."""
+    base = shutil.copytree(folder, tmp_path / "carded")
+    shutil.copy(folder.parent / "text.txt", tmp_path / "text.txt")
+    (base / "README.md").write_text(CARD)
+    (base / "training_log.json").write_text("{}")
+    return base
+
+
+def test_the_card_says_at_its_top_what_was_fitted_and_keeps_that_of_the_base_below(carded, tmp_path):
+    command(*words(carded, tmp_path / "out"), "--no-figure")
+    chosen = json.loads((tmp_path / "out" / "fit.json").read_text())["chosen"]
+    start, candidate = chosen.split(", ")
+    top, _, below = (tmp_path / "out" / "README.md").read_text().partition("## The card of the base model")
+    assert candidate != "start" and "rotary table fitted for 96 tokens" in top
+    for line in (
+        "- **Base**: `carded`\n",
+        f"- **Method**: gradient descent on the frequencies, started from `{start}` (chosen: {candidate})\n",
+        "- **Target length**: 96 tokens\n",
+        "- **Text**: `text.txt`\n",
+    ):
+        assert line in top
+    assert below.endswith("# Tiny\n\nIt scores 7.\n")
+
+
+def test_a_card_says_of_a_start_that_was_kept_that_it_was_chosen(carded, tmp_path):
+    command(*words(carded, tmp_path / "out"), "--steps", 0, "--no-figure")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "rotary table chosen for 96 tokens" in text and "`yarn:factor=1.5` as it is" in text and "fitted" not in text
+
+
+def test_the_front_matter_of_a_card_keeps_the_licence_and_drops_the_scores_of_the_base(carded, tmp_path):
+    command(*words(carded, tmp_path / "out"), "--steps", 0, "--no-figure")
+    head = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
+    assert head == {
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "tags": ["small", "rope_patch", "long-context"],
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["# No front matter\n", "---\nbroken: [\n---\n# Text\n", "---\n- a list\n---\n# Text\n"]
+)
+def test_a_card_whose_front_matter_cannot_be_read_is_kept_whole(text):
+    made = card("org/tiny", "yarn, step 4", "`text.txt`", 96, text, on_hub=True)
+    assert made.endswith(text) and ModelCard(made).data.base_model == "org/tiny"
+
+
+def test_a_fitted_folder_does_not_carry_the_training_log_of_its_base(carded, tmp_path):
+    command(*words(carded, tmp_path / "out"), "--steps", 0, "--no-figure")
+    assert not (tmp_path / "out" / "training_log.json").exists() and (carded / "training_log.json").exists()
+
+
+def test_a_base_without_a_card_gets_one(folder, tmp_path):
+    command(*words(folder, tmp_path / "out"), "--steps", 0, "--no-figure")
+    assert "## The card of the base model" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_fit_that_diverged_is_written_and_said(folder, tmp_path):
