@@ -626,6 +626,7 @@ def test_two_processes_do_what_one_does(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"target_length": "1k"}, "target_length must be a whole number of tokens, got '1k'"),
         ({"target_length": 32}, "the target of 32 tokens lies below the trained length of 64"),
         ({"target_length": 1 << 20, "batch_tokens": None}, "windows of 1048576 tokens need"),
         ({"init": []}, "init names no table"),
