@@ -95,8 +95,8 @@ def fit(
         float,
         typer.Option(
             metavar="SHARE",
-            help="How much of the learning rate goes to answering retrieval prompts, from 0 to 1; the rest goes to "
-            "predicting text.",
+            help="How much of the learning rate goes to answering retrieval prompts, at least 0 and less than 1; the "
+            "rest goes to predicting text.",
         ),
     ] = 0.8,
     task: Task = "passkey",

@@ -236,6 +236,12 @@ Tasks = Annotated[
         "multiquery, or vt (variable tracking).",
     ),
 ]
+Mode = Annotated[
+    str,
+    typer.Option(
+        "--mode", metavar="MODE", help="single (each prompt hides one answer) or multikey (one at every depth)."
+    ),
+]
 Depths = Annotated[
     Sequence[float],
     typer.Option(

@@ -20,6 +20,7 @@ from huggingface_hub import ModelCard
 from states import model_of
 from tiny import ids, small, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import rope_patch
@@ -879,6 +880,13 @@ def test_wrong_arguments(folder, tmp_path, changes, message):
     with pytest.raises((ValueError, TypeError, OSError), match=re.escape(message)):
         command(*words(folder, tmp_path / "out"), *changes)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_help_excludes_the_share_that_is_refused():
+    option = next(p for p in get_command(cli.app).commands["fit"].params if "--retrieval" in p.opts)
+    assert "at least 0 and less than 1;" in option.help
+    with pytest.raises(ValueError, match=r"retrieval must be in \[0, 1\), got 1.0"):
+        Objective(retrieval=1.0)
 
 
 def test_a_second_fit_into_one_output_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):

@@ -401,6 +401,14 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     assert result.exception is not None and json.loads(result.stdout)["lengths"] == [40]
 
 
+def test_the_command_asks_in_the_mode_that_it_is_given(folder, tmp_path):
+    asked = ("--schemes", "fp8", "--lengths", 80, "--windows", 1, "--samples", 1, "--depths", "0 1")
+    asked += ("--haystack", "noise", "--tasks", "niah", "--mode", "multikey")
+    command(folder, *asked, "-o", tmp_path)
+    assert json.loads((tmp_path / "kv-check.json").read_text())["spec"]["mode"] == "multikey"
+    assert "niah, mode multikey; lengths 80 tokens" in "".join(Page((tmp_path / "kv-check.html").read_text()).text)
+
+
 def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path):
     import peft
 
@@ -444,6 +452,7 @@ def test_help_and_list_name_every_preset():
         (("--depths", "2"), "2"),
         (("--dtype", "int3"), "dtype must be one of"),
         (("--tasks", "key"), "key"),
+        (("--mode", "several"), "unknown mode 'several'. Known: single, multikey"),
         (("--text", "/nowhere"), "nowhere"),
         (("--haystack", "/nowhere"), "nowhere"),
         (("--context", "far"), "far"),
