@@ -1,4 +1,7 @@
-"""Write files and folders whole or not at all; what a killed process left of them is deleted by the next one."""
+"""Files and folders that appear whole or not at all, and which of them are checkpoints.
+
+What a killed process left of them is removed by the next.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,43 @@ from rope_patch.claims import MARK, TEMPORARY, claim_folder, claim_output, left_
 
 CONFIGS = ("config.json", "adapter_config.json")
 """The configs of a model and of an adapter: without its config a folder does not load as a checkpoint."""
+_FOLDERS = dict(
+    zip(CONFIGS, ("a folder with config.json", "an adapter's folder with adapter_config.json"), strict=True)
+)
 
 # What an older checkpoint leaves in a folder that a loader would prefer to a model's new weights, or mix with them.
 _STALE = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model*.bin*", "adapter_model.*", "rope_patch.json")
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Tell whether a source is a GGUF file by its name."""
+    return str(source).lower().endswith(".gguf")
+
+
+def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
+    """Raise where a checkpoint or an adapter is none on this disk, and its name is not that of a hub repository.
+
+    The hub is asked for nothing: with retries that takes half a minute.
+
+    Args:
+        source: folder or hub id, which has at most one slash.
+        configs: the files of :data:`CONFIGS` of which a folder must hold one.
+
+    Raises:
+        ValueError: a file, a folder without such a file, or no folder; the message says what was expected.
+    """
+    path, name = Path(source), str(source)
+    parts = name.split("/")
+    expected = f"{', '.join(_FOLDERS[config] for config in configs)}, or a hub id such as org/name"
+    if path.is_dir():
+        if not any((path / config).is_file() for config in configs):
+            raise ValueError(f"{source} has no {' or '.join(configs)}: give {expected}")
+    elif is_gguf(source):
+        raise ValueError(f"{source} is a GGUF file, which only rope_patch.load and inspect read: give {expected}")
+    elif path.exists():
+        raise ValueError(f"{source} is a file: give {expected}")
+    elif name.startswith((".", "~")) or not all(parts) or len(parts) > 2 or "\\" in name:
+        raise ValueError(f"no folder {source}: give {expected}")
 
 
 def holds_files(folder: Path) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import nn
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
-from rope_patch.checkpoints.gguf import is_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
+from rope_patch.files import is_gguf
 from rope_patch.patching.apply import reapply
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection, inspect_model, verify_model
@@ -58,8 +58,8 @@ def inspect(source: nn.Module | str | Path) -> Inspection:
             GGUF file.
 
     Raises:
-        OSError: nothing to read there; the message says what to do.
-        ValueError: no model with a rotary table.
+        OSError: nothing that can be read; the message says what to do.
+        ValueError: no such folder, one without a checkpoint, or no model with a rotary table.
         PatchError: an adapter's record that does not fit its base model.
     """
     if isinstance(source, nn.Module):
@@ -90,8 +90,8 @@ def verify(source: nn.Module | str | Path, record: PatchRecord | None = None) ->
 
     Raises:
         PatchError: no record, or any difference.
-        OSError: damaged weights, or nothing to read there.
-        ValueError: ``record`` beside a folder, which has its own.
+        OSError: damaged weights, or nothing that can be read.
+        ValueError: no such folder, one without a checkpoint, or ``record`` beside a folder, which has its own.
     """
     if isinstance(source, nn.Module):
         verified = verify_model(source, record)

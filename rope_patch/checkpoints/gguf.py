@@ -19,11 +19,6 @@ from rope_patch.patching.verify import inspect_model
 from rope_patch.tables import RotaryTable
 
 
-def is_gguf(source: str | Path) -> bool:
-    """Tell whether a source is a GGUF file by its name."""
-    return str(source).lower().endswith(".gguf")
-
-
 def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     """Load a GGUF file as a model of transformers that uses the file's rotary table, as llama.cpp does.
 

@@ -36,8 +36,8 @@ def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedM
         beside_adapter: the folder may hold an adapter, too, which is left alone.
 
     Raises:
-        OSError: nothing to load there; the message says what to do.
-        ValueError: not a causal language model.
+        OSError: nothing that can be loaded, or no such repository; the message says what to do.
+        ValueError: no such folder, one without a checkpoint, or not a causal language model.
         PatchError: a patched checkpoint whose config tells transformers 4 and 5 different tables.
     """
     if (Path(source) / ADAPTER_FILE).is_file() and not beside_adapter:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.errors import blamed_on, in_one_line, read_json
+from rope_patch.files import check_source
 from rope_patch.patching.encoding import older_differences, text_part
 from rope_patch.patching.locate import PatchError
 
@@ -38,8 +39,8 @@ def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
 
 def load_config(source: str | Path, **options: Any) -> Any:
     """Return a checkpoint's config, from a folder or the hub; errors say what to do."""
-    with contextlib.suppress(FileNotFoundError):
-        read_json(Path(source) / CONFIG_FILE)
+    if (path := Path(source) / CONFIG_FILE).is_file():
+        read_json(path)
     return reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
 
 
@@ -81,18 +82,16 @@ def building(source: str | Path) -> Iterator[None]:
 
 def reaching_hub(source: str | Path, load_it: Callable[[], Any]) -> Any:
     """Run a loader; turn its failures to reach a repository into one error that says what to do."""
-    looks_local = Path(source).is_dir() or str(source).startswith((".", "/", "~"))
-    if looks_local and not Path(source).is_dir():
-        raise FileNotFoundError(f"no folder {source}")
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise FileNotFoundError(f"{source} has no config.json: it is not a Hugging Face checkpoint folder")
+    check_source(source)
+    if Path(source).is_dir() and not (Path(source) / CONFIG_FILE).is_file():
+        raise ValueError(f"{source} has no config.json, it is an adapter: give its base model")
     try:
         with building(source):
             return load_it()
     except SafetensorError as error:
         raise OSError(f"{source}: a weights file is truncated or damaged ({error}); copy it again") from error
     except OSError as error:
-        if looks_local:
+        if Path(source).is_dir():
             raise
         hint = "check the name, or download it elsewhere and give the folder (HF_HUB_OFFLINE=1 works then)"
         if "gated" in str(error).lower() or "401" in str(error) or "403" in str(error):

@@ -29,11 +29,11 @@ from rope_patch.checkpoints.adapters import (
     read_record,
     weight_sizes,
 )
-from rope_patch.checkpoints.gguf import is_gguf, load_gguf
+from rope_patch.checkpoints.gguf import load_gguf
 from rope_patch.checkpoints.reading import check_older_keys, config_json, reaching_hub
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.errors import blamed_on
-from rope_patch.files import folder_in_one_move
+from rope_patch.files import check_source, folder_in_one_move, is_gguf
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.methods.parameters import written
 from rope_patch.methods.registry import is_built_in
@@ -152,8 +152,8 @@ def load(
     Raises:
         PatchError: the record does not fit what was loaded, or ``method`` meets a model that is patched already.
         TypeError: a parameter of a method, which ``from_pretrained`` would ignore.
-        ValueError: a bad method, or options of a patch without one.
-        OSError: nothing to load there; the message says what to do.
+        ValueError: a bad method, options of a patch without one, no such folder, or one without a checkpoint.
+        OSError: nothing that can be loaded, or no such repository; the message says what to do.
     """
     options = {
         "layer_types": layer_types,
@@ -299,7 +299,7 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
 
     Raises:
         PatchError: the model is patched otherwise, or not at all, or is patched and the adapter was trained without.
-        ValueError: the model holds an adapter of this name.
+        ValueError: the model holds an adapter of this name, or there is no such folder, or one without an adapter.
     """
     from peft import PeftModel
 
@@ -315,6 +315,7 @@ def load_adapter(model: nn.Module, adapter: str | Path, **peft_options: Any) -> 
             "and the adapters onto that"
         )
     adapter, peft_options = _in_subfolder(adapter, peft_options)
+    check_source(adapter, [ADAPTER_FILE])
     hub = {key: value for key, value in peft_options.items() if key in HUB_OPTIONS}
     record, own = read_record(adapter, **hub), find_rotary(model).record
     if record is None:

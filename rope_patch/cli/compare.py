@@ -32,6 +32,7 @@ from rope_patch.cli.options import (
     LayerTypes,
     Lengths,
     Methods,
+    Mode,
     Model,
     Output,
     Report,
@@ -63,10 +64,7 @@ def compare(
         ),
     ] = None,
     tasks: Tasks = ("passkey",),
-    mode: Annotated[
-        str,
-        typer.Option(metavar="MODE", help="single (each prompt hides one answer) or multikey (one at every depth)."),
-    ] = "single",
+    mode: Mode = "single",
     depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0),
     samples: Samples = 4,
     windows: Windows = None,
@@ -158,10 +156,13 @@ def compare(
 
 def _check_adapter(adapter: str | None, model: str) -> None:
     """Raise where an adapter is not there, or has no place on a model."""
-    from rope_patch.checkpoints.adapters import is_adapter
+    from rope_patch.checkpoints.adapters import ADAPTER_FILE, is_adapter
+    from rope_patch.files import check_source
 
-    if adapter is not None and not Path(adapter).exists() and adapter.count("/") != 1:
-        raise FileNotFoundError(f"no adapter folder {adapter!r}")
+    if adapter is not None:
+        if "/" not in adapter and not Path(adapter).exists():  # the hub has no adapter without an owner
+            raise FileNotFoundError(f"no adapter folder {adapter!r}")
+        check_source(adapter, [ADAPTER_FILE])
     if adapter is not None and is_adapter(model):
         raise ValueError(f"{model} is an adapter itself: give its base as MODEL to measure another one on it")
 

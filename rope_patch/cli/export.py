@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.loading import check_dtype, check_source
+from rope_patch.cli.loading import check_dtype
 from rope_patch.cli.options import (
     Force,
     FreezeAt,
@@ -87,11 +87,12 @@ def export(
     Example: **rope-patch export ./llama-yarn --to vllm -o ./llama-yarn-vllm**
     """
     from rope_patch.exporting import export as write
+    from rope_patch.files import check_source
 
     check_dtype(dtype)
-    check_source(model)
     if Path(model).is_file():
         raise ValueError(f"{model} is a file: MODEL is a checkpoint's folder, and a GGUF of its base goes with --gguf")
+    check_source(model)
     if gguf is not None and not gguf.is_file():
         raise FileNotFoundError(f"no file {str(gguf)!r}")
     written = write(

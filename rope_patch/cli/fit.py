@@ -15,7 +15,6 @@ from rope_patch.cli.loading import (
     check_device,
     check_dtype,
     check_paths,
-    check_source,
     load_model,
     load_tokenizer,
     prepare,
@@ -43,6 +42,7 @@ from rope_patch.cli.options import (
     resumable,
     tokens,
 )
+from rope_patch.packaged import name_of
 
 NOTE = "fit.json"
 
@@ -95,8 +95,8 @@ def fit(
         float,
         typer.Option(
             metavar="SHARE",
-            help="How much of the learning rate goes to answering retrieval prompts, from 0 to 1; the rest goes to "
-            "predicting text.",
+            help="How much of the learning rate goes to answering retrieval prompts, at least 0 and less than 1; the "
+            "rest goes to predicting text.",
         ),
     ] = 0.8,
     task: Task = "passkey",
@@ -240,6 +240,7 @@ def fit(
         }  # fmt: skip
 
         def finish(folder: Path) -> None:
+            _describe(folder, model, patch.chosen, text, target_length)
             write_atomically(folder / NOTE, json.dumps(result, indent=1, allow_nan=False))
             if figure:
                 write_atomically(folder / "fit.svg", plots.svg(_figure(patch, target_length)))
@@ -258,6 +259,7 @@ def fit(
 def _check_places(model: str, output: Path) -> None:
     """Raise where the checkpoint is none that can be fitted, or the output would overwrite it."""
     from rope_patch.checkpoints.adapters import is_adapter
+    from rope_patch.files import check_source
 
     check_source(model)
     if is_adapter(model):
@@ -266,6 +268,23 @@ def _check_places(model: str, output: Path) -> None:
         raise ValueError(f"{output} is the checkpoint itself: give another output folder")
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
+
+
+def _describe(folder: Path, model: str, chosen: str, text: Path | None, length: int) -> None:
+    """Put a model card in the place of the base's, and leave out what else was recorded of the base."""
+    import platform
+
+    from rope_patch.files import write_atomically
+    from rope_patch.fitting import card
+
+    for name in card.BASE_RECORDS:
+        (folder / name).unlink(missing_ok=True)
+    path = folder / "README.md"
+    base_card = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    source = f"text that ships with CPython {platform.python_version()}" if text is None else f"`{text.name}`"
+    local = Path(model).exists()
+    base = name_of(model) if local else model
+    write_atomically(path, card.card(base, chosen, source, length, base_card, on_hub=not local))
 
 
 def _command_of(note: Path) -> str | None:

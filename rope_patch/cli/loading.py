@@ -81,22 +81,6 @@ def choose_device(device: str) -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
 
 
-def check_source(source: str) -> None:
-    """Raise where a checkpoint is a folder by its name, and is not there.
-
-    Args:
-        source: folder or hub id, which has at most one slash.
-
-    Raises:
-        FileNotFoundError: no such folder.
-    """
-    if Path(source).exists():
-        return
-    parts = source.split("/")
-    if source.startswith((".", "~")) or not all(parts) or len(parts) > 2 or "\\" in source:
-        raise FileNotFoundError(f"no folder {source}")
-
-
 def check_paths(*paths: str | Path | None) -> None:
     """Raise where a text is not there; words such as ``"builtin"`` are none.
 
@@ -154,11 +138,12 @@ def load_tokenizer(source: str) -> Any:
         source: folder or hub id.
 
     Raises:
-        FileNotFoundError: no such folder.
-        ValueError: it has none that can be loaded.
+        FileNotFoundError: the hub has no such repository.
+        ValueError: no such folder, one without a checkpoint, or no tokenizer that can be loaded.
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
     from rope_patch.checkpoints.reading import read_tokenizer
+    from rope_patch.files import check_source
 
     check_source(source)
     bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
@@ -184,8 +169,8 @@ def load_model(
         **apply_options: of :func:`rope_patch.apply`, for ``method``.
 
     Raises:
-        ValueError: an unknown method.
-        OSError: no such checkpoint.
+        ValueError: an unknown method, no such folder, or one without a checkpoint.
+        OSError: nothing that can be loaded, or no such repository.
     """
     import torch
 

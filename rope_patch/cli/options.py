@@ -79,9 +79,9 @@ def tokens(option: str, description: str, **settings: Any) -> Any:
 
 def _import(modules: list[str] | None) -> list[str] | None:
     if modules:
-        from rope_patch.methods import import_methods
+        from rope_patch.evaluation.importing import import_modules
 
-        import_methods(modules)
+        import_modules(modules)
     return modules
 
 
@@ -126,7 +126,8 @@ Import = Annotated[
         metavar="MODULE",
         callback=_import,
         is_eager=True,
-        help="A Python module of yours that defines methods, to be imported first. Repeat it for more.",
+        help="A Python module of yours to import first, which defines methods, retrieval tasks or metrics. Repeat it "
+        "for more.",
         show_default=False,
     ),
 ]
@@ -233,6 +234,12 @@ Tasks = Annotated[
         metavar="TASKS",
         help="The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
         "multiquery, or vt (variable tracking).",
+    ),
+]
+Mode = Annotated[
+    str,
+    typer.Option(
+        "--mode", metavar="MODE", help="single (each prompt hides one answer) or multikey (one at every depth)."
     ),
 ]
 Depths = Annotated[

@@ -116,6 +116,22 @@ def _row(row: Any, number: int, column: str) -> Document:
     raise TypeError(f"row {number} must be a text or a mapping, got {type(row).__name__}")
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise unless a tokenizer can be called.
+
+    Raises:
+        ValueError: a name or a folder in its place, or something else.
+    """
+    if callable(tokenizer):
+        return
+    if isinstance(tokenizer, str | os.PathLike):
+        what = "a string" if isinstance(tokenizer, str) else "a path"
+        hint = f": load it with AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+    else:
+        what, hint = type(tokenizer).__name__, ""
+    raise ValueError(f"tokenizer must be a transformers tokenizer, got {what}{hint}")
+
+
 def prefix_ids(tokenizer: Any, bos: bool | None = None) -> tuple[int, ...]:
     """Return the special tokens that go in front of a text.
 
@@ -125,8 +141,9 @@ def prefix_ids(tokenizer: Any, bos: bool | None = None) -> tuple[int, ...]:
             for tokenizers that add it themselves: give ``bos=False`` to compare with it on others.
 
     Raises:
-        ValueError: ``bos=True`` and the tokenizer has none.
+        ValueError: ``bos=True`` and the tokenizer has none, or no tokenizer.
     """
+    check_tokenizer(tokenizer)
     if bos is False or (bos is None and tokenizer.bos_token_id is None):
         return ()
     if tokenizer.bos_token_id is None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.answering import Answer, answer
+from rope_patch.evaluation.documents import check_tokenizer
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.intervals import wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
@@ -179,6 +180,7 @@ def retrieval(
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
     """
     lengths, depths = check_retrieval(task, mode, lengths, depths, samples, chunk)
+    check_tokenizer(tokenizer)
     reader = Reader(model)
     maker = haystack if isinstance(haystack, PromptMaker) else PromptMaker(tokenizer, haystack, bos)
     stops = _stops(model, tokenizer)

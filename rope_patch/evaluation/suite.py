@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.documents import Source, TokenDocument, documents, spread_windows
+from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.perplexity import perplexity
@@ -116,6 +116,7 @@ class EvalSuite:
 
         Raises:
             ValueError: logits that are not finite, or token ids that the model does not know.
+            TypeError: no model, such as the name of one.
         """
         spec = self.spec
         kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
@@ -161,8 +162,11 @@ def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:
 
     Raises:
         TypeError: neither a spec nor a suite.
+        ValueError: what is given as a tokenizer is none.
     """
     if isinstance(spec, EvalSuite):
+        if tokenizer is not None:  # it has its own
+            check_tokenizer(tokenizer)
         return spec
     if not isinstance(spec, EvalSpec):
         raise TypeError(f"spec must be an EvalSpec or an EvalSuite, got {type(spec).__name__}")

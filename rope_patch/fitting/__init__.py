@@ -140,8 +140,10 @@ def held_out_spec(
         **changes: other fields of :class:`~rope_patch.evaluation.spec.EvalSpec`, such as ``samples``.
 
     Raises:
-        ValueError: a target below the trained length.
+        ValueError: a target below the trained length, or one that is no number.
     """
+    if not isinstance(target_length, int):
+        raise ValueError(f"target_length must be a whole number of tokens, got {target_length!r}")
     tables, _ = read_tables(find_rotary(model), freeze_at=freeze_at)
     trained = min(table.context for table in tables.values())
     if target_length < trained:

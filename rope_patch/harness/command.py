@@ -1,6 +1,7 @@
 """The ``rope-patch-eval`` command: lm-eval's own flags and subcommands, with our model type and tasks.
 
-``--import MODULE`` is the one flag of ours: it imports a Python module that defines methods, and may be repeated.
+``--import MODULE`` is the one flag of ours: it imports a Python module that defines methods or retrieval
+tasks, and may be repeated.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ def without_imports(words: list[str]) -> list[str]:
     """Import the modules that ``--import`` names, and return the other words of a command line.
 
     Raises:
-        ValueError: a module that is not found, fails, or defines no method.
+        ValueError: a module that is not found, fails, or defines no method, task or metric.
     """
     parser = argparse.ArgumentParser(prog="rope-patch-eval", add_help=False, allow_abbrev=False)
     parser.add_argument("--import", action="append", dest="modules", metavar="MODULE", default=[])
     known, others = parser.parse_known_args(words)
     if known.modules:
-        from rope_patch.methods import import_methods
+        from rope_patch.evaluation.importing import import_modules
 
-        import_methods(known.modules)
+        import_modules(known.modules)
     return others
 
 

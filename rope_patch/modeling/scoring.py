@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
 from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.base_tables import is_dynamic
+from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.module import PatchedRotary
 
 CacheFactory = Callable[[], Any]
@@ -53,12 +54,15 @@ class Reader:
         inside: the parts are called from the model's own ``forward``: what FSDP2 shards is gathered already.
 
     Raises:
+        TypeError: not a transformers model.
         ValueError: no decoder and output head, or an adapter that puts tokens of its own before the prompt.
     """
 
     def __init__(self, model: Any, *, inside: bool = False) -> None:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError("adapters that learn a prompt or prefix move every position: merge or drop the adapter")
+        if not hasattr(model, "get_decoder"):
+            raise not_a_model(model)
         self.model = model
         self.decoder, self.head = model.get_decoder(), model.get_output_embeddings()
         if self.decoder is None or self.head is None:

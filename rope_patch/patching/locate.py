@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def find_rotary(model: nn.Module) -> RotaryLocation:
     """
     base = _unwrap(model)
     if not isinstance(base, PreTrainedModel):
-        raise TypeError(f"expected a transformers model, got {type(base).__name__}")
+        raise not_a_model(base)
     decoder = _decoder_of(base)
     modules = [module for module in decoder.modules() if isinstance(module, PatchedRotary) or original_tables(module)]
     if not modules:
@@ -95,6 +96,12 @@ def find_rotary(model: nn.Module) -> RotaryLocation:
     configs = (base.config.get_text_config(), getattr(module, "config", None), decoder.config)
     distinct: dict[int, Any] = {id(config): config for config in configs if config is not None}
     return RotaryLocation(base, path, module, tuple(distinct.values()))
+
+
+def not_a_model(given: Any) -> TypeError:
+    """Return the error for something in the place of a model of transformers."""
+    hint = f": load it with rope_patch.load({str(given)!r})" if isinstance(given, str | PathLike) else ""
+    return TypeError(f"expected a transformers model, got {type(given).__name__}{hint}")
 
 
 def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:

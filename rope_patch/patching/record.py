@@ -126,7 +126,8 @@ class PatchRecord:
             return None
         return (
             f"the class of the method {names} is not defined here, so its tables are taken from the patch record. To "
-            "have them computed anew, import the module that defines it (rope_patch.methods.import_methods)"
+            "have them computed anew, import the module that defines it: rope_patch.methods.import_methods in Python, "
+            "--import MODULE on the command line"
         )
 
     def warn_of_missing(self) -> None:

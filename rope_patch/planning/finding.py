@@ -28,8 +28,8 @@ def shape_of(model: str | Path | PreTrainedModel | Shape) -> Shape:
 
     Raises:
         TypeError: none of these.
-        ValueError: unknown name, or not a dense decoder of attention and MLP.
-        OSError: nothing to load there.
+        ValueError: unknown name, no such folder, or not a dense decoder of attention and MLP.
+        OSError: nothing that can be loaded, or no such repository.
     """
     if isinstance(model, Shape):
         return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args, get_type_hints
 
 from rope_patch.planning.shapes import Layer, Linear, Shape
@@ -58,8 +59,11 @@ class Options:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Options).items():
             value, choices = getattr(self, name), get_args(hint)
-            if hint in (int, float, int | None) and value is not None and not value > 0:
-                raise ValueError(f"{name} must be > 0, got {value}")
+            if hint in (int, float, int | None) and not (value is None and hint == int | None):
+                if not isinstance(value, Real):
+                    raise ValueError(f"{name} must be a number, got {value!r}")
+                if not float(value) > 0:
+                    raise ValueError(f"{name} must be > 0, got {value}")
             if choices and isinstance(choices[0], str) and value not in choices:
                 known = f"{did_you_mean(str(value), choices)} Known: {', '.join(choices)}"
                 raise ValueError(f"unknown {name} {value!r}.{known}")

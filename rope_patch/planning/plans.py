@@ -14,6 +14,7 @@ from rope_patch.planning.finding import shape_of
 from rope_patch.planning.memory import Part, kv_cache, memory
 from rope_patch.planning.options import Options
 from rope_patch.planning.shapes import Shape
+from rope_patch.words import parse_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,20 +140,21 @@ class Plan:
         return json.dumps(data, indent=2, allow_nan=False)
 
 
-def plan(model: str | Path | PreTrainedModel | Shape, *, length: int, **options: Any) -> Plan:
+def plan(model: str | Path | PreTrainedModel | Shape, *, length: int | str, **options: Any) -> Plan:
     """Plan a fine-tuning step from a config alone.
 
     Args:
         model: shipped name, checkpoint folder, hub id, a model, or a shape read earlier.
-        length: of a sequence [tokens].
+        length: of a sequence [tokens]; ``"128k"`` is 131072.
         **options: see :class:`Options`.
 
     Raises:
         ValueError: unknown model or a bad option; the message says what to do.
         TypeError: an option that does not exist.
-        OSError: nothing to load there.
+        OSError: nothing that can be loaded, or no such repository.
     """
-    return _checked(shape_of(model), Options(length=length, **options))
+    tokens = parse_length(length) if isinstance(length, str) else length
+    return _checked(shape_of(model), Options(length=tokens, **options))
 
 
 def _checked(shape: Shape, options: Options) -> Plan:

@@ -34,8 +34,8 @@ def read_checkpoint(source: str | Path) -> Shape:
         source: folder or hub id.
 
     Raises:
-        ValueError: not a dense decoder of attention and MLP.
-        OSError: nothing to load there.
+        ValueError: no such folder, or not a dense decoder of attention and MLP.
+        OSError: nothing that can be loaded, or no such repository.
     """
     return _read(skeleton(source), str(source))
 

@@ -308,7 +308,7 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
         ),
         (
             "Retrieval",
-            f"{tasks}; lengths {', '.join(map(str, check.lengths))} tokens; depths {depths}; "
+            f"{tasks}, mode {spec.mode}; lengths {', '.join(map(str, check.lengths))} tokens; depths {depths}; "
             f"{counted(spec.samples, 'sample')} at each; seed {spec.seed}",
         ),
         ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…"),

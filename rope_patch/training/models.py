@@ -50,8 +50,9 @@ def load_model(options: ModelOptions, compute: Precision = "bfloat16") -> tuple[
         compute: precision of products with quantized weights.
 
     Raises:
-        ValueError: ``model.quantization`` for weights that are quantized already, or an adapter in place of a model.
-        OSError: there is nothing to load; the message says what to do.
+        ValueError: ``model.quantization`` for weights that are quantized already, an adapter in place of a model, or no
+            such folder.
+        OSError: nothing that can be loaded, or no such repository; the message says what to do.
     """
     dtype = getattr(torch, options.dtype)
     arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION[options.attention]}

@@ -131,6 +131,11 @@ def test_inspect_says_that_the_class_is_missing(root):
     assert "note: the class of the method 'of_a_script' is not defined here" in shown
 
 
+def test_the_note_of_a_missing_class_names_what_imports_it_in_python_and_on_the_command_line(root):
+    shown = str(rope_patch.inspect(root / "chain"))
+    assert "import_methods in Python, --import MODULE on the command line" in shown
+
+
 def test_the_commands_go_by_the_recorded_table(root):
     for command in ("inspect", "verify"):
         result = CliRunner().invoke(app, [command, str(root / "plain")])

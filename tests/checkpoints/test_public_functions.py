@@ -28,6 +28,56 @@ def saved(tmp_path_factory):
     return root
 
 
+# --- what is no checkpoint --------------------------------------------------------------------------------------------
+
+
+EXPECTED = "give a folder with config.json, an adapter's folder with adapter_config.json, or a hub id such as org/name"
+
+
+@pytest.mark.parametrize("call", [rope_patch.load, rope_patch.inspect, rope_patch.verify])
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("script.py", "script.py is a file"),
+        ("empty", "empty has no config.json or adapter_config.json"),
+        *((name, f"no folder {name}") for name in ("./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere/")),
+    ],
+)
+def test_what_is_no_checkpoint_on_this_disk_is_refused_without_asking_the_hub(
+    call, source, reason, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr("rope_patch.checkpoints.adapters.cached_file", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ValueError) as error:
+        call(source)
+    assert str(error.value) == f"{reason}: {EXPECTED}"
+
+
+def test_a_folder_without_an_adapter_is_refused_as_one(tmp_path, saved):
+    with pytest.raises(ValueError) as error:
+        rope_patch.load_adapter(rope_patch.load(saved / "base"), tmp_path)
+    expected = "an adapter's folder with adapter_config.json, or a hub id such as org/name"
+    assert str(error.value) == f"{tmp_path} has no adapter_config.json: give {expected}"
+
+
+def test_a_name_with_one_slash_is_looked_up_on_the_hub(monkeypatch):
+    asked = []
+    monkeypatch.setattr("rope_patch.checkpoints.adapters.cached_file", lambda name, *_, **__: asked.append(name))
+    with pytest.raises(OSError, match="cannot load no/where from the hub"):
+        rope_patch.inspect("no/where")
+    assert asked == ["no/where"]
+
+
+def test_a_gguf_file_where_none_is_read_is_named_one(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(
+        ValueError, match=r"model.gguf is a GGUF file, which only rope_patch.load and inspect read: give"
+    ):
+        rope_patch.verify(tmp_path / "model.gguf")
+
+
 # --- load ------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from scored import bold_model, spy_ids
 from transformers import AutoTokenizer
 
 import rope_patch
+from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
@@ -223,6 +224,46 @@ def test_a_metric_that_is_entered_is_in_the_table_of_caches(worst_window, tokeni
     line = made.table()[-1]
     assert {"worst_window", "worst_window_change", "worst_window_low", "worst_window_high"} <= set(line)
     assert "worst_window_change" in json.loads(made.to_json())["rows"][1]["lengths"]["128"]
+
+
+SMALL = EvalSpec([64], depths=[0.5], samples=1, windows=1)
+TAKING_A_TOKENIZER = {
+    "compare": lambda model, suite, name: rope_patch.compare(model, name, ["default"], SMALL),
+    "compare with a suite": lambda model, suite, name: rope_patch.compare(model, name, ["default"], suite),
+    "perplexity": lambda model, suite, name: perplexity(model, encode(name, ["Some words."]), window=8),
+    "retrieval": lambda model, suite, name: retrieval(model, name, lengths=[64], depths=[0.5], samples=1),
+    "retrieval with prompts": lambda model, suite, name: retrieval(
+        model, name, lengths=[64], depths=[0.5], samples=1, haystack=suite.prompts
+    ),
+    "kv_check": lambda model, suite, name: rope_patch.kv_check(model, name, ["int8-token"], SMALL),
+    "EvalSuite": lambda model, suite, name: EvalSuite(SMALL, name),
+}
+
+
+@pytest.mark.parametrize("call", TAKING_A_TOKENIZER.values(), ids=TAKING_A_TOKENIZER)
+def test_the_name_of_a_tokenizer_is_not_taken_for_one(tokenizer, call):
+    model = bold_model(vocab_size=len(tokenizer))
+    with pytest.raises(ValueError) as error:
+        call(model, EvalSuite(SMALL, tokenizer), "org/name")
+    assert str(error.value) == (
+        "tokenizer must be a transformers tokenizer, got a string: load it with "
+        "AutoTokenizer.from_pretrained('org/name')"
+    )
+
+
+TAKING_A_MODEL = {
+    "EvalSuite.run": lambda name, tokenizer: EvalSuite(SMALL, tokenizer).run(name),
+    "compare": lambda name, tokenizer: rope_patch.compare(name, tokenizer, ["default"], SMALL),
+    "perplexity": lambda name, tokenizer: perplexity(name, torch.arange(8)),
+    "retrieval": lambda name, tokenizer: retrieval(name, tokenizer, lengths=[64], depths=[0.5], samples=1),
+}
+
+
+@pytest.mark.parametrize("call", TAKING_A_MODEL.values(), ids=TAKING_A_MODEL)
+def test_the_name_of_a_model_is_not_taken_for_one(tokenizer, call):
+    with pytest.raises(TypeError) as error:
+        call("org/name", tokenizer)
+    assert str(error.value) == "expected a transformers model, got str: load it with rope_patch.load('org/name')"
 
 
 def test_every_task_has_columns_of_its_own(tokenizer):

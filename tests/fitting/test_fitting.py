@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from fits import ASKED, ASSETS, TEXT, Verdicts, candidate, fit_by_name, fitted, run_of
+from huggingface_hub import ModelCard
 from states import model_of
 from tiny import ids, small, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import rope_patch
@@ -29,6 +32,7 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import Constraint, Objective, TrainableTable, running
 from rope_patch.fitting.candidates import SEED, choose
 from rope_patch.fitting.candidates import best as best_of
+from rope_patch.fitting.card import card
 from rope_patch.fitting.rows import Rows, split_text
 from rope_patch.frequencies import table_of, unrotated
 from rope_patch.methods import Chain, Table
@@ -627,6 +631,7 @@ def test_two_processes_do_what_one_does(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"target_length": "1k"}, "target_length must be a whole number of tokens, got '1k'"),
         ({"target_length": 32}, "the target of 32 tokens lies below the trained length of 64"),
         ({"target_length": 1 << 20, "batch_tokens": None}, "windows of 1048576 tokens need"),
         ({"init": []}, "init names no table"),
@@ -754,6 +759,77 @@ def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
     assert {**again, "command": ""} == {**report, "command": ""}
 
 
+CARD = """---
+license: apache-2.0
+tags: [small]
+model-index: [{name: tiny, results: []}]
+---
+# Tiny
+
+It scores 7.
+"""
+
+
+@pytest.fixture
+def carded(folder, tmp_path):
+    """A base with a model card and a training log."""
+    base = shutil.copytree(folder, tmp_path / "carded")
+    shutil.copy(folder.parent / "text.txt", tmp_path / "text.txt")
+    (base / "README.md").write_text(CARD)
+    (base / "training_log.json").write_text("{}")
+    return base
+
+
+def test_the_card_says_at_its_top_what_was_fitted_and_keeps_that_of_the_base_below(carded, tmp_path):
+    command(*words(carded, tmp_path / "out"), "--no-figure")
+    chosen = json.loads((tmp_path / "out" / "fit.json").read_text())["chosen"]
+    start, candidate = chosen.split(", ")
+    top, _, below = (tmp_path / "out" / "README.md").read_text().partition("## The card of the base model")
+    assert candidate != "start" and "rotary table fitted for 96 tokens" in top
+    for line in (
+        "- **Base**: `carded`\n",
+        f"- **Method**: gradient descent on the frequencies, started from `{start}` (chosen: {candidate})\n",
+        "- **Target length**: 96 tokens\n",
+        "- **Text**: `text.txt`\n",
+    ):
+        assert line in top
+    assert below.endswith("# Tiny\n\nIt scores 7.\n")
+
+
+def test_a_card_says_of_a_start_that_was_kept_that_it_was_chosen(carded, tmp_path):
+    command(*words(carded, tmp_path / "out"), "--steps", 0, "--no-figure")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "rotary table chosen for 96 tokens" in text and "`yarn:factor=1.5` as it is" in text and "fitted" not in text
+
+
+def test_the_front_matter_of_a_card_keeps_the_licence_and_drops_the_scores_of_the_base(carded, tmp_path):
+    command(*words(carded, tmp_path / "out"), "--steps", 0, "--no-figure")
+    head = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
+    assert head == {
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "tags": ["small", "rope_patch", "long-context"],
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["# No front matter\n", "---\nbroken: [\n---\n# Text\n", "---\n- a list\n---\n# Text\n"]
+)
+def test_a_card_whose_front_matter_cannot_be_read_is_kept_whole(text):
+    made = card("org/tiny", "yarn, step 4", "`text.txt`", 96, text, on_hub=True)
+    assert made.endswith(text) and ModelCard(made).data.base_model == "org/tiny"
+
+
+def test_a_fitted_folder_does_not_carry_the_training_log_of_its_base(carded, tmp_path):
+    command(*words(carded, tmp_path / "out"), "--steps", 0, "--no-figure")
+    assert not (tmp_path / "out" / "training_log.json").exists() and (carded / "training_log.json").exists()
+
+
+def test_a_base_without_a_card_gets_one(folder, tmp_path):
+    command(*words(folder, tmp_path / "out"), "--steps", 0, "--no-figure")
+    assert "## The card of the base model" not in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_fit_that_diverged_is_written_and_said(folder, tmp_path):
     shown = command(*words(folder, tmp_path / "out"), "--learning-rate", 1e7)
     assert "diverged at step 1" in shown and [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -808,6 +884,13 @@ def test_wrong_arguments(folder, tmp_path, changes, message):
     with pytest.raises((ValueError, TypeError, OSError), match=re.escape(message)):
         command(*words(folder, tmp_path / "out"), *changes)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_help_excludes_the_share_that_is_refused():
+    option = next(p for p in get_command(cli.app).commands["fit"].params if "--retrieval" in p.opts)
+    assert "at least 0 and less than 1;" in option.help
+    with pytest.raises(ValueError, match=r"retrieval must be in \[0, 1\), got 1.0"):
+        Objective(retrieval=1.0)
 
 
 def test_a_second_fit_into_one_output_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):

@@ -125,7 +125,7 @@ def test_the_current_directory_does_not_come_before_installed_packages_afterward
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
-        ("own_absent", None, "found no module 'own_absent' to import methods from"),
+        ("own_absent", None, "found no module 'own_absent' to import: give the dotted name"),
         ("own_methods.py", "", "by its dotted name, such as my_methods, got 'own_methods.py'"),
         ("./own_methods", "", "by its dotted name"),
         ("own_broken", "import own_absent", "'own_broken' fails at import: ModuleNotFoundError: No module named"),

@@ -447,6 +447,9 @@ def test_json_says_everything():
     ("options", "message"),
     [
         ({"length": 0}, "length must be > 0, got 0"),
+        ({"length": None}, "length must be a number, got None"),
+        ({"length": "128kk"}, "a length is a number of tokens such as 4096 or 4k, got '128kk'"),
+        ({"batch": "2"}, "batch must be a number, got '2'"),
         ({"lora_rank": 0}, "lora_rank must be > 0, got 0"),
         ({"mfu": 45.0}, r"mfu is a share of the peak, in \(0, 1\], got 45"),
         ({"quantization": "nf5"}, "unknown quantization 'nf5'. Did you mean 'nf4'. Known: none, 8bit, nf4"),
@@ -464,12 +467,16 @@ def test_bad_options(options, message):
         plan("gemma-2-2b", **{"length": 4096} | options)
 
 
+def test_a_length_may_be_written_in_thousands():
+    assert plan("gemma-2-2b", length="128k") == plan("gemma-2-2b", length=131072)
+
+
 def test_bad_models(tmp_path):
     with pytest.raises(ValueError, match=r"unknown model 'lama-3.1-8b'. Did you mean 'Llama-3.1-8B'\? Give a folder"):
         shape_of("lama-3.1-8b")
     with pytest.raises(OSError, match=r"cannot load nobody/llama-3\.1-8b from the hub"):
         shape_of("nobody/llama-3.1-8b")  # not the organisation whose config ships
-    with pytest.raises(OSError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         shape_of(tmp_path)
     with pytest.raises(TypeError, match="quantisation"):
         plan("gemma-2-2b", length=4096, quantisation="nf4")

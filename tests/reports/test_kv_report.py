@@ -404,6 +404,14 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     assert result.exception is not None and json.loads(result.stdout)["lengths"] == [40]
 
 
+def test_the_command_asks_in_the_mode_that_it_is_given(folder, tmp_path):
+    asked = ("--schemes", "fp8", "--lengths", 80, "--windows", 1, "--samples", 1, "--depths", "0 1")
+    asked += ("--haystack", "noise", "--tasks", "niah", "--mode", "multikey")
+    command(folder, *asked, "-o", tmp_path)
+    assert json.loads((tmp_path / "kv-check.json").read_text())["spec"]["mode"] == "multikey"
+    assert "niah, mode multikey; lengths 80 tokens" in "".join(Page((tmp_path / "kv-check.html").read_text()).text)
+
+
 def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path):
     import peft
 
@@ -447,6 +455,7 @@ def test_help_and_list_name_every_preset():
         (("--depths", "2"), "2"),
         (("--dtype", "int3"), "dtype must be one of"),
         (("--tasks", "key"), "key"),
+        (("--mode", "several"), "unknown mode 'several'. Known: single, multikey"),
         (("--text", "/nowhere"), "nowhere"),
         (("--haystack", "/nowhere"), "nowhere"),
         (("--context", "far"), "far"),
@@ -537,7 +546,9 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("source", ["./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere", "no/where"])
 def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, capsys, source):
     unlike_an_id = source.startswith((".", "~", "/")) or source.count("/") > 1
-    message = f"no folder {source}" + ("\n" if unlike_an_id else ", and the hub gives no tokenizer of that name")
+    message = f"no folder {source}" + (
+        ": give a folder with" if unlike_an_id else ", and the hub gives no tokenizer of that name"
+    )
     assert_refused(monkeypatch, capsys, ("kv-check", source, *given, "-o", tmp_path / "out"), message)
     assert not (tmp_path / "out").exists()
 

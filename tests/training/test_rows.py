@@ -929,7 +929,7 @@ def test_a_checkpoint_is_loaded_as_asked():
     assert model.dtype == torch.float32 and model.config._attn_implementation == "eager" and len(tokenizer) == 1024
     model, _ = load_model(ModelOptions("llama"))
     assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "sdpa"
-    with pytest.raises(FileNotFoundError, match=r"^no folder ./nothing-here$"):
+    with pytest.raises(ValueError, match=r"^no folder ./nothing-here: give a folder with config.json"):
         load_model(ModelOptions("./nothing-here"))
 
 
