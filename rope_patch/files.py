@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all, and which of them are checkpoints.
 
-What a killed process left of them is removed by the next.
+What a killed process left of them is deleted by the next one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STALE = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model*.bin*
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Tell whether a source is a GGUF file by its name."""
-    return str(source).lower().endswith(".gguf")
+    """Tell whether a source is a GGUF file by its name, which no folder has."""
+    return str(source).lower().endswith(".gguf") and not Path(source).is_dir()
 
 
 def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
@@ -33,20 +33,25 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
     The hub is asked for nothing: with retries that takes half a minute.
 
     Args:
-        source: folder or hub id, which has at most one slash.
-        configs: the files of :data:`CONFIGS` of which a folder must hold one.
+        source: folder, GGUF file or hub id, which has at most one slash.
+        configs: the files of :data:`CONFIGS` of which a folder must hold one; a GGUF file stands for the first.
 
     Raises:
         ValueError: a file, a folder without such a file, or no folder; the message says what was expected.
+        FileNotFoundError: no such GGUF file.
     """
     path, name = Path(source), str(source)
     parts = name.split("/")
-    expected = f"{', '.join(_FOLDERS[config] for config in configs)}, or a hub id such as org/name"
+    kinds = [_FOLDERS[config] for config in configs] + ["a GGUF file"] * (CONFIGS[0] in configs)
+    expected = f"{', '.join(kinds)}, or a hub id such as org/name"
     if path.is_dir():
         if not any((path / config).is_file() for config in configs):
             raise ValueError(f"{source} has no {' or '.join(configs)}: give {expected}")
     elif is_gguf(source):
-        raise ValueError(f"{source} is a GGUF file, which only rope_patch.load and inspect read: give {expected}")
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {source}")
+        if CONFIGS[0] not in configs:
+            raise ValueError(f"{source} is a GGUF file: give {expected}")
     elif path.exists():
         raise ValueError(f"{source} is a file: give {expected}")
     elif name.startswith((".", "~")) or not all(parts) or len(parts) > 2 or "\\" in name:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import rope_patch
-from rope_patch.checkpoints.gguf_file import keys_of, open_gguf, pieces_of, write_gguf
+from rope_patch.checkpoints.gguf_file import open_gguf, write_gguf
 
 
 def saved(folder: Path, method: str | None = None, family: str = "llama", **changes) -> Path:
@@ -26,8 +26,10 @@ def saved(folder: Path, method: str | None = None, family: str = "llama", **chan
 def rewritten(path: Path, out: Path, keys=None, pieces=None, drop=()) -> Path:
     """A copy of a GGUF with other keys or tensors."""
     reader = open_gguf(path)
-    keys = {key.name: key for key in [*keys_of(reader), *(keys or [])] if not key.name.startswith(tuple(drop) or "\0")}
-    return write_gguf(out, list(keys.values()), list(pieces_of(reader)) if pieces is None else pieces, overwrite=True)
+    keys = {
+        key.name: key for key in [*reader.keys.values(), *(keys or [])] if not key.name.startswith(tuple(drop) or "\0")
+    }
+    return write_gguf(out, list(keys.values()), list(reader.pieces) if pieces is None else pieces, overwrite=True)
 
 
 def sentencepiece(normalizer=None):

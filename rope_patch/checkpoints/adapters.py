@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
 
 from rope_patch.errors import blamed_on, read_json
-from rope_patch.files import check_source, write_atomically
+from rope_patch.files import check_source, is_gguf, write_atomically
 from rope_patch.patching.encoding import add_older_keys
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, same_tables
@@ -108,6 +108,8 @@ def find_file(source: str | Path, name: str, **hub: Any) -> Path | None:
         path = Path(source, hub.get("subfolder") or "", name)
         return path if path.is_file() else None
     check_source(source)
+    if is_gguf(source):
+        return None
     options = {key: value for key, value in hub.items() if key in HUB_OPTIONS}
     with contextlib.suppress(OSError):
         cached = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **options)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
+from rope_patch.checkpoints.gguf_patch import verify_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
 from rope_patch.files import is_gguf
@@ -85,7 +86,8 @@ def verify(source: nn.Module | str | Path, record: PatchRecord | None = None) ->
     whole, without loading them.
 
     Args:
-        source: a model of transformers, a folder or hub id, or an adapter's folder.
+        source: a model of transformers, a folder or hub id, an adapter's folder, or a GGUF file, whose keys and factors
+            are compared.
         record: what to check a model in memory against, such as an adapter's; by default its own record.
 
     Raises:
@@ -98,4 +100,4 @@ def verify(source: nn.Module | str | Path, record: PatchRecord | None = None) ->
         return Verification(type(source).__name__, verified)
     if record is not None:
         raise ValueError(f"record= goes with a model in memory, got the folder {str(source)!r}: load it first")
-    return Verification(str(source), verify_folder(source))
+    return Verification(str(source), verify_gguf(source) if is_gguf(source) else verify_folder(source))

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rope_patch.checkpoints.gguf_table import read_gguf, same_table, sliding_base
+from rope_patch.checkpoints.gguf_file import open_gguf
+from rope_patch.checkpoints.gguf_table import same_table, sliding_base, table_in
+from rope_patch.checkpoints.reading import in_gguf, read_tokenizer
 from rope_patch.errors import blamed_on
 from rope_patch.methods import Table
 from rope_patch.patching.apply import apply, reapply
-from rope_patch.patching.locate import PatchError
+from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.undo import rebase
-from rope_patch.patching.verify import inspect_model
+from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.tables import RotaryTable
+
+_WEIGHTS = "rope_patch_gguf_weights"
+"""An attribute of models that came from a GGUF file."""
 
 
 def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
@@ -36,16 +44,32 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
         ImportError: the package gguf is missing.
     """
     path = Path(path)
-    inspection = read_gguf(path)
-    (in_file,) = inspection.tables
+    opened = open_gguf(path)
+    inspection = table_in(opened, path)
     with blamed_on(f"{path}: transformers cannot read this GGUF file"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, **from_pretrained
-        )
-    _say_dequantized(model)
-    record = inspection.record if inspection.record is not None and not inspection.warnings else None
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **from_pretrained)
+    forget_quantization(model)
+    model.name_or_path = model.config.name_or_path = str(path)
+    setattr(model, _WEIGHTS, f"dequantized {opened.weights}" if opened.is_quantized else opened.weights)
     for warning in inspection.warnings:
         warnings.warn(f"{path}: {warning}", stacklevel=4)
+    put_table(model, inspection, path)
+    return model
+
+
+def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> None:
+    """Give a model that transformers made of a GGUF file the table that is in the file.
+
+    Args:
+        model: with weights or without.
+        inspection: of the file.
+        path: of the file.
+
+    Raises:
+        PatchError: the table that came of it is not the file's.
+    """
+    (in_file,) = inspection.tables
+    record = inspection.record if not inspection.warnings else None
     if record is not None:
         _as_recorded(model, record)
     elif not same_table(TableRecord.of(_table_like(model, in_file)), TableRecord.of(in_file)):
@@ -55,7 +79,29 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     _check_sliding(model, path)
     if not same_table(TableRecord.of(_table_like(model, in_file)), TableRecord.of(in_file)):
         raise PatchError(f"{path} holds another table than the model that was loaded from it: {in_file}")
-    return model
+
+
+def weights_in_file(model: Any) -> dict[str, str]:
+    """Return what the weights of a model were in the GGUF file it came from, for the description of a measurement.
+
+    Returns:
+        ``{"weights": "dequantized Q4_1"}``; nothing for a model that came from elsewhere.
+    """
+    found = getattr(find_rotary(model).model, _WEIGHTS, None)
+    return {"weights": found} if isinstance(found, str) else {}
+
+
+def unpack(path: Path, folder: Path, on_progress: Callable[[str], None]) -> None:
+    """Write the weights and the tokenizer of a GGUF file as those of a plain checkpoint, dequantized to float32.
+
+    Raises:
+        ValueError: no whole GGUF model, or one that transformers cannot read.
+    """
+    model = load_gguf(path, dtype=torch.float32)
+    on_progress("the weights, dequantized")
+    model.save_pretrained(folder)
+    with contextlib.suppress(ValueError):  # a file may hold a vocabulary that transformers cannot read
+        read_tokenizer(path).save_pretrained(folder)
 
 
 def _table_like(model: PreTrainedModel, in_file: RotaryTable) -> RotaryTable:
@@ -84,8 +130,14 @@ def _as_recorded(model: PreTrainedModel, record: PatchRecord) -> None:
     reapply(model, record)
 
 
-def _say_dequantized(model: Any) -> None:
-    """Make a model forget that its weights were quantized in the file: they are not any more, and can be saved."""
+def forget_quantization(model: Any) -> None:
+    """Make a model forget that its weights were quantized in a GGUF file: they are not any more, and can be saved.
+
+    Transformers refuses to save what it read from such a file ("quantized with gguf and is not serializable").
+    """
+    method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    if str(getattr(method, "quant_method", "")).rpartition(".")[2].lower() != "gguf":
+        return
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         model.__dict__.pop(name, None)
     model.config.__dict__.pop("quantization_config", None)

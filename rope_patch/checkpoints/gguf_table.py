@@ -9,10 +9,11 @@ YaRN scaling are keys that the engine applies *besides*. So a table is written a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.gguf_file import Key, Piece, gguf, open_gguf, value_of
+from rope_patch.checkpoints.gguf_file import GGUFFile, Key, Piece, gguf, open_gguf
+from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection
-from rope_patch.tables import RotaryTable
+from rope_patch.tables import RotaryTable, other_keys
 
 CHECKED = "0c1e57098, of llama-cpp-python 0.3.36"
 """The commit of llama.cpp whose source and behaviour the claims of this module were checked against."""
@@ -35,6 +37,7 @@ WIDEST = 65536
 RECORD_KEY = "rope_patch.patching.record"
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS = (FREQS, LONG, SHORT)
+EQUAL = "the table is equal to the recorded table within 1e-6"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ GRAPHS = {
 
 _NO_FACTORS = ("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 
+LAYERED = ("gemma3", "gemma3n", "gemma4")
+"""Architectures that have a table for each layer type, of which a file describes one."""
 
 _NO_ROTARY = (
     *("gpt2", "starcoder", "bert", "bloom", "mpt", "refact", "jais", "jina-bert-v2", "t5", "t5encoder", "clip"),
@@ -87,6 +92,28 @@ def graph_of(model_type: str) -> Graph:
             f"Known: {', '.join(GRAPHS)}"
         )
     return GRAPHS[model_type]
+
+
+def graph_in(architecture: str, table: RotaryTable) -> Graph:
+    """Return what is known of llama.cpp's graph for the architecture of a file that is to take a table.
+
+    Raises:
+        ValueError: its graph reads no factors and the table needs them, or it was never checked.
+    """
+    for graph in GRAPHS.values():
+        if graph.architecture == architecture:
+            return graph
+    if architecture not in _NO_FACTORS:
+        raise ValueError(
+            f"a GGUF of {architecture!r}: whether llama.cpp reads another table there was never checked. Known: "
+            f"{', '.join(dict.fromkeys([*(graph.architecture for graph in GRAPHS.values()), *_NO_FACTORS]))}"
+        )
+    if not table.is_geometric:
+        raise ValueError(
+            f"llama.cpp's graph for {architecture} reads no rotary factors (seen at {CHECKED}), so this GGUF cannot "
+            "carry the table. A method that changes the base alone can be applied (abf, ntk)"
+        )
+    return Graph(architecture, ())
 
 
 def divisors(inv_freq: Tensor, rope_theta: float) -> np.ndarray[Any, Any]:
@@ -150,21 +177,21 @@ def read_gguf(path: str | Path) -> Inspection:
 
 def sliding_base(path: str | Path) -> float | None:
     """Return the base that a GGUF file states for layers with a sliding window; None where it states none."""
-    reader = open_gguf(path)
-    value = value_of(reader, f"{value_of(reader, 'general.architecture')}.rope.freq_base_swa")
+    opened = open_gguf(path)
+    value = opened.value(f"{opened.value('general.architecture')}.rope.freq_base_swa")
     return float(value) if isinstance(value, int | float) else None
 
 
-def table_in(reader: Any, path: str | Path) -> Inspection:
+def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     """Read the table of an open file; as :func:`read_gguf`."""
-    architecture = str(value_of(reader, "general.architecture", ""))
-    if value_of(reader, "general.type", "model") != "model" or not architecture:
+    architecture = str(opened.value("general.architecture", ""))
+    if opened.value("general.type", "model") != "model" or not architecture:
         raise ValueError(f"{path} is a GGUF file, but no model: it holds no rotary table")
     if architecture in _NO_ROTARY:
         raise ValueError(f"{path} is a GGUF of {architecture!r}, which has no rotary embeddings")
 
     def value_in(name: str, default: Any = None) -> Any:
-        return value_of(reader, f"{architecture}.{name}", default)
+        return opened.value(f"{architecture}.{name}", default)
 
     def number(name: str, default: float) -> float:
         value = value_in(name, default)
@@ -176,8 +203,7 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     if theta <= 0:
         raise ValueError(f"{path} has no table that can be read: {architecture}.rope.freq_base is {theta:g}")
     context = int(number("context_length", 0))
-    plain = _plain(theta, pairs)
-    factors = _factors(reader, pairs, path)
+    factors = _factors(opened, pairs, path)
     scaling = float(number("rope.scaling.attn_factor", 1.0))
     original = int(number("rope.scaling.original_context_length", 0)) or None
     kind = str(value_in("rope.scaling.type", "linear"))
@@ -185,15 +211,17 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
     if kind == "yarn" and stretch != 1.0:
         if theta <= 1:
             raise ValueError(f"{path} has no table that can be read: YaRN over a base of {theta:g}")
-        if factors is not None or any(name.startswith(f"{architecture}.rope.scaling.yarn_") for name in reader.fields):
+        if factors is not None or any(name.startswith(f"{architecture}.rope.scaling.yarn_") for name in opened.keys):
             raise ValueError(f"{path} leaves YaRN to the engine with settings of its own: its table cannot be read")
         if not (original or context):
             raise ValueError(f"{path} leaves YaRN to the engine and states no context: its table cannot be read")
         inv_freq = frequencies.yarn(theta, 2 * pairs, factor=stretch, context=original or context)
         scaling *= frequencies.yarn_scaling(stretch)
+    elif factors is None and (kind == "none" or stretch == 1.0):
+        inv_freq = frequencies.geometric(theta, 2 * pairs)  # to the last bit as transformers computes it
     else:
         divisor = torch.ones(pairs, dtype=torch.float64) if factors is None else factors.double()
-        inv_freq = (plain / divisor / (1.0 if kind == "none" else stretch)).float()
+        inv_freq = (_plain(theta, pairs) / divisor / (1.0 if kind == "none" else stretch)).float()
     table = RotaryTable(
         inv_freq=frequencies.zero_unrotated(inv_freq),
         attention_scaling=scaling,
@@ -204,8 +232,15 @@ def table_in(reader: Any, path: str | Path) -> Inspection:
         layer_type="full_attention" if value_in("attention.sliding_window_pattern") is not None else None,
         path="GGUF",
     )
-    record, warnings = _record(reader, table)
-    return Inspection(f"{architecture} in {Path(path).name}", (table,), record, tuple(warnings))
+    name = f"{architecture} in {Path(path).name}, {opened.weights} weights"
+    record, warnings = _record(opened, table)
+    if (
+        record is not None
+        and not warnings
+        and (table_of(record.tables) or TableRecord.of(table)).matches(TableRecord.of(table))
+    ):
+        return Inspection(name, (as_recorded(record, table),), record, (), (EQUAL,))
+    return Inspection(name, (table,), record, tuple(warnings))
 
 
 def _rotary_dim(value_in: Any, path: str | Path) -> int:
@@ -225,9 +260,9 @@ def _plain(rope_theta: float, pairs: int) -> Tensor:
     return torch.tensor(float(np.float32(rope_theta)), dtype=torch.float64, device="cpu") ** -exponents
 
 
-def _factors(reader: Any, pairs: int, path: str | Path) -> Tensor | None:
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    factors = [torch.from_numpy(np.array(tensors[name].data)) for name in FACTOR_TENSORS if name in tensors]
+def _factors(opened: GGUFFile, pairs: int, path: str | Path) -> Tensor | None:
+    tensors = {piece.name: piece for piece in opened.pieces}
+    factors = [torch.from_numpy(np.array(tensors[name].read())) for name in FACTOR_TENSORS if name in tensors]
     if not factors:
         return None
     if len(factors[0]) != pairs:
@@ -237,15 +272,15 @@ def _factors(reader: Any, pairs: int, path: str | Path) -> Tensor | None:
     return factors[0]
 
 
-def _record(reader: Any, table: RotaryTable) -> tuple[PatchRecord | None, list[str]]:
-    text = value_of(reader, RECORD_KEY)
+def _record(opened: GGUFFile, table: RotaryTable) -> tuple[PatchRecord | None, list[str]]:
+    text = opened.value(RECORD_KEY)
     if text is None:
         return None, []
     try:
         record = PatchRecord.from_dict(json.loads(text))
     except ValueError as error:
         return None, [f"its patch record cannot be read: {error}"]
-    recorded = _table_of(record.tables)
+    recorded = table_of(record.tables)
     if recorded is None or not same_table(TableRecord.of(table), recorded):
         return record, [f"its patch record says another table: {record.to_method()}"]
     return record, []
@@ -261,5 +296,45 @@ def same_table(one: TableRecord, other: TableRecord) -> bool:
     )
 
 
-def _table_of(tables: Mapping[str, TableRecord]) -> TableRecord | None:
+def table_of(tables: Mapping[str, TableRecord]) -> TableRecord | None:
+    """Return the table of a record that a file holds: that of full attention where there are several."""
     return tables.get("all", tables.get("full_attention"))
+
+
+def base_in(record: PatchRecord, like: RotaryTable) -> RotaryTable:
+    """Return the table before a patch, as its record describes it.
+
+    Args:
+        record: of the patch.
+        like: the table in the file, which tells where it belongs.
+
+    Raises:
+        PatchError: the record describes none.
+    """
+    base, settings = table_of(record.base_tables), record.base_config["rope_parameters"]
+    settings = settings.get("full_attention", settings)
+    if base is None or not isinstance(settings.get("rope_theta"), int | float):
+        raise PatchError(f"the record of {record.to_method()} does not describe the table before the patch")
+    return replace(
+        like,
+        inv_freq=frequencies.table_of(base.inv_freq),
+        attention_scaling=base.attention_scaling,
+        rope_theta=float(settings["rope_theta"]),
+        rope_type=str(settings.get("rope_type", "default")),
+        max_position_embeddings=int(record.base_config["max_position_embeddings"]),
+        original_max_position_embeddings=settings.get("original_max_position_embeddings"),
+        rope_parameters=settings,
+        other_keys=other_keys(settings),
+    )
+
+
+def as_recorded(record: PatchRecord, table: RotaryTable) -> RotaryTable:
+    """Return the recorded numbers of a table that equals them, and the type that the method gives it."""
+    recorded = table_of(record.tables)
+    if recorded is None:
+        return table
+    kind = table.rope_type
+    with contextlib.suppress(ValueError):  # a record on a base that its method would not take by itself
+        kind = record.to_method()(base_in(record, table)).rope_type
+    numbers = frequencies.table_of(recorded.inv_freq)
+    return replace(table, inv_freq=numbers, attention_scaling=recorded.attention_scaling, rope_type=kind)

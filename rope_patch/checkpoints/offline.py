@@ -13,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE, RECORD_FILE, adapter_base, read_record
+from rope_patch.checkpoints.gguf import put_table, unpack
+from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.reading import building, check_older_keys, config_json, load_config
 from rope_patch.errors import read_json
-from rope_patch.files import folder_in_one_move, holds_files
+from rope_patch.files import folder_in_one_move, holds_files, is_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.encoding import add_older_keys
@@ -31,8 +33,10 @@ _FROM_HUB = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktok
 def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedModel:
     """Return a checkpoint's model without weights, on the meta device: its tables are those its config describes.
 
+    Of a GGUF file they are those that it holds.
+
     Args:
-        source: folder or hub id.
+        source: folder, hub id or GGUF file.
         beside_adapter: the folder may hold an adapter, too, which is left alone.
 
     Raises:
@@ -51,6 +55,9 @@ def skeleton(source: str | Path, *, beside_adapter: bool = False) -> PreTrainedM
     check_older_keys(config_json(source), source)
     with torch.device("meta"), building(source):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    if is_gguf(source):
+        model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
+        put_table(model, read_gguf(source), Path(source))
     return model
 
 
@@ -66,8 +73,11 @@ def patch_folder(
 ) -> Patch:
     """Write a copy of a checkpoint with a patched config; its weights are the same bytes.
 
+    Those of a GGUF file are dequantized to float32; :func:`~rope_patch.checkpoints.gguf_patch.patch_gguf` writes
+    another GGUF file.
+
     Args:
-        source: folder or hub id of the checkpoint.
+        source: folder or hub id of the checkpoint, or a GGUF file.
         method: what to apply.
         out: folder to write; it must be new or empty unless ``overwrite``.
         overwrite: write into a folder that holds files.
@@ -189,6 +199,11 @@ def copied(
     if Path(source).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
     check_free(out, overwrite)
+    if is_gguf(source):
+        with folder_in_one_move(out, overwrite=overwrite) as folder:
+            unpack(Path(source), folder, progress)
+            yield folder
+        return
     if not Path(source).is_dir():
         from huggingface_hub import snapshot_download
 

@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
+from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.errors import blamed_on, in_one_line, read_json
-from rope_patch.files import check_source
+from rope_patch.files import check_source, is_gguf
 from rope_patch.patching.encoding import older_differences, text_part
 from rope_patch.patching.locate import PatchError
 
@@ -21,6 +22,11 @@ def config_json(source: str | Path, **hub: Any) -> dict[str, Any]:
     """Return what a checkpoint's config.json says; nothing where there is none."""
     path = find_file(source, CONFIG_FILE, **hub)
     return {} if path is None else read_json(path)
+
+
+def in_gguf(path: str | Path) -> dict[str, Any]:
+    """Return the arguments by which ``from_pretrained`` of transformers reads a GGUF file."""
+    return {"pretrained_model_name_or_path": str(Path(path).parent), "gguf_file": Path(path).name}
 
 
 def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
@@ -38,7 +44,14 @@ def check_older_keys(config: dict[str, Any], source: str | Path) -> None:
 
 
 def load_config(source: str | Path, **options: Any) -> Any:
-    """Return a checkpoint's config, from a folder or the hub; errors say what to do."""
+    """Return a checkpoint's config, from a folder, the hub or a GGUF file; errors say what to do.
+
+    That of a GGUF file is what transformers reads of it, which leaves out all of its rotary table but the base.
+    """
+    if is_gguf(source):
+        open_gguf(source)  # whose errors name what is wrong with a file
+        with blamed_on(f"{source}: transformers cannot read this GGUF file"):
+            return AutoConfig.from_pretrained(**in_gguf(source), **options)
     if (path := Path(source) / CONFIG_FILE).is_file():
         read_json(path)
     return reaching_hub(source, lambda: AutoConfig.from_pretrained(str(source), **options))
@@ -48,13 +61,18 @@ def read_tokenizer(source: str | Path, **options: Any) -> Any:
     """Return a checkpoint's own tokenizer.
 
     Args:
-        source: folder or hub id.
+        source: folder, hub id or GGUF file.
         **options: for ``AutoTokenizer.from_pretrained``.
 
     Raises:
         ValueError: it has none that can be loaded; the message says why.
     """
     try:
+        if is_gguf(source):
+            open_gguf(source)
+            tokenizer = AutoTokenizer.from_pretrained(**in_gguf(source), **options)
+            tokenizer.name_or_path = str(source)
+            return tokenizer
         return AutoTokenizer.from_pretrained(str(source), **options)
     except Exception as error:  # of many kinds: it reads config.json, too
         reason = (str(error) if isinstance(error, OSError | ValueError) else in_one_line(error)).partition("\n")[0]

@@ -29,7 +29,7 @@ from rope_patch.checkpoints.adapters import (
     read_record,
     weight_sizes,
 )
-from rope_patch.checkpoints.gguf import load_gguf
+from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
 from rope_patch.checkpoints.reading import check_older_keys, config_json, reaching_hub
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.errors import blamed_on
@@ -93,6 +93,7 @@ def save(
     with first_alone(f"save to {os.path.realpath(out)}") as writes:
         record = verify_model(model)
         check_adapters(model, record, trusted, save_options.get("selected_adapters"))
+        forget_quantization(find_rotary(model).model)
         _warn_of_precision(record)
         if not (writes and save_options.get("is_main_process", True)):
             with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
@@ -247,8 +248,11 @@ def _load_under_adapter(
     for_peft = {key: from_pretrained.pop(key) for key in ("adapter_name", "is_trainable") if key in from_pretrained}
     if patch is not None and record is not None:
         raise PatchError(f"{source} was trained under {record.to_method()}: load it without method=")
-    with _without_adapter(base) as bare:
-        model = reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
+    if is_gguf(base):
+        model = load_gguf(base, **from_pretrained)
+    else:
+        with _without_adapter(base) as bare:
+            model = reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
     model.name_or_path = model.config.name_or_path = base
     recorded = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
     if patch is not None:

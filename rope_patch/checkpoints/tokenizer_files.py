@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import warnings
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
+from rope_patch.checkpoints.reading import read_tokenizer
 from rope_patch.errors import read_json
+from rope_patch.files import is_gguf
 from rope_patch.patching.encoding import text_part
 
 _VOCABULARIES = (
@@ -27,7 +30,7 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
     """Copy the tokenizer's files of the checkpoint that a model came from, where they are known.
 
     That is the folder or the hub repository that ``model.config.name_or_path`` names; of a repository only what is in
-    the local cache is taken, so nothing is downloaded.
+    the local cache is taken, so nothing is downloaded. Of a GGUF file it is the vocabulary in it.
 
     Args:
         model: to be saved.
@@ -36,6 +39,10 @@ def copy_tokenizer(model: PreTrainedModel, folder: Path, *, beside: Path) -> Non
     """
     source = str(getattr(model.config, "name_or_path", "") or "")
     if not source or any((beside / name).is_file() for name in _NAMES):
+        return
+    if is_gguf(source):
+        with contextlib.suppress(ValueError, OSError):  # moved since, or of a vocabulary that transformers cannot read
+            read_tokenizer(source).save_pretrained(folder)
         return
     hub = {"local_files_only": True, "revision": getattr(model.config, "_commit_hash", None)}
     config = find_file(source, CONFIG_FILE, **hub)

@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from rope_patch.checkpoints.adapters import is_adapter
-from rope_patch.checkpoints.gguf_file import Progress, check_out, gguf, keys_of, open_gguf, pieces_of, write_gguf
+from rope_patch.checkpoints.gguf_file import Progress, check_out, gguf, open_gguf, write_gguf
+from rope_patch.checkpoints.gguf_patch import with_table
 from rope_patch.checkpoints.gguf_table import (
-    FACTOR_TENSORS,
     Graph,
     graph_of,
     read_gguf,
-    replaced_by,
     table_keys,
     table_pieces,
 )
@@ -98,13 +97,12 @@ def export_gguf(
             reader = open_gguf(base)
             at_hand = _weights_at_hand(model if place is None else place, files)
             check_base(reader, Path(base), config, graph, table, before, at_hand)
-            keys = [key for key in keys_of(reader) if not replaced_by(key.name, graph.architecture)]
-            pieces = [piece for piece in pieces_of(reader) if piece.name not in FACTOR_TENSORS]
+            patched = with_table(reader, table, graph, record)
             return write_gguf(
                 out,
-                [*keys, *table_keys(table, graph, record)],
-                [*table_pieces(table, graph), *pieces],
-                alignment=int(reader.alignment),
+                list(patched.keys.values()),
+                patched.pieces,
+                alignment=patched.alignment,
                 overwrite=overwrite,
                 progress=on_progress,
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_patch.checkpoints.gguf_file import Piece, gguf, pieces_of, value_of
+from rope_patch.checkpoints.gguf_file import GGUFFile, Piece, gguf
 from rope_patch.checkpoints.gguf_table import FACTOR_TENSORS, Graph, same_table, table_in
 from rope_patch.exporting.gguf_weights import Weights, pieces_from
 from rope_patch.patching.locate import PatchError
@@ -16,7 +16,13 @@ from rope_patch.tables import RotaryTable
 
 
 def check_base(
-    reader: Any, path: Path, config: Any, graph: Graph, table: RotaryTable, before: TableRecord, weights: Weights | None
+    reader: GGUFFile,
+    path: Path,
+    config: Any,
+    graph: Graph,
+    table: RotaryTable,
+    before: TableRecord,
+    weights: Weights | None,
 ) -> None:
     """Raise unless a GGUF file holds this model as it was before the patch, in whatever quantization.
 
@@ -36,15 +42,17 @@ def check_base(
         PatchError: it is patched already, or carries another table.
         ValueError: it is another model's.
     """
-    pieces = list(pieces_of(reader))
+    pieces = list(reader.pieces)
     _check_shape(reader, pieces, path, config, graph, table)
     _check_table(reader, path, before)
     if weights is not None:
         _check_weights(pieces, path, weights, config, graph)
 
 
-def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, graph: Graph, table: RotaryTable) -> None:
-    architecture = value_of(reader, "general.architecture")
+def _check_shape(
+    reader: GGUFFile, pieces: list[Piece], base: Path, config: Any, graph: Graph, table: RotaryTable
+) -> None:
+    architecture = reader.value("general.architecture")
     if architecture != graph.architecture:
         raise ValueError(f"{base} is a GGUF of {architecture!r}, and {config.model_type} is {graph.architecture!r}")
     expected = {
@@ -55,7 +63,7 @@ def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, grap
         "attention.head_count_kv": config.num_key_value_heads,
         "rope.dimension_count": table.rotary_dim,
     }
-    stated = {name: value_of(reader, f"{architecture}.{name}") for name in expected}
+    stated = {name: reader.value(f"{architecture}.{name}") for name in expected}
     shapes = {piece.name: piece.shape for piece in pieces}
     if "token_embd.weight" not in shapes:
         raise ValueError(f"{base} holds no weights (token_embd.weight): it is a vocabulary, or a part of a model")
@@ -66,7 +74,7 @@ def _check_shape(reader: Any, pieces: list[Piece], base: Path, config: Any, grap
             raise ValueError(f"{base} is a GGUF of another model: its {name} is {value}, here it is {expected[name]}")
 
 
-def _check_table(reader: Any, base: Path, before: TableRecord) -> None:
+def _check_table(reader: GGUFFile, base: Path, before: TableRecord) -> None:
     """Raise unless a base turns as the model did before the patch: else it is another, or is patched already."""
     in_file = table_in(reader, base)
     table = in_file.tables[0]
@@ -76,7 +84,7 @@ def _check_table(reader: Any, base: Path, before: TableRecord) -> None:
         raise PatchError(
             f"{base} is patched already, with {in_file.record.to_method()}: give the GGUF of the base model"
         )
-    carries = "factors of its own" if any(t.name in FACTOR_TENSORS for t in reader.tensors) else "another table"
+    carries = "factors of its own" if any(piece.name in FACTOR_TENSORS for piece in reader.pieces) else "another table"
     raise PatchError(
         f"{base} carries {carries} (rope_theta {table.rope_theta:g}, attention_scaling {table.attention_scaling:g}, "
         f"table {table.fingerprint}), not the one this model had before the patch ({before.hash}): give the GGUF of "

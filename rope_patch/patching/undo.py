@@ -45,8 +45,8 @@ def write_config(config: PreTrainedConfig, settings: Mapping[str, Any], record: 
 
 
 @dataclass(frozen=True, eq=False)
-class Patch:
-    """A patch in place.
+class TableChange:
+    """What a patch changed, in a model or in a file.
 
     Attributes:
         method: what was applied.
@@ -59,23 +59,6 @@ class Patch:
     before: Mapping[str | None, RotaryTable]
     after: Mapping[str | None, RotaryTable]
     record: PatchRecord
-    _module: PatchedRotary
-    _state: ModelState
-
-    def restore(self) -> None:
-        """Undo the patch: the model is as it was before ``apply``.
-
-        Raises:
-            PatchError: another patch has replaced this one, or it was undone already.
-        """
-        location = self._state.location
-        with location.lock:
-            if location.model.get_submodule(location.path) is not self._module:
-                raise PatchError(f"the patch {self.method} is no longer in place: nothing to restore")
-            if getattr(location.config, "rope_patch", None) != self.record.to_dict():
-                raise PatchError(f"the config no longer says {self.method}: is it shared with another model?")
-            follow_device(location.module, location.model)
-            self._state.reinstate()
 
     @property
     def unstated(self) -> str | None:
@@ -86,7 +69,7 @@ class Patch:
         if furthest <= stated:
             return None
         return (
-            f"{self.method} reaches {furthest} tokens, the config still states a context of {stated}: "
+            f"{self.method} reaches {furthest} tokens, the checkpoint still states a context of {stated}: "
             f"target_length={furthest} (--target-length) states the longer one"
         )
 
@@ -106,6 +89,29 @@ class Patch:
         return "\n".join(lines)
 
     __str__ = describe
+
+
+@dataclass(frozen=True, eq=False)
+class Patch(TableChange):
+    """A patch in place."""
+
+    _module: PatchedRotary
+    _state: ModelState
+
+    def restore(self) -> None:
+        """Undo the patch: the model is as it was before ``apply``.
+
+        Raises:
+            PatchError: another patch has replaced this one, or it was undone already.
+        """
+        location = self._state.location
+        with location.lock:
+            if location.model.get_submodule(location.path) is not self._module:
+                raise PatchError(f"the patch {self.method} is no longer in place: nothing to restore")
+            if getattr(location.config, "rope_patch", None) != self.record.to_dict():
+                raise PatchError(f"the config no longer says {self.method}: is it shared with another model?")
+            follow_device(location.module, location.model)
+            self._state.reinstate()
 
 
 def restore(model: nn.Module) -> None:

@@ -39,12 +39,14 @@ class Inspection:
         tables: the tables in use, one for each layer type.
         record: the patch record, None on a model that is not patched.
         warnings: what is unusual about the tables, a sentence each.
+        checked: what was compared and found equal, a sentence each.
     """
 
     model_class: str
     tables: tuple[RotaryTable, ...]
     record: PatchRecord | None
     warnings: tuple[str, ...]
+    checked: tuple[str, ...] = ()
 
     @property
     def method(self) -> str | None:
@@ -69,6 +71,7 @@ class Inspection:
                 f"    wavelengths {span}; {partial} of {table.pairs} pairs make no full turn within "
                 f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
             ]
+        lines += [f"  {sentence}" for sentence in self.checked]
         return "\n".join([*lines, *(f"  note: {warning}" for warning in self.warnings)])
 
 

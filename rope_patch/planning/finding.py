@@ -23,8 +23,8 @@ def shape_of(model: str | Path | PreTrainedModel | Shape) -> Shape:
 
     Args:
         model: a shipped name (``Llama-3.1-8B``, with or without its organisation, in any case), whose shape is read
-            from a file of this package; a checkpoint folder or a hub id, of which the config is read; a model; or a
-            shape, which is returned as it is.
+            from a file of this package; a checkpoint folder, a hub id or a GGUF file, of which the config is read; a
+            model; or a shape, which is returned as it is.
 
     Raises:
         TypeError: none of these.

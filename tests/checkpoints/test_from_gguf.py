@@ -72,7 +72,7 @@ def test_transformers_own_reader_loses_the_table_and_export_says_so(tmp_path, to
 def test_a_file_of_another_tool_is_patched_with_its_table(tmp_path, tokenizer):
     """llama.cpp's converter writes Llama 3.1's smoothing as factors and leaves no record."""
     folder, file = written(tmp_path, tokenizer, rope_parameters=LLAMA3, max_position_embeddings=512)
-    assert not any(RECORD_KEY in key for key in rope_patch.checkpoints.gguf_file.open_gguf(file).fields)
+    assert not any(RECORD_KEY in key for key in rope_patch.checkpoints.gguf_file.open_gguf(file).keys)
     model = rope_patch.load(file).eval()
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert torch.allclose(logits(model, TOKENS), logits(reference, TOKENS), atol=1e-5)

@@ -31,7 +31,10 @@ def saved(tmp_path_factory):
 # --- what is no checkpoint --------------------------------------------------------------------------------------------
 
 
-EXPECTED = "give a folder with config.json, an adapter's folder with adapter_config.json, or a hub id such as org/name"
+EXPECTED = (
+    "give a folder with config.json, an adapter's folder with adapter_config.json, a GGUF file, or a hub id such as "
+    "org/name"
+)
 
 
 @pytest.mark.parametrize("call", [rope_patch.load, rope_patch.inspect, rope_patch.verify])
@@ -70,12 +73,10 @@ def test_a_name_with_one_slash_is_looked_up_on_the_hub(monkeypatch):
     assert asked == ["no/where"]
 
 
-def test_a_gguf_file_where_none_is_read_is_named_one(tmp_path):
+def test_a_gguf_file_in_the_place_of_an_adapter_is_named_one(tmp_path, saved):
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(
-        ValueError, match=r"model.gguf is a GGUF file, which only rope_patch.load and inspect read: give"
-    ):
-        rope_patch.verify(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=r"model.gguf is a GGUF file: give an adapter's folder with"):
+        rope_patch.load_adapter(rope_patch.load(saved / "patched"), tmp_path / "model.gguf")
 
 
 # --- load ------------------------------------------------------------------------------------------------------------

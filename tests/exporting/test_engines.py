@@ -27,7 +27,7 @@ from rope_patch.frequencies import table_of
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")
 
-from rope_patch.checkpoints.gguf_file import Key, Piece, keys_of, open_gguf, pieces_of, write_gguf  # noqa: E402
+from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf  # noqa: E402
 from rope_patch.exporting.gguf import export_gguf, export_gguf_lora, read_gguf  # noqa: E402
 from rope_patch.exporting.gguf_vocab import vocabulary_keys  # noqa: E402
 from rope_patch.exporting.gguf_weights import pieces_from, weights_of  # noqa: E402
@@ -206,9 +206,9 @@ def test_we_read_the_scaling_of_the_engine_itself(base, tmp_path):
     """YaRN left to llama.cpp by its own keys: it computes what transformers does, and we read that table."""
     model, ids = patched("llama", "yarn:factor=4"), tokens_of("llama")
     values = {"type": ("yarn", "STRING"), "factor": (4.0, "FLOAT32"), "original_context_length": (256, "UINT32")}
-    keys = [key for key in keys_of(open_gguf(base)) if ".rope.scaling." not in key.name]
+    keys = [key for key in open_gguf(base).keys.values() if ".rope.scaling." not in key.name]
     keys += [Key.of(f"llama.rope.scaling.{name}", *value) for name, value in values.items()]
-    path = write_gguf(tmp_path / "keys.gguf", keys, list(pieces_of(open_gguf(base))))
+    path = write_gguf(tmp_path / "keys.gguf", keys, list(open_gguf(base).pieces))
     close(engine(path, ids), expected_logits(model, ids), 1e-2)
     (slot,), table = read_gguf(path).tables, model.model.rotary_emb
     torch.testing.assert_close(slot.inv_freq, table_of(table.inv_freq.tolist()), rtol=3e-7, atol=0)
@@ -325,7 +325,7 @@ def test_their_converter_writes_the_same_tensors(tmp_path, family):
         {t.name: (t.tensor_type, t.data.tobytes()) for t in gguf.GGUFReader(path).tensors} for path in (ours, theirs)
     ]
     assert read[0] == read[1]
-    keys = [{key.name: key.value for key in keys_of(open_gguf(path))} for path in (ours, theirs)]
+    keys = [{key.name: key.value for key in open_gguf(path).keys.values()} for path in (ours, theirs)]
     differ = {name for name in keys[1] if name.startswith("llama.") and keys[0].get(name) != keys[1][name]}
     assert differ <= {"llama.rope.scaling.type"}
     rope_patch.apply(model, "yarn:factor=4")

@@ -28,7 +28,7 @@ from rope_patch.patching.locate import PatchError
 
 gguf = pytest.importorskip("gguf")
 
-from rope_patch.checkpoints.gguf_file import Key, Piece, keys_of, open_gguf, pieces_of, value_of, write_gguf  # noqa: E402
+from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf  # noqa: E402
 from rope_patch.exporting.gguf import export_gguf, export_gguf_lora, read_gguf  # noqa: E402
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
@@ -135,7 +135,7 @@ def test_a_base_with_a_scaled_table_of_its_own(tmp_path, tokenizer, base, encode
 
 
 def test_what_cannot_be_read_as_one_table(base, tmp_path):
-    two = [*pieces_of(open_gguf(base))]
+    two = [*open_gguf(base).pieces]
     for name, factor in (("rope_factors_long.weight", 2.0), ("rope_factors_short.weight", 1.0)):
         two.append(Piece(name, (8,), F32, lambda factor=factor: np.full(8, factor, np.float32)))
     with pytest.raises(ValueError, match="two tables"):
@@ -182,7 +182,7 @@ def test_tensors_are_copied_byte_for_byte(base, tmp_path, quantized):
         reader = open_gguf(base)
         pieces = [
             Piece(p.name, p.shape, Q8_0, lambda p=p: gguf.quants.quantize(p.read(), Q8_0)) if len(p.shape) > 1 else p
-            for p in pieces_of(reader)
+            for p in reader.pieces
         ]
         base = rewritten(base, tmp_path / "q8.gguf", pieces=pieces)
     before = base.read_bytes()
@@ -195,13 +195,13 @@ def test_tensors_are_copied_byte_for_byte(base, tmp_path, quantized):
     names = set(gguf.GGUFReader(base).fields) - {"llama.rope.freq_base", "llama.context_length", "GGUF.kv_count"}
     written, given = open_gguf(out), open_gguf(base)
     for name in names - {"GGUF.tensor_count", "llama.rope.scaling.type"}:
-        assert value_of(written, name) == value_of(given, name), name
+        assert written.value(name) == given.value(name), name
 
 
 def test_a_base_of_another_alignment(base, tmp_path):
     reader = open_gguf(base)
-    keys = [*keys_of(reader), Key.of("general.alignment", 256, "UINT32")]
-    wide = write_gguf(tmp_path / "wide.gguf", keys, list(pieces_of(reader)), alignment=256)
+    keys = [*reader.keys.values(), Key.of("general.alignment", 256, "UINT32")]
+    wide = write_gguf(tmp_path / "wide.gguf", keys, list(reader.pieces), alignment=256)
     out = export_gguf(saved(tmp_path / "m", "pi:factor=4"), tmp_path / "m.gguf", base=wide)
     assert {name: data for name, data in tensors(out).items() if "rope" not in name} == tensors(base)
 
@@ -227,7 +227,7 @@ def cut(path, out, at=0.5):
 
 
 def other_weights(path, out):
-    pieces = [*pieces_of(open_gguf(path))]
+    pieces = [*open_gguf(path).pieces]
     pieces = [Piece(p.name, p.shape, p.kind, lambda p=p: p.read() * np.float32(1.02)) for p in pieces]
     return rewritten(path, out, pieces=pieces)
 
@@ -238,14 +238,14 @@ def tuned_and_quantized(path, out):
         Piece(p.name, p.shape, Q8_0, lambda p=p: gguf.quants.quantize(p.read() * np.float32(1.05), Q8_0))
         if len(p.shape) > 1
         else p
-        for p in pieces_of(open_gguf(path))
+        for p in open_gguf(path).pieces
     ]
     return rewritten(path, out, pieces=pieces)
 
 
 def more_rows(path, out):
     longer = Piece("token_embd.weight", (1056, 64), F32, lambda: np.zeros((1056, 64), np.float32))
-    return rewritten(path, out, pieces=[longer, *(p for p in pieces_of(open_gguf(path)) if "embd" not in p.name)])
+    return rewritten(path, out, pieces=[longer, *(p for p in open_gguf(path).pieces if "embd" not in p.name)])
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_gemma4_takes_a_table_for_its_full_layers(tmp_path):
     own = shell(model, "gemma4", tmp_path / "base.gguf", **{"rope.dimension_count": 32, "rope.freq_base": 1000000})
     own = rewritten(own, own, [Key.of("gemma4.rope.freq_base", 1e6, "FLOAT32")])
     proportional = Piece("rope_freqs.weight", (16,), F32, lambda: np.repeat(np.float32([1, 1e30]), [4, 12]))
-    rest = [p for p in pieces_of(open_gguf(own)) if p.name != "rope_freqs.weight"]
+    rest = [p for p in open_gguf(own).pieces if p.name != "rope_freqs.weight"]
     own = rewritten(own, tmp_path / "real.gguf", pieces=[proportional, *rest])
     full = model.model.rotary_emb.full_attention_inv_freq
     out = export_gguf(model, tmp_path / "out.gguf", base=own)
@@ -426,24 +426,24 @@ def test_dtypes(tmp_path, tokenizer):
 
 def test_a_byte_level_vocabulary(base, tokenizer):
     reader = open_gguf(base)
-    assert value_of(reader, "tokenizer.ggml.model") == "gpt2"
-    assert value_of(reader, "tokenizer.ggml.pre") == "smollm"  # digits one by one
-    listed = value_of(reader, "tokenizer.ggml.tokens")
+    assert reader.value("tokenizer.ggml.model") == "gpt2"
+    assert reader.value("tokenizer.ggml.pre") == "smollm"  # digits one by one
+    listed = reader.value("tokenizer.ggml.tokens")
     assert listed == tokenizer.convert_ids_to_tokens(range(1024))
-    assert value_of(reader, "tokenizer.ggml.token_type")[:4] == [3, 3, 3, 1]  # control, and a normal one
-    assert value_of(reader, "tokenizer.ggml.add_bos_token") == (tokenizer("a").input_ids[0] == tokenizer.bos_token_id)
+    assert reader.value("tokenizer.ggml.token_type")[:4] == [3, 3, 3, 1]  # control, and a normal one
+    assert reader.value("tokenizer.ggml.add_bos_token") == (tokenizer("a").input_ids[0] == tokenizer.bos_token_id)
 
 
 def test_a_sentencepiece_vocabulary(tmp_path):
     path = export_gguf(tiny_model("llama", vocab_size=270), tmp_path / "m.gguf", tokenizer=sentencepiece())
     reader = open_gguf(path)
-    assert value_of(reader, "tokenizer.ggml.model") == "llama"
-    assert value_of(reader, "tokenizer.ggml.scores")[260:264] == [-2.0, -2.0, 0.0, -1.0]  # a, b; ab merges first
-    assert value_of(reader, "tokenizer.ggml.tokens")[262:] == ["ab", "▁ab", *(f"[PAD{i}]" for i in range(264, 270))]
-    types = value_of(reader, "tokenizer.ggml.token_type")
+    assert reader.value("tokenizer.ggml.model") == "llama"
+    assert reader.value("tokenizer.ggml.scores")[260:264] == [-2.0, -2.0, 0.0, -1.0]  # a, b; ab merges first
+    assert reader.value("tokenizer.ggml.tokens")[262:] == ["ab", "▁ab", *(f"[PAD{i}]" for i in range(264, 270))]
+    types = reader.value("tokenizer.ggml.token_type")
     assert types[:4] == [2, 3, 3, 6] and types[263:] == [1] + [5] * 6  # unknown, control, byte … normal, unused
-    assert value_of(reader, "tokenizer.ggml.add_space_prefix") is True
-    assert value_of(reader, "tokenizer.chat_template") == "{{ messages }}"
+    assert reader.value("tokenizer.ggml.add_space_prefix") is True
+    assert reader.value("tokenizer.chat_template") == "{{ messages }}"
 
 
 def test_vocabularies_it_cannot_write(tmp_path, tokenizer):
@@ -574,9 +574,12 @@ def test_an_adapter(tmp_path):
     folder = adapter(tmp_path, use_rslora=True)
     out = open_gguf(export_gguf_lora(folder, tmp_path / "a.gguf"))
     keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
-    assert {name: value_of(out, name) for name in keys} == keys
-    assert '"method": "yarn"' in value_of(out, "rope_patch.patching.record")
-    written, stored = {t.name: np.array(t.data) for t in out.tensors}, load_file(folder / "adapter_model.safetensors")
+    assert {name: out.value(name) for name in keys} == keys
+    assert '"method": "yarn"' in out.value("rope_patch.patching.record")
+    written, stored = (
+        {piece.name: np.array(piece.read()) for piece in out.pieces},
+        load_file(folder / "adapter_model.safetensors"),
+    )
     assert len(written) == len(stored) == 8
     own = "base_model.model.model.layers.1.self_attn.{}.lora_{}.weight".format
     order = [head * 16 + half * 8 + i for head in range(4) for i in range(8) for half in range(2)]

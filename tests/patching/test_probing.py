@@ -281,7 +281,7 @@ def test_a_target_is_checked_and_a_factor_left_out_filled_in(monkeypatch):
     refused(model, "target_length must be a whole number of tokens >= 1, got True", "default", target_length=True)
     patch = rope_patch.apply(model, "yarn:factor=4")
     (line,) = warnings
-    assert line.startswith("yarn:factor=4 reaches 256 tokens, the config still states a context of 64")
+    assert line.startswith("yarn:factor=4 reaches 256 tokens, the checkpoint still states a context of 64")
     assert line in str(patch)
 
 
