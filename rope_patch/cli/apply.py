@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +14,10 @@ from rope_patch.cli.options import (
     Import,
     Json,
     LayerTypes,
-    NewFolder,
+    NewCheckpoint,
     Replace,
     TargetLength,
+    bytes_copied,
     print_json,
     say_copied,
 )
@@ -32,7 +34,7 @@ def apply(
             show_default=False,
         ),
     ],
-    output: NewFolder,
+    output: NewCheckpoint,
     parameters: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="The parameters of the method, if METHOD is only a name."),
@@ -53,11 +55,14 @@ def apply(
 ) -> None:
     """Write a copy of a checkpoint with patched rotary tables, which transformers loads without this package.
 
-    Only the config changes. The weights are copied byte for byte and never loaded.
+    Only the config changes. The weights are copied byte for byte and never loaded. If MODEL is a GGUF file, the output
+    is one too, which llama.cpp runs: only its table changes.
 
     Example: **rope-patch apply ./llama abf rope_theta=500000 -o ./llama-abf**
     """
+    from rope_patch.checkpoints.gguf_patch import patch_gguf, reach_of
     from rope_patch.checkpoints.offline import patch_folder
+    from rope_patch.files import is_gguf
     from rope_patch.methods import as_method
 
     params: dict[str, Any] = {}
@@ -66,20 +71,24 @@ def apply(
         if not equals or not key or not value:
             raise ValueError(f"expected key=value after the method, got {item!r}")
         params[key] = value
-    patch = patch_folder(
-        model,
-        as_method(method, **params),
-        output,
-        overwrite=force,
-        progress=say_copied,
-        target_length=target_length,
-        layer_types=layer_types,
-        freeze_at=freeze_at,
-        replace=replace,
-        keep_edits=keep_edits,
-    )
+    chosen = as_method(method, **params)
+    options: dict[str, Any] = {
+        "target_length": target_length,
+        "layer_types": layer_types,
+        "freeze_at": freeze_at,
+        "replace": replace,
+        "keep_edits": keep_edits,
+    }
+    if is_gguf(model):
+        with bytes_copied(output, hidden=as_json) as on_bytes:
+            patch = patch_gguf(model, chosen, output, overwrite=force, on_bytes=on_bytes, **options)
+    else:
+        patch = patch_folder(model, chosen, output, overwrite=force, progress=say_copied, **options)
     if as_json:
         print_json({"output": str(output), "record": patch.record.to_dict()})
         return
     print(patch.describe())
+    if is_gguf(model):
+        print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(reach_of(patch))])} runs it")
+        return
     print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it, with or without rope_patch")

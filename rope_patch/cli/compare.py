@@ -102,6 +102,7 @@ def compare(
     """
     from dataclasses import replace
 
+    from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.files import folder_to_write, write_atomically
@@ -143,7 +144,7 @@ def compare(
                 resume=output / RESULT_CACHE,
                 on_progress=on_progress,
             )
-    comparison = replace(comparison, environment=comparison.environment | notes)
+    comparison = replace(comparison, environment=comparison.environment | weights_in_file(loaded) | notes)
     write_atomically(output / "comparison.json", comparison.to_json())
     if report:
         page.write(output / "report.html", [comparison], command=command_line())

@@ -87,12 +87,15 @@ def export(
     Example: **rope-patch export ./llama-yarn --to vllm -o ./llama-yarn-vllm**
     """
     from rope_patch.exporting import export as write
-    from rope_patch.files import check_source
+    from rope_patch.files import check_source, is_gguf
 
     check_dtype(dtype)
-    if Path(model).is_file():
-        raise ValueError(f"{model} is a file: MODEL is a checkpoint's folder, and a GGUF of its base goes with --gguf")
     check_source(model)
+    if is_gguf(model):
+        raise ValueError(
+            f"{model} is a GGUF file: rope-patch apply {model} METHOD -o FILE.gguf writes another with a new table. "
+            "Here MODEL is a checkpoint's folder, and a GGUF of its base goes with --gguf"
+        )
     if gguf is not None and not gguf.is_file():
         raise FileNotFoundError(f"no file {str(gguf)!r}")
     written = write(

@@ -178,6 +178,7 @@ def fit(
     Example: **rope-patch fit ./llama --target-length 8k --text ./books -o ./llama-8k**
     """
     from rope_patch import fitting
+    from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.checkpoints.offline import check_free, patch_folder
     from rope_patch.evaluation.compare import environment
     from rope_patch.files import claimed, write_atomically
@@ -236,7 +237,7 @@ def fit(
             "settings": {"target_length": target_length, "objective": asdict(objective),
                          "constraint": asdict(constraint), "steps": steps, "learning_rate": learning_rate,
                          "seed": seed},
-            "environment": environment(loaded),
+            "environment": environment(loaded) | weights_in_file(loaded),
         }  # fmt: skip
 
         def finish(folder: Path) -> None:
@@ -266,6 +267,8 @@ def _check_places(model: str, output: Path) -> None:
         raise ValueError(f"{model} is an adapter: merge it into its base first, and fit that")
     if Path(model).is_dir() and output.exists() and output.samefile(model):
         raise ValueError(f"{output} is the checkpoint itself: give another output folder")
+    if output.suffix == ".gguf" and not output.is_dir():
+        raise ValueError(f"fit writes a folder, got {str(output)!r}: rope-patch export --to gguf makes a file of it")
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
 

@@ -8,7 +8,7 @@ from rope_patch.cli.options import Import, Json, Model, print_json
 def inspect(model: Model, imports: Import = None, as_json: Json = False) -> None:
     """Show the rotary tables of a checkpoint or adapter: type, wavelengths, scaling, and the patch that made them.
 
-    MODEL may also be a GGUF file. Only the config or the header of the file is read, not the weights.
+    Only the config is read, or the header of a GGUF file, not the weights.
 
     Example: **rope-patch inspect ./llama**
     """
@@ -35,5 +35,11 @@ def inspect(model: Model, imports: Import = None, as_json: Json = False) -> None
     ]
     record = inspection.record.to_dict() if inspection.record else None
     print_json(
-        {"model": inspection.model_class, "tables": tables, "record": record, "notes": list(inspection.warnings)}
+        {
+            "model": inspection.model_class,
+            "tables": tables,
+            "record": record,
+            "checked": list(inspection.checked),
+            "notes": list(inspection.warnings),
+        }
     )

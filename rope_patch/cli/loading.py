@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def load_model(
     """Load a checkpoint, or an adapter over its base, with its patch in place.
 
     Args:
-        source: folder or hub id.
+        source: folder or hub id, or a GGUF file, of which the type of its weights is printed.
         method: patch to apply, as a method string.
         device: as :func:`check_device` takes it.
         dtype: one of ``TYPES``.
@@ -174,11 +175,14 @@ def load_model(
     """
     import torch
 
+    from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.checkpoints.save_load import load
 
     spread: dict[str, Any] = {"device_map": BALANCED} if device == BALANCED else {}
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     loaded: Any = load(source, method, dtype=kind, **apply_options, **spread)
+    for said in weights_in_file(loaded).values():
+        print(f"{source}: the weights are {said}", file=sys.stderr)
     if not spread:
         place = torch.device(choose_device(device))
         if any(not _lies_on(parameter.device, place) for parameter in loaded.parameters()):

@@ -91,14 +91,18 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A checkpoint or a PEFT adapter: a local folder or a Hugging Face hub id. An adapter is loaded onto its "
-        "base model, with the rotary patch that it was trained under.",
+        help="A checkpoint or a PEFT adapter: a local folder, a Hugging Face hub id or a GGUF file. An adapter is "
+        "loaded onto its base model, with the rotary patch that it was trained under.",
         show_default=False,
     ),
 ]
 Checkpoint = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A checkpoint: a local folder or a Hugging Face hub id.", show_default=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint: a local folder, a Hugging Face hub id or a GGUF file.",
+        show_default=False,
+    ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The folder to write the results to.")]
 NewFolder = Annotated[
@@ -108,6 +112,16 @@ NewFolder = Annotated[
         "-o",
         metavar="FOLDER",
         help="The folder to write. It must be new or empty, unless --force is given.",
+        show_default=False,
+    ),
+]
+NewCheckpoint = Annotated[
+    Path,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="PATH",
+        help="The folder to write, or of a GGUF file the file. It must be new or empty, unless --force is given.",
         show_default=False,
     ),
 ]
@@ -323,6 +337,33 @@ def command_line() -> str:
 def say_copied(name: str) -> None:
     """Print the name of a file that is copied."""
     print(f"copying {name}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def bytes_copied(output: Path, *, hidden: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar of a file that is written.
+
+    Args:
+        output: the file, for the label.
+        hidden: show nothing.
+
+    Yields:
+        A function that takes the bytes that are written so far, and those of all.
+    """
+    from tqdm import tqdm
+
+    with contextlib.ExitStack() as shown:
+        bars: list[Any] = []
+
+        def on_bytes(written: int, total: int) -> None:
+            if not bars:  # what is refused before anything is written shows no bar
+                looks: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+                bars.append(
+                    shown.enter_context(tqdm(total=total, desc=f"writing {output.name}", disable=hidden, **looks))
+                )
+            bars[0].update(written - bars[0].n)
+
+        yield on_bytes
 
 
 def print_json(data: Any) -> None:

@@ -8,7 +8,8 @@ from rope_patch.cli.options import Import, Json, Model, print_json
 def verify(model: Model, imports: Import = None, as_json: Json = False) -> None:
     """Check that a patched checkpoint or adapter still has the rotary tables that were recorded when it was patched.
 
-    The command fails if the patch was lost or changed, or if a file of weights is damaged.
+    The command fails if the patch was lost or changed, or if a file of weights is damaged. Of a GGUF file its keys and
+    factors are compared with the record.
 
     Example: **rope-patch verify ./llama-abf**
     """

@@ -1,0 +1,163 @@
+"""Commands take a GGUF file as MODEL: those that run it say what its weights are, those that write keep it a file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from commands import fail, run
+from gguf_files import rewritten
+from tiny import ids, logits
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import rope_patch
+
+gguf = pytest.importorskip("gguf")
+
+from rope_patch.checkpoints.gguf_file import Piece, open_gguf  # noqa: E402
+from rope_patch.cli.app import app  # noqa: E402
+from rope_patch.exporting.gguf import export_gguf  # noqa: E402
+
+BUNDLED = rope_patch.data_path("assets") / "llama"
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+EVALUATION = ("--samples", "1", "--windows", "1", "--depths", "0.5", "--no-report", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """The bundled Llama in Q8_0."""
+    folder = tmp_path_factory.mktemp("gguf")
+    plain = export_gguf(BUNDLED, folder / "plain.gguf", dtype="float32")
+    pieces = [
+        Piece(p.name, p.shape, Q8_0, lambda p=p: gguf.quants.quantize(p.read(), Q8_0)) if len(p.shape) > 1 else p
+        for p in open_gguf(plain).pieces
+    ]
+    return rewritten(plain, folder / "model.gguf", pieces=pieces)
+
+
+def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
+    out = tmp_path / "out.gguf"
+    printed = run("apply", file, "yarn", "factor=4", "-o", out)
+    assert printed.splitlines()[-1] == f"wrote {out}: llama-cli -m {out} -c 1024 runs it"
+    assert gguf.GGUFReader(out).get_field("llama.rope.scaling.attn_factor") is not None
+    stated = run("apply", file, "yarn", "--target-length", "1k", "-o", tmp_path / "1k.gguf")
+    assert "-c 1024 runs it" in stated and "context 256 tokens before, 1024 after" in stated
+
+
+def test_a_patched_file_is_inspected_verified_and_restored(file, tmp_path):
+    out, back = tmp_path / "out.gguf", tmp_path / "back.gguf"
+    record = json.loads(run("apply", file, "p_rope", "p=0.75", "-o", out, "--json"))["record"]
+    seen = json.loads(run("inspect", out, "--json"))
+    assert seen["checked"] == ["the table is equal to the recorded table within 1e-6"]
+    assert seen["tables"][0]["hash"] == record["tables"]["all"]["hash"] and seen["record"] == record
+    assert run("verify", out).startswith(f"{out}: patched with p_rope:p=0.75, as recorded")
+    run("restore", out, "-o", back)
+    assert back.read_bytes() == file.read_bytes()
+
+
+def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.gguf").write_text("no GGUF")
+    (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:100_000])
+    (tmp_path / "taken.gguf").write_text("precious")
+    for source, out, message in (
+        ("missing.gguf", "out.gguf", "no file"),
+        ("text.gguf", "out.gguf", "is not a GGUF file"),
+        ("cut.gguf", "out.gguf", "truncated or damaged"),
+        (file, "nowhere/out.gguf", "no folder"),
+        (file, "out", "must be a file *.gguf"),
+        (file, "taken.gguf", "allow overwriting (--force)"),
+        (file, file, "is the GGUF file itself"),
+    ):
+        places = [place if place is file else tmp_path / place for place in (source, out)]
+        line = fail(monkeypatch, capsys, "apply", places[0], "yarn:factor=4", "-o", places[1])
+        assert line.count("\n") == 1 and message in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "taken.gguf", "text.gguf"]
+    assert (tmp_path / "taken.gguf").read_text() == "precious"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "analyze", "compare", "kv-check", "fit", "plan"])
+def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, monkeypatch, capsys, command):
+    required = {
+        "compare": ["--methods", "default", "--lengths", "64"],
+        "kv-check": ["--schemes", "int8", "--lengths", "64"],
+        "plan": ["--length", "64"],
+        "fit": ["--target-length", "1k"],
+    }
+    written = [] if command in ("inspect", "verify", "plan") else ["-o", tmp_path / "out"]
+    line = fail(monkeypatch, capsys, command, tmp_path / "m.gguf", *required.get(command, []), *written)
+    assert line.splitlines()[-1] == f"error: no file {tmp_path / 'm.gguf'}" and not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_copy_leaves_nothing(tmp_path, file):
+    """The process stops itself in the middle of the copy, as Ctrl-C would."""
+    code = """if True:
+        import os, signal, sys
+        from rope_patch.checkpoints import gguf_file
+        from rope_patch.cli import app
+        write = gguf_file.np.ascontiguousarray
+        def interrupted(data):
+            interrupted.tensors += 1
+            if interrupted.tensors == 9:
+                os.kill(os.getpid(), signal.SIGINT)
+            return write(data)
+        interrupted.tensors = 0
+        gguf_file.np.ascontiguousarray = interrupted
+        app.main()
+    """
+    words = ["apply", str(file), "yarn:factor=4", "-o", str(tmp_path / "out.gguf")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and "interrupted: no file was left half written" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_says_that_apply_writes_files(file, tmp_path, monkeypatch, capsys):
+    line = fail(monkeypatch, capsys, "export", file, "--to", "gguf", "-o", tmp_path / "out.gguf")
+    assert f"rope-patch apply {file} METHOD -o FILE.gguf writes another" in line
+
+
+# --- commands that run the model
+
+
+def test_compare_says_and_records_that_weights_are_dequantized(file, tmp_path):
+    words = ["compare", str(file), "--methods", "default yarn:factor=2", "--lengths", "128", *EVALUATION]
+    result = CliRunner().invoke(app, [*words, "-o", str(tmp_path)], catch_exceptions=False)
+    assert result.stderr.count(f"{file}: the weights are dequantized Q8_0\n") == 1
+    assert json.loads((tmp_path / "comparison.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
+
+
+def test_kv_check_records_that_weights_are_dequantized(file, tmp_path):
+    run("kv-check", file, "--schemes", "int8", "--lengths", "128", *EVALUATION, "-o", tmp_path)
+    assert json.loads((tmp_path / "kv-check.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
+
+
+def test_analyze_records_that_weights_are_dequantized(file, tmp_path):
+    run("analyze", file, "--tokens", "128", "--p", "0.5", "--no-report", "-o", tmp_path)
+    assert json.loads((tmp_path / "analysis.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
+
+
+def test_plan_reads_the_shape_of_a_file(file):
+    of_file, of_folder = (json.loads(run("plan", source, "--length", "512", "--json")) for source in (file, BUNDLED))
+    assert of_file["parameters"] == of_folder["parameters"] and of_file["parts"] == of_folder["parts"]
+
+
+def test_fit_writes_a_plain_folder_of_a_file(file, tmp_path):
+    out = tmp_path / "fitted"
+    words = ("--target-length", "1k", "--steps", "0", "--windows", "2", "--samples", "1", "--no-figure")
+    run("fit", file, *words, "-o", out)
+    assert json.loads((out / "fit.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert model.config.max_position_embeddings == 1024
+    reference = rope_patch.load(file, rope_patch.verify(out).method, target_length=1024).eval()
+    assert torch.equal(logits(model, ids(48)), logits(reference, ids(48)))
+    assert (
+        AutoTokenizer.from_pretrained(out)("a b").input_ids == AutoTokenizer.from_pretrained(BUNDLED)("a b").input_ids
+    )
+
+
+def test_fit_refuses_to_write_a_file(file, tmp_path, monkeypatch, capsys):
+    line = fail(monkeypatch, capsys, "fit", file, "--target-length", "1k", "-o", tmp_path / "out.gguf")
+    assert "fit writes a folder" in line
