@@ -80,9 +80,10 @@ def patch_gguf(
         OSError: no such file, an unwritable ``out``, a full disk; ``out`` is then as it was.
     """
     chosen = as_method(method)
-    for option, given in (("layer_types", layer_types), ("freeze_at", freeze_at), ("keep_edits", keep_edits or None)):
+    for option, given in (("layer_type", layer_types), ("freeze_at", freeze_at), ("keep_edits", keep_edits or None)):
         if given is not None:
-            raise ValueError(f"a GGUF file is patched as the one table it holds: leave {option} out")
+            flag = f"--{option.replace('_', '-')}"
+            raise ValueError(f"a GGUF file is patched as the one table it holds, without options such as {flag}")
     out = _check_places(source, out, overwrite)
     opened = open_gguf(source)
     found = table_in(opened, source)

@@ -234,11 +234,8 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     )
     name = f"{architecture} in {Path(path).name}, {opened.weights} weights"
     record, warnings = _record(opened, table)
-    if (
-        record is not None
-        and not warnings
-        and (table_of(record.tables) or TableRecord.of(table)).matches(TableRecord.of(table))
-    ):
+    recorded = None if record is None or warnings else table_of(record.tables)
+    if record is not None and recorded is not None and recorded.matches(TableRecord.of(table)):
         return Inspection(name, (as_recorded(record, table),), record, (), (EQUAL,))
     return Inspection(name, (table,), record, tuple(warnings))
 

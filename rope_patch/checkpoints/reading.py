@@ -67,9 +67,10 @@ def read_tokenizer(source: str | Path, **options: Any) -> Any:
     Raises:
         ValueError: it has none that can be loaded; the message says why.
     """
+    if is_gguf(source):
+        open_gguf(source)  # whose errors name what is wrong with a file
     try:
         if is_gguf(source):
-            open_gguf(source)
             tokenizer = AutoTokenizer.from_pretrained(**in_gguf(source), **options)
             tokenizer.name_or_path = str(source)
             return tokenizer

@@ -169,7 +169,7 @@ def test_phi3_has_its_factors_in_two_tensors(tmp_path):
 
 @pytest.mark.parametrize("option", [{"layer_types": ["full_attention"]}, {"freeze_at": 64}, {"keep_edits": True}])
 def test_options_that_a_file_has_no_use_for(base, tmp_path, option):
-    with pytest.raises(ValueError, match=f"leave {next(iter(option))} out"):
+    with pytest.raises(ValueError, match="is patched as the one table it holds, without options such as --"):
         patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", **option)
 
 
