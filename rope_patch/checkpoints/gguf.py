@@ -17,6 +17,7 @@ from rope_patch.checkpoints.reading import in_gguf, read_tokenizer
 from rope_patch.errors import blamed_on
 from rope_patch.methods import Table
 from rope_patch.patching.apply import apply, reapply
+from rope_patch.patching.base_tables import settings_of
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.undo import rebase
@@ -30,9 +31,9 @@ _WEIGHTS = "rope_patch_gguf_weights"
 def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     """Load a GGUF file as a model of transformers that uses the file's rotary table, as llama.cpp does.
 
-    A file that rope_patch wrote is patched as its record says. One of another tool that holds factors (Llama 3.1's, as
-    llama.cpp's converter writes them) or YaRN is patched with the table as it is; a plain one is not patched. The
-    weights are dequantized, and can be saved.
+    A file that rope_patch wrote is patched as its record says. Of others the model is not patched: where they hold
+    factors (Llama 3.1's, as llama.cpp's converter writes them) or YaRN, the config describes that table, and a method
+    is applied to it as to a checkpoint's own. The weights are dequantized, and can be saved.
 
     Args:
         path: of the file.
@@ -75,7 +76,10 @@ def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> Non
     elif not same_table(TableRecord.of(_table_like(model, in_file)), TableRecord.of(in_file)):
         kind = _table_like(model, in_file).layer_type
         table = Table(tuple(in_file.inv_freq.tolist()), in_file.attention_scaling)
-        apply(model, table, layer_types=None if kind is None else [kind])
+        patch = apply(model, table, layer_types=None if kind is None else [kind])
+        settings = settings_of(find_rotary(model).config)
+        patch.restore()
+        rebase(model, settings)
     _check_sliding(model, path)
     if not same_table(TableRecord.of(_table_like(model, in_file)), TableRecord.of(in_file)):
         raise PatchError(f"{path} holds another table than the model that was loaded from it: {in_file}")

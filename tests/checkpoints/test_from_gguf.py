@@ -69,16 +69,34 @@ def test_transformers_own_reader_loses_the_table_and_export_says_so(tmp_path, to
         )
 
 
-def test_a_file_of_another_tool_is_patched_with_its_table(tmp_path, tokenizer):
+def test_the_table_of_another_tools_file_is_the_models_own(tmp_path, tokenizer):
     """llama.cpp's converter writes Llama 3.1's smoothing as factors and leaves no record."""
     folder, file = written(tmp_path, tokenizer, rope_parameters=LLAMA3, max_position_embeddings=512)
     assert not any(RECORD_KEY in key for key in rope_patch.checkpoints.gguf_file.open_gguf(file).keys)
     model = rope_patch.load(file).eval()
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert torch.allclose(logits(model, TOKENS), logits(reference, TOKENS), atol=1e-5)
-    assert rope_patch.verify(model).record.to_method().name == "table"
+    assert rope_patch.inspect(model).record is None
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name).eval()
     assert not torch.allclose(logits(plain, TOKENS), logits(reference, TOKENS), atol=1e-3)
+
+
+def test_a_method_is_applied_to_the_table_of_another_tools_file(tmp_path, tokenizer):
+    """Not to the plain table of its base: p-RoPE leaves the pairs that it keeps smoothed as Llama 3.1's are."""
+    folder, file = written(tmp_path, tokenizer, rope_parameters=LLAMA3, max_position_embeddings=512)
+    model = rope_patch.load(file, "p_rope:p=0.5").eval()
+    reference = rope_patch.load(folder, "p_rope:p=0.5").eval()
+    assert torch.allclose(logits(model, TOKENS), logits(reference, TOKENS), atol=1e-5)
+    rope_patch.restore(model)
+    assert torch.allclose(logits(model, TOKENS), logits(rope_patch.load(folder).eval(), TOKENS), atol=1e-5)
+
+
+def test_an_unpatched_model_of_a_file_is_saved_by_transformers(tmp_path, tokenizer):
+    _, file = written(tmp_path, tokenizer, rope_parameters=LLAMA3, max_position_embeddings=512)
+    model = rope_patch.load(file).eval()
+    model.save_pretrained(tmp_path / "plain")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    assert torch.equal(logits(again, TOKENS), logits(model, TOKENS))
 
 
 def test_yarn_that_a_file_leaves_to_the_engine(tmp_path, tokenizer):
@@ -99,7 +117,7 @@ def test_a_record_that_does_not_fit_is_not_followed(tmp_path, tokenizer):
     altered = rewritten(file, tmp_path / "altered.gguf", keys=[Key.of(RECORD_KEY, other, "STRING")])
     with pytest.warns(UserWarning, match="its patch record says another table: pi:factor=4"):
         model = rope_patch.load(altered).eval()
-    assert rope_patch.verify(model).record.to_method().name == "table"
+    assert rope_patch.inspect(model).record is None
     assert torch.allclose(logits(model, TOKENS), logits(rope_patch.load(folder).eval(), TOKENS), atol=1e-4)
 
 

@@ -47,6 +47,18 @@ def done(tmp_path_factory):
     return finetune(options(out, "evaluation.every=2"), command="python recipes/finetune_lora.py x.yaml")
 
 
+@pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
+def test_an_adapter_is_trained_on_a_gguf_file(tmp_path):
+    pytest.importorskip("gguf")
+    from rope_patch.exporting.gguf import export_gguf
+
+    file = export_gguf(LLAMA, tmp_path / "base.gguf", dtype="float32")
+    finetune(options(tmp_path / "run", f"model.name={file}"))
+    trained = rope_patch.load(tmp_path / "run")
+    assert rope_patch.verify(trained).method == "yarn:factor=4"
+    assert trained.peft_config["default"].base_model_name_or_path == str(file)
+
+
 def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
     folder, results = done.folder, done.results
     assert str(read_record(folder).to_method()) == "yarn:factor=4" == results["patch"]
