@@ -90,12 +90,13 @@ def export(
     from rope_patch.files import check_source, is_gguf
 
     check_dtype(dtype)
-    check_source(model)
-    if is_gguf(model):
+    if Path(model).is_file():
+        instead = f". To give this GGUF file another table: rope-patch apply {model} METHOD -o FILE.gguf"
         raise ValueError(
-            f"{model} is a GGUF file: rope-patch apply {model} METHOD -o FILE.gguf writes another with a new table. "
-            "Here MODEL is a checkpoint's folder, and a GGUF of its base goes with --gguf"
+            f"{model} is a file: MODEL is a checkpoint's folder, and a GGUF of its base goes with --gguf"
+            f"{instead * is_gguf(model)}"
         )
+    check_source(model)
     if gguf is not None and not gguf.is_file():
         raise FileNotFoundError(f"no file {str(gguf)!r}")
     written = write(
