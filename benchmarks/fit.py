@@ -119,7 +119,7 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     lengths = [trained * 2**i for i in range(factor.bit_length())]
     yarn, own = f"yarn:factor={factor}", rope_patch.parse(fit_result["method"])
     methods = ["default", yarn] if own == rope_patch.parse(yarn) else ["default", yarn, own]
-    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES}
+    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "haystack": "builtin"}
     options |= {"windows": 1, "samples": 1, "depths": [0.5], "haystack": "noise"} if quick else {}
     spec = EvalSpec(lengths, bucket=lengths[-1], seed=100 + seed, **options)
     comparison = compare(model, tokenizer, methods, EvalSuite(spec, tokenizer, text=halves(file, tokenizer, quick)[1]))

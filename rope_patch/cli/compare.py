@@ -21,6 +21,7 @@ from rope_patch.cli.loading import (
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
+    ChatTemplate,
     Chunk,
     Depths,
     Device,
@@ -78,7 +79,8 @@ def compare(
         ),
     ] = None,
     text: Text = None,
-    haystack: Haystack = "builtin",
+    haystack: Haystack = "noise",
+    chat_template: ChatTemplate = "auto",
     layer_types: LayerTypes = None,
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
@@ -121,6 +123,7 @@ def compare(
         mode=mode,
         text=None if text is None else str(text),
         haystack=str(read_haystack(haystack)),
+        chat_template=chat_template,
         bucket=bucket,
         chunk=chunk,
         batch_tokens=batch_tokens,
@@ -204,5 +207,7 @@ def print_table(comparison: Any) -> None:
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
         table.add_row(row.method, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for sentence in comparison.warnings:
+        print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):
         print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")

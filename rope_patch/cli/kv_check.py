@@ -25,6 +25,7 @@ from rope_patch.cli.loading import (
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
+    ChatTemplate,
     Chunk,
     Depths,
     Device,
@@ -104,7 +105,8 @@ def kv_check(
     depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0),
     samples: Samples = 4,
     text: Text = None,
-    haystack: Haystack = "builtin",
+    haystack: Haystack = "noise",
+    chat_template: ChatTemplate = "auto",
     context: Annotated[
         int | None,
         tokens(
@@ -160,6 +162,7 @@ def kv_check(
         mode=mode,
         text=None if text is None else str(text),
         haystack=str(read_haystack(haystack)),
+        chat_template=chat_template,
         bucket=max(lengths, default=None),
         chunk=chunk,
         seed=seed,
@@ -285,6 +288,8 @@ def _print(checked: Any) -> None:
     for length in checked.lengths:
         for line in checked.prompts(length):
             print(line)
+    for sentence in checked.warnings:
+        print(f"note: {sentence}", file=sys.stderr)
 
 
 def _head(metric: Any, span: Any) -> str:

@@ -213,8 +213,16 @@ Haystack = Annotated[
     typer.Option(
         "--haystack",
         metavar="NAME|PATH",
-        help="The text that the retrieval task hides its answers in: builtin (text that ships with Python), noise (one "
-        "sentence repeated), or a file or folder of yours.",
+        help="The text that the retrieval task hides its answers in: noise (a few sentences repeated), builtin (text "
+        "that ships with Python, mostly code), or a file or folder of yours.",
+    ),
+]
+ChatTemplate = Annotated[
+    str,
+    typer.Option(
+        "--chat-template",
+        metavar="auto|on|off",
+        help="Whether retrieval prompts go through the chat template of the tokenizer. auto means: if it has one.",
     ),
 ]
 Task = Annotated[

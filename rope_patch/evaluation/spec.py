@@ -12,6 +12,8 @@ from numbers import Real
 from os import PathLike
 from typing import Any
 
+from rope_patch.evaluation.haystack import HAYSTACK
+from rope_patch.evaluation.prompts import CHAT_TEMPLATES
 from rope_patch.evaluation.tasks import find_task
 
 WINDOWS = 16
@@ -46,7 +48,9 @@ class EvalSpec:
         tasks: retrieval tasks, keys of :data:`rope_patch.evaluation.tasks.TASKS`.
         mode: ``"single"``, one needle in each prompt, or ``"multikey"``, a needle at every depth in all prompts.
         text: file or folder (``*.txt``) for perplexity; None for the held-out part of the text that ships with Python.
-        haystack: ``"builtin"``, ``"noise"``, or a file or folder; None for the text of perplexity itself.
+        haystack: ``"noise"``, ``"builtin"``, or a file or folder; None for the text of perplexity itself.
+        chat_template: whether prompts go through the tokenizer's chat template: ``"on"``, ``"off"``, or ``"auto"``,
+            which is on where there is one.
         bucket: width of the position buckets of the perplexity curve; None for a sixteenth of the longest length
             [tokens].
         chunk: tokens per forward pass, which bounds memory; None for whole windows and prompts [tokens].
@@ -68,7 +72,8 @@ class EvalSpec:
     tasks: Sequence[str] = ("passkey",)
     mode: str = "single"
     text: str | None = None
-    haystack: str | None = "builtin"
+    haystack: str | None = HAYSTACK
+    chat_template: str = "auto"
     bucket: int | None = None
     chunk: int | None = None
     batch_tokens: int = 16384
@@ -101,6 +106,8 @@ class EvalSpec:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
+        if self.chat_template not in CHAT_TEMPLATES:
+            raise ValueError(f"chat_template must be one of {', '.join(CHAT_TEMPLATES)}, got {self.chat_template!r}")
         object.__setattr__(self, "lengths", tuple(sorted(lengths)))
         object.__setattr__(self, "depths", tuple(depths))
         object.__setattr__(self, "tasks", tuple(self.tasks))

@@ -215,7 +215,7 @@ def test_rows_are_of_text_and_of_prompts(tokenizer):
                         assert "pass key" not in decoded and int((weight == 0).sum()) == 1 and weight[0] == 0
                     else:
                         (digits,) = re.findall(r"pass key is (\d{5})\. Remember", decoded)
-                        assert tokenizer.decode(row[weight > 0]) == f" {digits}" and decoded.endswith(f" {digits}")
+                        assert tokenizer.decode(row[weight > 0]) == digits and decoded.endswith(f" {digits}")
             every = 640 // lengths[-1]
             assert whole == pytest.approx(1) and count == (every // 2 if goal else every - every // 2)
     assert min(lengths) < 70 and max(lengths) == 128
@@ -256,7 +256,7 @@ def test_prompts_hold_all_needles_of_a_joined_task(tokenizer):
             decoded = tokenizer.decode(row)
             hidden = re.findall(r"One magic number of \w+ is (\d{7})\.", decoded)
             assert len(hidden) == 4 and decoded.endswith(f" {', '.join(hidden)}")
-            assert tokenizer.decode(row[weight > 0]) == f" {', '.join(hidden)}"
+            assert tokenizer.decode(row[weight > 0]) == ", ".join(hidden)
     with pytest.raises(ValueError, match="needs at least"):
         Rows(tokenizer, TEXT, Objective(task="multivalue"), 32, 256, 512, seed=1).check()
 
