@@ -18,9 +18,12 @@ from rope_patch.cli.loading import (
     progress_bar,
     read_haystack,
     read_methods,
+    say_estimate,
+    spec_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
+    Budget,
     ChatTemplate,
     Chunk,
     Depths,
@@ -84,6 +87,7 @@ def compare(
     layer_types: LayerTypes = None,
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
+    budget: Budget = None,
     batch_tokens: Annotated[
         int, tokens("--batch-tokens", "The largest number of tokens that are read as one batch.")
     ] = 16384,
@@ -134,7 +138,10 @@ def compare(
     with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         loaded, notes = _with_adapter(loaded, model, adapter)
+        if budget is not None:
+            spec = spec_within(spec, loaded, budget, len(compared), output / RESULT_CACHE)
         total, stage = len(compared) * spec.tokens_to_read(), ", ".join(tasks)
+        say_estimate(loaded, total, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
             comparison = engine.compare(
                 loaded.eval(),

@@ -22,9 +22,12 @@ from rope_patch.cli.loading import (
     progress_bar,
     read_haystack,
     read_methods,
+    say_estimate,
+    spec_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
+    Budget,
     ChatTemplate,
     Chunk,
     Depths,
@@ -47,6 +50,7 @@ from rope_patch.cli.options import (
     Text,
     Threads,
     Windows,
+    chosen,
     command_line,
     items,
     resumable,
@@ -119,6 +123,7 @@ def kv_check(
     layer_types: LayerTypes = None,
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
+    budget: Budget = None,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -176,8 +181,11 @@ def kv_check(
     stages: set[str] = set()
     with folder_to_write(output, [*files, RESULT_CACHE]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
+        readings = len(names) * len(compared)
+        spec = spec_within(spec, loaded, budget, readings, output / RESULT_CACHE, chosen())
         each = spec.tokens_to_read()
-        total = each * len(names) * len(compared)
+        total = each * readings
+        say_estimate(loaded, total, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, hidden=as_json) as (bar, advance):
 
             def on_progress(stage: str, count: int) -> None:
