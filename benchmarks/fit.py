@@ -210,7 +210,10 @@ def main() -> None:
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
     todo = [cell for cell in cells if not place(root, cell).exists()]
-    with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
+    with (
+        get_context("spawn").Pool(max(1, min(given.jobs, len(todo)))) as pool,
+        tqdm(total=len(todo), unit="cell") as bar,
+    ):
         waiting = [pool.apply_async(measure, (cell, root, given.quick)) for cell in todo]
         for task in waiting:
             task.get()
