@@ -97,6 +97,7 @@ def train(cell: tuple[str, str, int], root: str, quick: bool) -> tuple[str, str,
                             "keep": 1,
                         },
                         "evaluation": {
+                            "haystack": "builtin",
                             "before": False,  # `make demo` shows the methods without training
                             "lengths": f"{SHORT} {LONG}",
                             "depths": [i / (DEPTHS - 1) for i in range(DEPTHS)],

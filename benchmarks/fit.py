@@ -119,7 +119,7 @@ def measure(cell: Cell, root: Path, quick: bool) -> Cell:
     lengths = [trained * 2**i for i in range(factor.bit_length())]
     yarn, own = f"yarn:factor={factor}", rope_patch.parse(fit_result["method"])
     methods = ["default", yarn] if own == rope_patch.parse(yarn) else ["default", yarn, own]
-    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES}
+    options: dict[str, Any] = {"windows": WINDOWS, "samples": SAMPLES, "haystack": "builtin"}
     options |= {"windows": 1, "samples": 1, "depths": [0.5], "haystack": "noise"} if quick else {}
     spec = EvalSpec(lengths, bucket=lengths[-1], seed=100 + seed, **options)
     comparison = compare(model, tokenizer, methods, EvalSuite(spec, tokenizer, text=halves(file, tokenizer, quick)[1]))
@@ -210,7 +210,10 @@ def main() -> None:
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
     todo = [cell for cell in cells if not place(root, cell).exists()]
-    with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
+    with (
+        get_context("spawn").Pool(max(1, min(given.jobs, len(todo)))) as pool,
+        tqdm(total=len(todo), unit="cell") as bar,
+    ):
         waiting = [pool.apply_async(measure, (cell, root, given.quick)) for cell in todo]
         for task in waiting:
             task.get()

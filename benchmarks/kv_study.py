@@ -106,6 +106,7 @@ def measure(cell: Cell, root: Path, adapters: Path, quick: bool) -> Cell:
             windows=2 if quick else WINDOWS,
             depths=[i / (DEPTHS - 1) for i in range(DEPTHS)],
             samples=1 if quick else SAMPLES,
+            haystack="builtin",
         ),
         methods=[METHODS[arm] if seed is None else "default"],
         resume=root / f"{place(root, cell).stem}.jsonl",

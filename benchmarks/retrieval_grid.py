@@ -79,7 +79,7 @@ class Grid:
 
     def make(self) -> list[list[Prompt]]:
         """Make the prompts: a column of depths for each sample."""
-        maker = PromptMaker(self.tokenizer)
+        maker = PromptMaker(self.tokenizer, "builtin")
         return [
             maker.prompts(TASK, self.length, self.depths, mode=self.mode, seed=SEED, sample=i)
             for i in range(self.samples)
@@ -123,6 +123,7 @@ class Grid:
             samples=self.samples,
             seed=SEED,
             mode=self.mode,
+            haystack="builtin",
             batch_tokens=1,  # one prompt at a time, as lm-eval here
         )
         cells = sorted(result.cells, key=lambda cell: self.depths.index(cell.depth))

@@ -151,7 +151,8 @@ def _evaluate(model: Any, tokenizer: Any, cell: Cell, trained: int, root: Path, 
         return {"nll": nll, "correct": {}}
     asked = retrieval(
         model, tokenizer, lengths=[trained, target], depths=DEPTHS, samples=1 if quick else SAMPLES,
-        seed=200 + cell.seed, resume=result_cache,
+        seed=200 + cell.seed, haystack="builtin",
+        resume=result_cache,
     )  # fmt: skip
     correct: dict[str, list[list[bool]]] = {str(trained): [], str(target): []}
     for part in asked.cells:

@@ -322,11 +322,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of the row; 4096 by default")
     parser.add_argument("--slices", type=int, nargs="*", help="other slices of ours, tokens; 256 512 1024 by default")
     parser.add_argument("--repeats", type=int, help="rounds timed; 5 by default")
-    parser.add_argument("--memory-repeats", type=int, default=2, help="processes per side")
+    parser.add_argument("--memory-repeats", type=int, help="processes per side; 2 by default")
     parser.add_argument("--quick", action="store_true", help="a size that takes seconds")
     options = parser.parse_args()
     quick = options.quick
     tokens, repeats = options.tokens or (2048 if quick else 4096), options.repeats or (2 if quick else 5)
+    memory_repeats = options.memory_repeats or (1 if quick else 2)
     slices = options.slices if options.slices is not None else ([128] if quick else [256, 512, 1024])
     if options.device == "cuda":
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several Trainer would split the batch
@@ -339,7 +340,7 @@ def main() -> None:
     others = [f"ours_{size}" for size in slices if size != loss_module.SLICE]
     loss_sides = ["stock", "ours", *(["torch"] if HAS_TORCH_SIDE else []), *others]
     step_sides = ["stock", "ours"]
-    bar = tqdm(total=(len(loss_sides) + 2) * options.memory_repeats + 2, desc="measurements", file=sys.stderr)
+    bar = tqdm(total=(len(loss_sides) + 2) * memory_repeats + 2, desc="measurements", file=sys.stderr)
 
     def find(**job: Any) -> dict[str, Any]:
         measured = in_own_process(measure, base | job)
@@ -347,7 +348,7 @@ def main() -> None:
         return measured
 
     def memory(what: str, sides: list[str]) -> dict[str, list[dict[str, Any]]]:
-        rounds = [{side: find(what=what, side=side) for side in sides} for _ in range(options.memory_repeats)]
+        rounds = [{side: find(what=what, side=side) for side in sides} for _ in range(memory_repeats)]
         return {side: [each[side] for each in rounds] for side in sides}
 
     loss_found, step_found = memory("loss_memory", loss_sides), memory("step_memory", step_sides)
@@ -399,7 +400,7 @@ def main() -> None:
             "rows": 1,
             "slice": loss_module.SLICE,
             "rounds": repeats,
-            "memory_repeats": options.memory_repeats,
+            "memory_repeats": memory_repeats,
             "method": METHOD,
             "lora": LORA,
             "gradient_checkpointing": True,

@@ -1,4 +1,4 @@
-"""Read what users write: lengths, and misspelt names."""
+"""Read what users write: lengths, times, and misspelt names."""
 
 from __future__ import annotations
 
@@ -28,3 +28,18 @@ def parse_length(text: str) -> int:
     if int(digits) * thousands > LONGEST:
         raise ValueError(f"a length is at most {LONGEST} tokens, got {text!r}")
     return int(digits) * thousands
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def parse_duration(text: str) -> int:
+    """Return a time in seconds; 30m is 1800.
+
+    >>> parse_duration("90s"), parse_duration("30m"), parse_duration("2h")
+    (90, 1800, 7200)
+    """
+    digits, unit = text[:-1], text[-1:].lower()
+    if unit not in _SECONDS or not digits.isascii() or not digits.isdigit() or int(digits) == 0:
+        raise ValueError(f"a time is a number with s, m or h, such as 30m, got {text!r}")
+    return int(digits) * _SECONDS[unit]

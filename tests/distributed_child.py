@@ -1,6 +1,7 @@
-"""What test_distributed.py runs in one process and, through torchrun, in two: the same figures must come out.
+"""What test_distributed.py runs in one process and in two: the same figures must come out.
 
-``torchrun --nproc_per_node 2 tests/distributed_child.py FOLDER`` writes ``rank-0.pt`` and ``rank-1.pt`` there.
+The two are forked; ``torchrun --nproc_per_node 2 tests/distributed_child.py FOLDER`` does the same. Either writes
+``rank-0.pt`` and ``rank-1.pt`` there.
 """
 
 from __future__ import annotations

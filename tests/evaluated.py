@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.retrieval import Sample
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.kv_evaluation.run import kv_check
@@ -33,6 +34,11 @@ def check_cache(model, tokenizer, schemes, **options):
         options.setdefault("bucket", max(options["lengths"]))
     own["limits"] = Limits(**{name: options.pop(name) for name in LIMITS & options.keys()})
     return kv_check(model, tokenizer, schemes, suite_of(tokenizer, **options), **own)
+
+
+def answered(expected, output, correct, digits, logprob):
+    """One answer, whose tokens are first choice where it is correct."""
+    return Sample(expected, output, correct, correct, digits, logprob)
 
 
 def result_of(perplexity, *retrieval, seed=0):

@@ -6,11 +6,11 @@ import itertools
 from html.parser import HTMLParser
 
 import torch
-from evaluated import result_of
+from evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Row
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.tables import RotaryTable
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
@@ -35,7 +35,7 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
     cells = tuple(
         RetrievalCell(
             *(length, depth),
-            tuple(Sample("12", "12", i < (hits or {}).get((length, depth), 6), 0.5, -1.5) for i in range(6)),
+            tuple(answered("12", "12", i < (hits or {}).get((length, depth), 6), 0.5, -1.5) for i in range(6)),
         )
         for length in lengths
         for depth in DEPTHS

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import saving_child
+from forks import together
 
 pytestmark = pytest.mark.slow
 
@@ -17,22 +14,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """What two processes saw."""
-    root, script = tmp_path_factory.mktemp("processes"), Path(__file__).with_name("saving_child.py")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "PYTHONPATH": str(script.parent)}
-    children = [
-        subprocess.Popen(
-            [sys.executable, script, root],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [child.communicate(timeout=240)[1] for child in children]
-    assert not any(child.returncode for child in children), "\n".join(text[-3000:] for text in errors)
+    root = tmp_path_factory.mktemp("processes")
+    errors = together(lambda rank: saving_child.main(root), root)
     return [json.loads((root / f"outcomes-{rank}.json").read_text()) for rank in range(2)], errors
 
 

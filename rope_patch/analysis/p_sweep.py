@@ -34,6 +34,10 @@ CONTEXT = 8192
 """Perplexity is measured within and beyond the context that the config states, or this where it is longer [tokens]."""
 WINDOWS = 8
 """Windows of text at most."""
+LEAST_WINDOWS = 2
+"""Windows of text at least, where there is enough of it."""
+SHORTEST = 256
+"""Length of a window at least, where there is enough text [tokens]."""
 BEYOND = 4
 """Positions beyond the context are read up to this many times it."""
 CHUNK = 4096
@@ -87,24 +91,29 @@ class Advice:
     reason: str
 
 
-def longest_sweep(context: int) -> int:
+def longest_sweep(context: int, tokens: int | None = None) -> int:
     """Return the most tokens that one p of the sweep reads.
 
     Args:
         context: of the model [tokens].
+        tokens: that it may read [tokens].
     """
-    return WINDOWS * BEYOND * min(context, CONTEXT)
+    longest = WINDOWS * BEYOND * min(context, CONTEXT)
+    return longest if tokens is None else min(longest, max(tokens, LEAST_WINDOWS * SHORTEST))
 
 
 def sweep_text(
-    tokenizer: Any, text: Mapping[str, Source] | None, context: int
+    tokenizer: Any, text: Mapping[str, Source] | None, context: int, tokens: int | None = None
 ) -> tuple[list[TokenDocument], tuple[int, ...], str]:
-    """Return the windows that the sweep measures: four contexts long, or one, or as long as the text allows.
+    """Return the windows that the sweep measures: four contexts long, or one, or as long as the text and tokens allow.
+
+    At least two windows are read where that is possible, since one alone has no interval.
 
     Args:
         tokenizer: of the model.
         text: texts by name; by default the held-out part of the built-in text.
         context: of the model; more than ``CONTEXT`` counts as that [tokens].
+        tokens: that each p may read; by default as many as eight windows of four contexts have [tokens].
 
     Returns:
         The windows, the edges of the positions to measure, and the name of the text.
@@ -118,9 +127,10 @@ def sweep_text(
         whole = "\n\n".join(document.text for source in text.values() for document in documents(source))
         name = ", ".join(text)
     (stream,) = encode(tokenizer, whole, bos=False)
-    near = min(context, CONTEXT, max(2, len(stream.ids) // 2))
-    edges = (0, near, BEYOND * near) if len(stream.ids) >= 2 * BEYOND * near else (0, near)
-    count = max(1, min(WINDOWS, len(stream.ids) // edges[-1]))
+    most = len(stream.ids) if tokens is None else min(len(stream.ids), max(tokens, LEAST_WINDOWS * SHORTEST))
+    near = min(context, CONTEXT, max(2, most // LEAST_WINDOWS))
+    edges = (0, near, BEYOND * near) if most >= LEAST_WINDOWS * BEYOND * near else (0, near)
+    count = max(1, min(WINDOWS, most // edges[-1]))
     windows, _ = spread_windows(tokenizer, whole, edges[-1], count)
     return windows, edges, name
 

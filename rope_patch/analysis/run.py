@@ -31,10 +31,15 @@ from rope_patch.checkpoints.gguf import weights_in_file
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows, read_rows
 from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.modeling.budget import default_tokens
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.verify import inspect_model
 
+TOKENS = 16384
+"""Tokens that the statistics read at most where no number is given."""
+PASSES = 3
+"""Times that the rows are read: for the statistics, the heads and the sinks."""
 VIEWED = 256
 """Tokens of the text that single heads are shown on."""
 
@@ -46,7 +51,7 @@ def analyze(
     tokenizer: Any,
     text: Source | Mapping[str, Source] | None = None,
     *,
-    tokens: int = 16384,
+    tokens: int | None = None,
     window: int | None = None,
     layers: Sequence[int] | None = None,
     heads: Sequence[tuple[int, int]] = (),
@@ -68,7 +73,8 @@ def analyze(
             :func:`~rope_patch.evaluation.documents.documents` reads it, or several by name, which count as domains. By
             default short texts of five domains that ship with the package; the p sweep then reads the held-out part of
             the built-in text.
-        tokens: how much of the text the statistics read, at most, over all rows [tokens].
+        tokens: how much of the text the statistics read, at most, over all rows; by default 16384, or fewer for a large
+            model, for which the p sweep reads less, too [tokens].
         window: length of a row of the text; by default the context length, at most 2048 [tokens].
         layers: indices of the layers to analyze; all by default.
         heads: layer and query head of each head to show in detail; by default the clearest head of each type.
@@ -98,6 +104,9 @@ def analyze(
     """
     domains = text if isinstance(text, Mapping) or text is None else {"text": text}
     context = max(table.max_position_embeddings for table in inspect_model(model).tables)
+    total = default_tokens(model)
+    if tokens is None:
+        tokens, _ = split_tokens(total, p_values)
     rows = read_rows(tokenizer, domains, window=window, tokens=tokens, context=context)
     return analyze_rows(
         model,
@@ -109,6 +118,7 @@ def analyze(
         p_values=p_values,
         tolerance=tolerance,
         chunk=chunk,
+        sweep_tokens=split_tokens(total, p_values, rows.ids.numel())[1],
         resume=resume,
         on_progress=on_progress,
     )
@@ -126,6 +136,7 @@ def analyze_rows(
     p_values: Sequence[float] = P_VALUES,
     tolerance: float = TOLERANCE,
     chunk: int | None = None,
+    sweep_tokens: int | None = None,
     resume: str | Path | None = None,
     on_progress: OnProgress = lambda step, tokens: None,
 ) -> Analysis:
@@ -142,6 +153,7 @@ def analyze_rows(
         p_values: values of p.
         tolerance: for the advised p.
         chunk: tokens per forward pass.
+        sweep_tokens: that each p of the sweep may read, from :func:`split_tokens`; without limit by default [tokens].
         resume: folder of finished parts.
         on_progress: called with step and tokens.
     """
@@ -172,7 +184,7 @@ def analyze_rows(
     edges: tuple[int, ...] = ()
     text_name = ""
     if p_values:
-        windows, edges, text_name = sweep_text(tokenizer, text, context)
+        windows, edges, text_name = sweep_text(tokenizer, text, context, sweep_tokens)
         descending = sorted(p_values, reverse=True)
         points = sweep_p(
             model, statistics, windows, edges, descending, resume=parts.cache_file, on_progress=on_progress
@@ -256,10 +268,24 @@ def check(
             raise ValueError(f"head {layer}.{head} is not in the layers to be analyzed, {list(layers)}")
 
 
-def tokens_to_read(rows: TextRows, p_values: Sequence[float], context: int) -> int:
+def split_tokens(total: int, p_values: Sequence[float], rows: int | None = None) -> tuple[int, int]:
+    """Return how many tokens of a total the rows and each p of the sweep have.
+
+    Half goes to the rows, which are read three times, and the rest to the tables of the sweep.
+
+    Args:
+        total: of all passes [tokens].
+        p_values: of the sweep.
+        rows: tokens of the rows, where they are known [tokens].
+    """
+    rows = min(TOKENS, total // 2 // PASSES) if rows is None else rows
+    return rows, max(0, total - PASSES * rows) // (1 + len(p_values))
+
+
+def tokens_to_read(rows: TextRows, p_values: Sequence[float], context: int, sweep_tokens: int | None = None) -> int:
     """Return the most tokens that :func:`analyze_rows` reports to its ``on_progress``."""
     sweeps = 1 + len(p_values) if p_values else 0
-    return 3 * rows.ids.numel() + sweeps * longest_sweep(context)
+    return PASSES * rows.ids.numel() + sweeps * longest_sweep(context, sweep_tokens)
 
 
 def _vocabulary(model: nn.Module) -> int:

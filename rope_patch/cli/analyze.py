@@ -18,8 +18,12 @@ from rope_patch.cli.loading import (
     load_tokenizer,
     prepare,
     progress_bar,
+    say_estimate,
+    tokens_within,
 )
 from rope_patch.cli.options import (
+    RESULT_CACHE,
+    Budget,
     Chunk,
     Device,
     Dtype,
@@ -139,8 +143,15 @@ def analyze(
         typer.Option(metavar="SHARE", help="The relative increase in perplexity up to which a p is recommended."),
     ] = 0.01,
     tokens_read: Annotated[
-        int, tokens("--tokens", "How much text is read in all; at least one row of each text is.")
-    ] = 16384,
+        int | None,
+        tokens(
+            "--tokens",
+            "How much text the statistics read; at least one row of each text is. By default 16k, or less for a large "
+            "model.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Budget = None,
     window: Annotated[
         int | None,
         tokens(
@@ -177,7 +188,7 @@ def analyze(
 
     if report:
         from rope_patch.reports import analysis as page
-    if tokens_read < 2:
+    if tokens_read is not None and tokens_read < 2:
         raise ValueError(f"tokens must be >= 2, got {tokens_read}")
     options: dict[str, Any] = {
         "layers": layers,
@@ -197,7 +208,9 @@ def analyze(
     engine.check(configs[0], **options)
     context = int(configs[0].max_position_embeddings)
     tokenizers = [load_tokenizer(source) for source, _ in models]
-    rows = _rows(models, tokenizers, texts, window=window, tokens=tokens_read, context=context)
+    size: dict[str, Any] = {"window": window, "context": context}
+    rows = _rows(models, tokenizers, texts, **size, tokens=tokens_read or 2)
+    sweep_tokens: int | None = None
     names = ["analysis.json", "capture.npz", "heads.npz"]
     with folder_to_write(output, [*names, *["analysis.html"] * report]):
         results: list[Any] = []
@@ -205,7 +218,14 @@ def analyze(
             patched = {"method": method, **patch} if folder == output else {}
             loaded = load_model(source, device=device, dtype=dtype, **patched)
             folder.mkdir(exist_ok=True)
-            total = engine.tokens_to_read(rows, options["p_values"], context)
+            if sweep_tokens is None:  # both models read the same
+                most = tokens_within(loaded, budget, folder / RESULT_CACHE)
+                if tokens_read is None:
+                    share, _ = engine.split_tokens(most, options["p_values"])
+                    rows = _rows(models, tokenizers, texts, **size, tokens=share)
+                _, sweep_tokens = engine.split_tokens(most, options["p_values"], rows.ids.numel())
+            total = engine.tokens_to_read(rows, options["p_values"], context, sweep_tokens)
+            say_estimate(loaded, total, hidden=as_json)
             with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
                 results.append(
                     engine.analyze_rows(
@@ -216,6 +236,7 @@ def analyze(
                         text=texts,
                         resume=folder,
                         on_progress=on_progress,
+                        sweep_tokens=sweep_tokens,
                         **options,
                     )
                 )

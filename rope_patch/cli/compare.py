@@ -18,9 +18,13 @@ from rope_patch.cli.loading import (
     progress_bar,
     read_haystack,
     read_methods,
+    say_estimate,
+    spec_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
+    Budget,
+    ChatTemplate,
     Chunk,
     Depths,
     Device,
@@ -78,10 +82,12 @@ def compare(
         ),
     ] = None,
     text: Text = None,
-    haystack: Haystack = "builtin",
+    haystack: Haystack = "noise",
+    chat_template: ChatTemplate = "auto",
     layer_types: LayerTypes = None,
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
+    budget: Budget = None,
     batch_tokens: Annotated[
         int, tokens("--batch-tokens", "The largest number of tokens that are read as one batch.")
     ] = 16384,
@@ -122,6 +128,7 @@ def compare(
         mode=mode,
         text=None if text is None else str(text),
         haystack=str(read_haystack(haystack)),
+        chat_template=chat_template,
         bucket=bucket,
         chunk=chunk,
         batch_tokens=batch_tokens,
@@ -132,7 +139,10 @@ def compare(
     with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         loaded, notes = _with_adapter(loaded, model, adapter)
+        if budget is not None:
+            spec = spec_within(spec, loaded, budget, len(compared), output / RESULT_CACHE)
         total, stage = len(compared) * spec.tokens_to_read(), ", ".join(tasks)
+        say_estimate(loaded, total, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
             comparison = engine.compare(
                 loaded.eval(),
@@ -205,5 +215,7 @@ def print_table(comparison: Any) -> None:
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
         table.add_row(row.method, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for sentence in comparison.warnings:
+        print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):
         print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")

@@ -22,6 +22,7 @@ from rope_patch.cli.loading import (
     read_haystack,
 )
 from rope_patch.cli.options import (
+    ChatTemplate,
     Checkpoint,
     Depths,
     Device,
@@ -109,6 +110,7 @@ def fit(
             show_default=False,
         ),
     ] = None,
+    chat_template: ChatTemplate = "auto",
     checks: Annotated[
         int,
         typer.Option(
@@ -226,6 +228,7 @@ def fit(
                     depths=depths,
                     samples=samples,
                     haystack=None if haystack is None else str(read_haystack(haystack)),
+                    chat_template=chat_template,
                 ),
                 resume=work,
                 on_progress=on_progress,

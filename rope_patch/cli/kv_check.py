@@ -22,9 +22,13 @@ from rope_patch.cli.loading import (
     progress_bar,
     read_haystack,
     read_methods,
+    say_estimate,
+    spec_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
+    Budget,
+    ChatTemplate,
     Chunk,
     Depths,
     Device,
@@ -46,6 +50,7 @@ from rope_patch.cli.options import (
     Text,
     Threads,
     Windows,
+    chosen,
     command_line,
     items,
     resumable,
@@ -104,7 +109,8 @@ def kv_check(
     depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0),
     samples: Samples = 4,
     text: Text = None,
-    haystack: Haystack = "builtin",
+    haystack: Haystack = "noise",
+    chat_template: ChatTemplate = "auto",
     context: Annotated[
         int | None,
         tokens(
@@ -117,6 +123,7 @@ def kv_check(
     layer_types: LayerTypes = None,
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
+    budget: Budget = None,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -160,6 +167,7 @@ def kv_check(
         mode=mode,
         text=None if text is None else str(text),
         haystack=str(read_haystack(haystack)),
+        chat_template=chat_template,
         bucket=max(lengths, default=None),
         chunk=chunk,
         seed=seed,
@@ -173,8 +181,11 @@ def kv_check(
     stages: set[str] = set()
     with folder_to_write(output, [*files, RESULT_CACHE]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
+        readings = len(names) * len(compared)
+        spec = spec_within(spec, loaded, budget, readings, output / RESULT_CACHE, chosen())
         each = spec.tokens_to_read()
-        total = each * len(names) * len(compared)
+        total = each * readings
+        say_estimate(loaded, total, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, hidden=as_json) as (bar, advance):
 
             def on_progress(stage: str, count: int) -> None:
@@ -285,6 +296,8 @@ def _print(checked: Any) -> None:
     for length in checked.lengths:
         for line in checked.prompts(length):
             print(line)
+    for sentence in checked.warnings:
+        print(f"note: {sentence}", file=sys.stderr)
 
 
 def _head(metric: Any, span: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,73 @@ def load_model(
 
 def _lies_on(device: Any, place: Any) -> bool:
     return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
+
+
+def tokens_within(model: Any, budget: int | None, finished: Path) -> int:
+    """Return how many tokens a model can read in a time, or by default as many as its size allows.
+
+    Args:
+        model: whose speed is measured.
+        budget: the time; None for the default [s].
+        finished: file of the result cache, which keeps the answer: a command that goes on reads the same texts.
+    """
+    from rope_patch.evaluation.result_cache import ResultCache, key
+    from rope_patch.modeling.budget import default_tokens, tokens_per_second
+
+    if budget is None:
+        return default_tokens(model)
+    cache, name = ResultCache(finished), key(what="budget", seconds=budget)
+    if name not in cache:
+        cache[name] = int(budget * tokens_per_second(model))
+    return int(cache[name])
+
+
+def say_estimate(model: Any, tokens: int, *, hidden: bool = False) -> None:
+    """Print how many tokens a command will read at most, and about how long that takes.
+
+    Args:
+        model: that will read them; its speed is measured, on the first seconds.
+        tokens: to be read [tokens].
+        hidden: print and measure nothing.
+    """
+    from rope_patch.modeling.budget import duration_text, tokens_per_second
+
+    if hidden:
+        return
+    speed = tokens_per_second(model)
+    print(
+        f"reads up to {tokens:,} tokens: about {duration_text(tokens / speed)} at {speed:,.0f} tokens a second, "
+        "longer where texts are long; --budget 10m keeps it within a time",
+        file=sys.stderr,
+    )
+
+
+def spec_within(
+    spec: Any, model: Any, budget: int | None, readings: int, finished: Path, chosen: Collection[str] = ()
+) -> Any:
+    """Return a spec whose readings fit into a time, or by default into what the size of a model allows, if any does.
+
+    What was chosen on the command line stays as it is where no time is given. What a smaller spec costs is printed.
+
+    Args:
+        spec: what is measured.
+        model: that reads it.
+        budget: time for all readings; None for the default [s].
+        readings: how many times the spec is read.
+        finished: as for :func:`tokens_within`.
+        chosen: fields that the user chose.
+
+    Raises:
+        ValueError: even the smallest spec does not fit into the time.
+    """
+    scalable = [name for name in ("windows", "samples", "depths") if budget is not None or name not in chosen]
+    tokens = tokens_within(model, budget, finished) / readings
+    if budget is None:
+        tokens = max(tokens, spec.smallest(scalable).tokens_to_read())
+    smaller = spec.within(tokens, scalable)
+    if cost := spec.cost_of(smaller):
+        print(f"{'--budget' if budget else 'for a model of this size'}: {cost}", file=sys.stderr)
+    return smaller
 
 
 @contextlib.contextmanager

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
+from click.core import ParameterSource
 
-from rope_patch.words import parse_length
+from rope_patch.words import parse_duration, parse_length
 
 RESULT_CACHE = "kept.jsonl"
 """Finished work, in the output folder: the same command reads it when it is run again."""
@@ -222,13 +224,32 @@ Text = Annotated[
         show_default=False,
     ),
 ]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        "--budget",
+        parser=value_of("--budget", parse_duration),
+        metavar="TIME",
+        help="The time to stay within, such as 5m, 30m or 2h. Fewer pieces of text and fewer prompts are read then, so "
+        "that the intervals get wider; the command says by how much.",
+        show_default=False,
+    ),
+]
 Haystack = Annotated[
     str,
     typer.Option(
         "--haystack",
         metavar="NAME|PATH",
-        help="The text that the retrieval task hides its answers in: builtin (text that ships with Python), noise (one "
-        "sentence repeated), or a file or folder of yours.",
+        help="The text that the retrieval task hides its answers in: noise (a few sentences repeated), builtin (text "
+        "that ships with Python, mostly code), or a file or folder of yours.",
+    ),
+]
+ChatTemplate = Annotated[
+    str,
+    typer.Option(
+        "--chat-template",
+        metavar="auto|on|off",
+        help="Whether retrieval prompts go through the chat template of the tokenizer. auto means: if it has one.",
     ),
 ]
 Task = Annotated[
@@ -327,6 +348,14 @@ GpuMemory = Annotated[
 
 
 # --- what commands print ---------------------------------------------------------------------------------------------
+
+
+def chosen() -> set[str]:
+    """Return the parameters of the running command that were given on the command line."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return set()
+    return {name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
 
 
 def command_line() -> str:

@@ -136,7 +136,7 @@ class Comparison:
         return self.spec.lengths
 
     def best(self) -> Row:
-        """Return the row with the best retrieval at the longest length; perplexity there decides between equals."""
+        """Return the row with the most exact matches at the longest length; perplexity there decides between equals."""
         longest = self.spec.longest
 
         def rank(row: Row) -> tuple[float, float]:
@@ -145,6 +145,14 @@ class Comparison:
             return math.fsum(answered) / len(answered), -text.buckets[-1].nll if text else 0.0
 
         return max(self.rows, key=rank)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to know before reading the scores, as sentences."""
+        if "patch before" in self.environment:
+            return []
+        unpatched = [row for row in self.rows if row.method == "default"]
+        return [sentence for row in unpatched for sentence in row.scores.warnings(self.trained_length)]
 
     def columns(self) -> list[Column]:
         """Return the table, metric by metric, with the differences that are significant."""
@@ -213,7 +221,9 @@ class Comparison:
         names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
         head |= {name: getattr(self, name) for name in names}
         columns = [finite(asdict(column)) for column in self.columns()]
-        return json.dumps({**head, "columns": columns, "rows": rows}, indent=1, allow_nan=False)
+        return json.dumps(
+            {**head, "warnings": self.warnings, "columns": columns, "rows": rows}, indent=1, allow_nan=False
+        )
 
 
 def compare(

@@ -6,13 +6,13 @@ import bisect
 import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rope_patch.evaluation.documents import prefix_ids
-from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.tasks import Draw, Question, find_task
 
 
@@ -21,8 +21,9 @@ class Prompt:
     """One question with its answer, as text and in tokens of the model at hand.
 
     Attributes:
-        text: the question's text; the answer follows it.
-        target: the answer, as it would be continued.
+        text: what the model is given; the answer follows it.
+        target: the answer, as it continues the text. It begins with the last token that begins at or before its first
+            character: a space that is a token of its own stands at the end of the text.
         ids: both, special tokens in front included [tokens of this tokenizer].
         answer: how many of the last ids are the answer.
         parts: the strings looked for in an answer: one, or one per needle.
@@ -50,6 +51,9 @@ class PromptMaker:
         haystack: what the needles are hidden in.
         bos: as in :func:`~rope_patch.evaluation.documents.prefix_ids`.
         prefix: special tokens in front of each prompt, in place of what ``bos`` says.
+        turns: what a chat template writes before and after the user's message, as :func:`chat_turns` returns it: the
+            text and the question are then that message, the answer begins in the assistant's turn, and the special
+            tokens are those of the template. None for plain text.
 
     Raises:
         ValueError: no text, or ``bos=True`` without such a token.
@@ -58,13 +62,16 @@ class PromptMaker:
     def __init__(
         self,
         tokenizer: Any,
-        haystack: str | Path | Haystack = "builtin",
+        haystack: str | Path | Haystack = HAYSTACK,
         bos: bool | None = None,
         *,
         prefix: Sequence[int] | None = None,
+        turns: tuple[str, str] | None = None,
     ) -> None:
-        self.tokenizer, self.haystack = tokenizer, Haystack.of(haystack)
-        self.prefix = prefix_ids(tokenizer, bos) if prefix is None else tuple(prefix)
+        self.tokenizer, self.haystack, self.turns = tokenizer, Haystack.of(haystack), turns
+        if prefix is None:
+            prefix = prefix_ids(tokenizer, bos) if turns is None else ()
+        self.prefix = tuple(prefix)
         self.words: list[str] = re.findall(r"\s*\S+", self.haystack.text)
         if self.haystack.endless:  # so that words of one copy follow those of the one before
             self.words[0] = f" {self.words[0].lstrip()}"
@@ -111,6 +118,13 @@ class PromptMaker:
         """Return the ids of a text, with the special tokens in front."""
         return [*self.prefix, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
+    def render(self, body: str, answer_prefix: str) -> str:
+        """Return the text of a prompt: what is asked, and how the answer begins."""
+        if self.turns is None:
+            return body + answer_prefix
+        before, after = self.turns
+        return before + body.strip() + after + answer_prefix.lstrip()
+
 
 class CachedPromptMaker(PromptMaker):
     """Makes each prompt once: for an evaluation, which asks the same of every model. Arguments as in PromptMaker."""
@@ -142,7 +156,7 @@ class _Fit:
     def __call__(self, question: Question) -> Prompt:
         maker = self.maker
         needles = "".join(needle for _, needle in question.hidden)
-        bare = maker.encode(needles + question.text + question.target)
+        bare = maker.encode(maker.render(needles + question.text, question.answer_prefix) + question.target)
         room = self.length - len(bare)
         if room < 0:
             raise ValueError(f"this prompt needs at least {len(bare)} tokens with this tokenizer, got {self.length}")
@@ -202,7 +216,8 @@ class _Fit:
         """
         maker = self.maker
         whole = self._text(question, 0)
-        start = max(0, len(whole) - len(question.text) - sum(len(needle) for _, needle in question.hidden) - 300)
+        behind = len(self.maker.render(question.text, question.answer_prefix))
+        start = max(0, len(whole) - behind - sum(len(needle) for _, needle in question.hidden) - 300)
         size = len(maker.encode(whole[start:] + question.target))
         word = self._words(self.count)[-1] if self.count else ""
         for trim in range(1, len(word)):
@@ -219,9 +234,10 @@ class _Fit:
             place = round(depth * len(words))
             pieces += [*words[at:place], needle]
             at = place
-        text = "".join([*pieces, *words[at:], question.text])
+        body = "".join([*pieces, *words[at:], question.text])
         # A needle is written alike at every depth, at the start too, where a text would begin without its space.
-        return text if text.startswith(question.hidden[0][1]) else text.lstrip()
+        body = body if body.startswith(question.hidden[0][1]) else body.lstrip()
+        return self.maker.render(body, question.answer_prefix)
 
     @property
     def _first(self) -> int:
@@ -257,13 +273,58 @@ class _Fit:
         return dropped
 
     def _prompt(self, text: str, ids: list[int], question: Question) -> Prompt:
-        maker = self.maker
-        asked = maker.encode(text)
-        if ids[: len(asked)] != asked or len(asked) == len(ids):
+        """Cut the text where the answer's value begins, or before the space that belongs to its first token."""
+        maker, target = self.maker, question.target
+        for spaces in range(len(target) - len(target.lstrip()), -1, -1):
+            shown, rest = text + target[:spaces], target[spaces:]
+            asked = maker.encode(shown)
+            if ids[: len(asked)] == asked and len(asked) < len(ids):
+                break
+        else:
             raise ValueError("this tokenizer merges the answer with the question: the answer cannot be scored with it")
-        ends, answer, context = [], "", text[-200:]
+        ends, answer, context = [], "", shown[-200:]
         for part in question.parts[:-1]:
-            answer += f", {part}" if answer else f" {part}"
+            answer += f", {part}" if answer else rest[: rest.index(part)] + part
             ends.append(len(maker.encode(context + answer)) - len(maker.encode(context)))
         ends.append(len(ids) - len(asked))
-        return Prompt(text, question.target, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths)
+        return Prompt(shown, rest, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths)
+
+
+CHAT_TEMPLATES = ("auto", "on", "off")
+
+
+def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | None:
+    """Return what a tokenizer's chat template writes before and after a user's message, the assistant's turn begun.
+
+    Args:
+        tokenizer: of the model.
+        chat_template: ``"on"``, ``"off"`` for None, or ``"auto"`` for None where there is no template.
+
+    Raises:
+        ValueError: no template though one is asked for, or one that does not show the message as it is.
+    """
+    missing = getattr(tokenizer, "chat_template", None) is None
+    if chat_template == "off" or (missing and chat_template == "auto"):
+        return None
+    if missing:
+        raise ValueError(
+            "this tokenizer has no chat template: leave the chat out (chat_template='off'), or load the tokenizer of "
+            "an instruction-tuned model"
+        )
+    return turns_of(lambda chat: tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:
+    """Return what a chat template writes before and after a user's message.
+
+    Args:
+        render: writes a chat as text, the assistant's turn begun.
+
+    Raises:
+        ValueError: the message does not appear as it is.
+    """
+    message = "the message of the user"
+    before, shown, after = render([{"role": "user", "content": message}]).partition(message)
+    if not shown:
+        raise ValueError("the chat template of this tokenizer does not show the user's message as it is written")
+    return before, after

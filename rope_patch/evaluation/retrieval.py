@@ -14,16 +14,16 @@ from torch import nn
 
 from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.documents import check_tokenizer
-from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.intervals import wilson
-from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.evaluation.prompts import Prompt, PromptMaker, chat_turns
 from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Sample:
         expected: the string asked for.
         output: what greedy decoding said, as text; of a joined question the whole answer.
         correct: the output begins with ``expected``; of a joined question, contains it.
+        first_choice: each of its tokens is the most probable one after the right ones before it, as one forward pass
+            over the right answer shows, without generation.
         digits: share of its characters that are right, each predicted from the right answer before it.
         logprob: log-probability of its tokens [nats].
     """
@@ -41,6 +43,7 @@ class Sample:
     expected: str
     output: str
     correct: bool
+    first_choice: bool
     digits: float
     logprob: float
 
@@ -65,6 +68,11 @@ class RetrievalCell:
         return sum(sample.correct for sample in self.samples)
 
     @property
+    def first_choice(self) -> int:
+        """Answers whose tokens are all first choice when the right answer is read."""
+        return sum(sample.first_choice for sample in self.samples)
+
+    @property
     def digits(self) -> float:
         """Mean share of right characters."""
         return math.fsum(sample.digits for sample in self.samples) / len(self.samples)
@@ -87,7 +95,8 @@ class RetrievalResult:
         haystack: name of the haystack.
         haystack_sha256: of its text.
         python_version: whose files the built-in haystack is made of; None for another text.
-        prefix: special tokens in front of each prompt.
+        prefix: special tokens in front of each prompt; none in a chat, whose template has its own.
+        chat: the prompts go through the tokenizer's chat template.
         schema: version of this layout.
     """
 
@@ -99,6 +108,7 @@ class RetrievalResult:
     haystack_sha256: str
     python_version: str | None
     prefix: tuple[int, ...]
+    chat: bool = False
     schema: int = SCHEMA
 
     def samples(self, length: int) -> list[Sample]:
@@ -112,6 +122,11 @@ class RetrievalResult:
             raise ValueError(f"no cell of length {length}. Known: {sorted({c.length for c in self.cells})}")
         return found
 
+    def example(self, length: int) -> Sample:
+        """Return one of the samples at a length: that of the first haystack at the middle depth."""
+        cells = [cell for cell in self.cells if cell.length == length]
+        return cells[len(cells) // 2].samples[0]
+
     def accuracy(self, length: int) -> float:
         """Return the exact match at a length, over all depths."""
         found = self.samples(length)
@@ -121,6 +136,11 @@ class RetrievalResult:
         """Return the Wilson interval of :meth:`accuracy`, prompts taken as independent."""
         found = self.samples(length)
         return wilson(sum(sample.correct for sample in found), len(found), confidence)
+
+    def first_choice(self, length: int) -> float:
+        """Return the share of answers at a length whose tokens are all first choice when the right answer is read."""
+        asked = self.samples(length)
+        return sum(sample.first_choice for sample in asked) / len(asked)
 
     def logprob(self, length: int) -> float:
         """Return the mean log-probability of what was asked for at a length [nats]."""
@@ -144,7 +164,8 @@ def retrieval(
     seed: int = 0,
     cache: CacheFactory | None = None,
     mode: str = "single",
-    haystack: str | Path | Haystack | PromptMaker = "builtin",
+    haystack: str | Path | Haystack | PromptMaker = HAYSTACK,
+    chat_template: str = "auto",
     bos: bool | None = None,
     chunk: int | None = None,
     batch_tokens: int = 16384,
@@ -167,8 +188,10 @@ def retrieval(
         seed: of keys and haystacks; the same seed gives the same prompts.
         cache: zero-argument factory of a cache to read through.
         mode: ``"single"`` or ``"multikey"``.
-        haystack: ``"builtin"``, ``"noise"``, a file or folder (``Path``), a :class:`Haystack`, or a
-            :class:`PromptMaker` of this tokenizer, whose ``bos`` then counts.
+        haystack: ``"noise"``, ``"builtin"``, a file or folder (``Path``), a :class:`Haystack`, or a
+            :class:`PromptMaker` of this tokenizer, whose ``turns`` and ``bos`` then count.
+        chat_template: ``"on"``, ``"off"``, or ``"auto"``: on where the tokenizer has a chat template. The text and the
+            question are then the user's message, and the answer begins in the assistant's.
         bos: as in :func:`~rope_patch.evaluation.documents.prefix_ids`.
         chunk: tokens per forward pass; whole prompts by default.
         batch_tokens: tokens of prompts read side by side, at most; a single prompt may be longer.
@@ -182,7 +205,10 @@ def retrieval(
     lengths, depths = check_retrieval(task, mode, lengths, depths, samples, chunk)
     check_tokenizer(tokenizer)
     reader = Reader(model)
-    maker = haystack if isinstance(haystack, PromptMaker) else PromptMaker(tokenizer, haystack, bos)
+    if isinstance(haystack, PromptMaker):
+        maker = haystack
+    else:
+        maker = PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
     stops = _stops(model, tokenizer)
     kept: MutableMapping[str, Any] | None = None
     identity: dict[str, Any] = cache_identity(cache, resume is not None)
@@ -208,7 +234,9 @@ def retrieval(
             for i, depth in enumerate(depths):
                 cells.append(RetrievalCell(length, depth, tuple(column[i] for column in columns)))
     hay = maker.haystack
-    return RetrievalResult(task, mode, tuple(cells), seed, hay.name, hay.sha256, hay.python_version, maker.prefix)
+    return RetrievalResult(
+        task, mode, tuple(cells), seed, hay.name, hay.sha256, hay.python_version, maker.prefix, maker.turns is not None
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,6 +316,7 @@ def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sa
     made, start = [], 0
     for part, end in zip(prompt.parts, prompt.ends, strict=True):
         correct = task.correct(part, said)
+        first_choice = tuple(answer.predicted[start:end]) == tuple(right[start:end])
         hits = characters = 0
         for wanted, guess in zip(right[start:end], answer.predicted[start:end], strict=True):
             letters = [c for c in tokenizer.decode([wanted]) if c.isalnum()]
@@ -295,6 +324,6 @@ def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sa
             hits += sum(a == b for a, b in zip(letters, guessed, strict=False))
             characters += len(letters)
         digits = hits / characters if characters else float(correct)
-        made.append(Sample(part, said, correct, digits, math.fsum(answer.logprobs[start:end])))
+        made.append(Sample(part, said, correct, first_choice, digits, math.fsum(answer.logprobs[start:end])))
         start = end
     return made

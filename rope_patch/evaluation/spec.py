@@ -6,13 +6,18 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
 from os import PathLike
 from typing import Any
 
+from rope_patch.evaluation.haystack import HAYSTACK
+from rope_patch.evaluation.prompts import CHAT_TEMPLATES
 from rope_patch.evaluation.tasks import find_task
+
+LEAST_WINDOWS = 2
+"""Windows that a smaller spec keeps: one alone has no interval."""
 
 WINDOWS = 16
 """Windows of text by default, where the text has room for so many."""
@@ -46,7 +51,9 @@ class EvalSpec:
         tasks: retrieval tasks, keys of :data:`rope_patch.evaluation.tasks.TASKS`.
         mode: ``"single"``, one needle in each prompt, or ``"multikey"``, a needle at every depth in all prompts.
         text: file or folder (``*.txt``) for perplexity; None for the held-out part of the text that ships with Python.
-        haystack: ``"builtin"``, ``"noise"``, or a file or folder; None for the text of perplexity itself.
+        haystack: ``"noise"``, ``"builtin"``, or a file or folder; None for the text of perplexity itself.
+        chat_template: whether prompts go through the tokenizer's chat template: ``"on"``, ``"off"``, or ``"auto"``,
+            which is on where there is one.
         bucket: width of the position buckets of the perplexity curve; None for a sixteenth of the longest length
             [tokens].
         chunk: tokens per forward pass, which bounds memory; None for whole windows and prompts [tokens].
@@ -68,7 +75,8 @@ class EvalSpec:
     tasks: Sequence[str] = ("passkey",)
     mode: str = "single"
     text: str | None = None
-    haystack: str | None = "builtin"
+    haystack: str | None = HAYSTACK
+    chat_template: str = "auto"
     bucket: int | None = None
     chunk: int | None = None
     batch_tokens: int = 16384
@@ -101,6 +109,8 @@ class EvalSpec:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
+        if self.chat_template not in CHAT_TEMPLATES:
+            raise ValueError(f"chat_template must be one of {', '.join(CHAT_TEMPLATES)}, got {self.chat_template!r}")
         object.__setattr__(self, "lengths", tuple(sorted(lengths)))
         object.__setattr__(self, "depths", tuple(depths))
         object.__setattr__(self, "tasks", tuple(self.tasks))
@@ -133,6 +143,58 @@ class EvalSpec:
         asked = WINDOWS if self.windows is None else self.windows
         prompts = sum(1 if find_task(task, self.mode).joined else len(self.depths) for task in self.tasks)
         return (asked if windows is None else windows) * self.longest + prompts * self.samples * sum(self.lengths)
+
+    def within(self, tokens: float, scalable: Collection[str] = ("windows", "samples", "depths")) -> EvalSpec:
+        """Return a spec that reads at most so many tokens: with fewer windows and samples, and then with fewer depths.
+
+        Args:
+            tokens: at most [tokens].
+            scalable: fields that may be lowered.
+
+        Raises:
+            ValueError: the least that can be read is more.
+        """
+        smaller = next((spec for spec in self._smaller(scalable) if spec.tokens_to_read() <= tokens), None)
+        if smaller is None:
+            least = self.smallest(scalable).tokens_to_read()
+            raise ValueError(
+                f"at least {least} tokens would be read, {int(tokens)} fit: give more time, shorter lengths, or fewer "
+                "methods"
+            )
+        return smaller
+
+    def smallest(self, scalable: Collection[str] = ("windows", "samples", "depths")) -> EvalSpec:
+        """Return the spec of this kind that reads least: two windows, and one haystack asked at three depths."""
+        return self._smaller(scalable)[-1]
+
+    def _smaller(self, scalable: Collection[str]) -> list[EvalSpec]:
+        """This spec and smaller ones, by falling number of tokens: windows go down with the prompts."""
+        windows = WINDOWS if self.windows is None else self.windows
+        ends = tuple(dict.fromkeys((self.depths[0], self.depths[len(self.depths) // 2], self.depths[-1])))
+        prompts = self.samples * len(self.depths)
+        specs = []
+        for depths in (self.depths, ends) if "depths" in scalable else (self.depths,):
+            for samples in range(self.samples, 0, -1) if "samples" in scalable else (self.samples,):
+                share = samples * len(depths) / prompts
+                counts = {
+                    max(min(LEAST_WINDOWS, windows), round(windows * share)) if "windows" in scalable else windows
+                }
+                if "windows" in scalable and (share < 1 or "samples" not in scalable):
+                    counts |= {min(LEAST_WINDOWS, windows)} if samples == 1 or "samples" not in scalable else set()
+                specs += [replace(self, depths=depths, samples=samples, windows=count) for count in counts]
+        return [self, *sorted(specs, key=EvalSpec.tokens_to_read, reverse=True)]
+
+    def cost_of(self, smaller: EvalSpec) -> str:
+        """Return what is lost with a spec of :meth:`within`, as a sentence; "" where nothing is."""
+        prompts, fewer = (s.samples * len(s.depths) for s in (self, smaller))
+        windows = WINDOWS if self.windows is None else self.windows
+        if smaller == self or smaller.windows is None:
+            return ""
+        wider = [math.sqrt(prompts / fewer)] + [math.sqrt(windows / smaller.windows)] * bool(smaller.windows)
+        return (
+            f"{smaller.windows} windows instead of {windows}, {fewer} prompts at each length instead of {prompts}: "
+            f"intervals are about {max(wider):.1f} times as wide"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as JSON values."""

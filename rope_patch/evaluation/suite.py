@@ -13,12 +13,15 @@ from rope_patch.evaluation.documents import Source, TokenDocument, check_tokeniz
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.prompts import CachedPromptMaker
+from rope_patch.evaluation.prompts import CachedPromptMaker, chat_turns
 from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory
+
+ANSWERED = 0.75
+"""Share of prompts within its trained length that an unpatched model must answer for scores beyond it to say much."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,39 @@ class EvalResult:
     perplexity: PerplexityResult | None
     retrieval: Mapping[str, RetrievalResult]
 
+    def warnings(self, trained_length: int) -> list[str]:
+        """Return what to know of an unpatched model that does not answer within its trained length, a sentence a task.
+
+        Args:
+            trained_length: of the model [tokens].
+        """
+        sentences = []
+        for task, result in self.retrieval.items():
+            shares = {n: result.accuracy(n) for n in self.spec.lengths if n <= trained_length}
+            length = min(shares, key=shares.__getitem__, default=None)
+            if length is None or shares[length] >= ANSWERED:
+                continue
+            sentences.append(
+                f"without a patch the model answers {shares[length]:.0%} of the {task} prompts of {length} tokens, "
+                f"within its trained length of {trained_length}, so scores at longer prompts say little about the "
+                f"tables. Try {_advice(result)}"
+            )
+        return sentences
+
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, without the spec."""
         return {
             "perplexity": None if self.perplexity is None else asdict(self.perplexity),
             "retrieval": {task: asdict(result) for task, result in self.retrieval.items()},
         }
+
+
+def _advice(result: RetrievalResult) -> str:
+    """What could make a task easier for the model."""
+    easier = ["--tasks passkey"] if result.task != "passkey" else []
+    easier += ["--haystack noise"] if result.haystack != "noise" else ["--haystack with a text like its training data"]
+    easier += ["--chat-template off"] if result.chat else ["--chat-template on if it was tuned on chats"]
+    return ", ".join(easier)
 
 
 class EvalSuite:
@@ -81,7 +111,11 @@ class EvalSuite:
         self.text_sha256 = ""
         if spec.windows != 0:
             self.windows, self.text_sha256 = spread_windows(tokenizer, source, spec.longest, spec.windows)
-        self.prompts = CachedPromptMaker(tokenizer, haystack or _haystack(spec.haystack, source, self.text_name))
+        self.prompts = CachedPromptMaker(
+            tokenizer,
+            haystack or _haystack(spec.haystack, source, self.text_name),
+            turns=chat_turns(tokenizer, spec.chat_template),
+        )
         for task in spec.tasks:
             for length in spec.lengths:
                 self.prompts.prompts(task, length, spec.depths, mode=spec.mode, seed=spec.seed)

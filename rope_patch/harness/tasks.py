@@ -18,7 +18,7 @@ from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
 from rope_patch.evaluation.documents import documents
-from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.prompts import PromptMaker, turns_of
 from rope_patch.evaluation.text import builtin_text
 
 OPTIONS = ("samples", "depths", "seed", "haystack", "text", "stride", "windows")
@@ -49,6 +49,10 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
                 raise ValueError(f"{key} belongs to the task {self.config.task}: choose another task, not --metadata")
         self.dataset = self.config.custom_dataset(**metadata, **fixed)
 
+    def fewshot_context(self, doc: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the prompt of a document. That of a chat has its template already, which its length counts."""
+        return doc["prompt"] if "prompt" in doc else super().fewshot_context(doc, *args, **kwargs)
+
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
         """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
         made = super().construct_requests(doc, ctx, **kwargs)
@@ -57,7 +61,21 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         return made
 
     def build_all_requests(self, *, tokenizer_name: str = "", samples: Any = None, **kwargs: Any) -> None:
-        """Make the requests, or take them from lm-eval's cache when they are those of the same documents."""
+        """Make the requests, or take them from lm-eval's cache when they are those of the same documents.
+
+        Raises:
+            ValueError: a system prompt or examples before prompts that have exactly the length of the task's name.
+        """
+        if self.OUTPUT_TYPE == "generate_until":
+            if kwargs.get("system_instruction") or self.config.num_fewshot:
+                raise ValueError(
+                    f"the prompts of {self.config.task} have exactly the length that its name says: leave "
+                    "--system_instruction and --num_fewshot out"
+                )
+            if kwargs.get("apply_chat_template"):
+                metadata, fixed = self.config.metadata or {}, self.config.dataset_kwargs or {}
+                turns = turns_of(kwargs["chat_template"])
+                self.dataset = self.config.custom_dataset(**metadata, **fixed, turns=turns)
         said = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples]
         digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         super().build_all_requests(tokenizer_name=f"{tokenizer_name}-{digest[:16]}", samples=samples, **kwargs)
@@ -75,6 +93,7 @@ def retrieval_documents(
     depths: Sequence[float] | float,
     seed: int,
     haystack: str,
+    turns: tuple[str, str] | None = None,
     **rest: Any,
 ) -> Documents:
     """Return the prompts of :func:`rope_patch.evaluation.retrieval.retrieval`, sample by sample.
@@ -86,7 +105,8 @@ def retrieval_documents(
         samples: haystacks.
         depths: of the needles.
         seed: as there.
-        haystack: ``builtin``, ``noise``, or the path of a file or folder.
+        haystack: ``noise``, ``builtin``, or the path of a file or folder.
+        turns: of a chat, as :class:`~rope_patch.evaluation.prompts.PromptMaker` takes them.
         **rest: the arguments of the model, which name the tokenizer, and other metadata.
 
     Raises:
@@ -95,7 +115,7 @@ def retrieval_documents(
     refuse_misspelled(rest)
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a whole number >= 1, got {samples!r}: give --metadata samples=")
-    maker = _maker(_tokenizer_arguments(rest), haystack)
+    maker = _maker(_tokenizer_arguments(rest), haystack, turns)
     wanted = [depths] if isinstance(depths, int | float) else list(depths)
     rows = []
     for sample in range(samples):
@@ -252,10 +272,12 @@ def load_tokenizer(arguments: TokenizerArguments) -> tuple[Any, tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=2)
-def _maker(arguments: TokenizerArguments, haystack: str) -> PromptMaker:
+def _maker(arguments: TokenizerArguments, haystack: str, turns: tuple[str, str] | None) -> PromptMaker:
     tokenizer, prefix = load_tokenizer(arguments)
+    if turns is not None and tokenizer.bos_token is not None and turns[0].startswith(tokenizer.bos_token):
+        prefix = ()  # lm-eval adds none where the text begins with one
     source = haystack if haystack in ("builtin", "noise") else Path(haystack).expanduser()
-    return PromptMaker(tokenizer, source, prefix=prefix)
+    return PromptMaker(tokenizer, source, prefix=prefix, turns=turns)
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

@@ -76,6 +76,14 @@ class KVCheck:
             method: {key_of(table.layer_type): table.fingerprint for table in own} for method, own in tables.items()
         }
 
+    @property
+    def warnings(self) -> list[str]:
+        """What to know before reading the scores, as sentences."""
+        if self.loaded is not None or "default" not in self.methods:
+            return []
+        full = self.of("default")[0]
+        return full.scores.warnings(min(table.context for table in full.tables))
+
     def meant(self, method: str) -> str:
         """Return a method as text; ``default`` with the patch that the model was loaded with."""
         return f"{method}: {self.loaded}, as loaded" if method == "default" and self.loaded else method

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.evaluation.compare import Column, Comparison, Row
 from rope_patch.evaluation.metrics import METRICS, number_text, perplexity_text
-from rope_patch.evaluation.retrieval import RetrievalCell
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.files import write_atomically
 from rope_patch.frequencies import unrotated, wavelength
@@ -112,6 +114,8 @@ def _section(comparison: Comparison) -> dict[str, Any]:
     return {
         "heading": f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks)}",
         "facts": _facts(comparison),
+        "warnings": comparison.warnings,
+        "answers": list(answers([(name, row.scores) for name, row in zip(names, rows, strict=True)])),
         "percent": f"{100 * comparison.confidence:g} %",
         "joined": [task for task in comparison.spec.tasks if TASKS[task].joined],
         "unjoined": [task for task in comparison.spec.tasks if not TASKS[task].joined],
@@ -159,10 +163,30 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
             f"{tasks}, mode {spec.mode}; lengths {', '.join(map(str, spec.lengths))} tokens; depths {depths}; "
             f"{spec.samples} samples at each; seed {spec.seed}",
         ),
-        ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…"),
+        ("Haystack", haystack_of(retrieval)),
         ("Special tokens", f"{special}, in front of each window and prompt"),
         ("Environment", environment or "not recorded"),
     ]
+
+
+def haystack_of(retrieval: RetrievalResult) -> str:
+    """Return what needles were hidden in, and how prompts were put to the model."""
+    put = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
+    return f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {put}"
+
+
+def answers(scores: Sequence[tuple[str, EvalResult]]) -> Iterator[tuple[str, str, int, str, str]]:
+    """Yield a few answers as they were given: name, task, length, what was asked for and what the model said.
+
+    Args:
+        scores: each with the name it is shown under.
+    """
+    for task in scores[0][1].spec.tasks:
+        lengths = scores[0][1].spec.lengths
+        for length in dict.fromkeys((lengths[0], lengths[-1])):
+            for name, result in scores:
+                sample = result.retrieval[task].example(length)
+                yield name, task, length, sample.expected, json.dumps(sample.output, ensure_ascii=False)
 
 
 def _groups(columns: Sequence[Column], *, of_differences: bool = False) -> list[tuple[str, list[str]]]:
@@ -269,14 +293,19 @@ def _task_maps(comparison: Comparison, names: Sequence[str], task: str) -> list[
 
 
 def _every_cell(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, str, int, str, list[str]]]:
-    """Method, task, length, depth; then exact match, digits and log-probability."""
+    """Method, task, length, depth; then exact match, first choice, digits and log-probability."""
     return [
         (
             name,
             task,
             cell.length,
             f"{100 * cell.depth:.3g} %",
-            [f"{cell.correct} of {len(cell.samples)}", number_text(cell.digits), number_text(cell.logprob)],
+            [
+                f"{cell.correct} of {len(cell.samples)}",
+                f"{cell.first_choice} of {len(cell.samples)}",
+                number_text(cell.digits),
+                number_text(cell.logprob),
+            ],
         )
         for name, row in zip(names, rows, strict=True)
         for task, result in row.scores.retrieval.items()

@@ -18,7 +18,7 @@ from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.reports import kv_pictures as pictures
 from rope_patch.reports.blocks import Block, SchemeRow, SchemeTable, Section
-from rope_patch.reports.comparison import Cell, render
+from rope_patch.reports.comparison import Cell, answers, haystack_of, render
 
 
 def write(path: str | Path, check: KVCheck, *, command: str | None = None) -> None:
@@ -70,7 +70,28 @@ def _results(check: KVCheck) -> Section:
         "under the same method; their intervals stand below them. Bits are of an element of the whole cache at that "
         "length; below them, of the part that is quantized, which is what counts at long lengths."
     )
-    return Section("results", "What survives", [words, *(_table(check, length) for length in check.lengths)])
+    notes = [f"Note: {sentence}." for sentence in check.warnings]
+    tables = [_table(check, length) for length in check.lengths]
+    return Section("results", "What survives", [*notes, words, *tables, _answers(check)])
+
+
+def _answers(check: KVCheck) -> SchemeTable:
+    """A few answers as they were given."""
+    scores = [
+        (f"{row.method}: {'full precision' if row.divergence is None else row.scheme}", row.scores)
+        for method in check.methods
+        for row in check.of(method)
+    ]
+    lines = [
+        SchemeRow(name, [Cell(str(length)), *(Cell(text, mark="text") for text in (task, expected, output))])
+        for name, task, length, expected, output in answers(scores)
+    ]
+    return SchemeTable(
+        "A few answers",
+        "The first haystack of the shortest and the longest prompts, with the needle in the middle of the depths.",
+        ("Scheme", "Length [tokens]", "Task", "Asked for", "Answer"),
+        lines,
+    )
 
 
 def _table(check: KVCheck, length: int) -> SchemeTable:
@@ -311,7 +332,7 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
             f"{tasks}, mode {spec.mode}; lengths {', '.join(map(str, check.lengths))} tokens; depths {depths}; "
             f"{counted(spec.samples, 'sample')} at each; seed {spec.seed}",
         ),
-        ("Haystack", f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…"),
+        ("Haystack", haystack_of(retrieval)),
         (
             "Calibration",
             f"{check.calibration} tokens of the training part of the built-in text, for mean keys"

@@ -215,7 +215,8 @@ class EvaluationOptions:
         samples: haystacks per length; each is asked at every depth.
         windows: of text, as long as the longest length; 0 leaves perplexity out.
         text: file or folder for perplexity; by default held-out text that ships with CPython.
-        haystack: ``builtin``, ``noise``, a file or folder.
+        haystack: ``noise``, ``builtin``, a file or folder.
+        chat_template: ``on``, ``off``, or ``auto``: prompts go through the tokenizer's chat template where it has one.
         task: retrieval task.
         mode: ``single`` (one needle per prompt) or ``multikey``, which reads less text for as many questions.
         chunk: tokens per forward pass; bounds memory.
@@ -230,7 +231,8 @@ class EvaluationOptions:
     samples: int = 4
     windows: int = 8
     text: str | None = None
-    haystack: str = "builtin"
+    haystack: str = "noise"
+    chat_template: str = "auto"
     task: str = "passkey"
     mode: Literal["single", "multikey"] = "single"
     chunk: int | None = None

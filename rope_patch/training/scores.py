@@ -84,6 +84,7 @@ class RecipeEvaluator:
             mode=options.mode,
             text=options.text,
             haystack=options.haystack,
+            chat_template=options.chat_template,
             bucket=max(lengths),
             chunk=options.chunk,
             seed=SEED + options.seed,

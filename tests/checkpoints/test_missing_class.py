@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from forks import forked
 from tiny import ids, logits
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -20,8 +19,6 @@ from rope_patch import METHODS, PatchError
 from rope_patch.cli.app import app
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import PatchRecord
-
-ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import sys
@@ -87,8 +84,12 @@ def root(tmp_path_factory):
     """What a script of another process saved."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "script.py").write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
-    subprocess.run([sys.executable, folder / "script.py", folder], env=env, check=True)
+
+    def script():
+        sys.argv = ["script.py", str(folder)]
+        runpy.run_path(str(folder / "script.py"), run_name="__main__")
+
+    assert forked(script) == 0
     assert "of_a_script" not in METHODS and "with_an_encoding" not in METHODS
     return folder
 

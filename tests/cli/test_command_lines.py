@@ -16,7 +16,9 @@ from rope_patch.cli import app as cli
 
 pytest.importorskip("gguf")
 
-MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report", "-o", "out")
+DOMAINS = str(rope_patch.data_path("assets") / "domains")  # shorter than the built-in text
+MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report")
+MEASURE += ("--text", DOMAINS, "--haystack", DOMAINS, "-o", "out")
 COMMANDS = {
     "inspect": ("inspect", "DIR"),
     "apply": ("apply", "DIR", "yarn:factor=4", "--target-length", "256", "-o", "out"),

@@ -178,7 +178,9 @@ def frozen(folder):
     return rope_patch.load(folder, "default", freeze_at=1024)
 
 
+DOMAINS = str(BUNDLED.parent / "domains")  # shorter than the built-in text
 MEASURE = ("--lengths", "64", "--samples", "1", "--depths", "0.5", "--windows", "1", "--no-report")
+MEASURE += ("--text", DOMAINS, "--haystack", DOMAINS)
 
 
 @pytest.mark.parametrize(

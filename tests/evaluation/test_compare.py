@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from evaluated import compared, result_of
+from evaluated import answered, compared, result_of
 from forks import forked
 from patches import module_of
 from prompting import HAY
@@ -30,7 +30,7 @@ from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.result_cache import ResultCache
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, retrieval
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, retrieval
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.verify import inspect_model
 
@@ -128,7 +128,7 @@ def made_up(losses, hits, lengths=(8, 16)):
             buckets=buckets,
             documents=documents,
         )
-        samples = tuple(Sample("1", "1" if hit else "2", hit, float(hit), -1.0) for hit in answers)
+        samples = tuple(answered("1", "1" if hit else "2", hit, float(hit), -1.0) for hit in answers)
         cells = tuple(RetrievalCell(n, 0.5, samples) for n in lengths)
         found = RetrievalResult("passkey", "single", cells, 0, "text", "", None, ())
         rows.append(Row(name, result_of(score, found), ()))
@@ -194,7 +194,7 @@ def grid(name, answers, task="passkey"):
     """A row whose answers are (haystack, depth)."""
     made = made_up({name: WINDOWS}, {name: [True]}).rows[0]
     cells = tuple(
-        RetrievalCell(8, depth / 10, tuple(Sample("1", "", bool(hit), 1.0, 0.0) for hit in column))
+        RetrievalCell(8, depth / 10, tuple(answered("1", "", bool(hit), 1.0, 0.0) for hit in column))
         for depth, column in enumerate(zip(*answers, strict=True))
     )
     found = replace(made.scores.retrieval["passkey"], task=task, cells=cells)

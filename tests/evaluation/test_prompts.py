@@ -40,7 +40,11 @@ def test_a_prompt_is_what_it_says_to_the_token(task, mode, length, seed, sample)
         assert list(prompt.ids) == [recipe.BOS, *encode(prompt.text + prompt.target)], "the text says the same"
         assert TOKENIZER.decode(prompt.ids[-prompt.answer :]) == prompt.target
         assert list(prompt.ids[: -prompt.answer]) == [recipe.BOS, *encode(prompt.text)]
-        assert prompt.target.strip() == ", ".join(prompt.parts)
+        assert prompt.target.lstrip() == ", ".join(prompt.parts)
+        number = prompt.parts[0].isdigit()
+        assert prompt.text.endswith(" ") == number, (
+            "its space is a token of the prompt, that of a name part of the name"
+        )
         assert prompt.ends == tuple(sorted(prompt.ends)) and prompt.ends[-1] == prompt.answer
 
 
@@ -48,7 +52,7 @@ def test_a_prompt_is_what_it_says_to_the_token(task, mode, length, seed, sample)
 def test_one_needle_stands_at_its_depth_in_an_unbroken_stretch_of_the_haystack(depth):
     (prompt,) = MAKER.prompts("passkey", 600, [depth], seed=3)
     (key,) = prompt.parts
-    needle, question = f" The pass key is {key}. Remember it.", " What is the pass key? The pass key is"
+    needle, question = f" The pass key is {key}. Remember it.", " What is the pass key? The pass key is "
     assert re.fullmatch(r"\d{5}", key) and prompt.text.count(key) == 1 and prompt.text.endswith(question)
     before, after = prompt.text[: -len(question)].split(needle)
     assert (before + after).strip() in HAY.text
@@ -64,7 +68,7 @@ def test_multikey_prompts_differ_in_the_question_alone():
     assert all(needles == said[0] for needles in said) and len(said[0]) == 5
     assert len(dict(said[0])) == 5 and len({value for _, value in said[0]}) == 5
     for prompt, (name, value), depth in zip(prompts, said[0], DEPTHS, strict=True):
-        assert prompt.text.endswith(f" What is the magic number of {name}? The magic number of {name} is")
+        assert prompt.text.endswith(f" What is the magic number of {name}? The magic number of {name} is ")
         assert prompt.parts == (value,) and prompt.depths == (depth,)
     bodies = {prompt.text.partition(" What is the magic")[0][:-40] for prompt in prompts}
     assert len(bodies) == 1

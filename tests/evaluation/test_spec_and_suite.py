@@ -46,7 +46,15 @@ def test_a_spec_survives_json():
 def test_every_field_of_a_spec_is_part_of_its_digest():
     base = EvalSpec([256])
     changes = {"lengths": [128], "depths": [0.5], "samples": 2, "windows": 3, "tasks": ["niah"], "mode": "multikey"}
-    changes |= {"text": "a", "haystack": "noise", "bucket": 8, "chunk": 9, "batch_tokens": 10, "seed": 1}
+    changes |= {
+        "text": "a",
+        "haystack": "builtin",
+        "chat_template": "off",
+        "bucket": 8,
+        "chunk": 9,
+        "batch_tokens": 10,
+        "seed": 1,
+    }
     assert set(changes) == set(base.to_dict())
     digests = {EvalSpec(**{"lengths": [256], name: value}).sha256 for name, value in changes.items()}
     assert len(digests | {base.sha256}) == len(changes) + 1

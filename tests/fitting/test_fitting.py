@@ -6,16 +6,15 @@ import fcntl
 import functools
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import fitting_child
 import pytest
 import torch
 from fits import ASKED, ASSETS, TEXT, Verdicts, candidate, fit_by_name, fitted, run_of
+from forks import together
 from huggingface_hub import ModelCard
 from states import model_of
 from tiny import ids, small, tiny_model
@@ -215,7 +214,7 @@ def test_rows_are_of_text_and_of_prompts(tokenizer):
                         assert "pass key" not in decoded and int((weight == 0).sum()) == 1 and weight[0] == 0
                     else:
                         (digits,) = re.findall(r"pass key is (\d{5})\. Remember", decoded)
-                        assert tokenizer.decode(row[weight > 0]) == f" {digits}" and decoded.endswith(f" {digits}")
+                        assert tokenizer.decode(row[weight > 0]) == digits and decoded.endswith(f" {digits}")
             every = 640 // lengths[-1]
             assert whole == pytest.approx(1) and count == (every // 2 if goal else every - every // 2)
     assert min(lengths) < 70 and max(lengths) == 128
@@ -256,7 +255,7 @@ def test_prompts_hold_all_needles_of_a_joined_task(tokenizer):
             decoded = tokenizer.decode(row)
             hidden = re.findall(r"One magic number of \w+ is (\d{7})\.", decoded)
             assert len(hidden) == 4 and decoded.endswith(f" {', '.join(hidden)}")
-            assert tokenizer.decode(row[weight > 0]) == f" {', '.join(hidden)}"
+            assert tokenizer.decode(row[weight > 0]) == ", ".join(hidden)
     with pytest.raises(ValueError, match="needs at least"):
         Rows(tokenizer, TEXT, Objective(task="multivalue"), 32, 256, 512, seed=1).check()
 
@@ -615,12 +614,8 @@ def test_gradients_pass_through_four_bits(tokenizer, tmp_path):
 
 
 def test_two_processes_do_what_one_does(tokenizer, tmp_path):
-    tests = Path(__file__).parents[1]
-    command = [sys.executable, tests / "fitting_child.py", tmp_path]
-    shared = os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(map(str, [tests.parent, tests]))}
-    running = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}) for rank in range(2)]
+    together(lambda rank: fitting_child.main(tmp_path), tmp_path)
     patch = fitted(small(), tokenizer)
-    assert [process.wait(timeout=300) for process in running] == [0, 0]
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert one == other
     losses, chosen, table = one
@@ -673,12 +668,14 @@ def test_a_patched_model_needs_replace(tokenizer):
 
 @pytest.fixture(scope="module")
 def helped(tokenizer):
-    """A dozen steps on the bundled checkpoint at four times the length; what was before them."""
+    """Six steps on the bundled checkpoint at four times the length; what was before them."""
     model = rope_patch.load(ASSETS / "llama", dtype=torch.float32)
     model.lm_head.weight.requires_grad_(False)
     model.train()
     before = everything(model), [p.requires_grad for p in model.parameters()]
-    patch = fit_by_name(model, tokenizer, target_length=1024, steps=12, checks=2, windows=4, samples=2)
+    patch = fit_by_name(
+        model, tokenizer, target_length=1024, steps=6, checks=2, windows=4, samples=2, depths=(0.0, 0.5, 1.0)
+    )
     return model, patch, *before
 
 
@@ -688,10 +685,10 @@ def test_fitting_touches_nothing_but_the_table(helped):
     assert patch.chosen != "yarn:factor=4, start"
     assert same(model, before) and [p.requires_grad for p in model.parameters()] == asked
     assert all(p.grad is None for p in model.parameters()) and model.training
-    assert isinstance(patch.method, Table) and len(patch.losses["yarn:factor=4"]) == 12
+    assert isinstance(patch.method, Table) and len(patch.losses["yarn:factor=4"]) == 6
     yarn = rope_patch.load(ASSETS / "llama", "yarn:factor=4").model.rotary_emb.tables[None].inv_freq
     moved = patch.after[None].inv_freq / yarn
-    assert 0.01 < float(moved.log().abs().max()) < 0.5  # by less than 12 steps of .04
+    assert 0.01 < float(moved.log().abs().max()) < 0.25  # by less than 6 steps of .04
     assert rope_patch.verify(model)
 
 

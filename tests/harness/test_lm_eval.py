@@ -19,6 +19,7 @@ import lm_eval
 import lm_eval.__main__
 import pytest
 import torch
+import wonderwords
 from lm_eval._cli import HarnessCLI
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
@@ -104,6 +105,12 @@ def greedy(tokens):
 
 def index(**options):
     return TaskManager(include_defaults=False, include_path=str(TASKS), metadata=options)
+
+
+@pytest.fixture(autouse=True)
+def no_survey(monkeypatch):
+    """lm-eval writes into each result what pip, lscpu and others say of the machine: half a second each time."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
 
 
 def run_tasks(model, names, **metadata):
@@ -674,7 +681,21 @@ def test_the_request_cache_knows_its_documents(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folder_for_ruler(tmp_path_factory):
+def few_words():
+    """RULER sorts all pairs of an adjective and a noun when it is imported: five million, for seven seconds."""
+    made = wonderwords.RandomWord.__init__
+
+    def short(self, *args, **options):
+        made(self, *args, **options)
+        self._categories = {kind: words[:900] for kind, words in self._categories.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wonderwords.RandomWord, "__init__", short)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder_for_ruler(tmp_path_factory, few_words):
     """A tiny model with a tokenizer in which RULER's example of variable tracking has fewer than 500 tokens."""
     from lm_eval.tasks.ruler import niah_utils, vt_utils
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

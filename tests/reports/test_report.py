@@ -62,7 +62,7 @@ def test_the_page_is_whole_and_loads_nothing():
 
 def test_tables_are_accessible(undrawn):
     page = Page(report.report([comparison(GOOD, BAD)]))
-    assert len(page.all("caption")) == len(page.all("table")) == 4
+    assert len(page.all("caption")) == len(page.all("table")) == 5
     assert all(attributes.get("scope") in ("col", "row", "colgroup") for attributes in page.all("th"))
     assert page.all("html") == [{"lang": "en"}]
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import distributed_child as child
@@ -18,6 +15,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_extend_env_parallelism_config, prepare_multi_gpu_env
 from distributed_child import COLLATOR, rows
+from forks import together
 from scored import bold_model
 from tiny import ids, tiny_config
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
@@ -44,21 +42,7 @@ def two(tmp_path_factory):
     """What two processes found, each for itself."""
     folder = tmp_path_factory.mktemp("two")
     bold_model().save_pretrained(folder / "base")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    tests = Path(__file__).parents[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
-    }
-    done = subprocess.run(
-        [*command, str(tests / "distributed_child.py"), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    together(lambda rank: child.main(folder), folder)
     return folder, [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
 
 

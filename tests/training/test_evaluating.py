@@ -7,11 +7,12 @@ import math
 
 import pytest
 import torch
+from evaluated import answered
 from recipe_runs import LLAMA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.training.evaluating import RecordedEvaluations, changes, from_json, to_json
@@ -24,7 +25,7 @@ def result(answers, losses=()):
     depths = [i / 10 for i in range(len(answers))]
     spec = EvalSpec([64], depths=depths, samples=len(answers[0]), windows=len(losses), bucket=64)
     cells = tuple(
-        RetrievalCell(64, depth, tuple(Sample("1", "1", bool(correct), 1.0, -1.0) for correct in column))
+        RetrievalCell(64, depth, tuple(answered("1", "1", bool(correct), 1.0, -1.0) for correct in column))
         for depth, column in zip(depths, answers, strict=True)
     )
     retrieval = RetrievalResult("passkey", "single", cells, 0, "noise", "", None, (0,))

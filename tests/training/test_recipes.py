@@ -318,24 +318,20 @@ def short(split, whole=builtin_text):
     return dataclasses.replace(corpus, documents=corpus.documents[: max(1, count)])
 
 
-@pytest.fixture(scope="module")
-def smoked(tmp_path_factory):
-    """The folder and the printed figures of a short run of the script, by shape."""
-    root = tmp_path_factory.mktemp("smoke")
-    runs = {}
-    for shape in ("llama", "gemma3"):
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-            patch.setattr(corpora, "builtin_text", short)
-            patch.setattr(sys, "argv", [str(SCRIPT), shape, "-o", str(root / shape), "--smoke"])
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        runs[shape] = root / shape, json.loads(printed.getvalue())
-    return runs
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.full)])
+def smoked(request, tmp_path_factory):
+    """The shape, the folder and the printed figures of a short run of the script."""
+    shape, folder = request.param, tmp_path_factory.mktemp("smoke") / request.param
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(corpora, "builtin_text", short)
+        patch.setattr(sys, "argv", [str(SCRIPT), shape, "-o", str(folder), "--smoke"])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return shape, folder, json.loads(printed.getvalue())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["llama", "gemma3"])
-def test_smoke_run_writes_a_folder_that_loads(smoked, shape):
-    folder, figures = smoked[shape]
+def test_smoke_run_writes_a_folder_that_loads(smoked):
+    shape, folder, figures = smoked
     assert {
         "config.json",
         "model.safetensors",
@@ -367,9 +363,8 @@ def test_smoke_run_writes_a_folder_that_loads(smoked, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["llama", "gemma3"])
-def test_smoke_run_logs_every_stage(smoked, shape):
-    log = json.loads((smoked[shape][0] / "training_log.json").read_text())
+def test_smoke_run_logs_every_stage(smoked):
+    log = json.loads((smoked[1] / "training_log.json").read_text())
     assert [entry["stage"] for entry in log] == [stage.name for stage in recipe.CURRICULUM]
 
 

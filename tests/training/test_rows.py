@@ -195,7 +195,7 @@ def test_weights_of_a_prompt_cover_exactly_the_answer(tokenizer, task):
     assert re.fullmatch(r" ?(\d{5}|\d{7}|\d{7}(, \d{7}){3}|[A-Z]{3}(, [A-Z]{3}){3})", answer), answer
     for part in re.findall(r"\w+", answer):
         assert part in question, "what is asked for stands in the text"
-    assert question.endswith(("is", "are")), question[-40:]
+    assert question.rstrip(" ").endswith(("is", "are")), question[-40:]
 
 
 def test_a_prompt_without_weight_is_not_learnt():

@@ -36,19 +36,21 @@ class Question:
 
     Attributes:
         hidden: depth and text of every needle in the prompt, by rising depth.
-        text: the question that ends the prompt.
+        text: the question.
+        answer_prefix: how the answer begins; the prompt ends with it, in a chat within the assistant's turn.
         parts: the strings looked for in the answer, in the order they are asked for.
         depths: depth of the needle that each part is from.
     """
 
     hidden: tuple[tuple[float, str], ...]
     text: str
+    answer_prefix: str
     parts: tuple[str, ...]
     depths: tuple[float, ...]
 
     @property
     def target(self) -> str:
-        """The right answer as it continues the prompt."""
+        """The right answer as it continues the answer's prefix."""
         return " " + ", ".join(self.parts)
 
 
@@ -149,29 +151,38 @@ class NeedleTask(Task):
 
     Attributes:
         needle: the text that is hidden, with ``{name}`` and ``{value}``.
-        question: what ends the prompt, with ``{name}``.
+        question: what is asked at the end, with ``{name}``.
+        answer_prefix: how the answer begins, up to the value, with ``{name}``; nothing by default.
         digits: of the numbers.
         named: needles have names also where there is one in each prompt.
-        multikey: needle and question where a prompt holds several needles; as above by default.
+        multikey: needle, question and prefix where a prompt holds several needles; as above by default.
     """
 
     needle: ClassVar[str]
     question: ClassVar[str]
+    answer_prefix: ClassVar[str] = ""
     digits: ClassVar[int]
     named: ClassVar[bool] = True
-    multikey: ClassVar[tuple[str, str] | None] = None
+    multikey: ClassVar[tuple[str, str, str] | None] = None
     modes = MODES
 
     def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
         """Return a question for each depth."""
         several = mode == "multikey"
-        needle, question = self.multikey if several and self.multikey else (self.needle, self.question)
+        texts = self.needle, self.question, self.answer_prefix
+        needle, question, prefix = self.multikey if several and self.multikey else texts
         values = draw.numbers(len(depths), self.digits)
         names = draw.names(len(depths)) if self.named or several else [""] * len(depths)
         needles = [needle.format(value=value, name=name) for value, name in zip(values, names, strict=True)]
         hidden = tuple(zip(depths, needles, strict=True))
         return [
-            Question(hidden if several else hidden[i : i + 1], question.format(name=name), (value,), (depth,))
+            Question(
+                hidden=hidden if several else hidden[i : i + 1],
+                text=question.format(name=name),
+                answer_prefix=prefix.format(name=name),
+                parts=(value,),
+                depths=(depth,),
+            )
             for i, (depth, value, name) in enumerate(zip(depths, values, names, strict=True))
         ]
 

@@ -19,5 +19,5 @@ class MultiQuery(Task, name="multiquery"):
             for depth, name, value in zip(depths, names, values, strict=True)
         ]
         listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
-        text = f" What are the magic numbers of {listed}? In this order, they are"
-        return [Question(tuple(hidden), text, tuple(values), tuple(depths))]
+        text = f" What are the magic numbers of {listed}?"
+        return [Question(tuple(hidden), text, " In this order, they are", tuple(values), tuple(depths))]

@@ -16,5 +16,5 @@ class MultiValue(Task, name="multivalue"):
         values = draw.numbers(len(depths), 7)
         (name,) = draw.names(1)
         needles = [f" One magic number of {name} is {value}." for value in values]
-        text = f" What are all the magic numbers of {name}? In order, the magic numbers of {name} are"
-        return [Question(tuple(zip(depths, needles, strict=True)), text, tuple(values), tuple(depths))]
+        text, prefix = f" What are all the magic numbers of {name}?", f" In order, the magic numbers of {name} are"
+        return [Question(tuple(zip(depths, needles, strict=True)), text, prefix, tuple(values), tuple(depths))]

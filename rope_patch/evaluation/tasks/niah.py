@@ -8,5 +8,6 @@ class Niah(NeedleTask, name="niah"):
 
     source = "Hsieh et al. (2024), RULER, arXiv:2404.06654, NIAH; ours hides one key per needle and no distractors"
     needle = " The magic number of {name} is {value}."
-    question = " What is the magic number of {name}? The magic number of {name} is"
+    question = " What is the magic number of {name}?"
+    answer_prefix = " The magic number of {name} is"
     digits = 7

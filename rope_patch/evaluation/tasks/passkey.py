@@ -8,10 +8,12 @@ class Passkey(NeedleTask, name="passkey"):
 
     source = "Mohtashami & Jaggi (2023), arXiv:2305.16300"
     needle = " The pass key is {value}. Remember it."
-    question = " What is the pass key? The pass key is"
+    question = " What is the pass key?"
+    answer_prefix = " The pass key is"
     digits = 5
     named = False
     multikey = (
         " The pass key {name} is {value}. Remember it.",
-        " What is the pass key {name}? The pass key {name} is",
+        " What is the pass key {name}?",
+        " The pass key {name} is",
     )

@@ -17,5 +17,6 @@ class VariableTracking(Task, name="vt"):
         value, names = draw.numbers(len(depths), 5)[0], draw.variables(len(depths))
         links = [f" VAR {names[0]} = {value}."]
         links += [f" VAR {name} = VAR {before}." for before, name in itertools.pairwise(names)]
-        text = f" Which variables have the value {value}? In order, they are"
-        return [Question(tuple(zip(depths, links, strict=True)), text, tuple(names), tuple(depths))]
+        text = f" Which variables have the value {value}?"
+        hidden = tuple(zip(depths, links, strict=True))
+        return [Question(hidden, text, " In order, they are", tuple(names), tuple(depths))]

@@ -1,0 +1,146 @@
+"""Where a prompt ends and its answer begins, under tokenizers of every kind, and in a chat."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from evaluated import answered, result_of
+from prompting import HAY, TOKENIZER, bold
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rope_patch.evaluation.prompts import PromptMaker, chat_turns
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, retrieval
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.evaluation.tasks import TASKS
+
+TEMPLATE = (
+    "{{ '<bos>' }}{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] | trim + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif %}"
+)
+
+
+def trained(pre_tokenizer, decoder, alphabet=()):
+    """A tokenizer of 600 tokens, trained on the haystack and on sentences with numbers."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
+    numbers = [f" The pass key is {n}. The magic number of apple is {n * 97}." for n in range(10000, 99999, 499)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=list(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator([HAY.text, *numbers], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def tokenizer_of(kind):
+    """A tokenizer that cuts numbers as SmolLM2's does, GPT-2's, or that of Llama 2 (SentencePiece)."""
+    bytes_, digits = pre_tokenizers.ByteLevel, pre_tokenizers.Digits(individual_digits=True)
+    match kind:
+        case "byte-level, single digits":
+            pieces = pre_tokenizers.Sequence([digits, bytes_(add_prefix_space=False)])
+            return trained(pieces, decoders.ByteLevel(), bytes_.alphabet())
+        case "byte-level":
+            return trained(bytes_(add_prefix_space=False), decoders.ByteLevel(), bytes_.alphabet())
+        case "SentencePiece":
+            pieces = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), digits])
+            return trained(pieces, decoders.Metaspace(), HAY.text + "0123456789▁")
+
+
+KINDS = ["byte-level, single digits", "byte-level", "SentencePiece"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_ends_at_the_last_token_that_is_not_of_the_value(kind, task):
+    tokenizer = tokenizer_of(kind)
+    maker = PromptMaker(tokenizer, HAY)
+    for prompt in maker.prompts(task, 400, [0.0, 0.5, 1.0]):
+        assert len(prompt.ids) == 400
+        assert maker.encode(prompt.text) == list(prompt.ids[: -prompt.answer])
+        assert maker.encode(prompt.text + prompt.target) == list(prompt.ids)
+        value = tokenizer(prompt.text.rstrip(" ") + " " + prompt.parts[0], add_special_tokens=False)["input_ids"]
+        bare = tokenizer(prompt.text.rstrip(" ") + " ", add_special_tokens=False)["input_ids"]
+        own_token = value[: len(bare)] == bare
+        assert prompt.text.endswith(" ") is own_token and prompt.target.startswith(" ") is not own_token
+
+
+def test_a_space_goes_to_the_prompt_where_digits_are_tokens_and_stays_where_it_is_merged():
+    texts = {kind: PromptMaker(tokenizer_of(kind), HAY).prompts("passkey", 300, [0.5])[0].text for kind in KINDS}
+    assert texts["byte-level, single digits"].endswith("The pass key is ")
+    assert texts["SentencePiece"].endswith("The pass key is ")
+    assert texts["byte-level"].endswith("The pass key is")
+
+
+# --- in a chat
+
+
+@pytest.fixture
+def chatty():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_chat_prompt_is_the_template_with_the_assistants_turn_begun(chatty, task):
+    maker = PromptMaker(chatty, HAY, turns=chat_turns(chatty))
+    for prompt in maker.prompts(task, 400, [0.0, 0.5, 1.0]):
+        body, _, said = prompt.text.rpartition("\n[assistant]\n")
+        content = body.removeprefix("<bos>[user]\n")
+        message = [{"role": "user", "content": content}]
+        rendered = chatty.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        assert prompt.text == rendered + said
+        assert len(prompt.ids) == 400
+        assert chatty(prompt.text + prompt.target, add_special_tokens=False)["input_ids"] == list(prompt.ids)
+        assert content.endswith("?") and said.strip().endswith((" is", " are"))
+        assert all(part in content for part in prompt.parts)
+
+
+def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_it(chatty):
+    asked = {"lengths": [100], "depths": [0.5], "samples": 1, "haystack": HAY}
+    assert retrieval(bold(), chatty, **asked).chat is True
+    assert retrieval(bold(), chatty, **asked, chat_template="off").chat is False
+    assert retrieval(bold(), TOKENIZER, **asked).chat is False
+
+
+def test_a_chat_without_a_template_is_refused():
+    with pytest.raises(ValueError, match="this tokenizer has no chat template: leave the chat out"):
+        EvalSuite(EvalSpec([100], windows=0, chat_template="on"), TOKENIZER)
+
+
+def test_an_unknown_setting_of_the_chat_template_is_refused():
+    with pytest.raises(ValueError, match="chat_template must be one of auto, on, off, got 'yes'"):
+        EvalSpec([100], chat_template="yes")
+
+
+def test_a_template_that_changes_the_message_is_refused(chatty):
+    chatty.chat_template = "{{ messages[0]['content'] | upper }}"
+    with pytest.raises(ValueError, match="does not show the user's message as it is written"):
+        chat_turns(chatty)
+
+
+# --- an unpatched model that fails within its trained length
+
+
+def answered_by(*shares, task="passkey", chat=False, haystack="noise"):
+    """Scores of ten prompts at each of two lengths, of which these shares are right."""
+    cells = tuple(
+        RetrievalCell(length, 0.5, tuple(answered("1", "1", i < 10 * share, 1.0, -1.0) for i in range(10)))
+        for length, share in zip((64, 128), shares, strict=True)
+    )
+    return result_of(None, RetrievalResult(task, "single", cells, 0, haystack, "", None, (), chat))
+
+
+def test_failing_within_the_trained_length_is_said_with_what_to_try():
+    (sentence,) = answered_by(0.5, 0.0, task="niah", haystack="builtin").warnings(64)
+    assert "answers 50% of the niah prompts of 64 tokens, within its trained length of 64" in sentence
+    assert "--tasks passkey, --haystack noise, --chat-template on" in sentence
+    (sentence,) = answered_by(1.0, 0.7, chat=True).warnings(128)
+    assert "of 128 tokens" in sentence and "--chat-template off" in sentence and "--tasks" not in sentence
+
+
+def test_failing_beyond_the_trained_length_is_expected():
+    assert answered_by(0.8, 0.0).warnings(64) == []
+    assert answered_by(0.0, 0.0).warnings(32) == []

@@ -1,0 +1,71 @@
+"""lm-eval's --apply_chat_template: prompts of our tasks keep their exact length, and are those of our engine."""
+
+from __future__ import annotations
+
+import pytest
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from prompting import bold
+from transformers import AutoTokenizer
+
+import rope_patch
+from rope_patch.evaluation.prompts import PromptMaker, chat_turns
+
+TASKS = rope_patch.data_path("eval_tasks")
+TEMPLATE = (
+    "{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module", params=["", "{{ bos_token }}"], ids=["without BOS", "with BOS"])
+def folder(request, tmp_path_factory):
+    """The folder of a tokenizer with a chat template."""
+    path = tmp_path_factory.mktemp("chatty")
+    tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+    tokenizer.chat_template = request.param + TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def task_of(folder, name):
+    metadata = {"pretrained": str(folder), "samples": 2, "depths": [0.0, 0.5]}
+    manager = TaskManager(include_defaults=False, include_path=str(TASKS), metadata=metadata)
+    task = manager.load([name])["tasks"][name]
+    task.set_config("num_fewshot", 0)
+    return task
+
+
+@pytest.mark.parametrize("name", ["passkey_512", "niah_multivalue_512"])
+def test_prompts_of_a_chat_have_the_named_length_with_the_template(folder, name):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = HFLM(pretrained=bold(), tokenizer=tokenizer, device="cpu")
+    task = task_of(folder, name)
+    task.build_all_requests(
+        apply_chat_template=True, chat_template=model.apply_chat_template, tokenizer_name="chatty", limit=3
+    )
+    maker = PromptMaker(tokenizer, "noise", turns=chat_turns(tokenizer))
+    for request in task.instances:
+        text, options = request.args
+        assert "[assistant]\n" in text and text.endswith((" is ", " are "))
+        ids, _ = model.tok_batch_encode([text])
+        assert ids.shape[1] + options["max_gen_toks"] == 512
+    if tokenizer.chat_template.startswith("{{ bos_token"):  # else lm-eval adds one of its own, as for any text
+        expected = [p.text for p in maker.prompts(name.split("_")[-2], 512, [0.0, 0.5])]
+        assert [request.args[0] for request in task.instances][: len(expected)] == expected
+
+
+def test_a_system_prompt_is_refused(folder):
+    model = HFLM(pretrained=bold(), tokenizer=AutoTokenizer.from_pretrained(folder), device="cpu")
+    with pytest.raises(ValueError, match="leave --system_instruction and --num_fewshot out"):
+        task_of(folder, "passkey_512").build_all_requests(
+            apply_chat_template=True, chat_template=model.apply_chat_template, system_instruction="Answer."
+        )
+
+
+@pytest.mark.parametrize("name", ["passkey_512"])
+def test_without_a_chat_the_space_before_the_number_is_the_prompts(folder, name):
+    task = task_of(folder, name)
+    task.build_all_requests(limit=1, tokenizer_name="plain")
+    (request,) = task.instances
+    assert request.args[0].endswith("The pass key is ") and request.args[1]["max_gen_toks"] == 5
