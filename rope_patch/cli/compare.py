@@ -108,7 +108,6 @@ def compare(
     """
     from dataclasses import replace
 
-    from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.files import folder_to_write, write_atomically
@@ -142,7 +141,7 @@ def compare(
         if budget is not None:
             spec = spec_within(spec, loaded, budget, len(compared), output / RESULT_CACHE)
         total, stage = len(compared) * spec.tokens_to_read(), ", ".join(tasks)
-        say_estimate(loaded, total, hidden=as_json)
+        say_estimate(loaded, total, spec.longest, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
             comparison = engine.compare(
                 loaded.eval(),
@@ -154,7 +153,7 @@ def compare(
                 resume=output / RESULT_CACHE,
                 on_progress=on_progress,
             )
-    comparison = replace(comparison, environment=comparison.environment | weights_in_file(loaded) | notes)
+    comparison = replace(comparison, environment=comparison.environment | notes)
     write_atomically(output / "comparison.json", comparison.to_json())
     if report:
         page.write(output / "report.html", [comparison], command=command_line())

@@ -180,7 +180,6 @@ def fit(
     Example: **rope-patch fit ./llama --target-length 8k --text ./books -o ./llama-8k**
     """
     from rope_patch import fitting
-    from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.checkpoints.offline import check_free, patch_folder
     from rope_patch.evaluation.compare import environment
     from rope_patch.files import claimed, write_atomically
@@ -240,7 +239,7 @@ def fit(
             "settings": {"target_length": target_length, "objective": asdict(objective),
                          "constraint": asdict(constraint), "steps": steps, "learning_rate": learning_rate,
                          "seed": seed},
-            "environment": environment(loaded) | weights_in_file(loaded),
+            "environment": environment(loaded),
         }  # fmt: skip
 
         def finish(folder: Path) -> None:

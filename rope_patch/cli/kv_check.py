@@ -185,7 +185,7 @@ def kv_check(
         spec = spec_within(spec, loaded, budget, readings, output / RESULT_CACHE, chosen())
         each = spec.tokens_to_read()
         total = each * readings
-        say_estimate(loaded, total, hidden=as_json)
+        say_estimate(loaded, total, spec.longest, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, hidden=as_json) as (bar, advance):
 
             def on_progress(stage: str, count: int) -> None:

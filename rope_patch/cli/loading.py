@@ -194,41 +194,43 @@ def _lies_on(device: Any, place: Any) -> bool:
     return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
-def tokens_within(model: Any, budget: int | None, finished: Path) -> int:
+def tokens_within(model: Any, budget: int | None, length: int, finished: Path) -> int:
     """Return how many tokens a model can read in a time, or by default as many as its size allows.
 
     Args:
         model: whose speed is measured.
         budget: the time; None for the default [s].
+        length: of the texts [tokens].
         finished: file of the result cache, which keeps the answer: a command that goes on reads the same texts.
     """
     from rope_patch.evaluation.result_cache import ResultCache, key
-    from rope_patch.modeling.budget import default_tokens, tokens_per_second
+    from rope_patch.modeling.budget import SAFETY, default_tokens, tokens_per_second
 
     if budget is None:
         return default_tokens(model)
-    cache, name = ResultCache(finished), key(what="budget", seconds=budget)
+    cache, name = ResultCache(finished), key(what="budget", seconds=budget, length=length)
     if name not in cache:
-        cache[name] = int(budget * tokens_per_second(model))
+        cache[name] = int(SAFETY * budget * tokens_per_second(model, length))
     return int(cache[name])
 
 
-def say_estimate(model: Any, tokens: int, *, hidden: bool = False) -> None:
-    """Print how many tokens a command will read at most, and about how long that takes.
+def say_estimate(model: Any, tokens: int, length: int, *, hidden: bool = False) -> None:
+    """Print how many tokens a command will read at most, and how long that takes at least.
 
     Args:
         model: that will read them; its speed is measured, on the first seconds.
         tokens: to be read [tokens].
+        length: of the texts [tokens].
         hidden: print and measure nothing.
     """
     from rope_patch.modeling.budget import duration_text, tokens_per_second
 
     if hidden:
         return
-    speed = tokens_per_second(model)
+    speed = tokens_per_second(model, length)
     print(
-        f"reads up to {tokens:,} tokens: about {duration_text(tokens / speed)} at {speed:,.0f} tokens a second, "
-        "longer where texts are long; --budget 10m keeps it within a time",
+        f"reads up to {tokens:,} tokens: {duration_text(tokens / speed)} at {speed:,.0f} tokens a second, or up to "
+        "twice as long where texts are long or heads are measured; --budget 10m keeps it within a time",
         file=sys.stderr,
     )
 
@@ -252,7 +254,7 @@ def spec_within(
         ValueError: even the smallest spec does not fit into the time.
     """
     scalable = [name for name in ("windows", "samples", "depths") if budget is not None or name not in chosen]
-    tokens = tokens_within(model, budget, finished) / readings
+    tokens = tokens_within(model, budget, spec.longest, finished) / readings
     if budget is None:
         tokens = max(tokens, spec.smallest(scalable).tokens_to_read())
     smaller = spec.within(tokens, scalable)

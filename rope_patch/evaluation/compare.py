@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from rope_patch import __version__
+from rope_patch.checkpoints.gguf import weights_in_file
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
@@ -304,7 +305,7 @@ def name_of(model: nn.Module) -> str:
 
 
 def environment(model: nn.Module) -> dict[str, str]:
-    """Return versions, device and data type of a measurement."""
+    """Return versions, device and data type of a measurement, and what the weights of a GGUF file were in it."""
     parameter = next(model.parameters())
     return {
         "rope_patch": __version__,
@@ -313,6 +314,7 @@ def environment(model: nn.Module) -> dict[str, str]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
         "dtype": _precision(model, str(parameter.dtype).removeprefix("torch.")),
+        **weights_in_file(model),
     }
 
 

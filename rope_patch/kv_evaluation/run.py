@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_patch.checkpoints.gguf import weights_in_file
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import environment, name_of, named, under
 from rope_patch.evaluation.result_cache import ResultCache
@@ -157,7 +156,7 @@ def kv_check(
         limits=limits,
         captures=captures,
         packed=tuple(packed_caches(model, suite.windows[0].ids, packed)) if packed else (),
-        environment=environment(model) | weights_in_file(model),
+        environment=environment(model),
         loaded=None if record is None else str(record.to_method()),
     )
 

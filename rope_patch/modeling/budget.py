@@ -15,8 +15,11 @@ WORK = {"cpu": 1.2e13, "cuda": 1e16}
 """Parameters × tokens that a command reads by default, by device: 89k tokens with a model of 135M parameters on a CPU,
 which takes two cores about seven minutes in bfloat16 (200 tokens a second), and 1.2M with one of 8B on a GPU."""
 
-LENGTH = 512
-"""Length of the rows that the speed is measured on [tokens]."""
+LENGTH = 2048
+"""Longest row that the speed is measured on [tokens]."""
+
+SAFETY = 0.6
+"""Share of the measured speed that a time is filled at: longer texts and the statistics of heads take more a token."""
 
 
 def default_tokens(model: nn.Module) -> int:
@@ -26,15 +29,16 @@ def default_tokens(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def tokens_per_second(model: nn.Module, seconds: float = 0.3) -> float:
-    """Measure how fast a model reads rows of 512 tokens; longer ones take more for each token.
+def tokens_per_second(model: nn.Module, length: int, seconds: float = 0.3) -> float:
+    """Measure how fast a model reads a text of a length; a longer one takes more for each token.
 
     Args:
         model: a causal language model.
+        length: of the text, at most 2048 and the context of the model [tokens].
         seconds: to read for, at least one row.
     """
     reader = Reader(model)
-    ids = torch.arange(max(2, min(LENGTH, _context(model))))[None] % reader.vocabulary
+    ids = torch.arange(max(2, min(length, LENGTH, _context(model))))[None] % reader.vocabulary
     with in_eval_mode(model):
         _read(reader, ids[:, :16])  # the first call of a process is slower
         rows, started = 0, time.perf_counter()

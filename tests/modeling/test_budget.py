@@ -19,7 +19,7 @@ def test_twice_the_parameters_read_half_as_much():
 
 def test_the_speed_of_a_model_is_measured_and_its_mode_is_kept():
     model = tiny_model().train()
-    assert tokens_per_second(model, 0.01) > 1
+    assert tokens_per_second(model, 64, 0.01) > 1
     assert model.training
 
 
