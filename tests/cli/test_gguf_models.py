@@ -98,6 +98,7 @@ def test_an_interrupted_copy_leaves_nothing(tmp_path, file):
         import os, signal, sys
         from rope_patch.checkpoints import gguf_file
         from rope_patch.cli import app
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         write = gguf_file.np.ascontiguousarray
         def interrupted(data):
             interrupted.tensors += 1
