@@ -594,10 +594,14 @@ def test_perplexity_is_that_of_the_engine(yarn):
 @pytest.mark.parametrize(
     ("length", "stride", "windows"), [(256, None, None), (512, 100, 5), (4096, 4095, 2), (300, 7, 9)]
 )
-def test_windows_follow_each_other_and_are_cut_at_words(length, stride, windows):
-    rows = perplexity_documents(length=length, windows=windows, stride=stride, text=None, pretrained=LLAMA)["test"]
+def test_windows_follow_each_other_and_are_cut_at_words(length, stride, windows, tmp_path):
+    text = "\n".join(
+        f"The road number {i} leads to the house of {'their neighbour ' * (i % 3)}{i * i}." for i in range(1500)
+    )
+    (tmp_path / "text.txt").write_text(text)  # the built-in text has words of fifty tokens in some versions of Python
+    options = {"length": length, "windows": windows, "stride": stride, "text": str(tmp_path / "text.txt")}
+    rows = perplexity_documents(**options, pretrained=LLAMA)["test"]
     wanted = length // 2 if stride is None else stride
-    text = builtin_text("heldout").text
     assert len(rows) == (windows or 32)
     at = len(rows[0]["context"]) + text.index(rows[0]["context"][:200])
     for row in rows:
@@ -609,10 +613,8 @@ def test_windows_follow_each_other_and_are_cut_at_words(length, stride, windows)
         context, rest = lm_pair(row["context"], row["continuation"])
         assert (len(context), len(rest)) == (row["context_tokens"], row["tokens"])
         assert len(context) + len(rest) <= length
-        near = re.findall(r"\s*\S+", row["context"][:200] + row["continuation"] + text[at : at + 200])
-        longest = max(len(ids) for ids in tokenizer()(near, add_special_tokens=False)["input_ids"])
-        assert length - len(context) - len(rest) <= 2 * longest, "a word or two short of it"
-        assert abs(len(rest) - wanted) <= 2 * longest
+        assert abs(len(context) + len(rest) - length) <= 24, "a word or two short of it"
+        assert abs(len(rest) - wanted) <= 24
         assert row["bytes"] == len(row["continuation"].encode())
         assert row["words"] == len(row["continuation"].split())
 
