@@ -198,6 +198,8 @@ def copied(
     out = Path(out)
     if Path(source).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
+    if is_gguf(out):
+        raise ValueError(f"a folder is written, got {str(out)!r}: rope-patch export --to gguf makes a file of it")
     check_free(out, overwrite)
     if is_gguf(source):
         with folder_in_one_move(out, overwrite=overwrite) as folder:

@@ -139,7 +139,7 @@ def compare(
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         loaded, notes = _with_adapter(loaded, model, adapter)
         if budget is not None:
-            spec = spec_within(spec, loaded, budget, len(compared), output / RESULT_CACHE)
+            spec = spec_within(spec, loaded, tokenizer, budget, len(compared), output / RESULT_CACHE)
         total, stage = len(compared) * spec.tokens_to_read(), ", ".join(tasks)
         say_estimate(loaded, total, spec.longest, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):

@@ -182,7 +182,7 @@ def kv_check(
     with folder_to_write(output, [*files, RESULT_CACHE]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         readings = len(names) * len(compared)
-        spec = spec_within(spec, loaded, budget, readings, output / RESULT_CACHE, chosen())
+        spec = spec_within(spec, loaded, tokenizer, budget, readings, output / RESULT_CACHE, chosen())
         each = spec.tokens_to_read()
         total = each * readings
         say_estimate(loaded, total, spec.longest, hidden=as_json)

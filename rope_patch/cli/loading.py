@@ -205,10 +205,11 @@ def tokens_within(model: Any, budget: int | None, length: int, finished: Path) -
     """
     from rope_patch.evaluation.result_cache import ResultCache, key
     from rope_patch.modeling.budget import SAFETY, default_tokens, tokens_per_second
+    from rope_patch.modeling.scoring import fingerprint
 
     if budget is None:
         return default_tokens(model)
-    cache, name = ResultCache(finished), key(what="budget", seconds=budget, length=length)
+    cache, name = ResultCache(finished), key(what="budget", seconds=budget, length=length, model=fingerprint(model))
     if name not in cache:
         cache[name] = int(SAFETY * budget * tokens_per_second(model, length))
     return int(cache[name])
@@ -230,13 +231,19 @@ def say_estimate(model: Any, tokens: int, length: int, *, hidden: bool = False) 
     speed = tokens_per_second(model, length)
     print(
         f"reads up to {tokens:,} tokens: {duration_text(tokens / speed)} at {speed:,.0f} tokens a second, or up to "
-        "twice as long where texts are long or heads are measured; --budget 10m keeps it within a time",
+        "twice as long where texts are longer than 2k or heads and caches are measured; --budget 10m reads less",
         file=sys.stderr,
     )
 
 
 def spec_within(
-    spec: Any, model: Any, budget: int | None, readings: int, finished: Path, chosen: Collection[str] = ()
+    spec: Any,
+    model: Any,
+    tokenizer: Any,
+    budget: int | None,
+    readings: int,
+    finished: Path,
+    chosen: Collection[str] = (),
 ) -> Any:
     """Return a spec whose readings fit into a time, or by default into what the size of a model allows, if any does.
 
@@ -245,6 +252,7 @@ def spec_within(
     Args:
         spec: what is measured.
         model: that reads it.
+        tokenizer: of the model.
         budget: time for all readings; None for the default [s].
         readings: how many times the spec is read.
         finished: as for :func:`tokens_within`.
@@ -253,14 +261,20 @@ def spec_within(
     Raises:
         ValueError: even the smallest spec does not fit into the time.
     """
-    scalable = [name for name in ("windows", "samples", "depths") if budget is not None or name not in chosen]
+    from dataclasses import replace
+
+    from rope_patch.evaluation.spec import SCALABLE
+    from rope_patch.evaluation.suite import EvalSuite
+
+    whole = replace(spec, windows=len(EvalSuite(spec, tokenizer).windows))  # as many as the text has room for
+    scalable = [name for name in SCALABLE if budget is not None or name not in chosen]
     tokens = tokens_within(model, budget, spec.longest, finished) / readings
     if budget is None:
-        tokens = max(tokens, spec.smallest(scalable).tokens_to_read())
-    smaller = spec.within(tokens, scalable)
-    if cost := spec.cost_of(smaller):
+        tokens = max(tokens, whole.smallest(scalable).tokens_to_read())
+    smaller = whole.within(tokens, scalable)
+    if cost := whole.cost_of(smaller):
         print(f"{'--budget' if budget else 'for a model of this size'}: {cost}", file=sys.stderr)
-    return smaller
+    return spec if smaller == whole else smaller
 
 
 @contextlib.contextmanager

@@ -230,8 +230,8 @@ Budget = Annotated[
         "--budget",
         parser=value_of("--budget", parse_duration),
         metavar="TIME",
-        help="The time to stay within, such as 5m, 30m or 2h. Fewer pieces of text and fewer prompts are read then, so "
-        "that the intervals get wider; the command says by how much.",
+        help="The time to aim at, such as 5m, 30m or 2h, by the measured speed of the model. Less text and fewer "
+        "prompts are read then, so that the intervals get wider.",
         show_default=False,
     ),
 ]

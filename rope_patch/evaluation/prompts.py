@@ -6,10 +6,13 @@ import bisect
 import itertools
 import random
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from rope_patch.evaluation.documents import prefix_ids
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
@@ -308,10 +311,17 @@ def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | N
         return None
     if missing:
         raise ValueError(
-            "this tokenizer has no chat template: leave the chat out (chat_template='off'), or load the tokenizer of "
-            "an instruction-tuned model"
+            "this tokenizer has no chat template: leave the chat out (chat_template='off', --chat-template off), or "
+            "load the tokenizer of an instruction-tuned model"
         )
-    return turns_of(lambda chat: tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    try:
+        return turns_of(lambda chat: tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except (ValueError, TemplateError) as error:
+        message = f"the chat template of this tokenizer cannot be used: {error}"
+        if chat_template == "on":
+            raise ValueError(f"{message}. chat_template='off' (--chat-template off) leaves it out") from error
+        warnings.warn(f"{message}. Prompts are plain text", stacklevel=2)
+        return None
 
 
 def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:
@@ -326,5 +336,5 @@ def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:
     message = "the message of the user"
     before, shown, after = render([{"role": "user", "content": message}]).partition(message)
     if not shown:
-        raise ValueError("the chat template of this tokenizer does not show the user's message as it is written")
+        raise ValueError("it does not show the message of the user as it is written")
     return before, after

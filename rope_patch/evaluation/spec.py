@@ -16,8 +16,11 @@ from rope_patch.evaluation.haystack import HAYSTACK
 from rope_patch.evaluation.prompts import CHAT_TEMPLATES
 from rope_patch.evaluation.tasks import find_task
 
-LEAST_WINDOWS = 2
-"""Windows that a smaller spec keeps: one alone has no interval."""
+LEAST_WINDOWS = 4
+"""Windows that a smaller spec keeps: the interval of two or three is useless."""
+
+SCALABLE = ("windows", "samples")
+"""Fields that a smaller spec may lower: the others say what is measured, not how precisely."""
 
 WINDOWS = 16
 """Windows of text by default, where the text has room for so many."""
@@ -144,12 +147,12 @@ class EvalSpec:
         prompts = sum(1 if find_task(task, self.mode).joined else len(self.depths) for task in self.tasks)
         return (asked if windows is None else windows) * self.longest + prompts * self.samples * sum(self.lengths)
 
-    def within(self, tokens: float, scalable: Collection[str] = ("windows", "samples", "depths")) -> EvalSpec:
-        """Return a spec that reads at most so many tokens: with fewer windows and samples, and then with fewer depths.
+    def within(self, tokens: float, scalable: Collection[str] = SCALABLE) -> EvalSpec:
+        """Return a spec that reads at most so many tokens: the same task with fewer windows and samples.
 
         Args:
             tokens: at most [tokens].
-            scalable: fields that may be lowered.
+            scalable: of ``windows`` and ``samples``, those that may be lowered.
 
         Raises:
             ValueError: the least that can be read is more.
@@ -158,43 +161,42 @@ class EvalSpec:
         if smaller is None:
             least = self.smallest(scalable).tokens_to_read()
             raise ValueError(
-                f"at least {least} tokens would be read, {int(tokens)} fit: give more time, shorter lengths, or fewer "
-                "methods"
+                f"at least {least} tokens would be read under each method or scheme, and {max(0, int(tokens))} fit "
+                "into the time: give more time, shorter lengths, or fewer methods or schemes"
             )
         return smaller
 
-    def smallest(self, scalable: Collection[str] = ("windows", "samples", "depths")) -> EvalSpec:
-        """Return the spec of this kind that reads least: two windows, and one haystack asked at three depths."""
+    def smallest(self, scalable: Collection[str] = SCALABLE) -> EvalSpec:
+        """Return the spec of this kind that reads least: four windows and one sample."""
         return self._smaller(scalable)[-1]
 
     def _smaller(self, scalable: Collection[str]) -> list[EvalSpec]:
-        """This spec and smaller ones, by falling number of tokens: windows go down with the prompts."""
+        """This spec and smaller ones, by falling number of tokens: windows go down with the samples, then alone."""
         windows = WINDOWS if self.windows is None else self.windows
-        ends = tuple(dict.fromkeys((self.depths[0], self.depths[len(self.depths) // 2], self.depths[-1])))
-        prompts = self.samples * len(self.depths)
-        specs = []
-        for depths in (self.depths, ends) if "depths" in scalable else (self.depths,):
-            for samples in range(self.samples, 0, -1) if "samples" in scalable else (self.samples,):
-                share = samples * len(depths) / prompts
-                counts = {
-                    max(min(LEAST_WINDOWS, windows), round(windows * share)) if "windows" in scalable else windows
-                }
-                if "windows" in scalable and (share < 1 or "samples" not in scalable):
-                    counts |= {min(LEAST_WINDOWS, windows)} if samples == 1 or "samples" not in scalable else set()
-                specs += [replace(self, depths=depths, samples=samples, windows=count) for count in counts]
-        return [self, *sorted(specs, key=EvalSpec.tokens_to_read, reverse=True)]
+        least = min(LEAST_WINDOWS, windows) if "windows" in scalable else windows
+        specs = [self]
+        if "samples" in scalable:
+            for samples in range(self.samples - 1, 0, -1):
+                count = max(least, round(windows * samples / self.samples))
+                specs.append(replace(self, samples=samples, windows=count))
+        last = specs[-1].windows if len(specs) > 1 else windows
+        return specs + [replace(specs[-1], windows=count) for count in range((last or 0) - 1, least - 1, -1)]
 
     def cost_of(self, smaller: EvalSpec) -> str:
         """Return what is lost with a spec of :meth:`within`, as a sentence; "" where nothing is."""
-        prompts, fewer = (s.samples * len(s.depths) for s in (self, smaller))
-        windows = WINDOWS if self.windows is None else self.windows
         if smaller == self or smaller.windows is None:
             return ""
-        wider = [math.sqrt(prompts / fewer)] + [math.sqrt(windows / smaller.windows)] * bool(smaller.windows)
-        return (
-            f"{smaller.windows} windows instead of {windows}, {fewer} prompts at each length instead of {prompts}: "
-            f"intervals are about {max(wider):.1f} times as wide"
-        )
+        from scipy.stats import t
+
+        before = WINDOWS if self.windows is None else self.windows
+        parts, wider = [], math.sqrt(self.samples / smaller.samples)
+        if smaller.samples < self.samples:
+            parts.append(f"{smaller.samples} instead of {self.samples} samples at each length and depth")
+        if 1 < smaller.windows < before:
+            parts.append(f"{smaller.windows} instead of {before} windows")
+            ends = [float(t.ppf(0.975, count - 1)) / math.sqrt(count) for count in (smaller.windows, before)]
+            wider = max(wider, ends[0] / ends[1])
+        return f"{', '.join(parts)}: intervals are up to {wider:.1f} times as wide" if parts else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as JSON values."""

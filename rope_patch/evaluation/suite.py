@@ -53,7 +53,7 @@ class EvalResult:
             sentences.append(
                 f"without a patch the model answers {shares[length]:.0%} of the {task} prompts of {length} tokens, "
                 f"within its trained length of {trained_length}, so scores at longer prompts say little about the "
-                f"tables. Try {_advice(result)}"
+                f"tables. Try {_advice(result, self.spec.chat_template)}"
             )
         return sentences
 
@@ -65,11 +65,13 @@ class EvalResult:
         }
 
 
-def _advice(result: RetrievalResult) -> str:
-    """What could make a task easier for the model."""
-    easier = ["--tasks passkey"] if result.task != "passkey" else []
-    easier += ["--haystack noise"] if result.haystack != "noise" else ["--haystack with a text like its training data"]
-    easier += ["--chat-template off"] if result.chat else ["--chat-template on if it was tuned on chats"]
+def _advice(result: RetrievalResult, chat_template: str) -> str:
+    """What could make a task easier for the model, as options of the command line and fields of the spec."""
+    easier = ["the task passkey"] if result.task != "passkey" else []
+    easier += ["mode single"] if result.mode != "single" else []
+    easier += ["the haystack noise"] if result.haystack != "noise" else ["a haystack like its training data"]
+    if result.chat or chat_template == "off":
+        easier.append(f"chat_template {'off' if result.chat else 'on'} (--chat-template)")
     return ", ".join(easier)
 
 

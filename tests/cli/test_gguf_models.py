@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import fail, run
 from gguf_files import rewritten
-from tiny import ids, logits
+from tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -162,3 +162,10 @@ def test_fit_writes_a_plain_folder_of_a_file(file, tmp_path):
 def test_fit_refuses_to_write_a_file(file, tmp_path, monkeypatch, capsys):
     line = fail(monkeypatch, capsys, "fit", file, "--target-length", "1k", "-o", tmp_path / "out.gguf")
     assert "fit writes a folder" in line
+
+
+def test_a_folder_is_not_written_under_the_name_of_a_gguf_file(tmp_path, monkeypatch, capsys):
+    tiny_model("llama").save_pretrained(tmp_path / "folder")
+    out = tmp_path / "out.gguf"
+    line = fail(monkeypatch, capsys, "apply", tmp_path / "folder", "yarn:factor=4", "-o", out)
+    assert "a folder is written" in line and "rope-patch export --to gguf" in line and not out.exists()

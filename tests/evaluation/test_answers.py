@@ -117,8 +117,17 @@ def test_an_unknown_setting_of_the_chat_template_is_refused():
 
 def test_a_template_that_changes_the_message_is_refused(chatty):
     chatty.chat_template = "{{ messages[0]['content'] | upper }}"
-    with pytest.raises(ValueError, match="does not show the user's message as it is written"):
+    with pytest.raises(ValueError, match="does not show the message of the user as it is written"):
         chat_turns(chatty)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no users here') }}", "{{ messages[0]['content'] | upper }}"])
+def test_auto_falls_back_to_plain_text_and_says_so_where_a_template_cannot_be_used(chatty, template):
+    chatty.chat_template = template
+    with pytest.warns(UserWarning, match="Prompts are plain text"):
+        assert chat_turns(chatty, "auto") is None
+    with pytest.raises(ValueError, match="--chat-template off"):
+        chat_turns(chatty, "on")
 
 
 # --- an unpatched model that fails within its trained length
@@ -136,9 +145,9 @@ def answered_by(*shares, task="passkey", chat=False, haystack="noise"):
 def test_failing_within_the_trained_length_is_said_with_what_to_try():
     (sentence,) = answered_by(0.5, 0.0, task="niah", haystack="builtin").warnings(64)
     assert "answers 50% of the niah prompts of 64 tokens, within its trained length of 64" in sentence
-    assert "--tasks passkey, --haystack noise, --chat-template on" in sentence
+    assert "Try the task passkey, the haystack noise" in sentence and "chat" not in sentence
     (sentence,) = answered_by(1.0, 0.7, chat=True).warnings(128)
-    assert "of 128 tokens" in sentence and "--chat-template off" in sentence and "--tasks" not in sentence
+    assert "of 128 tokens" in sentence and "chat_template off" in sentence and "the task" not in sentence
 
 
 def test_failing_beyond_the_trained_length_is_expected():
