@@ -115,8 +115,9 @@ def main() -> None:
         for haystack in ("noise", "builtin")
         for chat in ("off", "on")
     }
+    lengths = " ".join(map(str, options.lengths))
     report = {
-        "command": f"python benchmarks/answers_smollm2.py MODEL -o {options.output}",
+        "command": f"python benchmarks/answers_smollm2.py MODEL -o {options.output} --lengths {lengths}",
         "model": "SmolLM2-135M-Instruct, dequantized Q4_1, bfloat16",
         "passkeys": cells,
         "environment": environment(model),

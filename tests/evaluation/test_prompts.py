@@ -41,10 +41,9 @@ def test_a_prompt_is_what_it_says_to_the_token(task, mode, length, seed, sample)
         assert TOKENIZER.decode(prompt.ids[-prompt.answer :]) == prompt.target
         assert list(prompt.ids[: -prompt.answer]) == [recipe.BOS, *encode(prompt.text)]
         assert prompt.target.lstrip() == ", ".join(prompt.parts)
-        number = prompt.parts[0].isdigit()
-        assert prompt.text.endswith(" ") == number, (
-            "its space is a token of the prompt, that of a name part of the name"
-        )
+        if prompt.parts[0].isdigit():  # before a name the space may be a token of its own or part of the name's first
+            assert prompt.text.endswith(" ") and not prompt.target.startswith(" ")
+        assert prompt.text.endswith(" ") is not prompt.target.startswith(" ")
         assert prompt.ends == tuple(sorted(prompt.ends)) and prompt.ends[-1] == prompt.answer
 
 
