@@ -188,14 +188,14 @@ class _Header:
             if key.name in keys:
                 raise ValueError(f"it holds the key {key.name} twice")
             keys[key.name] = key
-        told = [self.tensor() for _ in range(tensors)]
-        if len({name for name, *_ in told}) < len(told):
+        listed = [self.tensor() for _ in range(tensors)]
+        if len({name for name, *_ in listed}) < len(listed):
             raise ValueError("it holds two tensors of one name")
         alignment = keys[ALIGNMENT].value if ALIGNMENT in keys else 32
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"its {ALIGNMENT} is {alignment!r}, no power of two")
         start = self.at + -self.at % alignment
-        return GGUFFile(keys, tuple(self.piece(start + offset, *rest) for *rest, offset in told), alignment)
+        return GGUFFile(keys, tuple(self.piece(start + offset, *rest) for *rest, offset in listed), alignment)
 
     def take(self, size: int) -> memoryview:
         """Return the next bytes."""

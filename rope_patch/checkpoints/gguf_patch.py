@@ -219,16 +219,9 @@ def before_patch(opened: GGUFFile, path: str | Path) -> GGUFFile:
     return replace(opened, keys={key.name: key for key in keys}, pieces=tuple(pieces))
 
 
-def write(opened: GGUFFile, out: Path, *, overwrite: bool, on_bytes: OnBytes) -> None:
-    """Write a file."""
-    write_gguf(
-        out,
-        list(opened.keys.values()),
-        opened.pieces,
-        alignment=opened.alignment,
-        overwrite=overwrite,
-        on_bytes=on_bytes,
-    )
+def write(opened: GGUFFile, out: str | Path, **options: Any) -> Path:
+    """Write a file as it is; options are those of :func:`~rope_patch.checkpoints.gguf_file.write_gguf`."""
+    return write_gguf(out, list(opened.keys.values()), opened.pieces, alignment=opened.alignment, **options)
 
 
 def _is_ours(name: str, opened: GGUFFile) -> bool:

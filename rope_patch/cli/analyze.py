@@ -19,6 +19,7 @@ from rope_patch.cli.loading import (
     prepare,
     progress_bar,
     say_estimate,
+    speed_of,
     tokens_within,
 )
 from rope_patch.cli.options import (
@@ -218,14 +219,15 @@ def analyze(
             patched = {"method": method, **patch} if folder == output else {}
             loaded = load_model(source, device=device, dtype=dtype, **patched)
             folder.mkdir(exist_ok=True)
+            speed = speed_of(loaded, rows.ids.shape[1])
             if sweep_tokens is None:  # both models read the same
-                most = tokens_within(loaded, budget, rows.ids.shape[1], folder / RESULT_CACHE)
+                most = tokens_within(loaded, budget, speed, folder / RESULT_CACHE)
                 if tokens_read is None:
                     share, _ = engine.split_tokens(most, options["p_values"])
                     rows = _rows(models, tokenizers, texts, **size, tokens=share)
                 _, sweep_tokens = engine.split_tokens(most, options["p_values"], rows.ids.numel())
             total = engine.tokens_to_read(rows, options["p_values"], context, sweep_tokens)
-            say_estimate(loaded, total, rows.ids.shape[1], hidden=as_json)
+            say_estimate(total, speed, hidden=as_json)
             with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
                 results.append(
                     engine.analyze_rows(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli.loading import bytes_copied, say_copied
 from rope_patch.cli.options import (
     Checkpoint,
     Force,
@@ -17,9 +18,7 @@ from rope_patch.cli.options import (
     NewCheckpoint,
     Replace,
     TargetLength,
-    bytes_copied,
     print_json,
-    say_copied,
 )
 
 

@@ -19,7 +19,8 @@ from rope_patch.cli.loading import (
     read_haystack,
     read_methods,
     say_estimate,
-    spec_within,
+    speed_of,
+    suite_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
@@ -110,6 +111,7 @@ def compare(
 
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.spec import EvalSpec
+    from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import folder_to_write, write_atomically
 
     if report:
@@ -138,16 +140,17 @@ def compare(
     with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         loaded, notes = _with_adapter(loaded, model, adapter)
+        suite, speed = EvalSuite(spec, tokenizer), speed_of(loaded, spec.longest)
         if budget is not None:
-            spec = spec_within(spec, loaded, tokenizer, budget, len(compared), output / RESULT_CACHE)
-        total, stage = len(compared) * spec.tokens_to_read(), ", ".join(tasks)
-        say_estimate(loaded, total, spec.longest, hidden=as_json)
+            suite = suite_within(suite, loaded, budget, speed, len(compared), output / RESULT_CACHE)
+        total, stage = len(compared) * suite.tokens, ", ".join(tasks)
+        say_estimate(total, speed, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
             comparison = engine.compare(
                 loaded.eval(),
                 tokenizer,
                 compared,
-                spec,
+                suite,
                 layer_types=layer_types,
                 freeze_at=freeze_at,
                 resume=output / RESULT_CACHE,

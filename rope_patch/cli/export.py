@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.loading import check_dtype
+from rope_patch.cli.loading import check_dtype, say_copied
 from rope_patch.cli.options import (
     Force,
     FreezeAt,
@@ -18,7 +18,6 @@ from rope_patch.cli.options import (
     Model,
     TargetLength,
     print_json,
-    say_copied,
 )
 
 

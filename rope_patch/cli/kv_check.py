@@ -23,7 +23,8 @@ from rope_patch.cli.loading import (
     read_haystack,
     read_methods,
     say_estimate,
-    spec_within,
+    speed_of,
+    suite_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
@@ -150,6 +151,7 @@ def kv_check(
     from dataclasses import replace
 
     from rope_patch.evaluation.spec import EvalSpec
+    from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.kv_evaluation import run as engine
     from rope_patch.kv_evaluation.verdicts import Limits
@@ -182,10 +184,11 @@ def kv_check(
     with folder_to_write(output, [*files, RESULT_CACHE]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         readings = len(names) * len(compared)
-        spec = spec_within(spec, loaded, tokenizer, budget, readings, output / RESULT_CACHE, chosen())
-        each = spec.tokens_to_read()
+        suite, speed = EvalSuite(spec, tokenizer), speed_of(loaded, spec.longest)
+        suite = suite_within(suite, loaded, budget, speed, readings, output / RESULT_CACHE, chosen())
+        each = suite.tokens
         total = each * readings
-        say_estimate(loaded, total, spec.longest, hidden=as_json)
+        say_estimate(total, speed, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, hidden=as_json) as (bar, advance):
 
             def on_progress(stage: str, count: int) -> None:
@@ -197,7 +200,7 @@ def kv_check(
                 loaded,
                 tokenizer,
                 list(names),
-                spec,
+                suite,
                 methods=compared,
                 limits=limits,
                 mitigate=mitigations,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -194,69 +195,74 @@ def _lies_on(device: Any, place: Any) -> bool:
     return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
-def tokens_within(model: Any, budget: int | None, length: int, finished: Path) -> int:
+def speed_of(model: Any, length: int) -> Callable[[], float]:
+    """Return a function that measures once how fast a model reads texts of a length [tokens/s]."""
+    from rope_patch.modeling.budget import tokens_per_second
+
+    return functools.cache(lambda: tokens_per_second(model, length))
+
+
+def tokens_within(model: Any, budget: int | None, speed: Callable[[], float], finished: Path) -> int:
     """Return how many tokens a model can read in a time, or by default as many as its size allows.
 
     Args:
-        model: whose speed is measured.
+        model: that reads.
         budget: the time; None for the default [s].
-        length: of the texts [tokens].
+        speed: of the model, from :func:`speed_of`.
         finished: file of the result cache, which keeps the answer: a command that goes on reads the same texts.
     """
     from rope_patch.evaluation.result_cache import ResultCache, key
-    from rope_patch.modeling.budget import SAFETY, default_tokens, tokens_per_second
+    from rope_patch.modeling.budget import SAFETY, default_tokens
     from rope_patch.modeling.scoring import fingerprint
 
     if budget is None:
         return default_tokens(model)
-    cache, name = ResultCache(finished), key(what="budget", seconds=budget, length=length, model=fingerprint(model))
+    cache, name = ResultCache(finished), key(what="budget", seconds=budget, model=fingerprint(model))
     if name not in cache:
-        cache[name] = int(SAFETY * budget * tokens_per_second(model, length))
+        cache[name] = int(SAFETY * budget * speed())
     return int(cache[name])
 
 
-def say_estimate(model: Any, tokens: int, length: int, *, hidden: bool = False) -> None:
+def say_estimate(tokens: int, speed: Callable[[], float], *, hidden: bool = False) -> None:
     """Print how many tokens a command will read at most, and how long that takes at least.
 
     Args:
-        model: that will read them; its speed is measured, on the first seconds.
         tokens: to be read [tokens].
-        length: of the texts [tokens].
+        speed: of the model, from :func:`speed_of`.
         hidden: print and measure nothing.
     """
-    from rope_patch.modeling.budget import duration_text, tokens_per_second
+    from rope_patch.modeling.budget import duration_text
 
     if hidden:
         return
-    speed = tokens_per_second(model, length)
     print(
-        f"reads up to {tokens:,} tokens: {duration_text(tokens / speed)} at {speed:,.0f} tokens a second, or up to "
+        f"reads up to {tokens:,} tokens: {duration_text(tokens / speed())} at {speed():,.0f} tokens a second, or up to "
         "twice as long where texts are longer than 2k or heads and caches are measured; --budget 10m reads less",
         file=sys.stderr,
     )
 
 
-def spec_within(
-    spec: Any,
+def suite_within(
+    suite: Any,
     model: Any,
-    tokenizer: Any,
     budget: int | None,
+    speed: Callable[[], float],
     readings: int,
     finished: Path,
     chosen: Collection[str] = (),
 ) -> Any:
-    """Return a spec whose readings fit into a time, or by default into what the size of a model allows, if any does.
+    """Return a suite whose readings fit into a time, or by default into what the size of a model allows, if any does.
 
     What was chosen on the command line stays as it is where no time is given. What a smaller spec costs is printed.
 
     Args:
-        spec: what is measured.
+        suite: of what is measured.
         model: that reads it.
-        tokenizer: of the model.
         budget: time for all readings; None for the default [s].
-        readings: how many times the spec is read.
+        speed: of the model, from :func:`speed_of`.
+        readings: how many times the suite is read.
         finished: as for :func:`tokens_within`.
-        chosen: fields that the user chose.
+        chosen: fields of the spec that the user chose.
 
     Raises:
         ValueError: even the smallest spec does not fit into the time.
@@ -266,15 +272,16 @@ def spec_within(
     from rope_patch.evaluation.spec import SCALABLE
     from rope_patch.evaluation.suite import EvalSuite
 
-    whole = replace(spec, windows=len(EvalSuite(spec, tokenizer).windows))  # as many as the text has room for
+    whole = replace(suite.spec, windows=len(suite.windows))  # as many as the text has room for
     scalable = [name for name in SCALABLE if budget is not None or name not in chosen]
-    tokens = tokens_within(model, budget, spec.longest, finished) / readings
+    tokens = tokens_within(model, budget, speed, finished) / readings
     if budget is None:
         tokens = max(tokens, whole.smallest(scalable).tokens_to_read())
     smaller = whole.within(tokens, scalable)
-    if cost := whole.cost_of(smaller):
-        print(f"{'--budget' if budget else 'for a model of this size'}: {cost}", file=sys.stderr)
-    return spec if smaller == whole else smaller
+    if smaller == whole:
+        return suite
+    print(f"{'--budget' if budget else 'for a model of this size'}: {whole.cost_of(smaller)}", file=sys.stderr)
+    return EvalSuite(smaller, suite.tokenizer)
 
 
 @contextlib.contextmanager
@@ -300,3 +307,35 @@ def progress_bar(
             bar.update(tokens)
 
         yield bar, on_progress
+
+
+def say_copied(name: str) -> None:
+    """Print the name of a file that is copied."""
+    print(f"copying {name}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def bytes_copied(output: Path, *, hidden: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar of a file that is written.
+
+    Args:
+        output: the file, for the label.
+        hidden: show nothing.
+
+    Yields:
+        A function that takes the bytes that are written so far, and those of all.
+    """
+    from tqdm import tqdm
+
+    with contextlib.ExitStack() as shown:
+        bars: list[Any] = []
+
+        def on_bytes(written: int, total: int) -> None:
+            if not bars:  # what is refused before anything is written shows no bar
+                looks: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+                bars.append(
+                    shown.enter_context(tqdm(total=total, desc=f"writing {output.name}", disable=hidden, **looks))
+                )
+            bars[0].update(written - bars[0].n)
+
+        yield on_bytes

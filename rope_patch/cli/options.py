@@ -363,38 +363,6 @@ def command_line() -> str:
     return shlex.join(["rope-patch", *sys.argv[1:]])
 
 
-def say_copied(name: str) -> None:
-    """Print the name of a file that is copied."""
-    print(f"copying {name}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def bytes_copied(output: Path, *, hidden: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar of a file that is written.
-
-    Args:
-        output: the file, for the label.
-        hidden: show nothing.
-
-    Yields:
-        A function that takes the bytes that are written so far, and those of all.
-    """
-    from tqdm import tqdm
-
-    with contextlib.ExitStack() as shown:
-        bars: list[Any] = []
-
-        def on_bytes(written: int, total: int) -> None:
-            if not bars:  # what is refused before anything is written shows no bar
-                looks: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-                bars.append(
-                    shown.enter_context(tqdm(total=total, desc=f"writing {output.name}", disable=hidden, **looks))
-                )
-            bars[0].update(written - bars[0].n)
-
-        yield on_bytes
-
-
 def print_json(data: Any) -> None:
     """Print for machines."""
     print(json.dumps(data, indent=2, allow_nan=False))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Checkpoint, Force, Import, NewCheckpoint, bytes_copied, say_copied
+from rope_patch.cli.loading import bytes_copied, say_copied
+from rope_patch.cli.options import Checkpoint, Force, Import, NewCheckpoint
 
 
 def restore(model: Checkpoint, output: NewCheckpoint, force: Force = False, imports: Import = None) -> None:

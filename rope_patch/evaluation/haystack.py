@@ -10,8 +10,8 @@ from rope_patch.evaluation.documents import documents
 from rope_patch.evaluation.text import builtin_text
 
 HAYSTACK = "noise"
-"""The default. Within 1024 tokens SmolLM2-135M-Instruct finds all of ten passkeys in noise, and five of ten in builtin
-text, which is mostly code."""
+"""The default. SmolLM2-135M-Instruct finds 6 of 6 passkeys in 1024 tokens of it, and 3 of 6 in ``"builtin"``, mostly
+code (``benchmarks/results/answers_smollm2.json``)."""
 
 NOISE = "The road goes on and on. The hill is far away. We walk all day. Then we rest a while, and walk on again. "
 """What a haystack of noise repeats."""

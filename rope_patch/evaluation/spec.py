@@ -179,8 +179,8 @@ class EvalSpec:
             for samples in range(self.samples - 1, 0, -1):
                 count = max(least, round(windows * samples / self.samples))
                 specs.append(replace(self, samples=samples, windows=count))
-        last = specs[-1].windows if len(specs) > 1 else windows
-        return specs + [replace(specs[-1], windows=count) for count in range((last or 0) - 1, least - 1, -1)]
+        last = windows if specs[-1].windows is None else specs[-1].windows
+        return specs + [replace(specs[-1], windows=count) for count in range(last - 1, least - 1, -1)]
 
     def cost_of(self, smaller: EvalSpec) -> str:
         """Return what is lost with a spec of :meth:`within`, as a sentence; "" where nothing is."""

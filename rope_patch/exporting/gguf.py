@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_patch.checkpoints.adapters import is_adapter
 from rope_patch.checkpoints.gguf_file import Progress, check_out, gguf, open_gguf, write_gguf
-from rope_patch.checkpoints.gguf_patch import with_table
+from rope_patch.checkpoints.gguf_patch import with_table, write
 from rope_patch.checkpoints.gguf_table import (
     Graph,
     graph_of,
@@ -98,14 +98,7 @@ def export_gguf(
             at_hand = _weights_at_hand(model if place is None else place, files)
             check_base(reader, Path(base), config, graph, table, before, at_hand)
             patched = with_table(reader, table, graph, record)
-            return write_gguf(
-                out,
-                list(patched.keys.values()),
-                patched.pieces,
-                alignment=patched.alignment,
-                overwrite=overwrite,
-                progress=on_progress,
-            )
+            return write(patched, out, overwrite=overwrite, progress=on_progress)
         _check_writable(config, graph)
         folder = None if place is None else _folder(place)
         tokenizer = _tokenizer(tokenizer, folder)

@@ -282,7 +282,7 @@ def test_digits_are_characters_whatever_the_tokens(output, predicted, correct, d
     prompt = Prompt("", " 12345", (0, 1), 2, ("12345",), (2,), (0.5,))
     made = grade(tokenizer, TASKS["passkey"], prompt, Answer(output, predicted, (-0.5, -0.25)))
     assert [s.correct for s in made] == correct and [s.digits for s in made] == pytest.approx(digits)
-    assert made[0].logprob == -0.75
+    assert made[0].logprob == -0.75 and made[0].first_choice is (predicted == (0, 1))
 
 
 def test_a_single_answer_comes_first():
@@ -302,6 +302,7 @@ def test_parts_of_a_joined_answer_are_graded_one_by_one():
     )  # said 33, 44, 11
     assert [s.correct for s in made] == [True, False, True]
     assert [s.digits for s in made] == [1.0, 0.0, 1.0]
+    assert [s.first_choice for s in made] == [True, False, True]
     assert [s.logprob for s in made] == [-1.0, -2.5, -4.25]
     assert {s.output for s in made} == {" 33, 44, 11"}
 
