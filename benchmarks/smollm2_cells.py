@@ -1,0 +1,491 @@
+"""The cells of the study of SmolLM2-135M: what each one measures, on which table, and what it costs.
+
+``study_smollm2.py`` runs them and reports; the model was trained at 8192 tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rope_patch.files import write_atomically
+
+CONTEXT = 8192
+METHODS = {
+    "default": "default",
+    "pi": "pi:factor={factor}",
+    "ntk": "ntk:factor={factor}",
+    "abf": "abf:factor=4",
+    "yarn": "yarn:factor={factor}",
+    "p_rope-0.75": "p_rope:p=0.75",
+    "p_rope-0.5": "p_rope:p=0.5",
+    "truncated": "truncated:context=8192",
+}
+FITTED = {"fitted": "novels", "fitted-wikitext": "wikitext"}
+"""Tables that are fitted from YaRN's, and to what."""
+ADAPTED = ("p_rope-0.75", "yarn", "default")
+HELD_OUT = ("moby_dick.txt", "pride_and_prejudice.txt", "sherlock_holmes.txt")
+WINDOWS, SHORT_WINDOWS, SHORT = 6, 24, 1024
+PROMPT_LENGTHS = (1024, 4096, 8192, 16384)
+DEPTHS, SAMPLES = (0.0, 1 / 3, 2 / 3, 1.0), 2
+ROWS, ROW, ACCUMULATE = 200, 2048, 4
+FIT_STEPS, FIT_WINDOWS, FIT_DEPTHS = 40, 4, (0.0, 0.5)
+SCHEMES = ("fp8", "int4-token", "kivi-2", "nf4")
+CACHE_LENGTH = 4096
+P_VALUES = (0.9, 0.75, 0.625, 0.5, 0.25)
+RATIOS = (3.0, 5.0, 8.0)
+"""Times the median radius that make an outlier."""
+ENGINE_LENGTHS = (1024, 4096, 16384)
+
+
+class Cell(NamedTuple):
+    """One measurement.
+
+    Attributes:
+        kind: a key of :data:`MEASURES`.
+        table: a key of ``METHODS`` or ``FITTED``; ``-`` where a cell is about the checkpoint as it is.
+        state: ``zero``; after LoRA ``pose`` (short rows at skipped positions) or ``full`` (rows of the target length).
+        length: what it is measured at or trained for [tokens].
+        target: what the table is for [tokens].
+        seed: of training, or of the fit.
+    """
+
+    kind: str
+    table: str
+    state: str
+    length: int
+    target: int = 2 * CONTEXT
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Stem of the file of its result."""
+        ends = [f"to{self.target}"] * (self.target != 2 * CONTEXT) + [f"seed{self.seed}"] * (self.seed > 0)
+        return "-".join([self.kind, self.table, self.state, str(self.length), *ends])
+
+    @property
+    def needs(self) -> Cell | None:
+        """The cell that trains or fits what this one takes; None for a checkpoint as it is."""
+        if self.state != "zero" and self.kind != "train":
+            length = ROW if self.state == "pose" else self.target
+            return Cell("train", self.table, self.state, length, self.target, self.seed)
+        if self.table in FITTED and self.kind != "fit":
+            return Cell("fit", self.table, "zero", self.target, self.target)
+        return None
+
+
+def core() -> list[Cell]:
+    """Return the cells of the study, the most telling ones first."""
+    target, first = 2 * CONTEXT, ("default", "yarn", "p_rope-0.75")
+    tables = [*first, *(name for name in METHODS if name not in first)]
+    zero = [Cell("text", table, "zero", target) for table in tables]
+    zero += [Cell("short", table, "zero", SHORT) for table in tables]
+    asked = [Cell("passkey", table, "zero", length) for table in tables for length in PROMPT_LENGTHS]
+    adapted = []
+    for table in ADAPTED:
+        adapted += [Cell("train", table, "pose", ROW), Cell("text", table, "pose", target)]
+        adapted += [Cell("short", table, "pose", SHORT)]
+        adapted += [Cell("passkey", table, "pose", length) for length in PROMPT_LENGTHS]
+    fits = []
+    for table in FITTED:
+        fits += [Cell("fit", table, "zero", target), Cell("text", table, "zero", target)]
+        fits += [Cell("short", table, "zero", SHORT)]
+        fits += [Cell("passkey", table, "zero", length) for length in PROMPT_LENGTHS]
+    heads = [Cell("heads", "-", "zero", CACHE_LENGTH)]
+    engine = [Cell("engine", table, "zero", length) for table in ("yarn", "p_rope-0.75") for length in ENGINE_LENGTHS]
+    caches = [Cell("kv", table, state, CACHE_LENGTH) for state in ("zero", "pose") for table in ADAPTED]
+    return heads + zero[: len(first)] + adapted + engine + zero[len(first) :] + asked + fits + caches
+
+
+def more() -> list[Cell]:
+    """Return what a GPU has time for: seeds, full rows, and four times the context."""
+    cells = []
+    for target, state in ((2 * CONTEXT, "pose"), (2 * CONTEXT, "full"), (4 * CONTEXT, "pose"), (4 * CONTEXT, "full")):
+        for seed in range(3):
+            for table in ADAPTED:
+                length = ROW if state == "pose" else target
+                cells.append(Cell("train", table, state, length, target, seed))
+                cells.append(Cell("text", table, state, target, target, seed))
+                cells += [Cell("passkey", table, state, n, target, seed) for n in (*PROMPT_LENGTHS, target)]
+    cells += [Cell("text", table, "zero", 4 * CONTEXT, 4 * CONTEXT) for table in METHODS]
+    cells += [Cell("wiki", table, "zero", 2 * CONTEXT) for table in METHODS]
+    return [cell for cell in dict.fromkeys(cells) if cell not in core()]
+
+
+# --- cost
+
+
+def passes(cell: Cell) -> list[tuple[float, int]]:
+    """Return the forward passes of a cell: how many, of how many tokens. A backward pass counts as two forward ones."""
+    prompts = SAMPLES * len(DEPTHS)
+    shared = SAMPLES * sum(1 - depth for depth in DEPTHS) + SAMPLES  # what comes before a needle is read once
+    match cell.kind:
+        case "text" | "wiki":
+            return [(WINDOWS, cell.length)]
+        case "short":
+            return [(SHORT_WINDOWS, cell.length)]
+        case "passkey":
+            return [(shared, cell.length)]
+        case "engine":
+            return [(prompts, cell.length)]
+        case "train":
+            return [(3.0 * ROWS * ROW / cell.length, cell.length)]
+        case "fit":
+            return [(3.0 * FIT_STEPS * 2, ROW), (2 * (FIT_WINDOWS + len(FIT_DEPTHS)), cell.length)]
+        case "heads":
+            return [(6, cell.length), (2 * (1 + len(P_VALUES)), 2 * CONTEXT)]
+        case "kv":
+            return [(4 * (1 + len(SCHEMES)) + 4, cell.length), (shared * (1 + len(SCHEMES)), cell.length)]
+    raise ValueError(f"unknown kind {cell.kind!r}")
+
+
+def operations(cell: Cell) -> float:
+    """Return what a cell costs in operations of a matrix product, of SmolLM2-135M.
+
+    Those of attention count five times: on a CPU they are that much slower.
+    """
+    weights, layers, width = 106e6, 30, 576
+    return sum(count * (2 * weights * n + 5 * 2 * layers * width * n * n) for count, n in passes(cell))
+
+
+def speed_of(done: Sequence[dict[str, Any]]) -> float:
+    """Return the speed of the finished cells [operations/s]; that of two quiet cores where there is none."""
+    seconds = sum(result["seconds"] for result in done)
+    return sum(result["operations"] for result in done) / seconds if seconds else 5e11
+
+
+# --- measuring
+
+
+@dataclass(frozen=True)
+class Study:
+    """Where everything is.
+
+    Attributes:
+        folder: the checkpoint.
+        novels: text files.
+        wikitext: a text file.
+        root: of the results.
+        device: that is measured on.
+        on_progress: called with the number of tokens just read.
+    """
+
+    folder: Path
+    novels: Path
+    wikitext: Path
+    root: Path
+    device: str = "cpu"
+    on_progress: Callable[[int], None] = lambda tokens: None
+
+    def path(self, cell: Cell) -> Path:
+        """Return the file of a cell's result."""
+        return self.root / f"{cell.name}.json"
+
+    def parts(self, cell: Cell) -> Path:
+        """Return the file of the finished parts of a cell."""
+        folder = self.root / "parts"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{cell.name}.jsonl"
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    def text(self, name: str, held_out: bool) -> str:
+        """Return the text that is trained on, or the one that is held out, of a domain."""
+        if name == "wikitext":
+            whole = self.wikitext.read_text(encoding="utf-8")
+            middle = whole.index("\n = ", len(whole) // 2)  # where an article begins
+            return whole[middle:] if held_out else whole[:middle]
+        files = sorted(self.novels.glob("*.txt"))
+        missing = set(HELD_OUT) - {file.name for file in files}
+        if missing:
+            raise FileNotFoundError(f"{self.novels} lacks {', '.join(sorted(missing))}, which are held out")
+        return "\n\n".join(f.read_text(encoding="utf-8") for f in files if (f.name in HELD_OUT) == held_out)
+
+    def training_text(self, name: str) -> Path:
+        """Return a file of the text of a domain that is trained on."""
+        path = self.root / f"{name}-train.txt"
+        if not path.exists():
+            write_atomically(path, self.text(name, held_out=False))
+        return path
+
+    def method(self, cell: Cell) -> str:
+        """Return the method string of a cell's table."""
+        if cell.table in FITTED:
+            fitted = Cell("fit", cell.table, "zero", cell.target, cell.target)
+            return str(json.loads(self.path(fitted).read_text())["method"])
+        return METHODS[cell.table].format(factor=cell.target // CONTEXT)
+
+    def adapter(self, cell: Cell) -> Path:
+        """Return the folder of the adapter that a cell trains or needs."""
+        return self.root / "adapters" / (cell if cell.kind == "train" else cell.needs or cell).name
+
+    def model(self, cell: Cell, patch: bool = True) -> Any:
+        """Return the model that a cell measures, in bfloat16."""
+        import torch
+
+        import rope_patch
+
+        if cell.state != "zero":
+            return rope_patch.load(self.adapter(cell), dtype=torch.bfloat16).merge_and_unload().to(self.device).eval()
+        model = rope_patch.load(self.folder, dtype=torch.bfloat16).to(self.device).eval()
+        if patch:
+            rope_patch.apply(model, self.method(cell), target_length=cell.target)
+        return model
+
+
+def text(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure the loss of windows between doubling positions [nats/token]."""
+    from rope_patch.evaluation.documents import spread_windows
+    from rope_patch.evaluation.perplexity import perplexity
+
+    domain = "novels" if cell.kind == "text" else "wikitext"
+    edges = [0, *(n for n in (1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768) if n <= cell.length)]
+    count = SHORT_WINDOWS if cell.kind == "short" else WINDOWS
+    windows, digest = spread_windows(study.tokenizer(), study.text(domain, held_out=True), cell.length, count)
+    score = perplexity(
+        study.model(cell),
+        windows,
+        window=cell.length,
+        buckets=edges,
+        resume=study.parts(cell),
+        on_progress=study.on_progress,
+    )
+    spans = itertools.pairwise(edges)
+    return {
+        "text": domain,
+        "sha256": digest,
+        "nll": {f"{low}-{high}": [d.nll[i] / d.tokens[i] for d in score.documents for i in score.inside(low, high)]
+                for low, high in spans},
+    }  # fmt: skip
+
+
+def passkey(study: Study, cell: Cell) -> dict[str, Any]:
+    """Ask for passkeys hidden in noise, as plain text."""
+    from rope_patch.evaluation.retrieval import retrieval
+
+    asked = retrieval(
+        study.model(cell),
+        study.tokenizer(),
+        lengths=[cell.length],
+        depths=DEPTHS,
+        samples=SAMPLES,
+        haystack="noise",
+        chat_template="off",
+        batch_tokens=1,
+        resume=study.parts(cell),
+        on_progress=study.on_progress,
+    )
+    return {
+        "correct": [sample.correct for sample in asked.samples(cell.length)],
+        "first_choice": [sample.first_choice for sample in asked.samples(cell.length)],
+        "logprob": [sample.logprob for sample in asked.samples(cell.length)],
+        "answers": [sample.output for sample in asked.samples(cell.length)],
+        "asked for": [sample.expected for sample in asked.samples(cell.length)],
+    }
+
+
+def train(study: Study, cell: Cell) -> dict[str, Any]:
+    """Train a LoRA adapter on novels, and keep it."""
+    from rope_patch.training.finetune import finetune
+    from rope_patch.training.reading import read
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    rows = max(ACCUMULATE, ROWS * ROW // cell.length)
+    folder = study.adapter(cell)
+    options = {
+        "model": {"name": str(study.folder), "dtype": "bfloat16"},
+        "patch": {"method": study.method(cell), "target_length": cell.target},
+        "lora": {"rank": 16},
+        "data": {
+            "source": str(study.training_text("novels")),
+            "lengths": cell.length,
+            "positions": "pose" if cell.state == "pose" else "full",
+        },
+        "train": {
+            "steps": math.ceil(rows / ACCUMULATE),
+            "batch": 1,
+            "accumulate": ACCUMULATE,
+            "learning_rate": 4e-4,
+            "scheduler": "cosine",
+            "warmup": 0.1,
+            "checkpointing": study.device == "cuda",
+            "seed": cell.seed,
+            "save_every": 10,
+            "keep": 1,
+        },
+        # evaluated by other cells
+        "evaluation": {"before": False, "lengths": "256", "depths": [0.5], "samples": 1, "windows": 0},
+        "output": str(folder),
+    }
+    finetune(read(base=options), command="python benchmarks/study_smollm2.py")
+    result = json.loads((folder / "results.json").read_text())
+    return {"rows": rows, "row_tokens": cell.length, "tokens": result["tokens"], "patch": result["patch"]}
+
+
+def fit(study: Study, cell: Cell) -> dict[str, Any]:
+    """Fit a table from YaRN's on rows at skipped positions."""
+    from rope_patch import fitting
+    from rope_patch.evaluation.spec import EvalSpec
+
+    model, tokenizer = study.model(cell, patch=False), study.tokenizer()
+    patch = fitting.fit(
+        model,
+        tokenizer,
+        study.text(FITTED[cell.table], held_out=False),
+        target_length=cell.target,
+        objective=fitting.Objective(positions="pose", row_length=ROW),
+        schedule=fitting.Schedule(steps=FIT_STEPS, checks=1, seed=cell.seed),
+        spec=EvalSpec(
+            [cell.target],
+            depths=FIT_DEPTHS,
+            samples=1,
+            windows=FIT_WINDOWS,
+            bucket=cell.target,
+            haystack=None,
+            chat_template="off",
+            seed=fitting.SEED + cell.seed,
+        ),
+        resume=study.parts(cell),
+        on_progress=lambda _, tokens: study.on_progress(tokens),
+    )
+    (tried,) = patch.candidates.values()
+    return {
+        "text": FITTED[cell.table],
+        "method": str(patch.method),
+        "chosen": patch.chosen,
+        "tried": [candidate.to_dict() for candidate in tried],
+        "stopped": dict(patch.stopped),
+    }
+
+
+def heads(study: Study, cell: Cell) -> dict[str, Any]:
+    """Analyse how the heads use the table: shares of every pair, outliers and their bounds, and p-RoPE at several p."""
+    import rope_patch
+    from rope_patch.analysis.outliers import outlier_pairs, scatter
+
+    result = rope_patch.analyze(
+        study.model(cell, patch=False),
+        study.tokenizer(),
+        {"novels": study.text("novels", held_out=True)},
+        tokens=2 * cell.length,
+        window=cell.length,
+        p_values=P_VALUES,
+        resume=study.parts(cell).with_suffix(""),
+        on_progress=lambda _, tokens: study.on_progress(tokens),
+    )
+    points = scatter(result.capture)
+    layers = result.capture.layers
+    usage = {}
+    for states in ("query", "key"):
+        norms = [getattr(layer, states).mean_norm for layer in layers]
+        shares = [norm / norm.sum(-1, keepdim=True) for norm in norms]
+        usage[states] = (sum(share.mean(0) for share in shares) / len(shares)).tolist()
+    outliers = {}
+    for states in ("key", "query"):
+        for ratio in RATIOS:
+            pairs = outlier_pairs(result.capture, states, ratio=ratio)
+            outliers[f"{states}, {ratio:g} times the median"] = {
+                "outliers": len(pairs),
+                "below the frequency bound": sum(pair.turns < 1 for pair in pairs),
+                "beyond the angle bound too": sum(pair.kind == "offset feature" for pair in pairs),
+                "by pair": [sum(pair.pair == i for pair in pairs) for i in range(layers[0].query.pairs)],
+            }
+    whole = json.loads(result.to_json())
+    return {
+        "tokens": result.capture.tokens,
+        "entries": len(points.pair),
+        "pairs without a turn": [i for i, f in enumerate(layers[0].inv_freq.tolist()) if f * CONTEXT < 2 * math.pi],
+        "usage": usage,
+        "outliers": outliers,
+        "recall": whole["recall"],
+        "findings": whole["findings"],
+        "p_sweep": whole["p_sweep"],
+        "p_sweep_positions": whole["p_sweep_positions"],
+        "advice": whole["advice"],
+    }
+
+
+def kv(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure quantized caches."""
+    from rope_patch.evaluation.spec import EvalSpec
+    from rope_patch.evaluation.suite import EvalSuite
+    from rope_patch.kv_evaluation.run import kv_check
+
+    spec = EvalSpec(
+        [cell.length], depths=DEPTHS, samples=1, windows=4, bucket=cell.length, haystack="noise", chat_template="off"
+    )
+    tokenizer = study.tokenizer()
+    checked = kv_check(
+        study.model(cell),
+        tokenizer,
+        list(SCHEMES),
+        EvalSuite(spec, tokenizer, text=study.text("novels", held_out=True)),
+        resume=study.parts(cell),
+        on_progress=lambda _, tokens: study.on_progress(tokens),
+    )
+    rows = {}
+    for row in checked.rows:
+        score, asked = row.scores.perplexity, row.scores.retrieval["passkey"]
+        rows[row.scheme] = {
+            "bits": [row.key_bits, row.value_bits],
+            "nll": [sum(document.nll) / sum(document.tokens) for document in score.documents],
+            "correct": [sample.correct for sample in asked.samples(cell.length)],
+            "logit_error": [float(error.logit.mean()) for error in row.errors],
+        }
+    return {"rows": rows}
+
+
+def engine(study: Study, cell: Cell) -> dict[str, Any]:
+    """Ask llama.cpp for the same passkeys, by the GGUF file with the table put into it."""
+    import llama_cpp
+
+    from rope_patch.checkpoints.gguf_patch import patch_gguf
+    from rope_patch.evaluation.prompts import PromptMaker
+
+    source = next(study.folder.parent.glob("*.gguf"), None)
+    if source is None:
+        raise FileNotFoundError(f"no GGUF file beside {study.folder}: `make smollm2` puts it there")
+    path = study.root / f"{cell.table}-{cell.target}.gguf"
+    if not path.exists():
+        patch_gguf(source, study.method(cell), path, target_length=cell.target)
+    maker = PromptMaker(study.tokenizer(), "noise")
+    llama = llama_cpp.Llama(str(path), n_ctx=cell.length, n_threads=2, n_threads_batch=2, verbose=False)
+    correct, answers, expected = [], [], []
+    for sample in range(SAMPLES):
+        for prompt in maker.prompts("passkey", cell.length, DEPTHS, seed=0, sample=sample):
+            asked = list(prompt.ids)[: -prompt.answer]
+            llama.reset()
+            out = []
+            for token in llama.generate(asked, temp=0.0, top_k=1, reset=True):
+                out.append(token)
+                if len(out) == prompt.answer:
+                    break
+            answers.append(maker.tokenizer.decode(out))
+            expected.append(prompt.target)
+            correct.append(answers[-1].strip() == prompt.target.strip())
+            study.on_progress(cell.length)
+    llama.close()
+    return {"correct": correct, "answers": answers, "asked for": expected, "llama_cpp": llama_cpp.__version__}
+
+
+MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
+    "text": text,
+    "wiki": text,
+    "short": text,
+    "passkey": passkey,
+    "train": train,
+    "fit": fit,
+    "heads": heads,
+    "kv": kv,
+    "engine": engine,
+}

@@ -1,0 +1,306 @@
+"""A public checkpoint, SmolLM2-135M-Instruct, at twice its context: which table, before and after LoRA?
+
+    python benchmarks/study_smollm2.py MODEL --novels FOLDER --wikitext FILE \\
+        -o benchmarks/results/study_smollm2.json --figure docs/study_smollm2.png
+
+MODEL is the folder that `make smollm2` writes, FOLDER holds novels as text files, FILE is the test part of WikiText-2.
+Three novels and the second half of WikiText-2 are held out for evaluation; the rest is for training and fitting.
+
+The study is a list of cells, which `--list` shows. What a cell will cost is printed before it begins, a finished one is
+a file in build/study_smollm2 and is not measured again, and an interrupted one goes on where it was. The core takes
+about eight hours on two cores: `--cells 'text-*' 'passkey-*-1024'` runs a part of it, and the report is of what is
+finished. `--more` adds what a GPU has time for (`--device cuda`): three seeds, rows of the full length, 32768 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from tqdm import tqdm
+
+import smollm2_cells as cells
+from measuring import command, environment, write
+from rope_patch.evaluation.intervals import paired_means
+from rope_patch.files import write_atomically
+from smollm2_cells import Cell, Study
+
+Results = dict[Cell, dict[str, Any]]
+
+
+def digest_of(study: Study) -> str:
+    """Return what all results depend on: the weights and the texts."""
+    sha256 = hashlib.sha256()
+    weights = sorted(study.folder.glob("*.safetensors"))
+    if not weights:
+        raise FileNotFoundError(f"{study.folder} is no folder of a checkpoint: it holds no *.safetensors")
+    for path in weights:
+        sha256.update(path.read_bytes())
+    for domain in ("novels", "wikitext"):
+        for held_out in (True, False):
+            sha256.update(study.text(domain, held_out).encode())
+    return sha256.hexdigest()
+
+
+def run(study: Study, todo: Sequence[Cell], done: Results, about: str) -> None:
+    """Measure cells one after another, after what they need."""
+    for number, cell in enumerate(todo):
+        path = study.path(cell)
+        flops = cells.operations(cell)
+        speed = cells.speed_of(list(done.values()))
+        left = sum(cells.operations(other) for other in todo[number:])
+        tokens = round(sum(count * n for count, n in cells.passes(cell)))
+        print(
+            f"{number + 1} of {len(todo)}: {cell.name}, about {tokens:,} tokens and {minutes(flops / speed)}; "
+            f"{minutes(left / speed)} for all that is left",
+            flush=True,
+        )
+        spent = study.root / "parts" / f"{cell.name}.seconds"  # of runs that were interrupted
+        before = float(spent.read_text()) if spent.exists() else 0.0
+        began = time.perf_counter()
+        with tqdm(total=tokens, unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
+            object.__setattr__(study, "on_progress", bar.update)
+            try:
+                result = cells.MEASURES[cell.kind](study, cell)
+            except BaseException:
+                spent.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(spent, str(before + time.perf_counter() - began))
+                raise
+        seconds = before + time.perf_counter() - began
+        made_by = {"about": about, "device": study.device, "seconds": round(seconds, 1), "operations": flops}
+        done[cell] = {**made_by, **result}
+        write_atomically(path, json.dumps(done[cell]))
+        print(f"    finished in {minutes(seconds)}", flush=True)
+
+
+def minutes(seconds: float) -> str:
+    """Return a time for reading."""
+    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
+
+
+def finished(study: Study, asked: Sequence[Cell], about: str) -> Results:
+    """Return the results that are there, of these weights and texts.
+
+    Raises:
+        ValueError: one of other weights or texts.
+    """
+    done = {cell: json.loads(study.path(cell).read_text()) for cell in asked if study.path(cell).exists()}
+    for cell, result in done.items():
+        if result["about"] != about:
+            raise ValueError(
+                f"{study.path(cell)} was measured on other weights or texts: give another --root, or delete it"
+            )
+    return done
+
+
+def with_needs(chosen: Sequence[Cell]) -> list[Cell]:
+    """Return cells, each after what trains or fits what it measures."""
+    ordered: list[Cell] = []
+    for cell in chosen:
+        needs, needed = [cell], cell.needs
+        while needed is not None:
+            needs, needed = [needed, *needs], needed.needs
+        ordered += needs
+    return list(dict.fromkeys(ordered))
+
+
+# --- the report
+
+
+def change(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Return a paired difference of losses with Student's interval over windows [nats/token]."""
+    both = list(zip(ours, theirs, strict=True))
+    estimate = statistics.fmean(a - b for a, b in both)
+    return {"estimate": estimate, "interval": list(paired_means(ours, theirs)) if len(both) > 1 else None}
+
+
+def text_rows(done: Results) -> list[dict[str, Any]]:
+    """Return perplexity by position, and what it differs by from the model as it was and from its equal in training."""
+    rows = []
+    for cell, result in done.items():
+        if cell.kind not in ("text", "short", "wiki"):
+            continue
+        row = {**of(cell), "text": result["text"], "windows": len(next(iter(result["nll"].values())))}
+        row["nll"] = result["nll"]
+        row["perplexity"] = {span: math.exp(statistics.fmean(nll)) for span, nll in result["nll"].items()}
+        plain = done.get(Cell(cell.kind, "default", "zero", cell.length, cell.target))
+        if plain is None:
+            plain = done.get(Cell(cell.kind, "default", "zero", cell.length))
+        if plain is not None and cell != Cell(cell.kind, "default", "zero", cell.length):
+            row["nll_minus_unpatched"] = {
+                span: change(result["nll"][span], plain["nll"][span]) for span in plain["nll"]
+            }
+        equal = done.get(cell._replace(table="default"))
+        if equal is not None and cell.state != "zero" and cell.table != "default":
+            row["nll_minus_default_trained_alike"] = {
+                span: change(result["nll"][span], equal["nll"][span]) for span in equal["nll"]
+            }
+        rows.append(row)
+    return rows
+
+
+def of(cell: Cell) -> dict[str, Any]:
+    """Return a cell as columns."""
+    return {name: getattr(cell, name) for name in ("table", "state", "length", "target", "seed")}
+
+
+def passkey_rows(done: Results) -> list[dict[str, Any]]:
+    """Return right answers, by length."""
+    rows = []
+    for cell, result in done.items():
+        if cell.kind in ("passkey", "engine"):
+            row = {**of(cell), "by": "llama.cpp" if cell.kind == "engine" else "transformers"}
+            row |= {"prompts": len(result["correct"]), "exact_match": sum(result["correct"])}
+            if "first_choice" in result:
+                row |= {"first_choice": sum(result["first_choice"]), "logprob": statistics.fmean(result["logprob"])}
+            rows.append(row | {"answers": result["answers"][:4], "asked for": result["asked for"][:4]})
+    return rows
+
+
+def cache_rows(done: Results) -> list[dict[str, Any]]:
+    """Return what quantized caches cost under each table, on the same windows and prompts in full precision."""
+    rows = []
+    for cell, result in done.items():
+        if cell.kind == "kv":
+            full = result["rows"]["none"]
+            for scheme, row in result["rows"].items():
+                if scheme != "none":
+                    cost = change(row["nll"], full["nll"])
+                    rows.append(
+                        {
+                            **of(cell),
+                            "scheme": scheme,
+                            "bits": row["bits"],
+                            "nll_cost": cost,
+                            "exact_match": sum(row["correct"]),
+                            "exact_match_full": sum(full["correct"]),
+                            "prompts": len(row["correct"]),
+                            "logit_error": statistics.fmean(row["logit_error"]) if row["logit_error"] else None,
+                        }
+                    )
+    return rows
+
+
+def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str) -> dict[str, Any]:
+    """Return everything that is finished."""
+    plain = ("about", "operations", "device", "seconds")
+    others = {
+        cell.name: {key: value for key, value in result.items() if key not in plain}
+        for cell, result in done.items()
+        if cell.kind in ("heads", "train", "fit")
+    }
+    return {
+        "benchmark": "study_smollm2",
+        "command": command(),
+        "what": "SmolLM2-135M-Instruct (8192 tokens) at 16384: perplexity by position, passkeys, heads, caches",
+        "weights": "dequantized Q4_1, bfloat16",
+        "unfinished": [cell.name for cell in asked if cell not in done],
+        "minutes": round(sum(result["seconds"] for result in done.values()) / 60, 1),
+        "sha256": about,
+        "settings": {
+            "methods": cells.METHODS,
+            "held out": list(cells.HELD_OUT),
+            "windows": cells.WINDOWS,
+            "depths": cells.DEPTHS,
+            "samples": cells.SAMPLES,
+            "training": {"rows": cells.ROWS, "row": cells.ROW, "rows a step": cells.ACCUMULATE, "rank": 16},
+        },
+        "environment": environment(device=study.device, threads=2),
+        "text": text_rows(done),
+        "passkey": passkey_rows(done),
+        "caches": cache_rows(done),
+        **others,
+    }
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw perplexity by position and passkeys by length, before and after LoRA."""
+    from rope_patch.plots.base import scores_by_context
+
+    panels: dict[str, Any] = {}
+    for state, words in (("zero", "not trained"), ("pose", "after LoRA")):
+        for row in report["text"]:
+            if row["length"] == 2 * cells.CONTEXT and row["state"] == state and row["target"] == 2 * cells.CONTEXT:
+                ends = [int(span.partition("-")[2]) for span in row["perplexity"]]
+                curve = panels.setdefault(f"perplexity on novels, {words}", {})
+                curve[row["table"], state != "zero"] = (ends, list(row["perplexity"].values()))
+        for row in report["passkey"]:
+            if row["by"] == "transformers" and row["state"] == state and row["target"] == 2 * cells.CONTEXT:
+                curve = panels.setdefault(f"passkeys, {words}", {})
+                lengths, shares = curve.setdefault((row["table"], state != "zero"), ([], []))
+                lengths.append(row["length"])
+                shares.append(row["exact_match"] / row["prompts"])
+    for curves in panels.values():
+        for key, (xs, ys) in curves.items():
+            order = sorted(range(len(xs)), key=xs.__getitem__)
+            curves[key] = ([xs[i] for i in order], [ys[i] for i in order])
+    shares = [name for name in panels if name.startswith("passkeys")]
+    title = "SmolLM2-135M-Instruct, trained at 8192 tokens"
+    scores_by_context(panels, shares=shares, title=title).savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Measure what is missing, then report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder of the checkpoint")
+    parser.add_argument("--novels", type=Path, required=True, help="folder of novels, *.txt")
+    parser.add_argument("--wikitext", type=Path, required=True, help="file of WikiText-2's test part")
+    parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
+    parser.add_argument("--figure", type=Path, default=None, help="PNG to draw")
+    parser.add_argument(
+        "--root", type=Path, default=Path("build/study_smollm2"), help="folder of the results of finished cells"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--cells", nargs="+", default=["*"], help="names of cells to run, with * for any text")
+    parser.add_argument("--more", action="store_true", help="the cells for a GPU, too")
+    parser.add_argument("--list", action="store_true", help="list the cells with their cost, and measure nothing")
+    parser.add_argument("--report", action="store_true", help="measure nothing, and report the finished cells")
+    given = parser.parse_args()
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    study = Study(given.model, given.novels, given.wikitext, given.root, given.device)
+    asked = with_needs([*cells.core(), *(cells.more() if given.more else [])])
+    chosen = with_needs([cell for cell in asked if any(fnmatch.fnmatch(cell.name, p) for p in given.cells)])
+    if not chosen:
+        parser.error(f"no cell is named like {' or '.join(given.cells)}: --list shows them")
+    given.root.mkdir(parents=True, exist_ok=True)
+    try:
+        about = digest_of(study)
+        done = finished(study, asked, about)
+        todo = [cell for cell in chosen if cell not in done]
+        if given.list:
+            speed = cells.speed_of(list(done.values()))
+            for cell in chosen:
+                cost = "finished" if cell in done else minutes(cells.operations(cell) / speed)
+                print(f"{cell.name:32s} {cost}")
+            print(f"{minutes(sum(map(cells.operations, todo)) / speed)} for {len(todo)} of {len(chosen)} cells")
+            return
+        if not given.report:
+            run(study, todo, done, about)
+    except KeyboardInterrupt:
+        print("\nstopped: finished cells are kept, and the same command goes on", file=sys.stderr)
+        sys.exit(130)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    report = report_of(done, asked, study, about)
+    write(report, given.output)
+    if given.figure:
+        draw(report, given.figure)
+
+
+if __name__ == "__main__":
+    main()
