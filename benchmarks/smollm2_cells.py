@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from rope_patch.files import write_atomically
 
-CONTEXT = 8192
 METHODS = {
     "default": "default",
     "pi": "pi:factor={factor}",
@@ -25,23 +24,81 @@ METHODS = {
     "yarn": "yarn:factor={factor}",
     "p_rope-0.75": "p_rope:p=0.75",
     "p_rope-0.5": "p_rope:p=0.5",
-    "truncated": "truncated:context=8192",
+    "truncated": "truncated:context={context}",
 }
 FITTED = {"fitted": "novels", "fitted-wikitext": "wikitext"}
 """Tables that are fitted from YaRN's, and to what."""
-ADAPTED = ("p_rope-0.75", "yarn", "default")
+FIRST = ("default", "yarn", "p_rope-0.75")
+"""Tables that are measured first, and adapted."""
 HELD_OUT = ("moby_dick.txt", "pride_and_prejudice.txt", "sherlock_holmes.txt")
-WINDOWS, SHORT_WINDOWS, SHORT = 6, 24, 1024
-PROMPT_LENGTHS = (1024, 4096, 8192, 16384)
-DEPTHS, SAMPLES = (0.0, 1 / 3, 2 / 3, 1.0), 2
-ROWS, ROW, ACCUMULATE = 200, 2048, 4
-FIT_STEPS, FIT_WINDOWS, FIT_DEPTHS = 40, 4, (0.0, 0.5)
+EDGES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+"""Where perplexity is divided by position, as shares of the window."""
 SCHEMES = ("fp8", "int4-token", "kivi-2", "nf4")
-CACHE_LENGTH = 4096
 P_VALUES = (0.9, 0.75, 0.625, 0.5, 0.25)
 RATIOS = (3.0, 5.0, 8.0)
 """Times the median radius that make an outlier."""
-ENGINE_LENGTHS = (1024, 4096, 16384)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is.
+
+    Attributes:
+        context: that the model was trained at [tokens].
+        windows: of text at the target length.
+        short: length of the windows that show what a patch costs within the context [tokens].
+        short_windows: how many of them.
+        prompts: lengths of the prompts [tokens].
+        depths: of the passkeys.
+        samples: haystacks per length.
+        rows: that an adapter is trained on.
+        row: their length [tokens].
+        accumulate: rows per step.
+        fit_steps: of a fitted table.
+        fit_windows: of held-out text, which decide whether the fitted table is taken.
+        fit_depths: of the held-out passkeys.
+        cache: length at which quantized caches are measured, and of the rows that heads are analysed on [tokens].
+        cache_windows: of text for the caches.
+        asked: lengths of the prompts for llama.cpp [tokens].
+    """
+
+    context: int = 8192
+    windows: int = 6
+    short: int = 1024
+    short_windows: int = 24
+    prompts: Sequence[int] = (1024, 4096, 8192, 16384)
+    depths: Sequence[float] = (0.0, 1 / 3, 2 / 3, 1.0)
+    samples: int = 2
+    rows: int = 200
+    row: int = 2048
+    accumulate: int = 4
+    fit_steps: int = 40
+    fit_windows: int = 4
+    fit_depths: Sequence[float] = (0.0, 0.5)
+    cache: int = 4096
+    cache_windows: int = 4
+    asked: Sequence[int] = (1024, 4096, 16384)
+
+
+QUICK = Sizes(
+    context=256,
+    windows=2,
+    short=128,
+    short_windows=2,
+    prompts=(128, 512),
+    depths=(0.0, 1.0),
+    samples=1,
+    rows=4,
+    row=128,
+    accumulate=2,
+    fit_steps=2,
+    fit_windows=2,
+    fit_depths=(0.5,),
+    cache=128,
+    cache_windows=2,
+    asked=(128,),
+)
+"""Sizes for a small model, to try the study out."""
 
 
 class Cell(NamedTuple):
@@ -52,7 +109,7 @@ class Cell(NamedTuple):
         table: a key of ``METHODS`` or ``FITTED``; ``-`` where a cell is about the checkpoint as it is.
         state: ``zero``; after LoRA ``pose`` (short rows at skipped positions) or ``full`` (rows of the target length).
         length: what it is measured at or trained for [tokens].
-        target: what the table is for [tokens].
+        factor: the target length divided by the context.
         seed: of training, or of the fit.
     """
 
@@ -60,104 +117,106 @@ class Cell(NamedTuple):
     table: str
     state: str
     length: int
-    target: int = 2 * CONTEXT
+    factor: int = 2
     seed: int = 0
 
     @property
     def name(self) -> str:
         """Stem of the file of its result."""
-        ends = [f"to{self.target}"] * (self.target != 2 * CONTEXT) + [f"seed{self.seed}"] * (self.seed > 0)
+        ends = [f"x{self.factor}"] * (self.factor != 2) + [f"seed{self.seed}"] * (self.seed > 0)
         return "-".join([self.kind, self.table, self.state, str(self.length), *ends])
 
-    @property
-    def needs(self) -> Cell | None:
-        """The cell that trains or fits what this one takes; None for a checkpoint as it is."""
-        if self.state != "zero" and self.kind != "train":
-            length = ROW if self.state == "pose" else self.target
-            return Cell("train", self.table, self.state, length, self.target, self.seed)
-        if self.table in FITTED and self.kind != "fit":
-            return Cell("fit", self.table, "zero", self.target, self.target)
-        return None
 
-
-def core() -> list[Cell]:
+def core(sizes: Sizes) -> list[Cell]:
     """Return the cells of the study, the most telling ones first."""
-    target, first = 2 * CONTEXT, ("default", "yarn", "p_rope-0.75")
-    tables = [*first, *(name for name in METHODS if name not in first)]
-    zero = [Cell("text", table, "zero", target) for table in tables]
-    zero += [Cell("short", table, "zero", SHORT) for table in tables]
-    asked = [Cell("passkey", table, "zero", length) for table in tables for length in PROMPT_LENGTHS]
+    target = 2 * sizes.context
+    tables = [*FIRST, *(name for name in METHODS if name not in FIRST)]
+    heads = [Cell("heads", "-", "zero", sizes.cache)]
     adapted = []
-    for table in ADAPTED:
-        adapted += [Cell("train", table, "pose", ROW), Cell("text", table, "pose", target)]
-        adapted += [Cell("short", table, "pose", SHORT)]
-        adapted += [Cell("passkey", table, "pose", length) for length in PROMPT_LENGTHS]
+    for table in ("p_rope-0.75", "yarn", "default"):
+        adapted.append(Cell("train", table, "pose", sizes.row))
+        adapted += _measured(table, "pose", sizes)
     fits = []
     for table in FITTED:
-        fits += [Cell("fit", table, "zero", target), Cell("text", table, "zero", target)]
-        fits += [Cell("short", table, "zero", SHORT)]
-        fits += [Cell("passkey", table, "zero", length) for length in PROMPT_LENGTHS]
-    heads = [Cell("heads", "-", "zero", CACHE_LENGTH)]
-    engine = [Cell("engine", table, "zero", length) for table in ("yarn", "p_rope-0.75") for length in ENGINE_LENGTHS]
-    caches = [Cell("kv", table, state, CACHE_LENGTH) for state in ("zero", "pose") for table in ADAPTED]
-    return heads + zero[: len(first)] + adapted + engine + zero[len(first) :] + asked + fits + caches
+        fits += [Cell("fit", table, "zero", target), *_measured(table, "zero", sizes)]
+    zero = [cell for table in tables for cell in _measured(table, "zero", sizes)]
+    engine = [Cell("engine", table, "zero", length) for table in ("yarn", "p_rope-0.75") for length in sizes.asked]
+    caches = [Cell("kv", table, state, sizes.cache) for state in ("zero", "pose") for table in FIRST]
+    first = [Cell("text", table, "zero", target) for table in FIRST]
+    return list(dict.fromkeys(heads + first + adapted + engine + zero + fits + caches))
 
 
-def more() -> list[Cell]:
-    """Return what a GPU has time for: seeds, full rows, and four times the context."""
-    cells = []
-    for target, state in ((2 * CONTEXT, "pose"), (2 * CONTEXT, "full"), (4 * CONTEXT, "pose"), (4 * CONTEXT, "full")):
-        for seed in range(3):
-            for table in ADAPTED:
-                length = ROW if state == "pose" else target
-                cells.append(Cell("train", table, state, length, target, seed))
-                cells.append(Cell("text", table, state, target, target, seed))
-                cells += [Cell("passkey", table, state, n, target, seed) for n in (*PROMPT_LENGTHS, target)]
-    cells += [Cell("text", table, "zero", 4 * CONTEXT, 4 * CONTEXT) for table in METHODS]
-    cells += [Cell("wiki", table, "zero", 2 * CONTEXT) for table in METHODS]
-    return [cell for cell in dict.fromkeys(cells) if cell not in core()]
+def _measured(table: str, state: str, sizes: Sizes, factor: int = 2, seed: int = 0) -> list[Cell]:
+    """What is measured of every table."""
+    target = factor * sizes.context
+    lengths = sorted({*sizes.prompts, target})
+    return [
+        Cell("text", table, state, target, factor, seed),
+        Cell("short", table, state, sizes.short, factor, seed),
+        *(Cell("passkey", table, state, length, factor, seed) for length in lengths),
+    ]
+
+
+def more(sizes: Sizes) -> list[Cell]:
+    """Return what a GPU has time for: three seeds, full rows, four times the context, and long windows of WikiText."""
+    cells = [Cell("wiki", table, "zero", 2 * sizes.context) for table in METHODS]
+    for factor in (2, 4):
+        cells += [Cell("text", table, "zero", factor * sizes.context, factor) for table in METHODS]
+        for state in ("pose", "full"):
+            row = sizes.row if state == "pose" else factor * sizes.context
+            for seed in range(3):
+                for table in FIRST:
+                    cells.append(Cell("train", table, state, row, factor, seed))
+                    cells += _measured(table, state, sizes, factor, seed)
+    return [cell for cell in dict.fromkeys(cells) if cell not in core(sizes)]
 
 
 # --- cost
 
 
-def passes(cell: Cell) -> list[tuple[float, int]]:
+def passes(cell: Cell, sizes: Sizes) -> list[tuple[float, int]]:
     """Return the forward passes of a cell: how many, of how many tokens. A backward pass counts as two forward ones."""
-    prompts = SAMPLES * len(DEPTHS)
-    shared = SAMPLES * sum(1 - depth for depth in DEPTHS) + SAMPLES  # what comes before a needle is read once
+    prompts = sizes.samples * len(sizes.depths)
+    shared = sizes.samples * (sum(1 - depth for depth in sizes.depths) + 1)  # what comes before a needle is read once
     match cell.kind:
         case "text" | "wiki":
-            return [(WINDOWS, cell.length)]
+            return [(sizes.windows, cell.length)]
         case "short":
-            return [(SHORT_WINDOWS, cell.length)]
+            return [(sizes.short_windows, cell.length)]
         case "passkey":
             return [(shared, cell.length)]
         case "engine":
             return [(prompts, cell.length)]
         case "train":
-            return [(3.0 * ROWS * ROW / cell.length, cell.length)]
+            return [(3.0 * sizes.rows * sizes.row / cell.length, cell.length)]
         case "fit":
-            return [(3.0 * FIT_STEPS * 2, ROW), (2 * (FIT_WINDOWS + len(FIT_DEPTHS)), cell.length)]
+            return [
+                (3.0 * sizes.fit_steps * 2, sizes.row),
+                (2 * (sizes.fit_windows + len(sizes.fit_depths)), cell.length),
+            ]
         case "heads":
-            return [(6, cell.length), (2 * (1 + len(P_VALUES)), 2 * CONTEXT)]
+            return [(6, cell.length), (1 + len(P_VALUES), 2 * cell.length)]
         case "kv":
-            return [(4 * (1 + len(SCHEMES)) + 4, cell.length), (shared * (1 + len(SCHEMES)), cell.length)]
+            tables = 1 + len(SCHEMES)
+            return [(sizes.cache_windows * (tables + 1), cell.length), (shared / sizes.samples * tables, cell.length)]
     raise ValueError(f"unknown kind {cell.kind!r}")
 
 
-def operations(cell: Cell) -> float:
+def operations(cell: Cell, sizes: Sizes) -> float:
     """Return what a cell costs in operations of a matrix product, of SmolLM2-135M.
 
     Those of attention count five times: on a CPU they are that much slower.
     """
     weights, layers, width = 106e6, 30, 576
-    return sum(count * (2 * weights * n + 5 * 2 * layers * width * n * n) for count, n in passes(cell))
+    return sum(count * (2 * weights * n + 5 * 2 * layers * width * n * n) for count, n in passes(cell, sizes))
 
 
 def speed_of(done: Sequence[dict[str, Any]]) -> float:
-    """Return the speed of the finished cells [operations/s]; that of two quiet cores where there is none."""
-    seconds = sum(result["seconds"] for result in done)
-    return sum(result["operations"] for result in done) / seconds if seconds else 5e11
+    """Return the speed of the finished cells [operations/s], together with ten minutes of two quiet cores."""
+    seconds, guess = 600.0, 5e11
+    return (sum(result["operations"] for result in done) + guess * seconds) / (
+        sum(result["seconds"] for result in done) + seconds
+    )
 
 
 # --- measuring
@@ -172,6 +231,7 @@ class Study:
         novels: text files.
         wikitext: a text file.
         root: of the results.
+        sizes: of everything.
         device: that is measured on.
         on_progress: called with the number of tokens just read.
     """
@@ -180,6 +240,7 @@ class Study:
     novels: Path
     wikitext: Path
     root: Path
+    sizes: Sizes = Sizes()
     device: str = "cpu"
     on_progress: Callable[[int], None] = lambda tokens: None
 
@@ -212,22 +273,40 @@ class Study:
         return "\n\n".join(f.read_text(encoding="utf-8") for f in files if (f.name in HELD_OUT) == held_out)
 
     def training_text(self, name: str) -> Path:
-        """Return a file of the text of a domain that is trained on."""
-        path = self.root / f"{name}-train.txt"
-        if not path.exists():
-            write_atomically(path, self.text(name, held_out=False))
-        return path
+        """Return a folder of the text of a domain that is trained on, in pieces, which the recipe shuffles."""
+        folder, size = self.root / f"{name}-train", 200_000
+        whole = self.text(name, held_out=False)
+        for start in range(0, len(whole), size):
+            path = folder / f"{start // size:03d}.txt"
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, whole[start : start + size])
+        return folder
 
     def method(self, cell: Cell) -> str:
         """Return the method string of a cell's table."""
-        if cell.table in FITTED:
-            fitted = Cell("fit", cell.table, "zero", cell.target, cell.target)
+        if cell.table in FITTED and cell.kind != "fit":
+            fitted = self.needs(cell)
+            assert fitted is not None
             return str(json.loads(self.path(fitted).read_text())["method"])
-        return METHODS[cell.table].format(factor=cell.target // CONTEXT)
+        return METHODS[cell.table].format(factor=cell.factor, context=self.sizes.context)
+
+    def target(self, cell: Cell) -> int:
+        """Return the length that a cell's table is for [tokens]."""
+        return cell.factor * self.sizes.context
+
+    def needs(self, cell: Cell) -> Cell | None:
+        """Return the cell that trains or fits what a cell takes; None for a checkpoint as it is."""
+        if cell.state != "zero" and cell.kind != "train":
+            row = self.sizes.row if cell.state == "pose" else self.target(cell)
+            return Cell("train", cell.table, cell.state, row, cell.factor, cell.seed)
+        if cell.table in FITTED and cell.kind != "fit":
+            return Cell("fit", cell.table, "zero", self.target(cell), cell.factor)
+        return None
 
     def adapter(self, cell: Cell) -> Path:
         """Return the folder of the adapter that a cell trains or needs."""
-        return self.root / "adapters" / (cell if cell.kind == "train" else cell.needs or cell).name
+        return self.root / "adapters" / (cell if cell.kind == "train" else self.needs(cell) or cell).name
 
     def model(self, cell: Cell, patch: bool = True) -> Any:
         """Return the model that a cell measures, in bfloat16."""
@@ -239,7 +318,7 @@ class Study:
             return rope_patch.load(self.adapter(cell), dtype=torch.bfloat16).merge_and_unload().to(self.device).eval()
         model = rope_patch.load(self.folder, dtype=torch.bfloat16).to(self.device).eval()
         if patch:
-            rope_patch.apply(model, self.method(cell), target_length=cell.target)
+            rope_patch.apply(model, self.method(cell), target_length=self.target(cell))
         return model
 
 
@@ -249,8 +328,9 @@ def text(study: Study, cell: Cell) -> dict[str, Any]:
     from rope_patch.evaluation.perplexity import perplexity
 
     domain = "novels" if cell.kind == "text" else "wikitext"
-    edges = [0, *(n for n in (1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768) if n <= cell.length)]
-    count = SHORT_WINDOWS if cell.kind == "short" else WINDOWS
+    sizes = study.sizes
+    edges = [0, cell.length] if cell.kind == "short" else [0, *(round(share * cell.length) for share in EDGES)]
+    count = sizes.short_windows if cell.kind == "short" else sizes.windows
     windows, digest = spread_windows(study.tokenizer(), study.text(domain, held_out=True), cell.length, count)
     score = perplexity(
         study.model(cell),
@@ -277,8 +357,8 @@ def passkey(study: Study, cell: Cell) -> dict[str, Any]:
         study.model(cell),
         study.tokenizer(),
         lengths=[cell.length],
-        depths=DEPTHS,
-        samples=SAMPLES,
+        depths=study.sizes.depths,
+        samples=study.sizes.samples,
         haystack="noise",
         chat_template="off",
         batch_tokens=1,
@@ -300,11 +380,12 @@ def train(study: Study, cell: Cell) -> dict[str, Any]:
     from rope_patch.training.reading import read
 
     warnings.filterwarnings("ignore", category=FutureWarning)
-    rows = max(ACCUMULATE, ROWS * ROW // cell.length)
+    sizes = study.sizes
+    rows = max(sizes.accumulate, sizes.rows * sizes.row // cell.length)
     folder = study.adapter(cell)
     options = {
         "model": {"name": str(study.folder), "dtype": "bfloat16"},
-        "patch": {"method": study.method(cell), "target_length": cell.target},
+        "patch": {"method": study.method(cell), "target_length": study.target(cell)},
         "lora": {"rank": 16},
         "data": {
             "source": str(study.training_text("novels")),
@@ -312,19 +393,19 @@ def train(study: Study, cell: Cell) -> dict[str, Any]:
             "positions": "pose" if cell.state == "pose" else "full",
         },
         "train": {
-            "steps": math.ceil(rows / ACCUMULATE),
+            "steps": math.ceil(rows / sizes.accumulate),
             "batch": 1,
-            "accumulate": ACCUMULATE,
+            "accumulate": sizes.accumulate,
             "learning_rate": 4e-4,
             "scheduler": "cosine",
             "warmup": 0.1,
             "checkpointing": study.device == "cuda",
             "seed": cell.seed,
-            "save_every": 10,
+            "save_every": min(10, math.ceil(rows / sizes.accumulate)),
             "keep": 1,
         },
         # evaluated by other cells
-        "evaluation": {"before": False, "lengths": "256", "depths": [0.5], "samples": 1, "windows": 0},
+        "evaluation": {"before": False, "lengths": str(sizes.short), "depths": [0.5], "samples": 1, "windows": 0},
         "output": str(folder),
     }
     finetune(read(base=options), command="python benchmarks/study_smollm2.py")
@@ -342,15 +423,15 @@ def fit(study: Study, cell: Cell) -> dict[str, Any]:
         model,
         tokenizer,
         study.text(FITTED[cell.table], held_out=False),
-        target_length=cell.target,
-        objective=fitting.Objective(positions="pose", row_length=ROW),
-        schedule=fitting.Schedule(steps=FIT_STEPS, checks=1, seed=cell.seed),
+        target_length=study.target(cell),
+        objective=fitting.Objective(positions="pose", row_length=study.sizes.row),
+        schedule=fitting.Schedule(steps=study.sizes.fit_steps, checks=1, seed=cell.seed),
         spec=EvalSpec(
-            [cell.target],
-            depths=FIT_DEPTHS,
+            [study.target(cell)],
+            depths=study.sizes.fit_depths,
             samples=1,
-            windows=FIT_WINDOWS,
-            bucket=cell.target,
+            windows=study.sizes.fit_windows,
+            bucket=study.target(cell),
             haystack=None,
             chat_template="off",
             seed=fitting.SEED + cell.seed,
@@ -404,7 +485,9 @@ def heads(study: Study, cell: Cell) -> dict[str, Any]:
     return {
         "tokens": result.capture.tokens,
         "entries": len(points.pair),
-        "pairs without a turn": [i for i, f in enumerate(layers[0].inv_freq.tolist()) if f * CONTEXT < 2 * math.pi],
+        "pairs without a turn": [
+            i for i, f in enumerate(layers[0].inv_freq.tolist()) if f * study.sizes.context < 2 * math.pi
+        ],
         "usage": usage,
         "outliers": outliers,
         "recall": whole["recall"],
@@ -422,7 +505,13 @@ def kv(study: Study, cell: Cell) -> dict[str, Any]:
     from rope_patch.kv_evaluation.run import kv_check
 
     spec = EvalSpec(
-        [cell.length], depths=DEPTHS, samples=1, windows=4, bucket=cell.length, haystack="noise", chat_template="off"
+        [cell.length],
+        depths=study.sizes.depths,
+        samples=1,
+        windows=study.sizes.cache_windows,
+        bucket=cell.length,
+        haystack="noise",
+        chat_template="off",
     )
     tokenizer = study.tokenizer()
     checked = kv_check(
@@ -455,14 +544,14 @@ def engine(study: Study, cell: Cell) -> dict[str, Any]:
     source = next(study.folder.parent.glob("*.gguf"), None)
     if source is None:
         raise FileNotFoundError(f"no GGUF file beside {study.folder}: `make smollm2` puts it there")
-    path = study.root / f"{cell.table}-{cell.target}.gguf"
+    path = study.root / f"{cell.table}-x{cell.factor}.gguf"
     if not path.exists():
-        patch_gguf(source, study.method(cell), path, target_length=cell.target)
+        patch_gguf(source, study.method(cell), path, target_length=study.target(cell))
     maker = PromptMaker(study.tokenizer(), "noise")
     llama = llama_cpp.Llama(str(path), n_ctx=cell.length, n_threads=2, n_threads_batch=2, verbose=False)
     correct, answers, expected = [], [], []
-    for sample in range(SAMPLES):
-        for prompt in maker.prompts("passkey", cell.length, DEPTHS, seed=0, sample=sample):
+    for sample in range(study.sizes.samples):
+        for prompt in maker.prompts("passkey", cell.length, study.sizes.depths, seed=0, sample=sample):
             asked = list(prompt.ids)[: -prompt.answer]
             llama.reset()
             out = []

@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,10 @@ def run(study: Study, todo: Sequence[Cell], done: Results, about: str) -> None:
     """Measure cells one after another, after what they need."""
     for number, cell in enumerate(todo):
         path = study.path(cell)
-        flops = cells.operations(cell)
+        flops = cells.operations(cell, study.sizes)
         speed = cells.speed_of(list(done.values()))
-        left = sum(cells.operations(other) for other in todo[number:])
-        tokens = round(sum(count * n for count, n in cells.passes(cell)))
+        left = sum(cells.operations(other, study.sizes) for other in todo[number:])
+        tokens = round(sum(count * n for count, n in cells.passes(cell, study.sizes)))
         print(
             f"{number + 1} of {len(todo)}: {cell.name}, about {tokens:,} tokens and {minutes(flops / speed)}; "
             f"{minutes(left / speed)} for all that is left",
@@ -106,13 +107,13 @@ def finished(study: Study, asked: Sequence[Cell], about: str) -> Results:
     return done
 
 
-def with_needs(chosen: Sequence[Cell]) -> list[Cell]:
+def with_needs(chosen: Sequence[Cell], study: Study) -> list[Cell]:
     """Return cells, each after what trains or fits what it measures."""
     ordered: list[Cell] = []
     for cell in chosen:
-        needs, needed = [cell], cell.needs
+        needs, needed = [cell], study.needs(cell)
         while needed is not None:
-            needs, needed = [needed, *needs], needed.needs
+            needs, needed = [needed, *needs], study.needs(needed)
         ordered += needs
     return list(dict.fromkeys(ordered))
 
@@ -136,10 +137,9 @@ def text_rows(done: Results) -> list[dict[str, Any]]:
         row = {**of(cell), "text": result["text"], "windows": len(next(iter(result["nll"].values())))}
         row["nll"] = result["nll"]
         row["perplexity"] = {span: math.exp(statistics.fmean(nll)) for span, nll in result["nll"].items()}
-        plain = done.get(Cell(cell.kind, "default", "zero", cell.length, cell.target))
-        if plain is None:
-            plain = done.get(Cell(cell.kind, "default", "zero", cell.length))
-        if plain is not None and cell != Cell(cell.kind, "default", "zero", cell.length):
+        same = Cell(cell.kind, "default", "zero", cell.length)  # as it was, whatever it is patched for
+        plain = done.get(same, done.get(same._replace(factor=cell.factor)))
+        if plain is not None and plain is not result:
             row["nll_minus_unpatched"] = {
                 span: change(result["nll"][span], plain["nll"][span]) for span in plain["nll"]
             }
@@ -154,7 +154,7 @@ def text_rows(done: Results) -> list[dict[str, Any]]:
 
 def of(cell: Cell) -> dict[str, Any]:
     """Return a cell as columns."""
-    return {name: getattr(cell, name) for name in ("table", "state", "length", "target", "seed")}
+    return {name: getattr(cell, name) for name in ("table", "state", "length", "factor", "seed")}
 
 
 def passkey_rows(done: Results) -> list[dict[str, Any]]:
@@ -213,10 +213,8 @@ def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str) ->
         "settings": {
             "methods": cells.METHODS,
             "held out": list(cells.HELD_OUT),
-            "windows": cells.WINDOWS,
-            "depths": cells.DEPTHS,
-            "samples": cells.SAMPLES,
-            "training": {"rows": cells.ROWS, "row": cells.ROW, "rows a step": cells.ACCUMULATE, "rank": 16},
+            "sizes": asdict(study.sizes),
+            "rank": 16,
         },
         "environment": environment(device=study.device, threads=2),
         "text": text_rows(done),
@@ -230,26 +228,24 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Draw perplexity by position and passkeys by length, before and after LoRA."""
     from rope_patch.plots.base import scores_by_context
 
-    panels: dict[str, Any] = {}
-    for state, words in (("zero", "not trained"), ("pose", "after LoRA")):
-        for row in report["text"]:
-            if row["length"] == 2 * cells.CONTEXT and row["state"] == state and row["target"] == 2 * cells.CONTEXT:
-                ends = [int(span.partition("-")[2]) for span in row["perplexity"]]
-                curve = panels.setdefault(f"perplexity on novels, {words}", {})
-                curve[row["table"], state != "zero"] = (ends, list(row["perplexity"].values()))
-        for row in report["passkey"]:
-            if row["by"] == "transformers" and row["state"] == state and row["target"] == 2 * cells.CONTEXT:
-                curve = panels.setdefault(f"passkeys, {words}", {})
-                lengths, shares = curve.setdefault((row["table"], state != "zero"), ([], []))
-                lengths.append(row["length"])
-                shares.append(row["exact_match"] / row["prompts"])
-    for curves in panels.values():
-        for key, (xs, ys) in curves.items():
-            order = sorted(range(len(xs)), key=xs.__getitem__)
-            curves[key] = ([xs[i] for i in order], [ys[i] for i in order])
-    shares = [name for name in panels if name.startswith("passkeys")]
-    title = "SmolLM2-135M-Instruct, trained at 8192 tokens"
-    scores_by_context(panels, shares=shares, title=title).savefig(path, dpi=110)
+    text, passkeys = "perplexity on novels, by position", "share of passkeys, by length"
+    points: dict[str, dict[tuple[str, bool], list[tuple[int, float]]]] = {text: {}, passkeys: {}}
+    for row in report["text"]:
+        if (row["text"], row["factor"]) == ("novels", 2):
+            for span, value in row["perplexity"].items():
+                curve = points[text].setdefault((row["table"], row["state"] != "zero"), [])
+                curve.append((int(span.partition("-")[2]), value))
+    for row in report["passkey"]:
+        if (row["by"], row["factor"]) == ("transformers", 2):
+            curve = points[passkeys].setdefault((row["table"], row["state"] != "zero"), [])
+            curve.append((row["length"], row["exact_match"] / row["prompts"]))
+    panels = {
+        name: {which: tuple(zip(*sorted(curve), strict=True)) for which, curve in curves.items()}
+        for name, curves in points.items()
+        if curves
+    }
+    title = "SmolLM2-135M-Instruct, trained at 8192 tokens, with tables for 16384"
+    scores_by_context(panels, shares=[passkeys], title=title, factors=False).savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -268,13 +264,16 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="the cells for a GPU, too")
     parser.add_argument("--list", action="store_true", help="list the cells with their cost, and measure nothing")
     parser.add_argument("--report", action="store_true", help="measure nothing, and report the finished cells")
+    parser.add_argument("--quick", action="store_true", help="small sizes, for a model trained at 256 tokens")
     given = parser.parse_args()
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    study = Study(given.model, given.novels, given.wikitext, given.root, given.device)
-    asked = with_needs([*cells.core(), *(cells.more() if given.more else [])])
-    chosen = with_needs([cell for cell in asked if any(fnmatch.fnmatch(cell.name, p) for p in given.cells)])
+    sizes = cells.QUICK if given.quick else cells.Sizes()
+    study = Study(given.model, given.novels, given.wikitext, given.root, sizes, given.device)
+    asked = with_needs([*cells.core(sizes), *(cells.more(sizes) if given.more else [])], study)
+    chosen = [cell for cell in asked if any(fnmatch.fnmatch(cell.name, pattern) for pattern in given.cells)]
+    chosen = with_needs(chosen, study)
     if not chosen:
         parser.error(f"no cell is named like {' or '.join(given.cells)}: --list shows them")
     given.root.mkdir(parents=True, exist_ok=True)
@@ -285,9 +284,10 @@ def main() -> None:
         if given.list:
             speed = cells.speed_of(list(done.values()))
             for cell in chosen:
-                cost = "finished" if cell in done else minutes(cells.operations(cell) / speed)
+                cost = "finished" if cell in done else minutes(cells.operations(cell, study.sizes) / speed)
                 print(f"{cell.name:32s} {cost}")
-            print(f"{minutes(sum(map(cells.operations, todo)) / speed)} for {len(todo)} of {len(chosen)} cells")
+            left = minutes(sum(cells.operations(cell, study.sizes) for cell in todo) / speed)
+            print(f"{left} for {len(todo)} of {len(chosen)} cells")
             return
         if not given.report:
             run(study, todo, done, about)

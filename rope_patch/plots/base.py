@@ -200,13 +200,15 @@ def scores_by_context(
     *,
     shares: Collection[str],
     title: str,
+    factors: bool = True,
 ) -> Figure:
-    """Draw scores against how often the context was multiplied: a panel per score, a line per method and state.
+    """Draw scores against the context: a panel per score, a line per method and state.
 
     Args:
-        panels: what is scored to its curves: (method, whether weights were trained) to factors and scores.
+        panels: what is scored to its curves: (method, whether weights were trained) to contexts and scores.
         shares: panels whose scores are shares; the others get a logarithmic scale.
         title: of the figure.
+        factors: contexts are factors of the trained one; otherwise lengths [tokens].
     """
     figure, drawn = new_panels(list(panels), title, width=4.4, height=3.2, alike=False)
     methods = list(dict.fromkeys(method for curves in panels.values() for method, _ in curves))
@@ -214,12 +216,12 @@ def scores_by_context(
     for style in styles.values():  # after LoRA all lines are dotted: markers tell those of one colour apart
         style |= {"markersize": 4, "markerfacecolor": style["color"] if style["linestyle"] == "-" else "white"}
     for axes, (name, curves) in zip(drawn, panels.items(), strict=True):
-        for (method, trained), (factors, scores) in curves.items():
+        for (method, trained), (contexts, scores) in curves.items():
             look: dict[str, Any] = {"linestyle": ":", "marker": "s"} if trained else {"marker": "o"}
-            axes.plot(factors, scores, **(styles[method] | look))
-        ticks = sorted({factor for factors, _ in curves.values() for factor in factors})
+            axes.plot(contexts, scores, **(styles[method] | look))
+        ticks = sorted({context for contexts, _ in curves.values() for context in contexts})
         axes.set(xscale="log", **({"ylim": (-0.03, 1.03)} if name in shares else {"yscale": "log"}))
-        axes.set_xticks(ticks, [f"{factor:g}×" for factor in ticks])
+        axes.set_xticks(ticks, [f"{tick:g}×" if factors else _tokens(int(tick)) for tick in ticks])
         axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         if name not in shares:
             axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
@@ -231,7 +233,7 @@ def scores_by_context(
         matplotlib.lines.Line2D([], [], color="0.4", marker="s", markersize=4, linestyle=":", label="after LoRA"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9,
-                  title="context, times the trained one")  # fmt: skip
+                  title="context, times the trained one" if factors else "tokens")  # fmt: skip
     return figure
 
 
