@@ -264,7 +264,9 @@ class Study:
         """Return the text that is trained on, or the one that is held out, of a domain."""
         if name == "wikitext":
             whole = self.wikitext.read_text(encoding="utf-8")
-            middle = whole.index("\n = ", len(whole) // 2)  # where an article begins
+            middle = whole.find("\n = ", len(whole) // 2)  # where an article begins
+            if middle < 0:
+                raise ValueError(f"{self.wikitext} is no text of WikiText: no article begins in its second half")
             return whole[middle:] if held_out else whole[:middle]
         files = sorted(self.novels.glob("*.txt"))
         missing = set(HELD_OUT) - {file.name for file in files}

@@ -1,0 +1,155 @@
+"""The study of SmolLM2 at its quick size, on a bundled checkpoint: cells, what they need, and their numbers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forks import forked
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch.evaluation.documents import spread_windows
+from rope_patch.evaluation.text import builtin_text
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")]
+MODEL = rope_patch.data_path("assets") / "llama"
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("smollm2_cells")
+
+
+@pytest.fixture
+def texts(tmp_path: Path, cells: Any) -> tuple[Path, Path]:
+    """A folder of novels and a file of WikiText, of the built-in text."""
+    novels, wikitext = tmp_path / "novels", tmp_path / "wikitext.txt"
+    novels.mkdir()
+    whole = builtin_text("train").text
+    for number, name in enumerate([*cells.HELD_OUT, "another.txt"]):
+        (novels / name).write_text(whole[number * 20_000 : (number + 1) * 20_000], encoding="utf-8")
+    other = builtin_text("heldout").text
+    wikitext.write_text(f"{other[:9500]}\n = an article = \n{other[9500:18000]}", encoding="utf-8")
+    return novels, wikitext
+
+
+def study(tmp_path: Path, texts: tuple[Path, Path], *options: str) -> dict[str, Any]:
+    """Run the study in a fork, and return its report."""
+    output, log = tmp_path / "study.json", tmp_path / "log.txt"
+    command = [str(FOLDER / "study_smollm2.py"), str(MODEL), "--novels", str(texts[0]), "--wikitext", str(texts[1])]
+    command += ["--root", str(tmp_path / "cells"), "--quick", "-o", str(output), *options]
+
+    def script() -> None:
+        with log.open("w") as sys.stdout:
+            sys.stderr = sys.stdout
+            sys.argv, sys.path[:0] = command, [str(FOLDER)]
+            try:
+                runpy.run_path(command[0], run_name="__main__")
+            except SystemExit as stopped:
+                print(stopped)
+                raise SystemExit(1) from None
+            except BaseException:
+                traceback.print_exc(file=sys.stdout)
+                raise
+
+    assert forked(script) == 0, log.read_text()[-3000:]
+    report: dict[str, Any] = json.loads(output.read_text())
+    return report
+
+
+def test_what_the_core_holds(cells: Any) -> None:
+    sizes = cells.Sizes()
+    core = cells.core(sizes)
+    at_16k = [cell for cell in core if cell.kind == "text" and cell.state == "zero"]
+    assert len(at_16k) >= 9 and {cell.length for cell in at_16k} == {16384} and sizes.windows == 6
+    asked = {(cell.table, cell.length) for cell in core if cell.kind == "passkey" and cell.state == "zero"}
+    assert len(sizes.depths) * sizes.samples == 8 and len({length for _, length in asked}) == 4
+    assert len([cell for cell in core if cell.kind == "train"]) == 3 and sizes.rows >= 200
+    assert len({cell.name for cell in core}) == len(core)
+    assert not set(cells.more(sizes)) & set(core)
+    hours = sum(cells.operations(cell, sizes) for cell in core) / cells.speed_of([]) / 3600
+    assert hours < 10
+
+
+def test_cells_come_after_what_they_need(cells: Any, tmp_path: Path) -> None:
+    where = cells.Study(MODEL, tmp_path, tmp_path, tmp_path, cells.QUICK)
+    cell = cells.Cell("passkey", "yarn", "pose", 512)
+    assert where.needs(cell) == cells.Cell("train", "yarn", "pose", 128)
+    assert where.needs(cells.Cell("text", "yarn", "full", 1024, 4, 2)) == cells.Cell(
+        "train", "yarn", "full", 1024, 4, 2
+    )
+    assert where.needs(cells.Cell("text", "fitted", "zero", 512)) == cells.Cell("fit", "fitted", "zero", 512)
+    assert where.needs(cells.Cell("fit", "fitted", "zero", 512)) is None
+    assert where.adapter(cell) == where.adapter(where.needs(cell))
+
+
+def test_no_text_is_trained_on_and_measured(cells: Any, texts: tuple[Path, Path], tmp_path: Path) -> None:
+    where = cells.Study(MODEL, *texts, tmp_path / "root", cells.QUICK)
+    for domain in ("novels", "wikitext"):
+        trained, held_out = (where.text(domain, held_out=side) for side in (False, True))
+        pieces = [held_out[i : i + 500] for i in range(0, len(held_out) - 500, 5000)]
+        assert pieces and not any(piece in trained for piece in pieces)
+    folder = where.training_text("novels")
+    assert "".join(path.read_text() for path in sorted(folder.iterdir())) == where.text("novels", held_out=False)
+    (texts[0] / cells.HELD_OUT[0]).unlink()
+    with pytest.raises(FileNotFoundError, match=cells.HELD_OUT[0]):
+        where.text("novels", held_out=True)
+
+
+def test_cells_are_measured_once_and_equal_transformers(tmp_path: Path, texts: tuple[Path, Path], cells: Any) -> None:
+    names = ["text-default-zero*", "text-yarn-zero*", "passkey-yarn-zero*"]
+    report = study(tmp_path, texts, "--cells", *names, "--figure", str(tmp_path / "figure.png"))
+    plain, yarn = report["text"]
+    where = cells.Study(MODEL, *texts, tmp_path / "cells", cells.QUICK)
+    tokenizer, model = AutoTokenizer.from_pretrained(MODEL), AutoModelForCausalLM.from_pretrained(MODEL).bfloat16()
+    windows, _ = spread_windows(tokenizer, where.text("novels", held_out=True), 512, 2)
+    with torch.no_grad():
+        logits = model(windows[1].ids[None]).logits[0, :-1].float()
+    losses = torch.nn.functional.cross_entropy(logits, windows[1].ids[1:], reduction="none")
+    assert plain["nll"]["256-384"][1] == pytest.approx(float(losses[255:383].mean()), abs=0.02)  # bfloat16
+    change = yarn["nll_minus_unpatched"]["384-512"]
+    assert "nll_minus_unpatched" not in plain
+    assert change["estimate"] == pytest.approx(
+        math.log(yarn["perplexity"]["384-512"] / plain["perplexity"]["384-512"]), abs=1e-9
+    )
+    assert change["interval"][0] <= change["estimate"] <= change["interval"][1]
+    assert [(row["length"], row["prompts"]) for row in report["passkey"]] == [(128, 2), (512, 2)]
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+    assert "train-yarn-pose-128" in report["unfinished"] and "text-yarn-zero-512" not in report["unfinished"]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").glob("*.json")}
+    again = study(tmp_path, texts, "--cells", *names)
+    assert again["text"] == report["text"] and again["passkey"] == report["passkey"]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").glob("*.json")} == before
+
+
+def test_results_of_other_texts_are_refused(tmp_path: Path, texts: tuple[Path, Path], cells: Any) -> None:
+    root = tmp_path / "cells"
+    root.mkdir()
+    (root / "heads---zero-128.json").write_text('{"about": "other weights"}')
+    with pytest.raises(AssertionError, match="other weights or texts"):
+        study(tmp_path, texts, "--report")
+
+
+@pytest.mark.full
+def test_every_cell(tmp_path: Path, texts: tuple[Path, Path]) -> None:
+    names = [f"{kind}-*" for kind in ("heads", "text", "short", "passkey", "train", "fit", "kv")]
+    report = study(tmp_path, texts, "--cells", *names)
+    assert all(name.startswith("engine") for name in report["unfinished"])
+    trained = [row for row in report["text"] if row["state"] == "pose" and row["table"] == "yarn"]
+    assert trained and all("nll_minus_default_trained_alike" in row for row in trained)
+    assert {row["scheme"] for row in report["caches"]} == {"fp8", "int4-token", "kivi-2", "nf4"}
+    heads = report["heads---zero-128"]
+    for outliers in heads["outliers"].values():
+        assert sum(outliers["by pair"]) == outliers["outliers"] >= outliers["below the frequency bound"]
+    assert sum(heads["usage"]["query"]) == pytest.approx(1)
