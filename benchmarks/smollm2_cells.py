@@ -22,6 +22,7 @@ METHODS = {
     "ntk": "ntk:factor={factor}",
     "abf": "abf:factor=4",
     "yarn": "yarn:factor={factor}",
+    "p_rope-0.9": "p_rope:p=0.9",
     "p_rope-0.75": "p_rope:p=0.75",
     "p_rope-0.5": "p_rope:p=0.5",
     "truncated": "truncated:context={context}",

@@ -1,0 +1,171 @@
+"""The tables of docs/smollm2.md, from the results of the study and of the answers.
+
+    python benchmarks/smollm2_page.py docs/smollm2.md
+
+Each table stands between two comments that name it, and is written anew from benchmarks/results; the rest is
+left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rope_patch.files import write_atomically
+
+RESULTS = Path(__file__).parent / "results"
+STATES = {"zero": "no", "pose": "yes"}
+Report = dict[str, Any]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; every column but the first is aligned right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def short(length: int) -> str:
+    """Return a length for reading: 1024 is 1k."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def percent(change: dict[str, Any] | None) -> str:
+    """Return a difference of losses as a change of perplexity, with its interval."""
+    if change is None:
+        return ""
+    from math import expm1
+
+    low, high = change["interval"]
+    return f"{100 * expm1(change['estimate']):+.1f} % ({100 * expm1(low):+.1f} to {100 * expm1(high):+.1f})"
+
+
+def text(report: Report) -> str:
+    """Perplexity on novels by position."""
+    rows = [row for row in report["text"] if (row["text"], row["factor"], row["seed"]) == ("novels", 2, 0)]
+    spans = list(rows[0]["perplexity"])
+    ends = [[short(int(end)) for end in span.split("-")] for span in spans]
+    head = ["table", "LoRA", *(f"{low} to {high}" for low, high in ends)]
+    return table(
+        head,
+        ([row["table"], STATES[row["state"]], *(f"{row['perplexity'][span]:.1f}" for span in spans)] for row in rows),
+    )
+
+
+def within(report: Report) -> str:
+    """What a table costs within 1024 tokens of WikiText-2, against the model as it was."""
+    rows = [row for row in report["text"] if (row["length"], row["text"]) == (1024, "wikitext")]
+    return table(
+        ["table", "LoRA", "perplexity", "change"],
+        (
+            [
+                row["table"],
+                STATES[row["state"]],
+                f"{row['perplexity']['0-1024']:.1f}",
+                percent(row.get("nll_minus_unpatched", {}).get("0-1024")),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def passkeys(report: Report) -> str:
+    """Right answers by length, and those whose digits are all first choice."""
+    rows = [row for row in report["passkey"] if (row["factor"], row["seed"]) == (2, 0)]
+    lengths = sorted({row["length"] for row in rows})
+    found: dict[tuple[str, str, str], dict[int, str]] = {}
+    for row in rows:
+        answers = f"{row['exact_match']} of {row['prompts']}"
+        found.setdefault((row["table"], STATES[row["state"]], row["by"]), {})[row["length"]] = answers
+    return table(
+        ["table", "LoRA", "read by", *map(short, lengths)],
+        ([*which, *(cells.get(length, "") for length in lengths)] for which, cells in found.items()),
+    )
+
+
+def caches(report: Report) -> str:
+    """What quantized caches cost in perplexity."""
+    schemes = list(dict.fromkeys(row["scheme"] for row in report["caches"]))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in report["caches"]:
+        found.setdefault((row["table"], STATES[row["state"]]), {})[row["scheme"]] = percent(row["nll_cost"])
+    return table(
+        ["table", "LoRA", *schemes],
+        ([*which, *(cells.get(scheme, "") for scheme in schemes)] for which, cells in found.items()),
+    )
+
+
+def outliers(report: Report) -> str:
+    """How many outlier pairs lie inside the bounds."""
+    (heads,) = (value for name, value in report.items() if name.startswith("heads"))
+    rows = []
+    for name, counts in heads["outliers"].items():
+        slow = sum(counts["by pair"][pair] for pair in heads["pairs without a turn"])
+        inside = [counts["below the frequency bound"], counts["beyond the angle bound too"]]
+        rows.append([name, str(counts["outliers"]), str(slow), *map(str, inside)])
+    return table(["outliers", "number", "in pairs without a full turn", "frequency bound", "angle bound too"], rows)
+
+
+def sweep(report: Report) -> str:
+    """Which p the usage of the pairs suggests, and what p costs."""
+    (heads,) = (value for name, value in report.items() if name.startswith("heads"))
+    rows = []
+    for point in heads["p_sweep"]:
+        shares = [point["query_share"], point["key_share"], point["logit_share"], point["turned"]]
+        cost = "" if point["change"] is None else percent(dict(estimate=point["change"][0][0],
+                                                               interval=point["change"][0][1:]))  # fmt: skip
+        rows.append([f"{point['p']:g}", *(f"{100 * share:.0f} %" for share in shares), cost])
+    head = ["p", "of queries", "of keys", "of logits", "of logits, by distance", "perplexity within the context"]
+    return table(head, rows)
+
+
+def answers(report: Report) -> str:
+    """Passkeys with the space before the number in the answer, and in the prompt."""
+    lengths = sorted({int(length) for shares in report["passkeys"].values() for length in shares})
+    rows = []
+    for name, shares in report["passkeys"].items():
+        cells = [shares.get(str(length)) for length in lengths]
+        rows.append([name, *(f"{c['before']} → {c['after']} of {c['prompts']}" if c else "" for c in cells)])
+    return table(["haystack, prompt", *map(short, lengths)], rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "answers": ("answers_smollm2", answers),
+    **{
+        function.__name__: ("study_smollm2", function) for function in (text, within, passkeys, caches, outliers, sweep)
+    },
+}
+"""Name of each table, to the results it is made of and what makes it."""
+
+
+def page_with_tables(page: str) -> str:
+    """Return a page with its tables made anew.
+
+    Raises:
+        ValueError: a name that no table has.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in TABLES:
+            raise ValueError(f"no table is named {name!r}. Known: {', '.join(TABLES)}")
+        source, function = TABLES[name]
+        report = json.loads((RESULTS / f"{source}.json").read_text(encoding="utf-8"))
+        return f"<!-- table {name} -->\n\n{function(report)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", made, page, flags=re.S)
+
+
+def main() -> None:
+    """Write the tables of a page anew."""
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    path = Path(sys.argv[1])
+    write_atomically(path, page_with_tables(path.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()
