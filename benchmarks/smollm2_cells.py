@@ -141,7 +141,7 @@ def core(sizes: Sizes) -> list[Cell]:
     for table in FITTED:
         fits += [Cell("fit", table, "zero", target), *_measured(table, "zero", sizes)]
     zero = [cell for table in tables for cell in _measured(table, "zero", sizes)]
-    engine = [Cell("engine", table, "zero", length) for table in ("yarn", "p_rope-0.75") for length in sizes.asked]
+    engine = [Cell("engine", table, "zero", length) for table in FIRST for length in sizes.asked]
     caches = [Cell("kv", table, state, sizes.cache) for state in ("zero", "pose") for table in FIRST]
     first = [Cell("text", table, "zero", target) for table in FIRST]
     return list(dict.fromkeys(heads + first + adapted + engine + zero + fits + caches))
