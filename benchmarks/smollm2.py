@@ -17,6 +17,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shlex
 import shutil
