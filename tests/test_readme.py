@@ -28,11 +28,20 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
+def instead_of_the_hub(folder):
+    """A tiny model with the rotary table of SmolLM2, in a folder whose path is its hub id."""
+    from tiny import tiny_model
+
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "max_position_embeddings": 8192}
+    tiny_model(head_dim=64, **rotary).save_pretrained(folder)
+
+
 def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = blocks("README.md")
     space: dict[str, object] = {}
     shutil.copytree(ROOT / "rope_patch/assets/llama", "llama")  # the README's cp, which Python blocks read too
+    instead_of_the_hub(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
     for (kind, code), (following, output) in itertools.pairwise(found):
         if kind == "python":
             printed = io.StringIO()

