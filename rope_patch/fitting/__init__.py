@@ -1,7 +1,7 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
 The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
-many lengths. The table is chosen on held-out retrieval first and perplexity second: it predicts held-out text no worse
+many lengths, or over short ones at skipped positions. The table is chosen on held-out retrieval first and perplexity second: it predicts held-out text no worse
 than its start does and answers not significantly fewer prompts. Related: LongRoPE (Ding et al.,
 arXiv:2402.13753) searches the same factors by evolution.
 """
