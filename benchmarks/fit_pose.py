@@ -102,6 +102,14 @@ def over_seeds(results: list[dict[str, Any]]) -> dict[str, Any]:
         "perplexity": all(low <= 0 for name, (_, low, _) in changes.items() if name.startswith("perplexity")),
         "retrieval": all(high >= 0 for name, (*_, high) in changes.items() if name.startswith("retrieval")),
     }
+    own = [(name, change) for result in results for name, change in result["pose_minus_full"].items()]
+    summary["single_fits"] = {  # of which some differ by chance, and by the noise of a fit, which all windows share
+        "pose_text_significantly_better": sum(high < 0 for name, (*_, high) in own if name.startswith("perplexity")),
+        "pose_text_significantly_worse": sum(low > 0 for name, (_, low, _) in own if name.startswith("perplexity")),
+        "pose_retrieval_significantly_higher": sum(low > 0 for name, (_, low, _) in own if name.startswith("retr")),
+        "pose_retrieval_significantly_lower": sum(high < 0 for name, (*_, high) in own if name.startswith("retr")),
+        "buckets_or_lengths": len(own) // 2,
+    }
     for kind in KINDS:
         fits = [result["fits"][kind] for result in results]
         summary[kind] = {

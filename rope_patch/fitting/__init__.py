@@ -1,9 +1,9 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
 The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
-many lengths, or over short ones at skipped positions. The table is chosen on held-out retrieval first and perplexity second: it predicts held-out text no worse
-than its start does and answers not significantly fewer prompts. Related: LongRoPE (Ding et al.,
-arXiv:2402.13753) searches the same factors by evolution.
+many lengths, or over short ones at skipped positions. The table is chosen on held-out retrieval first and perplexity
+second: it predicts held-out text no worse than its start does and answers not significantly fewer prompts. Related:
+LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors by evolution.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def fit(
     options |= {"target_length": target_length}
     about = {
         "text": [suite.text_sha256, rows.digest, suite.prompts.haystack.sha256],
-        "objective": asdict(objective) | {"longest_row": rows.longest},
+        "objective": asdict(objective),
         "constraint": asdict(constraint),
         "schedule": asdict(schedule) | {"batch_tokens": tokens, "checkpointing": None},
         "spec": spec.to_dict(),
