@@ -3,9 +3,9 @@
     python benchmarks/fit.py -o benchmarks/results/fit.json
     python benchmarks/fit.py --quick
 
-Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed (study_methods.py takes
-its tables from here too), then both tables and the original one on held-out text and prompts that the fit and its
-choice have not used (`evaluation.compare`).
+Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed (study_methods.py and
+fit_pose.py take their tables from here too), then both tables and the original one on held-out text and prompts that
+the fit and its choice have not used (`evaluation.compare`).
 Another checkpoint that cannot copy, such as llama2xs281K, is fitted at factor 4 to the first half of its own text,
 stories divided by <|endoftext|>, and compared on the second: `--also FOLDER --text FILE`. Finished cells are in
 build/fit, and are not measured again.
@@ -22,7 +22,7 @@ import statistics
 import time
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -74,17 +74,29 @@ def halves(file: str | None, tokenizer: Any, quick: bool = False) -> list[str | 
     return [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
 
 
-def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
+def fitted(cell: Cell, root: Path, quick: bool, positions: Literal["full", "pose"] = "full") -> dict[str, Any]:
     """Return the fitted table of a cell and its cost, from the folder if it is there, else fitted now."""
     from rope_patch.fitting import Objective, Schedule, fit, held_out_spec
 
-    path = root / f"table-{place(root, cell).name}"
+    path = root / f"table-{'pose-' * (positions == 'pose')}{place(root, cell).name}"
     if not path.exists():
         source, factor, seed, file = cell
         model, tokenizer = opened(source)
-        schedule = Schedule(steps=2, checks=1, batch_tokens=2048, seed=seed) if quick else Schedule(seed=seed)
+        few = 512 if positions == "pose" else 2048
+        schedule = Schedule(steps=2, checks=1, batch_tokens=few, seed=seed) if quick else Schedule(seed=seed)
         small: dict[str, Any] = {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
-        objective = None if file is None else Objective(retrieval=0)
+        objective = Objective(0.8 if file is None else 0.0, positions=positions)
+        steps = {"tokens": 0, "cpu_s": 0.0}
+        last = time.process_time()
+
+        def note(stage: str, tokens: int) -> None:
+            nonlocal last
+            now = time.process_time()
+            if stage.endswith(": fitting"):
+                steps["tokens"] += tokens
+                steps["cpu_s"] += now - last
+            last = now
+
         cpu_start, wall_start = time.process_time(), time.perf_counter()
         target = factor * int(model.config.max_position_embeddings)
         patch = fit(
@@ -95,11 +107,12 @@ def fitted(cell: Cell, root: Path, quick: bool) -> dict[str, Any]:
             objective=objective,
             schedule=schedule,
             spec=held_out_spec(model, target, seed=seed, **small),
+            on_progress=note,
         )
         seconds = {"cpu_s": time.process_time() - cpu_start, "wall_s": time.perf_counter() - wall_start}
         (tried,) = patch.candidates.values()
         result = {**seconds, "chosen": patch.chosen, "tried": [candidate.name for candidate in tried],
-                 "method": str(patch.method), "stopped": dict(patch.stopped)}  # fmt: skip
+                 "method": str(patch.method), "stopped": dict(patch.stopped), "steps": steps}  # fmt: skip
         write_atomically(path, json.dumps(result))
     table: dict[str, Any] = json.loads(path.read_text())
     return table

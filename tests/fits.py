@@ -70,11 +70,11 @@ class ChangedRows:
 
     def __init__(self, rows, change):
         self.rows, self.change = rows, change
-        self.goals, self.objective = rows.goals, rows.objective
+        self.goals, self.objective, self.target = rows.goals, rows.objective, rows.target
 
     def __call__(self, step, goal, *share):
-        for ids, labels, weights in self.rows(step, goal, *share):
-            yield ids, labels, self.change(step, goal, weights)
+        for ids, labels, weights, positions in self.rows(step, goal, *share):
+            yield ids, labels, self.change(step, goal, weights), positions
 
 
 def run_of(tokenizer, verdicts, *, objective=None, change=None, result_cache=None):

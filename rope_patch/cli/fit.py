@@ -85,10 +85,35 @@ def fit(
         int | None,
         tokens(
             "--batch-tokens",
-            "The number of tokens in a step. By default twice the target length, but at least 4096.",
+            "The number of tokens in a step. By default twice the target length, or twice the row length with "
+            "--positions pose, but at least 4096.",
             show_default=False,
         ),
     ] = None,
+    positions: Annotated[
+        str,
+        typer.Option(
+            metavar="full|pose",
+            help="Which positions the rows of the fit have. full: all of them, in rows of up to the target length. "
+            "pose: those of short rows that skip ahead, so that distances up to the target length occur in them (PoSE, "
+            "Zhu et al. 2023). The steps then take the same time and memory at every target length. Tables are "
+            "evaluated at the target length either way.",
+        ),
+    ] = "full",
+    row_length: Annotated[
+        int | None,
+        tokens(
+            "--row-length",
+            "The length of the rows with --positions pose. By default the trained length, but at most 2048.",
+            show_default=False,
+        ),
+    ] = None,
+    chunks: Annotated[
+        int,
+        typer.Option(
+            metavar="COUNT", help="The number of pieces that rows of text are cut into with --positions pose."
+        ),
+    ] = 2,
     learning_rate: Annotated[
         float, typer.Option(metavar="NUMBER", help="The learning rate for the logarithms of the frequencies.")
     ] = 0.04,
@@ -194,7 +219,7 @@ def fit(
     overwrite = force or (work.exists() and _command_of(output / NOTE) == command)  # killed after the folder appeared
     check_free(output, overwrite)
     check_paths(text)
-    objective = fitting.Objective(retrieval, task)
+    objective = fitting.Objective(retrieval, task, positions=positions, row_length=row_length, chunks=chunks)
     constraint = fitting.Constraint(band, monotone, curve, scaling)
     starts = fitting.family(family) if family else (init or "yarn").split()
     if family is not None and (init is not None or steps):
@@ -207,6 +232,19 @@ def fit(
     with claimed(output):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at, "replace": replace}
+        spec = fitting.held_out_spec(
+            loaded,
+            target_length,
+            task=task,
+            seed=seed,
+            freeze_at=freeze_at,
+            windows=windows,
+            depths=depths,
+            samples=samples,
+            haystack=None if haystack is None else str(read_haystack(haystack)),
+            chat_template=chat_template,
+        )
+        rows = objective.describe_rows(spec.lengths[0], target_length)
         with resumable(work), progress_bar(None, hidden=as_json) as (_, on_progress):
             patch = fitting.fit(
                 loaded,
@@ -217,18 +255,7 @@ def fit(
                 objective=objective,
                 constraint=constraint,
                 schedule=schedule,
-                spec=fitting.held_out_spec(
-                    loaded,
-                    target_length,
-                    task=task,
-                    seed=seed,
-                    freeze_at=freeze_at,
-                    windows=windows,
-                    depths=depths,
-                    samples=samples,
-                    haystack=None if haystack is None else str(read_haystack(haystack)),
-                    chat_template=chat_template,
-                ),
+                spec=spec,
                 resume=work,
                 on_progress=on_progress,
                 **options,
@@ -236,14 +263,14 @@ def fit(
         result = {
             "command": command,
             **patch.to_dict(),
-            "settings": {"target_length": target_length, "objective": asdict(objective),
+            "settings": {"target_length": target_length, "objective": asdict(objective), "rows": rows,
                          "constraint": asdict(constraint), "steps": steps, "learning_rate": learning_rate,
                          "seed": seed},
             "environment": environment(loaded),
         }  # fmt: skip
 
         def finish(folder: Path) -> None:
-            _describe(folder, model, patch.chosen, text, target_length)
+            _describe(folder, model, patch.chosen, text, target_length, rows)
             write_atomically(folder / NOTE, json.dumps(result, indent=1, allow_nan=False))
             if figure:
                 write_atomically(folder / "fit.svg", plots.svg(_figure(patch, target_length)))
@@ -275,7 +302,7 @@ def _check_places(model: str, output: Path) -> None:
         raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
 
 
-def _describe(folder: Path, model: str, chosen: str, text: Path | None, length: int) -> None:
+def _describe(folder: Path, model: str, chosen: str, text: Path | None, length: int, rows: str) -> None:
     """Put a model card in the place of the base's, and leave out what else was recorded of the base."""
     import platform
 
@@ -289,7 +316,7 @@ def _describe(folder: Path, model: str, chosen: str, text: Path | None, length: 
     source = f"text that ships with CPython {platform.python_version()}" if text is None else f"`{text.name}`"
     local = Path(model).exists()
     base = name_of(model) if local else model
-    write_atomically(path, card.card(base, chosen, source, length, base_card, on_hub=not local))
+    write_atomically(path, card.card(base, chosen, source, length, base_card, rows=rows, on_hub=not local))
 
 
 def _command_of(note: Path) -> str | None:

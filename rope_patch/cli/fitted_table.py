@@ -50,7 +50,13 @@ def fit_table(model: Any, tokenizer: Any, options: RecipeOptions, work: Path) ->
         list(first_characters(min(LIMIT, max(CHARACTERS, needed)), texts)),
         target_length=options.target_length,
         init=settings.init.split(),
-        objective=Objective(settings.retrieval, settings.task),
+        objective=Objective(
+            settings.retrieval,
+            settings.task,
+            positions=settings.positions,
+            row_length=settings.row_length,
+            chunks=settings.chunks,
+        ),
         constraint=Constraint(settings.band, settings.monotone, settings.curve, settings.scaling),
         schedule=Schedule(
             steps=settings.steps,

@@ -32,6 +32,8 @@ class Prompt:
         parts: the strings looked for in an answer: one, or one per needle.
         ends: where each part ends within the answer [tokens].
         depths: of the needle each part is from, 0 for the start and 1 for just before the question.
+        hidden: depth and text of every needle, by rising depth.
+        question: what is asked; in a chat its outer spaces may be missing from the text.
     """
 
     text: str
@@ -41,6 +43,8 @@ class Prompt:
     parts: tuple[str, ...]
     ends: tuple[int, ...]
     depths: tuple[float, ...]
+    hidden: tuple[tuple[float, str], ...] = ()
+    question: str = ""
 
 
 class PromptMaker:
@@ -290,7 +294,11 @@ class _Fit:
             answer += f", {part}" if answer else rest[: rest.index(part)] + part
             ends.append(len(maker.encode(context + answer)) - len(maker.encode(context)))
         ends.append(len(ids) - len(asked))
-        return Prompt(shown, rest, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths)
+        return Prompt(
+            *(shown, rest, tuple(ids), ends[-1], question.parts, tuple(ends), question.depths),
+            hidden=question.hidden,
+            question=question.text,
+        )
 
 
 CHAT_TEMPLATES = ("auto", "on", "off")

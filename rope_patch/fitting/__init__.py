@@ -1,9 +1,9 @@
 """Learned tables: fit the frequencies of a checkpoint to a longer context, its weights frozen.
 
 The table is trained by gradient descent on the logarithm of its frequencies, over rows of text and retrieval prompts of
-many lengths. The table is chosen on held-out retrieval first and perplexity second: it predicts held-out text no worse
-than its start does and answers not significantly fewer prompts. Related: LongRoPE (Ding et al.,
-arXiv:2402.13753) searches the same factors by evolution.
+many lengths, or over short ones at skipped positions. The table is chosen on held-out retrieval first and perplexity
+second: it predicts held-out text no worse than its start does and answers not significantly fewer prompts. Related:
+LongRoPE (Ding et al., arXiv:2402.13753) searches the same factors by evolution.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
+from rope_patch.fitting.positions import check_model
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import FitRun, plain_weights
 from rope_patch.methods import Method, MethodLike
@@ -89,7 +90,8 @@ class Schedule:
     Attributes:
         steps: of Adam, with a learning rate that rises over an eighth of them and falls to 0; 0 only compares the
             tables to start from.
-        batch_tokens: of a step, over all processes; None for two rows of the target, 4096 at least [tokens].
+        batch_tokens: of a step, over all processes; None for two rows of the longest length, which is the target where
+            no positions are skipped, 4096 at least [tokens].
         learning_rate: on the logarithms of the frequencies, shared by text and answers as the objective says.
         checks: how often the table is evaluated during the fit, the end included. A table that is worse than its start
             is moved halfway back to it, and what got worse counts more from then on: four times the odds for answers
@@ -178,7 +180,8 @@ def fit(
         tokenizer: its own.
         data: text to fit to; its last tenth is held out, and decides. Passkeys are hidden in a stretch of the rest, a
             million characters and more, drawn by the seed. By default the training part of the built-in text.
-        target_length: to fit to; rows have lengths from the trained one up to it [tokens].
+        target_length: to fit to; rows have lengths from the trained one up to it, or are short and stand for such rows
+            (``Objective(positions="pose")``). Tables are evaluated on whole rows either way [tokens].
         init: the table to start from, or several of them, each fitted and all compared. A factor that is left out is
             taken from the target.
         objective: what is minimised; by default :class:`Objective` as it is.
@@ -196,8 +199,8 @@ def fit(
         The patch in place; its ``candidates`` say what was measured.
 
     Raises:
-        ValueError: a target below the trained length, a text shorter than it, or options that contradict each other.
-            Nothing is changed then.
+        ValueError: a target below the trained length, a text shorter than it, options that contradict each other, or
+            skipped positions for a model that cannot be given them. Nothing is changed then.
         PatchError: the model is patched already.
     """
     objective, constraint, schedule = objective or Objective(), constraint or Constraint(), schedule or Schedule()
@@ -218,8 +221,9 @@ def fit(
         raise ValueError(f"starts must differ from each other, got {', '.join(labels)}")
     fitted, held_out = split_text(data)
     suite = EvalSuite(spec, tokenizer, text=held_out if spec.text is None else None)
-    tokens = schedule.batch_tokens or max(4096, 2 * target_length)
-    rows = Rows(tokenizer, fitted, objective, usual.lengths[0], target_length, tokens, schedule.seed)
+    trained = usual.lengths[0]
+    tokens = schedule.batch_tokens or max(4096, 2 * objective.longest_row(trained, target_length))
+    rows = Rows(tokenizer, fitted, objective, trained, target_length, tokens, schedule.seed)
     rows.check()
     result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
     if processes()[0]:
@@ -241,6 +245,8 @@ def fit(
 
     first = apply(model, methods[0], replace=replace, **options)
     try:
+        if objective.positions == "pose":
+            check_model(model)
         return _fit_all(model, methods, start, schedule, first, options)
     except BaseException:
         first._state.reinstate()

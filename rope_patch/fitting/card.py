@@ -25,7 +25,7 @@ base, unchanged.
 - **Base**: `{base}`
 - **Method**: {method}
 - **Target length**: {length} tokens
-- **Text**: {text}
+{lines}
 
 `fit.json` has the measurements on held-out text and prompts. Plain transformers loads this folder as it is.
 """
@@ -38,7 +38,7 @@ It describes the base before the fit; its scores are not of this model.
 """
 
 
-def card(source: str, chosen: str, text: str, length: int, base_card: str | None, *, on_hub: bool) -> str:
+def card(source: str, chosen: str, text: str, length: int, base_card: str | None, *, rows: str, on_hub: bool) -> str:
     """Return the card: what was fitted, then the card of the base.
 
     Args:
@@ -47,14 +47,17 @@ def card(source: str, chosen: str, text: str, length: int, base_card: str | None
         text: what the table was fitted to.
         length: that it was fitted to [tokens].
         base_card: contents of the base's ``README.md``; None where it has none.
+        rows: length and positions of the rows, as :meth:`~rope_patch.fitting.Objective.describe_rows` says them.
         on_hub: the source is a hub id, which the front matter then names.
     """
     head, body = _parts(base_card or "")
     head.pop("model-index", None)  # the scores of the base
     start, _, candidate = chosen.rpartition(", ")
     done, method = "fitted", f"gradient descent on the frequencies, started from `{start}` (chosen: {candidate})"
+    lines = f"- **Text**: {text}, in rows of {rows}"
     if candidate == "start":
-        done, method = "chosen", f"`{start}` as it is, the best of those evaluated on held-out text and prompts"
+        done, lines = "chosen", f"- **Text**: {text}"
+        method = f"`{start}` as it is, the best of those evaluated on held-out text and prompts"
     tags = head.get("tags")
     given = tags if isinstance(tags, list) else [] if tags is None else [tags]
     head = {"library_name": "transformers", **head}
@@ -67,7 +70,7 @@ def card(source: str, chosen: str, text: str, length: int, base_card: str | None
         done=done,
         method=method,
         length=length,
-        text=text,
+        lines=lines,
         version=__version__,
     )
     return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours

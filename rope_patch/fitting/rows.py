@@ -1,4 +1,4 @@
-"""The rows that a table is fitted to: text and retrieval prompts, drawn by seed and step."""
+"""The rows that a table is fitted to: text and retrieval prompts, drawn by seed and step, and their positions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from rope_patch.evaluation.documents import Source, documents, prefix_ids
 from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.tasks import NEEDLES, find_task
 from rope_patch.evaluation.text import Corpus, builtin_text
+from rope_patch.fitting.positions import stretched_positions
 from rope_patch.modeling.loss import IGNORED
+from rope_patch.modeling.positions import CHUNKS, check_positions, skipped_positions
 
 VALIDATION = 0.1
 """Share of the text, at its end, that is held out: the table is chosen on it."""
@@ -27,6 +29,8 @@ TRIES = 20
 """Attempts to draw a prompt of an exact length before the error is raised."""
 LIMIT = 64_000_000
 """The most characters that are read of a text."""
+SHORT = 2048
+"""The longest that rows with skipped positions are by default, and the tokens of such rows read side by side."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,27 @@ class Objective:
         retrieval: share of the learning rate for answers, in [0, 1); text has the rest.
         task: as in :func:`~rope_patch.evaluation.retrieval.retrieval`.
         full: share of the steps whose rows have the target length; the lengths of the others are drawn between the
-            trained length and the target, evenly on a logarithmic scale.
+            trained length and the target, evenly on a logarithmic scale. Under ``"pose"`` a share of the rows.
+        positions: ``"full"``: rows have every position from 0 to their length; ``"pose"``: short rows stand for rows of
+            these lengths and skip positions (PoSE, Zhu et al. 2023, arXiv:2309.10400), at a cost that does not grow
+            with the target. Text is cut at random places. A prompt is cut in the text around its needles, so that
+            they lie as far from the question as in a whole prompt. Layers with a sliding window and a table of their
+            own get consecutive positions. Attention is over fewer tokens than in a long row, so an attention scaling
+            that is fitted too is one for short rows.
+        row_length: of the rows under ``"pose"``; by default the trained length, 2048 at most [tokens].
+        chunks: pieces of a row of text under ``"pose"``.
 
     Raises:
-        ValueError: a weight or share out of its range, an unknown task.
+        ValueError: a weight or share out of its range, an unknown task, unknown positions, or a length or chunks for
+            rows that skip none.
     """
 
     retrieval: float = 0.8
     task: str = "passkey"
     full: float = 0.5
+    positions: str = "full"
+    row_length: int | None = None
+    chunks: int = CHUNKS
 
     def __post_init__(self) -> None:
         if not 0 <= self.retrieval < 1:
@@ -58,6 +74,34 @@ class Objective:
         if not 0 <= self.full <= 1:
             raise ValueError(f"full must be in [0, 1], got {self.full}")
         find_task(self.task)
+        check_positions(self.positions, self.row_length, self.chunks)
+
+    def longest_row(self, trained: int, target: int) -> int:
+        """Return the length of the longest row, of all rows under ``"pose"`` [tokens].
+
+        Args:
+            trained: length that the model was trained at [tokens].
+            target: to fit to [tokens].
+
+        Raises:
+            ValueError: rows longer than the target, or shorter than their chunks.
+        """
+        if self.positions == "full":
+            return target
+        length = min(trained, SHORT) if self.row_length is None else self.row_length
+        check_positions(self.positions, length, self.chunks, target)
+        return length
+
+    def describe_rows(self, trained: int, target: int) -> str:
+        """Return length and positions of the rows, for reports; arguments as in :meth:`longest_row`.
+
+        >>> Objective().describe_rows(256, 1024), Objective(positions="pose").describe_rows(256, 1024)
+        ('256 to 1024 tokens', '256 tokens at positions that skip ahead up to 1024 (PoSE)')
+        """
+        longest = self.longest_row(trained, target)
+        if self.positions == "pose":
+            return f"{longest} tokens at positions that skip ahead up to {target} (PoSE)"
+        return f"{trained} to {longest} tokens"
 
 
 class Rows:
@@ -67,9 +111,11 @@ class Rows:
         self, tokenizer: Any, text: str, objective: Objective, trained: int, target: int, tokens: int, seed: int
     ) -> None:
         self.goals = 2 if objective.retrieval else 1
-        if tokens < self.goals * target:
+        self.longest = objective.longest_row(trained, target)
+        if tokens < self.goals * self.longest:
             rows = "a row of text and one of retrieval" if self.goals == 2 else "a row"
-            raise ValueError(f"batch_tokens must be >= {self.goals * target}, {rows} of the target, got {tokens}")
+            length = "the target" if self.longest == target else f"{self.longest} tokens"
+            raise ValueError(f"batch_tokens must be >= {self.goals * self.longest}, {rows} of {length}, got {tokens}")
         self.tokenizer, self.text, self.objective, self.seed = tokenizer, text, objective, seed
         self.trained, self.target, self.tokens = trained, target, tokens
         self.prefix = prefix_ids(tokenizer)
@@ -81,16 +127,17 @@ class Rows:
 
     def check(self) -> None:
         """Raise ValueError if the text is shorter than a row, or a prompt does not fit into a row."""
-        self._crop(random.Random(0), self.target)
-        for length in (self.target, self.trained) if self.goals == 2 else ():
+        self._crop(random.Random(0), self.longest)
+        lengths = (self.longest, self.trained) if self.objective.positions == "full" else (self.longest,)
+        for length in lengths if self.goals == 2 else ():
             self._prompt(random.Random(0), length, 0)
 
     def __call__(
         self, step: int, goal: int, share: int = 0, shares: int = 1
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the rows of a step, all of one length: ids, labels and weights, (rows, tokens) each.
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+        """Yield the rows of a step, all of one length: ids, labels, weights and positions, (rows, tokens) each.
 
-        The weights add up to 1 over all of them.
+        The weights add up to 1 over all of them. The positions are None where they are those of every row, from 0 on.
 
         Args:
             step: its number.
@@ -98,30 +145,43 @@ class Rows:
             share: rank of this process.
             shares: number of processes that divide the rows.
         """
-        rng = random.Random(f"fit/{self.seed}/{step}")
-        length = self.target
-        if rng.random() >= self.objective.full:
-            length = round(math.exp(rng.uniform(math.log(self.trained), math.log(self.target))))
+        skipping = self.objective.positions == "pose"
+        length = self.longest if skipping else self._length(random.Random(f"fit/{self.seed}/{step}"))
         count = self.tokens // length
         texts = count - count // 2 if self.goals == 2 else count
         first, stop = (texts, count) if goal else (0, texts)
         rows: list[tuple[list[int], list[float]]] = []
+        positions: list[Tensor] = []
         for i in range(first, stop):
             if i % shares == share:
                 own = random.Random(f"fit/{self.seed}/{step}/{i}")
-                row, answer = self._prompt(own, length, step * count + i) if goal else (self._crop(own, length), 0)
-                learned = answer or length - 1
+                reach = max(length, self._length(own)) if skipping else length
+                if goal:
+                    prompt = self._prompt(own, length, step * count + i)
+                    row, learned = list(prompt.ids), prompt.answer
+                    if skipping:
+                        positions.append(stretched_positions(prompt, self.maker, reach, own))
+                else:
+                    row, learned = self._crop(own, length), length - 1
+                    if skipping:
+                        positions.append(skipped_positions(own, length, reach, self.objective.chunks))
                 rows.append((row, [0.0] * (length - learned) + [1 / learned / (stop - first)] * learned))
         if rows:
             ids, weights = (torch.tensor(several) for several in zip(*rows, strict=True))
             labels = ids.masked_fill(weights == 0, IGNORED)
-            size = max(1, self.target // length)
+            size = max(1, (SHORT if skipping else self.target) // length)
             for low in range(0, len(rows), size):
                 part = slice(low, low + size)
-                yield ids[part], labels[part], weights[part]
+                yield ids[part], labels[part], weights[part], torch.stack(positions[part]) if skipping else None
 
-    def _prompt(self, rng: random.Random, length: int, number: int) -> tuple[list[int], int]:
-        """Return the ids of a prompt, and the number of tokens of the answer at its end."""
+    def _length(self, rng: random.Random) -> int:
+        """Draw the length of a row, or of the row that a short one stands for."""
+        if rng.random() < self.objective.full:
+            return self.target
+        return round(math.exp(rng.uniform(math.log(self.trained), math.log(self.target))))
+
+    def _prompt(self, rng: random.Random, length: int, number: int) -> Prompt:
+        """Return a prompt with its needles drawn."""
         for left in reversed(range(TRIES)):
             depths = [min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0) for _ in range(self.needles)]
             seed = rng.getrandbits(32)
@@ -131,7 +191,7 @@ class Rows:
             except ValueError:  # sometimes no stretch of the text has the exact number of tokens
                 if not left:
                     raise
-        return list(prompt.ids), prompt.answer
+        return prompt
 
     def _crop(self, rng: random.Random, length: int) -> list[int]:
         """Return a row that begins at a random place of the text."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.result_cache import key
 from rope_patch.fitting.candidates import Candidate, Evaluator, best
+from rope_patch.fitting.positions import consecutive_types
 from rope_patch.fitting.rows import Rows
 from rope_patch.methods import Method
 from rope_patch.modeling.loss import token_loss
@@ -58,6 +59,8 @@ class FitRun:
         module: Any = self.site.module
         kinds = [kind for kind in module.tables if kind in self.site.record.layer_types]  # type: ignore[union-attr]
         self.table = TrainableTable(module, kinds, constraint).to(device_of(model))
+        if rows.objective.positions == "pose":
+            self.table.consecutive = consecutive_types(model, rows.target)
         self.parameters = [p for p in self.table.parameters() if p.requires_grad]
         self.parts = [[torch.zeros_like(p, requires_grad=True) for p in self.parameters] for _ in range(rows.goals)]
         self.adam = torch.optim.Adam([{"params": part} for part in self.parts], betas=BETAS)
@@ -134,10 +137,13 @@ class FitRun:
         for goal, part in enumerate(self.parts):
             for p in self.parameters:
                 p.grad = torch.zeros_like(p)
-            for ids, labels, weights in self.rows(step, goal, rank, size):
-                ids = ids.to(reader.device)
-                hidden = reader.decoder(input_ids=ids, use_cache=False).last_hidden_state
-                loss, _ = token_loss(reader, hidden, labels.to(ids.device), weights.to(ids.device))
+            for ids, labels, weights, positions in self.rows(step, goal, rank, size):
+                inputs = {"input_ids": ids}
+                if positions is not None:  # without a mask transformers would take a skip for the start of a text
+                    inputs |= {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
+                inputs = {name: tensor.to(reader.device) for name, tensor in inputs.items()}
+                hidden = reader.decoder(**inputs, use_cache=False).last_hidden_state
+                loss, _ = token_loss(reader, hidden, labels.to(reader.device), weights.to(reader.device))
                 torch.autograd.backward(loss)
                 totals[goal] += loss.detach().to(totals)
                 self.on_progress(f"{self.label}: fitting", ids.numel())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,10 @@ class TrainableTable(nn.Module):
         kinds: the layer types whose tables are fitted.
         constraint: on the tables.
 
+    Attributes:
+        consecutive: layer types whose tokens count as consecutive, whatever positions are sent: sliding layers, when
+            rows skip positions.
+
     Raises:
         ValueError: every pair of a table is unrotated, or ``monotone`` with a start whose pairs are not in order.
     """
@@ -63,6 +67,7 @@ class TrainableTable(nn.Module):
         super().__init__()
         self.module, self.kinds, self.constraint = (module,), tuple(kinds), constraint
         self.config = module.config
+        self.consecutive: Collection[str | None] = ()
         self.log_factors, self.log_scaling = nn.ParameterList(), nn.ParameterList()
         for kind in kinds:
             slot = module.tables[kind]
@@ -96,6 +101,8 @@ class TrainableTable(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """Return cos and sin as :meth:`rope_patch.PatchedRotary.forward` does, with gradients."""
+        if layer_type in self.consecutive:
+            position_ids = torch.arange(position_ids.shape[-1], device=position_ids.device)[None]
         if layer_type not in self.kinds:
             cos, sin = self.module[0](x, position_ids, layer_type)
             return cos, sin

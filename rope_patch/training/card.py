@@ -117,7 +117,9 @@ def _what(options: RecipeOptions, fit: dict[str, Any] | None) -> str:
     base = f", over weights in {quantization}." if quantization != "none" else "."
     sentences = [f"LoRA of rank {lora.rank}{beside}{base}" if lora.rank else "Every weight was trained."]
     if fit is not None:
-        sentences.append(f"The rotary table was fitted first, while the weights were frozen (chosen: {fit['chosen']}).")
+        rows = " to short rows at skipped positions (PoSE)" if options.fit.positions == "pose" else ""
+        frozen = f"while the weights were frozen (chosen: {fit['chosen']})"
+        sentences.append(f"The rotary table was fitted{rows} first, {frozen}.")
     if options.patch.trainable:
         sentences.append("The rotary table was trained with them.")
     return " ".join(sentences)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rope_patch.modeling.loss import IGNORED
+from rope_patch.modeling.positions import skipped_positions
 
 Example = Mapping[str, Any]
 """``ids``: tokens; ``index``: number of the example, which seeds all randomness; ``weights``: of each label in the
@@ -94,8 +95,8 @@ class PackedCollator(Collator):
 class PoSECollator(Collator):
     """A short row cut into chunks, with positions skipped between them, so that distances up to the target occur.
 
-    *Source*: Zhu et al. (2023), PoSE, arXiv:2309.10400, section 3: chunk lengths and skips drawn uniformly per example.
-    Ours starts the first chunk at a random position too when ``offset`` is set; theirs starts at 0.
+    *Source*: Zhu et al. (2023), PoSE, arXiv:2309.10400; :func:`~rope_patch.modeling.positions.skipped_positions` says
+    where ours differs.
 
     Attributes:
         target: positions go up to ``target - 1`` [tokens].
@@ -113,19 +114,7 @@ class PoSECollator(Collator):
         Raises:
             ValueError: a row longer than the target, or shorter than its chunks.
         """
-        if size > self.target:
-            raise ValueError(f"a row of {size} tokens is longer than the target of {self.target}")
-        if size < self.chunks:
-            raise ValueError(f"a row of {size} tokens cannot be cut into {self.chunks} chunks")
-        rng, room = self.rng(example), self.target - size
-        cuts = sorted(rng.sample(range(1, size), self.chunks - 1))
-        skips = sorted(rng.randint(0, room) for _ in range(self.chunks))
-        if not self.offset:
-            skips[0] = 0
-        positions = torch.arange(size)
-        for cut, skip in zip([0, *cuts], skips, strict=True):
-            positions[cut:] = torch.arange(cut, size) + skip
-        return positions
+        return skipped_positions(self.rng(example), size, self.target, self.chunks, offset=self.offset)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _steps(options: RecipeOptions) -> Iterator[str]:
     stages = plan_stages(options, reading_processes())
     rows = options.train.batch * options.train.accumulate * reading_processes()
     if options.patch.method == FIT:
-        tokens = options.fit.batch_tokens or max(4096, 2 * options.target_length)
+        tokens = options.fit.batch_tokens or max(4096, 2 * (options.fit_row_length or 0))  # by default at most 2048
         starts = len(options.fit.init.split())
         yield (
             f"first a fit of the rotary table: {starts * options.fit.steps} steps of {tokens} tokens, and evaluations "

@@ -74,7 +74,12 @@ class FitOptions:
             from the target length.
         steps: of gradient descent.
         learning_rate: of the logarithms of the frequencies.
-        batch_tokens: tokens per step; by default two rows of the target length, and at least 4096 [tokens].
+        batch_tokens: tokens per step; by default two rows of the target length, or of ``row_length`` under ``pose``,
+            and at least 4096 [tokens].
+        positions: ``full``: rows of up to the target length; ``pose``: short rows whose positions skip ahead up to the
+            target length.
+        row_length: of the rows under ``pose``; by default the trained length, but at most 2048 [tokens].
+        chunks: pieces of a row of text under ``pose``.
         retrieval: share of the learning rate for answers to retrieval prompts. With 0 the table is fitted to text
             alone, which loses retrieval.
         task: of the retrieval prompts.
@@ -90,6 +95,9 @@ class FitOptions:
     steps: int = 40
     learning_rate: float = 0.04
     batch_tokens: int | None = None
+    positions: Literal["full", "pose"] = "full"
+    row_length: int | None = None
+    chunks: int = 2
     retrieval: float = 0.8
     task: str = "passkey"
     band: float | None = None

@@ -13,6 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import find_task
 from rope_patch.methods import as_method
+from rope_patch.modeling.positions import check_positions
 from rope_patch.modeling.trainable_table import Constraint
 from rope_patch.training.options import (
     FIT,
@@ -72,7 +73,7 @@ class RecipeOptions:
         minima: dict[str, float] = {
             "patch.freeze_at": 1,
             "fit.steps": 0,
-            "fit.batch_tokens": self.target_length * (2 if self.fit.retrieval else 1),
+            "fit.batch_tokens": (self.fit_row_length or 1) * (2 if self.fit.retrieval else 1),
             "fit.windows": 1,
             "fit.samples": 1,
             "lora.rank": 0,
@@ -114,6 +115,7 @@ class RecipeOptions:
                     raise ValueError(f"retrieval must be in [0, 1), got {fit.retrieval}")
                 find_task(fit.task)
                 Constraint(fit.band, fit.monotone, fit.curve, fit.scaling)
+                check_positions(fit.positions, fit.row_length, fit.chunks, self.target_length)
                 starts = [as_method(start) for start in fit.init.split()]
                 if not starts or len({str(start) for start in starts}) < len(starts):
                     raise ValueError(f"init must name tables that differ, got {fit.init!r}")
@@ -230,6 +232,11 @@ class RecipeOptions:
         if self.patch.target_length is None:
             return max(length for length, _ in self.stages)
         return _length("patch.target_length", str(self.patch.target_length))
+
+    @property
+    def fit_row_length(self) -> int | None:
+        """Length of the longest row of a fit; None where it goes by the model [tokens]."""
+        return self.target_length if self.fit.positions == "full" else self.fit.row_length
 
     @property
     def warmup_steps(self) -> int:

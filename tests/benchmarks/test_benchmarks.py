@@ -154,6 +154,20 @@ def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["summary"]["bar_reached"]["in_time"] == (row["cpu_s"] <= 180)
 
 
+def test_fit_pose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it keeps its cells
+    report = run("fit_pose", tmp_path, against="transformers", fork=True)
+    (row,) = report["rows"]
+    summary = report["summary"]["llama at 4 times"]
+    assert summary["pose"]["tokens_of_steps"] == 2 * 512 == row["fits"]["pose"]["steps"]["tokens"]
+    assert row["nll"].keys() == {"yarn", "full", "pose"} == row["retrieval"].keys()
+    for high in ("256", "512", "1024"):
+        difference = row["nll"]["pose"][high] - row["nll"]["full"][high]
+        assert row["pose_minus_full"][f"perplexity {high}"][0] == pytest.approx(difference, abs=1e-6)
+        found = row["retrieval"]["pose"][high] - row["retrieval"]["full"][high]
+        assert summary["pose_minus_full"][f"retrieval {high}"][0] == pytest.approx(found)
+
+
 @pytest.mark.full
 def test_study_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps its cells

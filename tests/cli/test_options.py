@@ -24,7 +24,7 @@ BUNDLED = rope_patch.data_path("assets") / "llama"
 COMMANDS = get_command(app).commands
 TOKENS = {
     *("--length", "--lengths", "--trained-length", "--target-length", "--freeze-at", "--chunk", "--batch-tokens"),
-    *("--context", "--window", "--tokens", "--bucket"),
+    *("--context", "--window", "--tokens", "--bucket", "--row-length"),
 }
 OWN = {  # what a command says of an option in words of its own, because it is about something else there
     "--length": {"plan", "theory"},
@@ -87,7 +87,7 @@ PYTHON = [  # a command, what is behind it, how many defaults they share, and pa
     ("compare", ["rope_patch.evaluation.compare.compare", SPEC], 12, {}),
     ("kv_check", ["rope_patch.kv_evaluation.run.kv_check", SPEC, "rope_patch.kv_evaluation.verdicts.Limits"], 13, {}),
     ("fit", [f"rope_patch.fitting.{name}" for name in ("fit", "Schedule")], 10, {}),
-    ("fit", ["rope_patch.modeling.trainable_table.Constraint", "rope_patch.fitting.rows.Objective"], 5, {}),
+    ("fit", ["rope_patch.modeling.trainable_table.Constraint", "rope_patch.fitting.rows.Objective"], 8, {}),
     ("analyze", ["rope_patch.analysis.run.analyze"], 6, {"p": "p_values"}),
     ("theory", ["rope_patch.theory.tables.study"], 2, {}),
     ("export", ["rope_patch.exporting.run.export"], 2, {}),

@@ -202,7 +202,7 @@ def test_rows_are_of_text_and_of_prompts(tokenizer):
     for step in range(50):
         for goal in (0, 1):
             whole, count = 0.0, 0
-            for tokens, labels, weights in rows(step, goal):
+            for tokens, labels, weights, _ in rows(step, goal):
                 lengths += [tokens.shape[1]] * len(tokens)
                 whole, count = whole + float(weights.sum()), count + len(tokens)
                 assert torch.equal(labels == -100, weights == 0)
@@ -225,7 +225,7 @@ def test_rows_are_of_text_and_of_prompts(tokenizer):
         assert sorted(map(tuple, whole)) == sorted(map(tuple, halves[0] + halves[1])) and all(halves)
         assert sum(float(part[2].sum()) for share in (0, 1) for part in again(7, goal, share, 2)) == pytest.approx(1)
     alone = Rows(tokenizer, TEXT, Objective(retrieval=0.0), 128, 128, 256, seed=1)
-    ((tokens, _, _),) = ([torch.cat(parts) for parts in zip(*alone(7, 0), strict=True)],)
+    tokens = torch.cat([part[0] for part in alone(7, 0)])
     assert len(tokens) == 2 and alone.goals == 1
     Rows(tokenizer, TEXT, Objective(retrieval=0.0), 128, 128, 128, seed=1)
     with pytest.raises(
@@ -250,7 +250,7 @@ def test_needles_lie_anywhere_and_often_at_the_ends(tokenizer):
 
 def test_prompts_hold_all_needles_of_a_joined_task(tokenizer):
     rows = Rows(tokenizer, TEXT, Objective(task="multivalue"), 192, 256, 512, seed=1)
-    for tokens, _, weights in (part for step in range(4) for part in rows(step, 1)):
+    for tokens, _, weights, _ in (part for step in range(4) for part in rows(step, 1)):
         for row, weight in zip(tokens, weights, strict=True):
             decoded = tokenizer.decode(row)
             hidden = re.findall(r"One magic number of \w+ is (\d{7})\.", decoded)
@@ -787,10 +787,28 @@ def test_the_card_says_at_its_top_what_was_fitted_and_keeps_that_of_the_base_bel
         "- **Base**: `carded`\n",
         f"- **Method**: gradient descent on the frequencies, started from `{start}` (chosen: {candidate})\n",
         "- **Target length**: 96 tokens\n",
-        "- **Text**: `text.txt`\n",
+        "- **Text**: `text.txt`, in rows of 64 to 96 tokens\n",
     ):
         assert line in top
     assert below.endswith("# Tiny\n\nIt scores 7.\n")
+
+
+def test_card_and_report_say_which_positions_the_rows_had(carded, tmp_path):
+    told = {}
+    for name, more in (("full", ()), ("pose", ("--positions", "pose", "--row-length", 48, "--chunks", 3))):
+        command(*words(carded, tmp_path / name), *more, "--no-figure")
+        text = (tmp_path / name / "README.md").read_text()
+        settings = json.loads((tmp_path / name / "fit.json").read_text())["settings"]
+        told[name] = (
+            settings["rows"],
+            re.findall(r"- \*\*Text\*\*: `text.txt`, in rows of (.*)\n", text),
+            settings["objective"],
+        )
+    assert told["full"][:2] == ("64 to 96 tokens", ["64 to 96 tokens"])
+    skipping = "48 tokens at positions that skip ahead up to 96 (PoSE)"
+    assert told["pose"][:2] == (skipping, [skipping])
+    objective = {"positions": "pose", "row_length": 48, "chunks": 3}
+    assert told["pose"][2].items() >= objective.items() and told["full"][2]["positions"] == "full"
 
 
 def test_a_card_says_of_a_start_that_was_kept_that_it_was_chosen(carded, tmp_path):
@@ -813,7 +831,7 @@ def test_the_front_matter_of_a_card_keeps_the_licence_and_drops_the_scores_of_th
     "text", ["# No front matter\n", "---\nbroken: [\n---\n# Text\n", "---\n- a list\n---\n# Text\n"]
 )
 def test_a_card_whose_front_matter_cannot_be_read_is_kept_whole(text):
-    made = card("org/tiny", "yarn, step 4", "`text.txt`", 96, text, on_hub=True)
+    made = card("org/tiny", "yarn, step 4", "`text.txt`", 96, text, rows="96 tokens", on_hub=True)
     assert made.endswith(text) and ModelCard(made).data.base_model == "org/tiny"
 
 
@@ -874,6 +892,10 @@ def test_a_family_is_scanned(folder, tmp_path):
         (("--dtype", "int3"), "dtype must be one of"),
         (("--band", "0.5"), "band must be a factor > 1"),
         (("--retrieval", "1"), "retrieval must be in"),
+        (("--positions", "posse"), "unknown positions 'posse'. Did you mean 'pose'? Known: full, pose"),
+        (("--row-length", "48"), "row_length is for rows that skip positions"),
+        (("--positions", "pose", "--row-length", "1k"), "row_length must be <= 96, the target length, got 1024"),
+        (("--positions", "pose", "--chunks", "1"), "chunks must be >= 2, got 1"),
         (("--target-length", "32"), "lies below the trained length of 64"),
     ],
 )

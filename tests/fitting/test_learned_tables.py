@@ -228,6 +228,23 @@ def test_text_enough_for_the_held_out_windows_is_read(monkeypatch, tmp_path):
     assert len(taken) * 1e6 >= 8 * 32768 * 4.5 * 10
 
 
+def test_the_rows_of_a_fit_are_those_of_the_options(monkeypatch, tmp_path):
+    from rope_patch import fitting
+
+    objectives = []
+
+    def fit(*_, objective, **__):
+        objectives.append(objective)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "fit", fit)
+    monkeypatch.setattr(fitting, "held_out_spec", lambda *_, **__: None)
+    asked = options("x", *FITTED, "fit.positions=pose", "fit.row_length=128", "fit.chunks=3", "fit.retrieval=0.3")
+    with pytest.raises(KeyboardInterrupt):
+        fit_table(torch.nn.Linear(1, 1), None, asked, tmp_path)
+    assert objectives == [fitting.Objective(0.3, positions="pose", row_length=128, chunks=3)]
+
+
 def test_a_trained_table_has_its_own_parameter_group(trained):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
     rope_patch.apply(model, "yarn", factor=2)
@@ -264,6 +281,12 @@ def test_a_trained_table_has_its_own_parameter_group(trained):
         (["patch.learning_rate=0.5"], "patch.learning_rate without patch.trainable=true would change nothing"),
         (["patch.method=fit", "fit.init=yarn yarn"], "fit: init must name tables that differ, got 'yarn yarn'"),
         (["patch.method=fit", "fit.band=.inf"], "fit.band must be finite"),
+        (["patch.method=fit", "fit.row_length=64"], "fit: row_length is for rows that skip positions"),
+        (["patch.method=fit", "fit.positions=pose", "fit.row_length=1025"], "fit: row_length must be <= 1024"),
+        (
+            ["patch.method=fit", "fit.positions=pose", "fit.row_length=256", "fit.batch_tokens=511"],
+            "fit.batch_tokens must be >= 512",
+        ),
     ],
 )
 def test_bad_options_say_what_to_change(words, message):

@@ -115,6 +115,15 @@ def test_a_fit_before_the_training_is_described():
 
 
 @pytest.mark.parametrize(
+    ("words", "tokens"),
+    [([], 65536), (["fit.positions=pose"], 4096), (["fit.positions=pose", "fit.row_length=3000"], 6000)],
+)
+def test_a_fit_to_skipped_positions_is_described_by_its_row_length(words, tokens):
+    options = ["patch.method=fit", "patch.target_length=32k", "fit.steps=7", *words]
+    assert f"fit of the rotary table: 7 steps of {tokens} tokens" in describe(read(overrides=options, base=BASE), 80)
+
+
+@pytest.mark.parametrize(
     ("overrides", "warning"),
     [
         (["patch.method=null"], "warning: there is no patch.method: unless the checkpoint has a patch of its own"),

@@ -1,0 +1,126 @@
+"""Skipped positions for a fit: those of a retrieval prompt, and the models that can be given any."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.scoring import Reader
+from rope_patch.patching.locate import find_rotary
+
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Layer types that see a part of a row only, and the name of its length in their configs."""
+
+
+def stretched_positions(prompt: Prompt, maker: PromptMaker, length: int, rng: random.Random) -> Tensor:
+    """Return the positions of a short prompt that stands for a longer one: (tokens,) [tokens].
+
+    Each stretch of text before a needle, and the one before the question, is cut at a random place, where the positions
+    of the missing text are skipped. So the needles lie at the same depths as in the long prompt, and the tokens of a
+    needle, and those of the question and its answer, have consecutive positions.
+
+    *Source*: the idea of PoSE (Zhu et al. 2023, arXiv:2309.10400), which has no needles.
+
+    Args:
+        prompt: the short prompt.
+        maker: that made it.
+        length: of the long prompt, at least that of the short one [tokens].
+        rng: source of the cuts.
+    """
+    positions, room = torch.arange(len(prompt.ids)), length - len(prompt.ids)
+    depths = [*(depth for depth, _ in prompt.hidden), 1.0]
+    start, skipped = max(1, len(maker.prefix)), 0
+    for depth, (first, stop) in zip(depths, _parts(prompt, maker), strict=True):
+        if first > start:  # there is text before it that can be cut
+            skips = round(depth * room)
+            positions[rng.randint(start, first) :] += skips - skipped
+            skipped = skips
+        start = max(start, stop)
+    return positions
+
+
+def _parts(prompt: Prompt, maker: PromptMaker) -> Iterator[tuple[int, int]]:
+    """Yield the first token of every needle and the one after its last; then the same of question and answer."""
+    text, ids, at = prompt.text + prompt.target, prompt.ids, 0
+    for _, needle in prompt.hidden:
+        begin = text.index(needle.strip(), at)
+        at = begin + len(needle.strip())
+        after = maker.tokenizer(text[at:], add_special_tokens=False, verbose=False)["input_ids"]
+        # A token that reaches over either end of the needle belongs to it.
+        yield _alike(ids, maker.encode(text[:begin])), len(ids) - _alike(ids[::-1], after[::-1])
+    begin = text.rindex(prompt.question.strip(), at, len(prompt.text))
+    yield _alike(ids, maker.encode(text[:begin])), len(ids)
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many ids at the start are the same.
+
+    >>> _alike([1, 2, 3], [1, 2, 4]), _alike([1, 2], [1, 2, 4])
+    (2, 2)
+    """
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise where a patched model does not hand the positions it is given to its rotary embedding.
+
+    Raises:
+        ValueError: a decoder that takes no positions, or counts its tokens itself.
+    """
+    decoder, rotary = Reader(model).decoder, find_rotary(model).module
+    received: list[Any] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        received.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
+
+    device = next(decoder.parameters()).device
+    ids, positions = torch.zeros(1, 2, dtype=torch.long, device=device), torch.tensor([[0, 5]], device=device)
+    accepted = inspect.signature(decoder.forward).parameters.values()
+    if any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in accepted):
+        hook = rotary.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            with in_eval_mode(model), torch.no_grad():
+                decoder(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+        finally:
+            hook.remove()
+    if not received or not all(bool((given == positions.to(given.device)).all()) for given in received):
+        raise ValueError(
+            f"{type(decoder).__name__} does not hand position_ids to its rotary embedding, so positions cannot be "
+            "skipped: use positions='full' (--positions full)"
+        )
+
+
+def consecutive_types(model: nn.Module, length: int) -> tuple[str, ...]:
+    """Return the layer types whose positions must not skip, because their window counts tokens and not positions.
+
+    Within its window a sliding layer of a long row meets consecutive positions only, and masks are made by the place of
+    a token in its row. A window of the whole length hides nothing.
+
+    Args:
+        model: patched.
+        length: that positions reach [tokens].
+
+    Raises:
+        ValueError: such layers share their table with others, and so their positions.
+    """
+    site = find_rotary(model)
+    types = getattr(site.config, "layer_types", None) or ["sliding_attention"]  # as a window without types means
+    windows = {kind: getattr(site.config, name, None) for kind, name in WINDOWS.items() if kind in types}
+    short = {kind: window for kind, window in windows.items() if window is not None and window < length}
+    tables: Any = site.module.tables
+    if short and None in tables:
+        kind, window = next(iter(short.items()))
+        raise ValueError(
+            f"{type(site.model).__name__} has one rotary table for all layers, and its layers of {kind} see {window} "
+            f"tokens of {length}: skipped positions would show them distances that they never meet. Use "
+            "positions='full' (--positions full)"
+        )
+    return tuple(short)

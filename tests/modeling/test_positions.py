@@ -1,0 +1,56 @@
+"""Positions that skip ahead: what is drawn, and which options of them exclude each other."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rope_patch.modeling.positions import check_positions, skipped_positions
+from rope_patch.training.collators import PoSECollator
+
+
+@settings(deadline=None, max_examples=60)
+@given(size=st.integers(5, 40), room=st.integers(0, 60), chunks=st.integers(1, 5), seed=st.integers(0, 99))
+def test_every_chunk_counts_on_and_the_next_one_skips_ahead(size, room, chunks, seed):
+    positions = skipped_positions(random.Random(seed), size, size + room, chunks).tolist()
+    steps = [after - before for before, after in itertools.pairwise(positions)]
+    assert len(positions) == size and positions[0] == 0 and positions[-1] < size + room
+    assert all(step >= 1 for step in steps) and sum(step > 1 for step in steps) < chunks
+
+
+def test_skips_of_every_length_up_to_the_target_are_drawn():
+    ends = {int(skipped_positions(random.Random(seed), 8, 16)[-1]) for seed in range(200)}
+    assert ends == set(range(7, 16))
+
+
+def test_what_the_collator_draws_for_a_seed_stays_what_it_was():
+    """Numbers of version 0.1, so that a run that was begun with them goes on with them."""
+    collator = PoSECollator(target=777, chunks=3, seed=3)
+    assert [collator.positions(10, {"index": i}).tolist() for i in range(2)] == [
+        [0, 1, 2, 3, 4, 5, 6, 221, 222, 536],
+        [0, 1, 2, 94, 95, 96, 97, 510, 511, 512],
+    ]
+    assert collator.positions(10, {"index": 1}).equal(skipped_positions(random.Random("3/1"), 10, 777, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("posse", None, 2), "unknown positions 'posse'. Did you mean 'pose'? Known: full, pose"),
+        (("full", 64, 2), "row_length is for rows that skip positions: set positions to pose, or leave it out"),
+        (("full", None, 3), "chunks is for rows that skip positions: set positions to pose, or leave it out"),
+        (("pose", None, 1), "chunks must be >= 2, got 1"),
+        (("pose", 2, 3), "row_length must be >= 3, a token for each chunk, got 2"),
+        (("pose", 65, 2, 64), "row_length must be <= 64, the target length, got 65"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(given, message):
+    with pytest.raises(ValueError) as raised:
+        check_positions(*given)
+    assert str(raised.value) == message
+
+
+def test_a_row_may_be_as_long_as_the_target():
+    check_positions("pose", 64, 2, 64)
