@@ -214,7 +214,7 @@ def answer(root: Path, done: list[Cell]) -> list[dict[str, Any]]:
                     "table": table,
                     "after_lora": after,
                     "scheme": plain,
-                    "remedy": mitigation,
+                    "mitigation": mitigation,
                     "key_bits": [group[0][name]["key_bits"] for name in (plain, mitigation)],
                     "nll_cost": [statistics.fmean(part) - statistics.fmean(none) for part in (one, other)],
                     "nll_saved": statistics.fmean(one) - statistics.fmean(other),

@@ -223,7 +223,7 @@ class _Parts:
         self.cache_file = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self.cache_file = folder / "kept.jsonl"
+            self.cache_file = folder / "finished.jsonl"
             self.cache = ResultCache(self.cache_file)
 
     def load_or_measure(self, kind: type[Arrays], step: str, measure: Callable[[], Arrays], **options: Any) -> Arrays:

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from rope_patch.words import parse_duration, parse_length
 
-RESULT_CACHE = "kept.jsonl"
+RESULT_CACHE = "finished.jsonl"
 """Finished work, in the output folder: the same command reads it when it is run again."""
 
 

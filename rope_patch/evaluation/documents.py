@@ -59,11 +59,11 @@ def documents(source: Source, *, column: str = "text", pattern: str = "**/*.txt"
         ValueError: a file that is not UTF-8, a folder with no file of the pattern, a row without the column, or
             nothing at all to read.
     """
-    found = False
+    any_text = False
     for document in _documents(source, column, pattern):
-        found = found or bool(document.text.strip())
+        any_text = any_text or bool(document.text.strip())
         yield document
-    if not found:
+    if not any_text:
         raise ValueError("the source holds no text: it is empty")
 
 
@@ -180,12 +180,12 @@ def encode(
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
     for document in documents(source, column=column, pattern=pattern):
-        made = _encode(tokenizer, document, prefix)
+        encoded = _encode(tokenizer, document, prefix)
         if left is not None:
-            ends = made.ends[:left] if made.ends is not None else None
-            made = TokenDocument(made.name, made.ids[:left], ends, prefix)
-            left -= len(made.ids)
-        yield made
+            ends = encoded.ends[:left] if encoded.ends is not None else None
+            encoded = TokenDocument(encoded.name, encoded.ids[:left], ends, prefix)
+            left -= len(encoded.ids)
+        yield encoded
         if left == 0:
             return
 
@@ -215,16 +215,16 @@ def spread_windows(
             f"{windows} windows of {longest} tokens need {windows * size} tokens, the text has {total}: "
             "ask for fewer windows, or give a longer text"
         )
-    made = []
+    rows = []
     for i, start in enumerate(spread_starts(total, size, windows)):
         ids = torch.cat([torch.tensor(prefix, dtype=torch.long), stream.ids[start : start + size]])
         ends = None
         if stream.ends is not None:
             before = stream.ends[start - 1] if start else torch.tensor(0)
             ends = torch.cat([before.repeat(len(prefix)), stream.ends[start : start + size]])
-        made.append(TokenDocument(f"window {i}", ids, ends, prefix))
+        rows.append(TokenDocument(f"window {i}", ids, ends, prefix))
     digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
-    return made, digest
+    return rows, digest
 
 
 def spread_starts(total: int, size: int, windows: int) -> list[int]:

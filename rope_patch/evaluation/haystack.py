@@ -48,16 +48,16 @@ class Haystack:
         """
         match source:
             case Haystack():
-                made = source
+                haystack = source
             case "builtin":
                 corpus = builtin_text("haystack")
-                made = cls(corpus.text, "builtin", python_version=corpus.python_version)
+                haystack = cls(corpus.text, "builtin", python_version=corpus.python_version)
             case "noise":
-                made = cls(NOISE, "noise", endless=True)
+                haystack = cls(NOISE, "noise", endless=True)
             case Path():
-                made = cls("\n\n".join(document.text for document in documents(source)), source.name)
+                haystack = cls("\n\n".join(document.text for document in documents(source)), source.name)
             case _:
                 raise ValueError(f"haystack must be 'builtin', 'noise' or a Path, got {source!r}")
-        if not made.text.strip():
+        if not haystack.text.strip():
             raise ValueError("the haystack is empty")
-        return made
+        return haystack

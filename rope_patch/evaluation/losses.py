@@ -115,10 +115,10 @@ class PerplexityResult:
         Raises:
             ValueError: an edge that is not a bucket's.
         """
-        found = [i for i, b in enumerate(self.buckets) if start <= b.start and b.stop <= stop]
-        if not found or self.buckets[found[0]].start != start or self.buckets[found[-1]].stop != stop:
+        inside = [i for i, b in enumerate(self.buckets) if start <= b.start and b.stop <= stop]
+        if not inside or self.buckets[inside[0]].start != start or self.buckets[inside[-1]].stop != stop:
             raise ValueError(f"{start} to {stop} is not made of whole buckets: {[b.start for b in self.buckets]}")
-        return found
+        return inside
 
     def between(self, start: int, stop: int) -> float:
         """Return the perplexity over the buckets that lie within positions ``start`` to ``stop``.
@@ -126,8 +126,8 @@ class PerplexityResult:
         Raises:
             ValueError: an edge that is not a bucket's.
         """
-        made = [self.buckets[i] for i in self.inside(start, stop)]
-        return _exp(sum(b.nll * b.tokens for b in made) / sum(b.tokens for b in made))
+        buckets = [self.buckets[i] for i in self.inside(start, stop)]
+        return _exp(sum(b.nll * b.tokens for b in buckets) / sum(b.tokens for b in buckets))
 
     def to_json(self) -> str:
         """Return the result as JSON."""
@@ -203,13 +203,13 @@ class DocumentSums:
         if not units:
             raise ValueError(f"nothing to score: {self.skipped} documents, none with two tokens")
         nll, stderr, tokens = _mean([(u.total_tokens, u.total_nll) for u in units])
-        made = []
+        buckets = []
         for i, (start, stop) in enumerate(itertools.pairwise(self.edges)):
             part = [(u.tokens[i], u.nll[i]) for u in units if u.tokens[i]]
             if not part:
                 continue
             mean, error, count = _mean(part)
-            made.append(Bucket(start, stop, count, mean, error))
+            buckets.append(Bucket(start, stop, count, mean, error))
         sizes = [u.bytes for u in units]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         bits = sum(u.total_nll for u in units) / math.log(2) / total if total else None
@@ -224,7 +224,7 @@ class DocumentSums:
             chunk=chunk,
             prefix=self.prefix,
             skipped=self.skipped,
-            buckets=tuple(made),
+            buckets=tuple(buckets),
             documents=tuple(units),
         )
 

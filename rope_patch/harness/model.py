@@ -130,7 +130,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         given = [*params, *(key for key, value in options.items() if value is not None)]
         if method is None and given:
             raise ValueError(f"{given[0]} says how to patch: give method= too (method=default leaves the table)")
-        wanted = None if method is None else as_method(method, **params)
+        requested = None if method is None else as_method(method, **params)
         if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
             raise ValueError(f"chunk must be a whole number of tokens >= 1, got {chunk!r}")
         if kwargs.get("truncation"):
@@ -144,12 +144,12 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
             self._refuse_unknown(kwargs, set(inspect.signature(HFLM.__init__).parameters))
         super().__init__(pretrained, **kwargs)
         record = read_record(self.peft) if self.peft else None
-        if wanted is not None and record is not None:
+        if requested is not None and record is not None:
             raise ValueError(f"the adapter {self.peft} was trained under {record.to_method()}: leave method= out")
-        if wanted is not None:
+        if requested is not None:
             if isinstance(layer_types, str):
                 options["layer_types"] = layer_types.split("/")
-            apply(self.model, wanted, replace=replace, **options)  # type: ignore[arg-type]
+            apply(self.model, requested, replace=replace, **options)  # type: ignore[arg-type]
         elif record is not None:
             reapply(self.model, record)
         elif getattr(self.model.config.get_text_config(), "rope_patch", None):
@@ -226,15 +226,15 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         for _, context, continuation in requests:  # before any has run
             if len(context) + len(continuation) - 1 > self.max_length:
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
-        found: list[tuple[float, bool] | None] = [None] * len(requests)
+        answers: list[tuple[float, bool] | None] = [None] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="loglikelihood") as bar:
             for batch in self._batches(_grouped(requests), override_bs or self.batch_size):
                 for i, answer in self._score(batch):
-                    found[i] = answer
-                    if (texts := requests[i][0]) is not None:  # of a rolling window the whole is kept, by HFLM
+                    answers[i] = answer
+                    if (texts := requests[i][0]) is not None:  # HFLM keeps the whole of a rolling window
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update()
-        return [answer for answer in found if answer is not None]
+        return [answer for answer in answers if answer is not None]
 
     def _new_cache(self, capacity: int) -> Any:
         return self.reader.new_cache(capacity) if self.scheme == Scheme() else self.maker()

@@ -55,10 +55,10 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
         """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
-        made = super().construct_requests(doc, ctx, **kwargs)
+        request = super().construct_requests(doc, ctx, **kwargs)
         if self.OUTPUT_TYPE == "generate_until":
-            made.arguments[1].setdefault("max_gen_toks", doc["answer_tokens"])
-        return made
+            request.arguments[1].setdefault("max_gen_toks", doc["answer_tokens"])
+        return request
 
     def build_all_requests(self, *, tokenizer_name: str = "", samples: Any = None, **kwargs: Any) -> None:
         """Make the requests, or take them from lm-eval's cache when they are those of the same documents.
@@ -116,10 +116,10 @@ def retrieval_documents(
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a whole number >= 1, got {samples!r}: give --metadata samples=")
     maker = _maker(_tokenizer_arguments(rest), haystack, turns)
-    wanted = [depths] if isinstance(depths, int | float) else list(depths)
+    depths = [depths] if isinstance(depths, int | float) else list(depths)
     rows = []
     for sample in range(samples):
-        for prompt in maker.prompts(task, length, wanted, mode=mode, seed=seed, sample=sample):
+        for prompt in maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample):
             rows.append(
                 {
                     "prompt": prompt.text,
@@ -163,12 +163,12 @@ def perplexity_documents(
     tokenizer, prefix = load_tokenizer(arguments)
     words, upto = _words(arguments, text)
 
-    wanted = length + (windows - 1) * stride
+    needed = length + (windows - 1) * stride
     too_short = ValueError(
-        f"{windows} windows of {length} tokens every {stride} need about {wanted} tokens, the text holds {upto[-1]}: "
+        f"{windows} windows of {length} tokens every {stride} need about {needed} tokens, the text holds {upto[-1]}: "
         "give --metadata windows= (fewer) or text= (a longer one)"
     )
-    if wanted > upto[-1]:
+    if needed > upto[-1]:
         raise too_short
 
     def tokens(low: int, high: int) -> list[int]:
@@ -290,8 +290,8 @@ def exact_match(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, flo
 
 def recall(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Return the share of the values that the output holds."""
-    found = [value in results[0] for value in doc["expected"]]
-    return {"recall": sum(found) / len(found)}
+    named = [value in results[0] for value in doc["expected"]]
+    return {"recall": sum(named) / len(named)}
 
 
 def strided_perplexity(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         run(model, tokenizer, resume=tmp_path, on_progress=stop)
-    assert {path.name for path in tmp_path.iterdir()} == {"capture.npz", "kept.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"capture.npz", "finished.jsonl"}
     first = Capture.from_npz(tmp_path / "capture.npz")
     calls = []
     monkeypatch.setattr(engine, "capture", lambda *a, **k: calls.append(a) or capture(*a, **k))

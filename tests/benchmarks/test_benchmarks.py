@@ -203,7 +203,7 @@ def test_kv_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = run("kv_study", tmp_path, against="transformers")
     rows = {(row["table"], row["name"]): row for row in report["rows"]}
     assert len(rows) == 2 * 5 == len(report["rows"])
-    saved = {row["table"]: row for row in report["summary"] if row["remedy"] == "int4 centred"}
+    saved = {row["table"]: row for row in report["summary"] if row["mitigation"] == "int4 centred"}
     for table in ("default", "p_rope"):
         assert rows[table, "none"]["nll_change"] == 0
         costs = [rows[table, name]["nll_change"] for name in ("int4", "int4 centred")]

@@ -287,7 +287,7 @@ def test_a_failure_names_its_method(bundled):
 
 def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
     model, tokenizer = bundled
-    methods, journal = ["default", "yarn:factor=4"], tmp_path / "kept.jsonl"
+    methods, journal = ["default", "yarn:factor=4"], tmp_path / "finished.jsonl"
     whole = compared(model, tokenizer, methods, **SMALL)
     told = []
 
@@ -465,7 +465,7 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, texts, m
     asked = ["compare", str(ASSETS / "llama"), "--methods", "default yarn:factor=4 pi:factor=4", "--lengths", "64 128"]
     asked += ["--samples", "4", "--windows", "4", "-o", str(out), "--no-report", "--threads", "1", *texts]
     monkeypatch.setattr(sys, "argv", ["rope-patch", *asked])
-    journal, written = out / "kept.jsonl", []
+    journal, written = out / "finished.jsonl", []
 
     def the_ninth_is_written(event, args):
         if event != "open" or str(args[0]) != str(journal):
@@ -492,7 +492,7 @@ def test_a_command_stopped_on_the_way_keeps_what_was_finished(tmp_path, texts, m
 
 @pytest.mark.parametrize("torn", [b"{", b'{"ke', b'{"key": "b", "val', b"\0\0\0\0"])
 def test_a_line_cut_short_anywhere_is_dropped_and_the_next_one_is_whole(tmp_path, torn):
-    path = tmp_path / "kept.jsonl"
+    path = tmp_path / "finished.jsonl"
     ResultCache(path)["a"] = 1
     with path.open("ab") as file:
         file.write(torn)

@@ -478,7 +478,7 @@ def test_kept_windows_are_not_scored_again(tmp_path):
         if done == 3:
             raise KeyboardInterrupt
 
-    journal = tmp_path / "kept.jsonl"
+    journal = tmp_path / "finished.jsonl"
     with pytest.raises(KeyboardInterrupt):
         perplexity(model, rows, buckets=(0, 20, 40), resume=journal, on_progress=stop)
     with spy_ids(model) as seen:
@@ -495,9 +495,9 @@ def test_equal_windows_are_kept_once_and_each_other_with_its_own_score(tmp_path,
     documents = [TokenDocument(f"d{i}", row) for i, row in enumerate([one, one, other, one, other])]
     plain = perplexity(model, documents, window=20)
     for _ in range(2):
-        kept = perplexity(model, documents, window=20, batch=batch, resume=tmp_path / "kept.jsonl")
+        kept = perplexity(model, documents, window=20, batch=batch, resume=tmp_path / "finished.jsonl")
         assert [d.total_nll for d in kept.documents] == pytest.approx([d.total_nll for d in plain.documents])
-    assert (tmp_path / "kept.jsonl").read_bytes().count(b"\n") == 2
+    assert (tmp_path / "finished.jsonl").read_bytes().count(b"\n") == 2
 
 
 def test_positions_that_no_document_reaches_are_left_out():
@@ -590,7 +590,7 @@ def test_reading_in_chunks_makes_no_mask_and_no_copy_of_the_cache(family, batch)
 @pytest.mark.parametrize("change", ["rows", "buckets", "chunk", "weights", "patch", "dtype"])
 def test_work_kept_under_another_setting_is_not_taken(tmp_path, change):
     model, rows, options = bold_model(), ids(40, batch=2), {"buckets": (0, 20, 40), "chunk": 40}
-    journal = tmp_path / "kept.jsonl"
+    journal = tmp_path / "finished.jsonl"
     perplexity(model, rows, **options, resume=journal)
     match change:
         case "rows":

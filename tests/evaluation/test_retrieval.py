@@ -348,7 +348,7 @@ def test_progress_counts_the_tokens_of_prompts():
 
 
 def test_finished_haystacks_are_kept(tmp_path):
-    model, journal = bold(), tmp_path / "kept.jsonl"
+    model, journal = bold(), tmp_path / "finished.jsonl"
     asked = {**ASKED, "batch_tokens": 1}
     with spy_ids(model) as seen:
         whole = retrieval(model, TOKENIZER, **asked)

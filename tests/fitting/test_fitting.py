@@ -530,7 +530,7 @@ def test_an_interrupted_start_goes_on(tokenizer, turned):
 
 def test_an_interrupted_fit_goes_on(tokenizer, tmp_path):
     """The model is as it was; the same call takes up what its file holds, another call does not."""
-    result_cache, stages = tmp_path / "kept.jsonl", []
+    result_cache, stages = tmp_path / "finished.jsonl", []
 
     def interrupt(stage, tokens):
         stages.append(stage)

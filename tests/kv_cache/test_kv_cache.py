@@ -1229,7 +1229,7 @@ def test_retrieval_through_a_factory_equals_each_prompt_alone(family, mode):
 
 def test_kept_work_is_never_that_of_another_cache(tmp_path):
     model, means = model_for("llama", "p_rope:p=0.5")
-    rows, cache_file = ids(TOKENS, 1), tmp_path / "kept.jsonl"
+    rows, cache_file = ids(TOKENS, 1), tmp_path / "finished.jsonl"
     others = {index: mean + 0.5 for index, mean in means.items()}
     text = "k=int3.token.centre;v=none"
     variants = [

@@ -393,7 +393,7 @@ def test_without_a_patch_default_is_the_table_as_it_is(checked):
 
 
 def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
-    model, path = small(), tmp_path / "kept.jsonl"
+    model, path = small(), tmp_path / "finished.jsonl"
     heads = []
     model.lm_head.register_forward_hook(lambda *_: heads.append(1))
 
@@ -462,7 +462,7 @@ def test_errors_before_anything_is_measured(tokenizer, tmp_path, monkeypatch, fa
     monkeypatch.setattr(engine, "measure", lambda *_: pytest.fail("something was measured"))
     given = {"schemes": ["int4-token"], **ASKED, **changes}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        check_cache(small(family), tokenizer, given.pop("schemes"), resume=tmp_path / "kept.jsonl", **given)
+        check_cache(small(family), tokenizer, given.pop("schemes"), resume=tmp_path / "finished.jsonl", **given)
 
 
 # --- a planted fault

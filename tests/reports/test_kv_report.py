@@ -358,7 +358,7 @@ def given(tmp_path_factory):
 def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
     out = tmp_path / "deep" / "out"
     printed = command(folder, *given, "-o", out)
-    assert {path.name for path in out.iterdir()} == {"kept.jsonl", "kv-check.csv", "kv-check.html", "kv-check.json"}
+    assert {path.name for path in out.iterdir()} == {"finished.jsonl", "kv-check.csv", "kv-check.html", "kv-check.json"}
     data = json.loads((out / "kv-check.json").read_text())
     assert data["rows"] == json.loads(checked.to_json())["rows"] and data["text"] == "a.txt"
     for sentence in checked.summary():
@@ -373,9 +373,9 @@ def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
         for name, value in expected.items():
             cell = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
             assert line[name] == cell
-    before = (out / "kept.jsonl").read_bytes()
+    before = (out / "finished.jsonl").read_bytes()
     again = command(folder, *given, "-o", out, "--no-report", "--json")
-    assert json.loads(again) == data and (out / "kept.jsonl").read_bytes() == before
+    assert json.loads(again) == data and (out / "finished.jsonl").read_bytes() == before
 
 
 def test_packed_caches_are_shown(folder, tmp_path):
@@ -399,7 +399,7 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
     asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
     result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked)])
     assert str(result.exception) == "no such figure" and "default at 40 tokens: fp8" in result.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"kept.jsonl", "kv-check.csv", "kv-check.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"finished.jsonl", "kv-check.csv", "kv-check.json"}
     result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked), "--json"])
     assert result.exception is not None and json.loads(result.stdout)["lengths"] == [40]
 
@@ -503,7 +503,7 @@ def assert_refused(monkeypatch, capsys, arguments, message):
     assert stop.value.code == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1 and message in stderr
 
 
-@pytest.mark.parametrize("existing", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/kept.jsonl/"])
+@pytest.mark.parametrize("existing", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/finished.jsonl/"])
 def test_output_that_cannot_be_written_is_refused_before_loading(
     folder, given, tmp_path, monkeypatch, capsys, existing
 ):
@@ -578,5 +578,5 @@ def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, ca
         cli.main()
     assert raised.value.code == 130
     stderr = capsys.readouterr().err
-    assert f"Finished work is saved in {tmp_path / 'out' / 'kept.jsonl'}" in stderr and "interrupted" in stderr
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept.jsonl"]
+    assert f"Finished work is saved in {tmp_path / 'out' / 'finished.jsonl'}" in stderr and "interrupted" in stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["finished.jsonl"]
