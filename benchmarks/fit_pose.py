@@ -130,7 +130,7 @@ def main() -> None:
         "--cells",
         nargs="+",
         metavar="CHECKPOINT:FACTOR:SEEDS",
-        default=["llama:4:6", "llama:16:2", "gemma3:4:3"],
+        default=["llama:4:5"],
         help="bundled checkpoints, factors and numbers of seeds",
     )
     parser.add_argument("--jobs", type=int, default=1, help="number of processes, one thread each")
