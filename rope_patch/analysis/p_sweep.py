@@ -102,6 +102,18 @@ def longest_sweep(context: int, tokens: int | None = None) -> int:
     return longest if tokens is None else min(longest, max(tokens, LEAST_WINDOWS * SHORTEST))
 
 
+def sweep_shape(context: int, tokens: int) -> tuple[tuple[int, ...], int]:
+    """Return the edges of the positions that the sweep measures, and how many windows it reads.
+
+    Args:
+        context: of the model [tokens].
+        tokens: that one p reads at most [tokens].
+    """
+    near = min(context, CONTEXT, max(2, tokens // LEAST_WINDOWS))
+    edges = (0, near, BEYOND * near) if tokens >= LEAST_WINDOWS * BEYOND * near else (0, near)
+    return edges, max(1, min(WINDOWS, tokens // edges[-1]))
+
+
 def sweep_text(
     tokenizer: Any, text: Mapping[str, Source] | None, context: int, tokens: int | None = None
 ) -> tuple[list[TokenDocument], tuple[int, ...], str]:
@@ -128,9 +140,7 @@ def sweep_text(
         name = ", ".join(text)
     (stream,) = encode(tokenizer, whole, bos=False)
     most = len(stream.ids) if tokens is None else min(len(stream.ids), max(tokens, LEAST_WINDOWS * SHORTEST))
-    near = min(context, CONTEXT, max(2, most // LEAST_WINDOWS))
-    edges = (0, near, BEYOND * near) if most >= LEAST_WINDOWS * BEYOND * near else (0, near)
-    count = max(1, min(WINDOWS, most // edges[-1]))
+    edges, count = sweep_shape(context, most)
     windows, _ = spread_windows(tokenizer, whole, edges[-1], count)
     return windows, edges, name
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +17,10 @@ from rope_patch.cli.loading import (
     check_patch,
     load_model,
     load_tokenizer,
+    paces_of,
     prepare,
     progress_bar,
     say_estimate,
-    speed_of,
-    tokens_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
@@ -183,9 +183,11 @@ def analyze(
 
     Example: **rope-patch analyze ./llama --text ./articles --text ./code -o ./analysis**
     """
+    from rope_patch.analysis import reading
     from rope_patch.analysis import run as engine
     from rope_patch.analysis.result import findings
     from rope_patch.files import folder_to_write, write_atomically
+    from rope_patch.modeling.budget import SAFETY
 
     if report:
         from rope_patch.reports import analysis as page
@@ -219,15 +221,20 @@ def analyze(
             patched = {"method": method, **patch} if folder == output else {}
             loaded = load_model(source, device=device, dtype=dtype, **patched)
             folder.mkdir(exist_ok=True)
-            speed = speed_of(loaded, rows.ids.shape[1])
+            paces: Any = None
+            if budget is not None or not as_json:
+                measure = partial(reading.paces_of, loaded, rows.ids.shape[1], context)
+                paces = paces_of(loaded, budget, folder / RESULT_CACHE, [context, rows.ids.shape[1]], measure)
             if sweep_tokens is None:  # both models read the same
-                most = tokens_within(loaded, budget, speed, folder / RESULT_CACHE)
-                if tokens_read is None:
-                    share, _ = engine.split_tokens(most, options["p_values"])
-                    rows = _rows(models, tokenizers, texts, **size, tokens=share)
-                _, sweep_tokens = engine.split_tokens(most, options["p_values"], rows.ids.numel())
-            total = engine.tokens_to_read(rows, options["p_values"], context, sweep_tokens)
-            say_estimate(total, speed, hidden=as_json)
+                time = None if budget is None else SAFETY * budget / len(models)
+                read = partial(_rows, models, tokenizers, texts, **size)
+                shapes = partial(reading.sweep_of, tokenizer, texts, context)
+                plan = partial(_planned, loaded, read, tokens_read, options["p_values"], context, shapes)
+                rows, sweep_tokens = plan(paces, time)
+            total = reading.tokens_to_read(rows, options["p_values"], context, sweep_tokens)
+            if paces is not None:
+                shape = (rows.ids.numel(), rows.ids.shape[1], options["p_values"], context, sweep_tokens)
+                say_estimate(total, reading.seconds_to_read(*shape, paces))
             with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
                 results.append(
                     engine.analyze_rows(
@@ -257,6 +264,45 @@ def analyze(
     for sentence in sentences:
         print(f"- {sentence}")
     print(f"wrote {', '.join(names)} in {output}")
+
+
+def _planned(
+    model: Any,
+    read: Callable[..., Any],
+    tokens_read: int | None,
+    p_values: Sequence[float],
+    context: int,
+    shapes: Callable[[int], Any],
+    paces: Any,
+    seconds: float | None,
+) -> tuple[Any, int]:
+    """Return the rows of the statistics and the tokens of each p; print what is lost where a time is given.
+
+    Args:
+        model: to be analyzed; its size decides where no time is given.
+        read: returns rows of as many tokens as it is given, at least one of each text.
+        tokens_read: of the rows, where the user chose them [tokens].
+        p_values: of the sweep.
+        context: of the model [tokens].
+        shapes: returns what the sweep reads of as many tokens as it is given.
+        paces: of the model.
+        seconds: that the analysis may take [s].
+    """
+    from rope_patch.analysis import reading
+    from rope_patch.modeling.budget import default_tokens
+
+    total = default_tokens(model)
+    rows = read(tokens=tokens_read or reading.split_tokens(total, p_values)[0])
+    _, sweep = reading.split_tokens(total, p_values, rows.ids.numel())
+    if seconds is None:
+        return rows, sweep
+    plan = partial(reading.split_seconds, seconds, rows.ids.shape[1], p_values, context, paces)
+    fewer = rows if tokens_read is not None else read(tokens=max(2, plan()[0]))
+    _, shorter = plan(fewer.ids.numel())
+    sweeps = [shapes(sweep), shapes(shorter)] if p_values else []
+    if lost := reading.cost_of([rows.ids.numel(), fewer.ids.numel()], sweeps):
+        print(f"--budget: {lost}", file=sys.stderr)
+    return fewer, shorter
 
 
 def _texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | None:

@@ -17,8 +17,9 @@ import rope_patch
 from rope_patch.analysis import run as engine
 from rope_patch.analysis.before_after import differences
 from rope_patch.analysis.p_sweep import SweepPoint, advise, half_chord, sweep_p, sweep_text
+from rope_patch.analysis.reading import tokens_to_read
 from rope_patch.analysis.result import findings
-from rope_patch.analysis.run import analyze_rows, tokens_to_read
+from rope_patch.analysis.run import analyze_rows
 from rope_patch.cli import app as cli
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.evaluation.perplexity import perplexity
