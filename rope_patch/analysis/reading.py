@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from rope_patch.analysis.attention_mass import measure_heads, repeated_tokens
-from rope_patch.analysis.p_sweep import BEYOND, CHUNK, CONTEXT, longest_sweep, sweep_shape, sweep_text
-from rope_patch.evaluation.documents import Source
-from rope_patch.evaluation.domains import TextRows
+from rope_patch.analysis.p_sweep import BEYOND, CHUNK, CONTEXT, WINDOWS, sweep_shape
 from rope_patch.evaluation.intervals import widening
 from rope_patch.modeling.budget import Pace, measure_pace, pace_of_reading
 
@@ -56,92 +55,96 @@ def paces_of(model: nn.Module, window: int, context: int) -> tuple[Pace, Pace]:
     return reading, measure_pace(read, window)
 
 
-def seconds_to_read(
-    rows: int, window: int, p_values: Sequence[float], context: int, sweep_tokens: int | None, paces: tuple[Pace, Pace]
-) -> float:
-    """Return how long an analysis takes [s].
+@dataclass(frozen=True)
+class AnalysisReading:
+    """What an analysis reads, whatever number of tokens its rows and its sweep have.
 
-    Args:
-        rows: tokens of all rows [tokens].
+    Attributes:
         window: length of a row [tokens].
-        p_values: of the sweep.
+        p_values: of the sweep; without any there is no sweep.
         context: of the model [tokens].
-        sweep_tokens: that each p may read [tokens].
-        paces: from :func:`paces_of`.
+        available: tokens of the text of the sweep, from :func:`~rope_patch.analysis.p_sweep.text_tokens`; enough by
+            default.
     """
-    reading, heads = paces
-    sweep = longest_sweep(context, sweep_tokens)
-    sweeps = 1 + len(p_values) if p_values else 0
-    statistics = (reading * (PASSES - 1) + heads).seconds(rows, window)
-    return statistics + sweeps * reading.seconds(sweep, sweep_shape(context, sweep)[0][-1])
 
+    window: int
+    p_values: Sequence[float]
+    context: int
+    available: int | None = None
 
-def split_seconds(
-    seconds: float,
-    window: int,
-    p_values: Sequence[float],
-    context: int,
-    paces: tuple[Pace, Pace],
-    rows: int | None = None,
-) -> tuple[int, int]:
-    """Return how many tokens the rows and each p of the sweep have in a time; half of it goes to the rows.
+    @property
+    def tables(self) -> int:
+        """How many tables the sweep measures."""
+        return 1 + len(self.p_values) if self.p_values else 0
 
-    Args:
-        seconds: for all passes [s].
-        window: length of a row [tokens].
-        p_values: of the sweep.
-        context: of the model [tokens].
-        paces: from :func:`paces_of`.
-        rows: tokens of the rows, where they are known [tokens].
-    """
-    if rows is None:
-        each = seconds_to_read(1, window, (), context, None, paces)
-        rows = min(TOKENS, int(seconds / 2 / each))
-    tokens = longest_sweep(context)
-    while tokens > 1 and seconds_to_read(rows, window, p_values, context, tokens, paces) > seconds:
-        tokens = tokens * 9 // 10
-    return rows, tokens
+    def tokens(self, rows: int, sweep_tokens: int | None) -> int:
+        """Return the tokens that are read: what an analysis reports to its ``on_progress``.
 
+        Args:
+            rows: tokens of all rows.
+            sweep_tokens: that each p may read; without limit by default.
+        """
+        edges, windows = sweep_shape(self.context, sweep_tokens, self.available)
+        return PASSES * rows + self.tables * windows * edges[-1]
 
-def sweep_of(
-    tokenizer: Any, text: Mapping[str, Source] | None, context: int, tokens: int
-) -> tuple[tuple[int, ...], int]:
-    """Return the edges of the positions that the sweep measures on a text, and how many windows it reads."""
-    windows, edges, _ = sweep_text(tokenizer, text, context, tokens)
-    return edges, len(windows)
+    def seconds(self, rows: int, sweep_tokens: int | None, paces: Sequence[Pace]) -> float:
+        """Return how long :meth:`tokens` take [s].
 
+        Args:
+            rows: tokens of all rows.
+            sweep_tokens: that each p may read.
+            paces: from :func:`paces_of`.
+        """
+        text, heads = paces
+        edges, windows = sweep_shape(self.context, sweep_tokens, self.available)
+        statistics = (text * (PASSES - 1) + heads).seconds(rows, self.window)
+        return statistics + self.tables * text.seconds(windows * edges[-1], edges[-1])
 
-def cost_of(rows: Sequence[int], sweeps: Sequence[tuple[tuple[int, ...], int]]) -> str:
-    r"""Return what is lost where an analysis reads less, as a sentence; "" where nothing is.
+    def split(self, seconds: float, paces: Sequence[Pace], rows: int | None = None) -> tuple[int, int]:
+        """Return how many tokens the rows and each p of the sweep have in a time; half of it goes to the rows.
 
-    Args:
-        rows: tokens of the statistics before, and in the time that there is [tokens].
-        sweeps: edges of positions and number of windows of the p sweep, likewise; none without a sweep.
+        Args:
+            seconds: for all passes [s].
+            paces: from :func:`paces_of`.
+            rows: tokens of the rows, where they are known.
+        """
+        text, heads = paces
+        if rows is None:
+            rows = min(TOKENS, int(seconds / 2 / (text * (PASSES - 1) + heads).seconds(1, self.window)))
+        tokens = WINDOWS * BEYOND * CONTEXT
+        while tokens > 1 and self.seconds(rows, tokens, paces) > seconds:
+            tokens = tokens * 9 // 10
+        return rows, tokens
 
-    Example:
-        >>> print(cost_of([16384, 4096], [((0, 512, 2048), 8), ((0, 512), 4)]).replace("; ", "\n"))
-        statistics over 4096 instead of 16384 tokens vary up to 2.0 times as much from text to text
-        the p sweep reads 4 instead of 8 windows (intervals up to 1.9 times as wide) and nothing beyond position 512
-    """
-    parts = []
-    if rows[1] < rows[0]:
-        wider = math.sqrt(rows[0] / rows[1])
-        parts.append(
-            f"statistics over {rows[1]} instead of {rows[0]} tokens vary up to {wider:.1f} times as much from text to "
-            "text"
+    def cost_of(self, rows: Sequence[int], sweep_tokens: Sequence[int | None]) -> str:
+        """Return what is lost where an analysis reads less, as a sentence; "" where nothing is.
+
+        Args:
+            rows: tokens of all rows, before and in the time that there is.
+            sweep_tokens: that each p may read, likewise.
+
+        Example:
+            >>> reading = AnalysisReading(512, [0.5], context=512)
+            >>> print(reading.cost_of([16384, 4096], [16384, 2048]).replace("; ", chr(10)))
+            statistics over 4096 instead of 16384 tokens vary up to 2.0 times as much from text to text
+            the p sweep reads 4 instead of 8 windows (intervals up to 1.9 times as wide) and nothing beyond position 512
+        """
+        parts = []
+        if rows[1] < rows[0]:
+            wider = math.sqrt(rows[0] / rows[1])
+            parts.append(
+                f"statistics over {rows[1]} instead of {rows[0]} tokens vary up to {wider:.1f} times as much from text "
+                "to text"
+            )
+        (edges, before), (shorter, after) = (
+            sweep_shape(self.context, tokens, self.available) for tokens in sweep_tokens
         )
-    lost = []
-    if sweeps:
-        (edges, before), (shorter, after) = sweeps
+        lost = []
         if after < before:
             wide = f"intervals up to {widening(before, after):.1f} times as wide" if after > 1 else "without intervals"
             lost.append(f"{after} instead of {before} windows ({wide})")
         if shorter[-1] < edges[-1]:
             lost.append(f"nothing beyond position {shorter[-1]}")
-    return "; ".join([*parts, *([f"the p sweep reads {' and '.join(lost)}"] if lost else [])])
-
-
-def tokens_to_read(rows: TextRows, p_values: Sequence[float], context: int, sweep_tokens: int | None = None) -> int:
-    """Return the most tokens that an analysis of rows reports to its ``on_progress``."""
-    sweeps = 1 + len(p_values) if p_values else 0
-    return PASSES * rows.ids.numel() + sweeps * longest_sweep(context, sweep_tokens)
+        if lost and self.p_values:
+            parts.append(f"the p sweep reads {' and '.join(lost)}")
+        return "; ".join(parts)

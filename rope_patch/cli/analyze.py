@@ -183,8 +183,10 @@ def analyze(
 
     Example: **rope-patch analyze ./llama --text ./articles --text ./code -o ./analysis**
     """
-    from rope_patch.analysis import reading
     from rope_patch.analysis import run as engine
+    from rope_patch.analysis.p_sweep import text_tokens
+    from rope_patch.analysis.reading import AnalysisReading
+    from rope_patch.analysis.reading import paces_of as paces_of_heads
     from rope_patch.analysis.result import findings
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.modeling.budget import SAFETY
@@ -213,6 +215,8 @@ def analyze(
     tokenizers = [load_tokenizer(source) for source, _ in models]
     size: dict[str, Any] = {"window": window, "context": context}
     rows = _rows(models, tokenizers, texts, **size, tokens=tokens_read or 2)
+    available = text_tokens(tokenizers[0], texts) if options["p_values"] else 0
+    reading = AnalysisReading(rows.ids.shape[1], options["p_values"], context, available)
     sweep_tokens: int | None = None
     names = ["analysis.json", "capture.npz", "heads.npz"]
     with folder_to_write(output, [*names, *["analysis.html"] * report]):
@@ -223,18 +227,15 @@ def analyze(
             folder.mkdir(exist_ok=True)
             paces: Any = None
             if budget is not None or not as_json:
-                measure = partial(reading.paces_of, loaded, rows.ids.shape[1], context)
-                paces = paces_of(loaded, budget, folder / RESULT_CACHE, [context, rows.ids.shape[1]], measure)
+                measure = partial(paces_of_heads, loaded, reading.window, context)
+                paces = paces_of(loaded, budget, folder / RESULT_CACHE, [context, reading.window], measure)
             if sweep_tokens is None:  # both models read the same
                 time = None if budget is None else SAFETY * budget / len(models)
                 read = partial(_rows, models, tokenizers, texts, **size)
-                shapes = partial(reading.sweep_of, tokenizer, texts, context)
-                plan = partial(_planned, loaded, read, tokens_read, options["p_values"], context, shapes)
-                rows, sweep_tokens = plan(paces, time)
-            total = reading.tokens_to_read(rows, options["p_values"], context, sweep_tokens)
+                rows, sweep_tokens = _planned(loaded, read, tokens_read, reading, paces, time)
+            total = reading.tokens(rows.ids.numel(), sweep_tokens)
             if paces is not None:
-                shape = (rows.ids.numel(), rows.ids.shape[1], options["p_values"], context, sweep_tokens)
-                say_estimate(total, reading.seconds_to_read(*shape, paces))
+                say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces))
             with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
                 results.append(
                     engine.analyze_rows(
@@ -267,14 +268,7 @@ def analyze(
 
 
 def _planned(
-    model: Any,
-    read: Callable[..., Any],
-    tokens_read: int | None,
-    p_values: Sequence[float],
-    context: int,
-    shapes: Callable[[int], Any],
-    paces: Any,
-    seconds: float | None,
+    model: Any, read: Callable[..., Any], tokens_read: int | None, reading: Any, paces: Any, seconds: float | None
 ) -> tuple[Any, int]:
     """Return the rows of the statistics and the tokens of each p; print what is lost where a time is given.
 
@@ -282,25 +276,21 @@ def _planned(
         model: to be analyzed; its size decides where no time is given.
         read: returns rows of as many tokens as it is given, at least one of each text.
         tokens_read: of the rows, where the user chose them [tokens].
-        p_values: of the sweep.
-        context: of the model [tokens].
-        shapes: returns what the sweep reads of as many tokens as it is given.
+        reading: what the analysis reads.
         paces: of the model.
         seconds: that the analysis may take [s].
     """
-    from rope_patch.analysis import reading
+    from rope_patch.analysis.reading import split_tokens
     from rope_patch.modeling.budget import default_tokens
 
     total = default_tokens(model)
-    rows = read(tokens=tokens_read or reading.split_tokens(total, p_values)[0])
-    _, sweep = reading.split_tokens(total, p_values, rows.ids.numel())
+    rows = read(tokens=tokens_read or split_tokens(total, reading.p_values)[0])
+    _, sweep = split_tokens(total, reading.p_values, rows.ids.numel())
     if seconds is None:
         return rows, sweep
-    plan = partial(reading.split_seconds, seconds, rows.ids.shape[1], p_values, context, paces)
-    fewer = rows if tokens_read is not None else read(tokens=max(2, plan()[0]))
-    _, shorter = plan(fewer.ids.numel())
-    sweeps = [shapes(sweep), shapes(shorter)] if p_values else []
-    if lost := reading.cost_of([rows.ids.numel(), fewer.ids.numel()], sweeps):
+    fewer = rows if tokens_read is not None else read(tokens=max(2, reading.split(seconds, paces)[0]))
+    _, shorter = reading.split(seconds, paces, fewer.ids.numel())
+    if lost := reading.cost_of([rows.ids.numel(), fewer.ids.numel()], [sweep, shorter]):
         print(f"--budget: {lost}", file=sys.stderr)
     return fewer, shorter
 

@@ -155,7 +155,7 @@ def kv_check(
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.kv_evaluation import run as engine
-    from rope_patch.kv_evaluation.reading import Reading, pace_of
+    from rope_patch.kv_evaluation.reading import CheckReading, pace_of
     from rope_patch.kv_evaluation.verdicts import Limits
     from rope_patch.patching.targets import for_target
 
@@ -191,7 +191,7 @@ def kv_check(
         centred = mitigations or any(scheme.key.centre for scheme in names.values())
         means = calibration(tokenizer, loaded).numel() if centred else 0
         layers = int(loaded.config.get_text_config().num_hidden_layers)
-        reading = Reading(names, len(compared), layers, means, mitigations)
+        reading = CheckReading(names, len(compared), layers, means, mitigations)
         finished, pace = output / RESULT_CACHE, None
         if budget is not None or not as_json:
             about: Any = [str(compared[0]), list(names), spec.to_dict()]

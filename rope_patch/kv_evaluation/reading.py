@@ -39,7 +39,7 @@ def tokens_to_measure(spec: EvalSpec, schemes: Collection[Scheme]) -> int:
 
 
 @dataclass(frozen=True)
-class Reading:
+class CheckReading:
     """What a check reads of any spec.
 
     Attributes:

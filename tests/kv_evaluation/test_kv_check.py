@@ -30,7 +30,7 @@ from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.mitigations import mitigations
-from rope_patch.kv_evaluation.reading import Reading, pace_of, tokens_to_measure
+from rope_patch.kv_evaluation.reading import CheckReading, pace_of, tokens_to_measure
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import find_schemes
 from rope_patch.kv_evaluation.verdicts import Limits
@@ -160,13 +160,8 @@ def test_json_says_all_and_is_standard(checked):
 
 def check_of(*rows, **changes):
     given = {"model": "tiny", "windows": 4, "text": "a text", "digest": "ab" * 32, "calibration": 0}
-    given |= {
-        "compared": 2,
-        "attributed": 2,
-        "trained_length": 8,
-        "captures": {},
-        "limits": Limits(changes.pop("tolerance", 0.02)),
-    }
+    given |= {"compared": 2, "attributed": 2, "trained_length": 8, "captures": {}}
+    given["limits"] = Limits(changes.pop("tolerance", 0.02))
     spec = rows[0].scores.spec
     given["spec"] = replace(spec, lengths=changes.pop("lengths", spec.lengths))
     return KVCheck(**{**given, "rows": rows, "environment": {}, **changes})
@@ -410,16 +405,15 @@ def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_an
     monkeypatch.setattr(engine, "mitigations", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
     model, spec, kept = small(), EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1), {}
     schemes = find_schemes(["int2.token", "int8-token"])
-    reading = Reading(schemes, methods=2, layers=2, calibration=512)
+    reading = CheckReading(schemes, methods=2, layers=2, calibration=512)
     # By hand: 3 schemes of 3 windows of 56 and 2 prompts of each length; full precision, 2 schemes and the statistics
     # on 2 windows, errors of 2 schemes on one, and the mean keys.
     assert reading.tokens(spec) == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56 + 512)
     # Under each method one scheme is unsafe: the whole, keys, values, full precision, named pairs and two layers; and a
     # mitigation, beside which full precision is compared again.
     expected = 2 * (7 * attributed * 56 + 3 * 56 + 2 * 96 + 2 * 2 * 56 + 56)
-    first = json.dumps(None)
-    for _ in range(2):
-        progress, more = [], []
+    results = []
+    for progress, more in (([], []), ([], [])):
         check = check_cache(
             model,
             tokenizer,
@@ -428,21 +422,21 @@ def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_an
             mitigate=True,
             attributed=attributed,
             resume=kept,
-            on_progress=lambda stage, tokens: progress.append(tokens),
+            on_progress=lambda stage, tokens, progress=progress: progress.append(tokens),
             on_more=more.append,
             **ASKED,
         )
         assert sum(more) == expected and sum(progress) == reading.tokens(spec) + expected and min(progress) >= 0
-        assert first in (json.dumps(None), check.to_json())
-        first = check.to_json()
+        results.append(check.to_json())
+    assert results[0] == results[1]
     rows = [row for row in check.rows if row.scheme == "int2.token"]
     assert [row.attribution is not None for row in rows] == [attributed > 0] * 2
-    assert json.loads(first)["attributed"] == attributed
+    assert json.loads(results[0])["attributed"] == attributed
 
 
 def test_what_unsafe_schemes_may_add_is_an_upper_bound_by_the_size_of_the_model():
     spec = EvalSpec([56], windows=3, depths=(0.0, 1.0), samples=1)
-    reading = Reading(find_schemes(["int4-token", "fp8"]), methods=2, layers=30)
+    reading = CheckReading(find_schemes(["int4-token", "fp8"]), methods=2, layers=30)
     assert reading.attribution(spec, 2) == reading.more(spec, 2) == 2 * 2 * (5 + 30) * 2 * 56
     assert reading.more(spec, 0) == 0 == reading.attribution(spec, 0)
     tried = sum(tokens_to_measure(spec, mitigations(name).values()) for name in ("int4-token", "fp8"))
@@ -451,7 +445,7 @@ def test_what_unsafe_schemes_may_add_is_an_upper_bound_by_the_size_of_the_model(
 
 def test_the_time_of_a_check_is_that_of_everything_it_reads():
     spec = EvalSpec([64], windows=3, depths=(0.0, 1.0), samples=1)
-    reading = Reading(find_schemes(["fp8"]), methods=1, layers=2)
+    reading = CheckReading(find_schemes(["fp8"]), methods=1, layers=2)
     others = reading.tokens(spec) - 2 * spec.tokens_to_read()
     pace = Pace(1.0, 0.5)
     assert reading.seconds(spec, pace) == pytest.approx(2 * spec.seconds(pace) + others * (1 + 32))
