@@ -16,6 +16,8 @@ from rope_patch.modeling.budget import Pace, measure_pace, pace_of_reading
 
 TOKENS = 16384
 """Tokens that the statistics read at most where no number is given."""
+SHORTEST_ROW = 64
+"""Length of the rows at least where a time decides [tokens]."""
 PASSES = 3
 """Times that the rows are read: for the statistics, the heads and the sinks."""
 
@@ -101,7 +103,7 @@ class AnalysisReading:
         return statistics + self.tables * text.seconds(windows * edges[-1], edges[-1])
 
     def split(self, seconds: float, paces: Sequence[Pace], rows: int | None = None) -> tuple[int, int]:
-        """Return how many tokens the rows and each p of the sweep have in a time; half of it goes to the rows.
+        """Return how many tokens the rows and each p of the sweep have in a time; half of it goes to the rows, or all.
 
         Args:
             seconds: for all passes [s].
@@ -110,18 +112,20 @@ class AnalysisReading:
         """
         text, heads = paces
         if rows is None:
-            rows = min(TOKENS, int(seconds / 2 / (text * (PASSES - 1) + heads).seconds(1, self.window)))
+            share = seconds / 2 if self.p_values else seconds
+            rows = min(TOKENS, int(share / (text * (PASSES - 1) + heads).seconds(1, self.window)))
         tokens = WINDOWS * BEYOND * CONTEXT
         while tokens > 1 and self.seconds(rows, tokens, paces) > seconds:
             tokens = tokens * 9 // 10
         return rows, tokens
 
-    def cost_of(self, rows: Sequence[int], sweep_tokens: Sequence[int | None]) -> str:
+    def cost_of(self, rows: Sequence[int], sweep_tokens: Sequence[int | None], window: int | None = None) -> str:
         """Return what is lost where an analysis reads less, as a sentence; "" where nothing is.
 
         Args:
             rows: tokens of all rows, before and in the time that there is.
             sweep_tokens: that each p may read, likewise.
+            window: length of a row before; by default what it is.
 
         Example:
             >>> reading = AnalysisReading(512, [0.5], context=512)
@@ -136,6 +140,8 @@ class AnalysisReading:
                 f"statistics over {rows[1]} instead of {rows[0]} tokens vary up to {wider:.1f} times as much from text "
                 "to text"
             )
+        if window is not None and self.window < window:
+            parts.append(f"their rows have {self.window} instead of {window} tokens, and longer distances are not seen")
         (edges, before), (shorter, after) = (
             sweep_shape(self.context, tokens, self.available) for tokens in sweep_tokens
         )

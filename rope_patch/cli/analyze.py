@@ -38,6 +38,7 @@ from rope_patch.cli.options import (
     Report,
     TargetLength,
     Threads,
+    chosen,
     command_line,
     items,
     list_of,
@@ -232,7 +233,7 @@ def analyze(
             if sweep_tokens is None:  # both models read the same
                 time = None if budget is None else SAFETY * budget / len(models)
                 read = partial(_rows, models, tokenizers, texts, **size)
-                rows, sweep_tokens = _planned(loaded, read, tokens_read, reading, paces, time)
+                rows, sweep_tokens, reading = _planned(loaded, read, tokens_read, reading, paces, time)
             total = reading.tokens(rows.ids.numel(), sweep_tokens)
             if paces is not None:
                 say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces))
@@ -269,8 +270,10 @@ def analyze(
 
 def _planned(
     model: Any, read: Callable[..., Any], tokens_read: int | None, reading: Any, paces: Any, seconds: float | None
-) -> tuple[Any, int]:
-    """Return the rows of the statistics and the tokens of each p; print what is lost where a time is given.
+) -> tuple[Any, int, Any]:
+    """Return the rows of the statistics, the tokens of each p, and what is read with them; print what is lost.
+
+    Where a time is given and one row of each text takes too long, rows are shorter, unless the user chose their length.
 
     Args:
         model: to be analyzed; its size decides where no time is given.
@@ -278,21 +281,38 @@ def _planned(
         tokens_read: of the rows, where the user chose them [tokens].
         reading: what the analysis reads.
         paces: of the model.
-        seconds: that the analysis may take [s].
+        seconds: that the analysis may take; None where it may take what it takes [s].
+
+    Raises:
+        ValueError: the least that can be read takes longer.
     """
-    from rope_patch.analysis.reading import split_tokens
+    from dataclasses import replace
+
+    from rope_patch.analysis.reading import SHORTEST_ROW, split_tokens
     from rope_patch.modeling.budget import default_tokens
 
     total = default_tokens(model)
     rows = read(tokens=tokens_read or split_tokens(total, reading.p_values)[0])
     _, sweep = split_tokens(total, reading.p_values, rows.ids.numel())
     if seconds is None:
-        return rows, sweep
-    fewer = rows if tokens_read is not None else read(tokens=max(2, reading.split(seconds, paces)[0]))
-    _, shorter = reading.split(seconds, paces, fewer.ids.numel())
-    if lost := reading.cost_of([rows.ids.numel(), fewer.ids.numel()], [sweep, shorter]):
+        return rows, sweep, reading
+    fewer, planned = rows, reading
+    if tokens_read is None:
+        share, _ = reading.split(seconds, paces)
+        if "window" not in chosen():
+            longest = max(SHORTEST_ROW, share // len(set(rows.groups)))
+            planned = replace(reading, window=min(reading.window, longest))
+        fewer = read(tokens=max(2, share), window=planned.window)
+    _, shorter = planned.split(seconds, paces, fewer.ids.numel())
+    if (least := planned.seconds(fewer.ids.numel(), shorter, paces)) > seconds:
+        raise ValueError(
+            f"at least {planned.tokens(fewer.ids.numel(), shorter)} tokens would be read of each model, and that is "
+            f"{least / seconds:.1f} times what fits into the time: give more time, fewer --p, or less --tokens in "
+            "shorter rows (--window)"
+        )
+    if lost := planned.cost_of([rows.ids.numel(), fewer.ids.numel()], [sweep, shorter], reading.window):
         print(f"--budget: {lost}", file=sys.stderr)
-    return fewer, shorter
+    return fewer, shorter, planned
 
 
 def _texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | None:

@@ -118,7 +118,7 @@ def kv_check(
         resume: file (or mapping) of finished work: the same call continues from there, and reads again only the windows
             that the statistics of keys are computed on.
         on_progress: called with the stage, such as method and scheme, and the number of tokens just read, after each
-            layer; they add up to the tokens of a :class:`~rope_patch.kv_evaluation.reading.CheckReading` and ``on_more``.
+            layer; they add up to the tokens of :class:`~rope_patch.kv_evaluation.reading.CheckReading` and ``on_more``.
         on_more: called with the number of tokens that are read in addition where a scheme is unsafe.
 
     Raises:

@@ -79,6 +79,16 @@ def test_analyze_says_what_less_text_costs_and_shares_the_time_among_models(tmp_
     assert one["p_sweep"][0]["windows"] >= 2 and two["p_sweep"][0]["windows"] >= 2
 
 
+def test_analyze_reads_shorter_rows_before_a_time_is_too_short(tmp_path, monkeypatch, capsys):
+    words = ("analyze", BUNDLED, "--p", "", "--no-report")  # five built-in texts, in rows of 256 tokens
+    lines = said(*words, "-o", tmp_path / "one", "--budget", "3s")  # 2.55 s: 850 tokens, three times
+    assert "their rows have 169 instead of 256 tokens" in lines and "reads 2,535 tokens in about 3 s" in lines
+    line = fail(monkeypatch, capsys, *words, "-o", tmp_path / "two", "--budget", "1s")
+    assert "at least 960 tokens would be read of each model, and that is 1.1 times what fits" in line  # 5 rows of 64
+    line = fail(monkeypatch, capsys, *words, "-o", tmp_path / "two", "--budget", "3s", "--window", "256")
+    assert "at least 3840 tokens" in line, "rows that were chosen keep their length"
+
+
 def test_a_budget_that_is_long_enough_changes_nothing(tmp_path):
     words = ("compare", BUNDLED, "--methods", "default", "--lengths", "64", "--windows", "2", "-o", tmp_path, *FEW)
     assert "--budget:" not in said(*words, "--budget", "1m")

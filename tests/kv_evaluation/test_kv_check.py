@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from evaluated import check_cache
+from evaluated import check_cache, compared
 from kv_rows import BASE, by_hand, error, off
-from tiny import small
+from tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch
@@ -392,6 +392,19 @@ def test_without_a_patch_default_is_the_table_as_it_is(checked):
     (slot,) = rope_patch.inspect(model).tables
     assert check.loaded is None and check.meant("default") == "default" and check.model == "LlamaForCausalLM"
     assert json.loads(check.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
+
+
+def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales_its_table(tokenizer):
+    """A checkpoint that states YaRN was trained with it: its context is the scaled one, not the one before."""
+    model = small(rope_parameters=YARN, max_position_embeddings=256)
+    options = {**ASKED, "lengths": [56], "windows": 1, "depths": [0.5]}
+    comparison = compared(model, tokenizer, ["default"], **options)
+    check = check_cache(model, tokenizer, ["fp8"], **options)
+    assert check.rows[0].tables[0].context == 64
+    assert comparison.trained_length == check.trained_length == json.loads(check.to_json())["trained_length"] == 256
+    longer = replace(check, trained_length=32)
+    assert not any("within its trained length" in line for line in longer.warnings), "no prompt is within it"
+    assert any("within its trained length of 256" in line for line in check.warnings)
 
 
 # --- kept work, and errors
