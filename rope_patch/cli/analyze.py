@@ -93,6 +93,7 @@ def _head(word: str) -> tuple[int, int]:
 
 # Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def analyze(
+    command: typer.Context,
     model: Model,
     text: Annotated[
         list[Path] | None,
@@ -233,7 +234,8 @@ def analyze(
             if sweep_tokens is None:  # both models read the same
                 time = None if budget is None else SAFETY * budget / len(models)
                 read = partial(_rows, models, tokenizers, texts, **size)
-                rows, sweep_tokens, reading = _planned(loaded, read, tokens_read, reading, paces, time)
+                plan = partial(_planned, loaded, read, reading, chosen(command))
+                rows, sweep_tokens, reading = plan(tokens_read, paces, time)
             total = reading.tokens(rows.ids.numel(), sweep_tokens)
             if paces is not None:
                 say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces))
@@ -269,7 +271,13 @@ def analyze(
 
 
 def _planned(
-    model: Any, read: Callable[..., Any], tokens_read: int | None, reading: Any, paces: Any, seconds: float | None
+    model: Any,
+    read: Callable[..., Any],
+    reading: Any,
+    given: set[str],
+    tokens_read: int | None,
+    paces: Any,
+    seconds: float | None,
 ) -> tuple[Any, int, Any]:
     """Return the rows of the statistics, the tokens of each p, and what is read with them; print what is lost.
 
@@ -278,8 +286,9 @@ def _planned(
     Args:
         model: to be analyzed; its size decides where no time is given.
         read: returns rows of as many tokens as it is given, at least one of each text.
-        tokens_read: of the rows, where the user chose them [tokens].
         reading: what the analysis reads.
+        given: options that were given on the command line.
+        tokens_read: of the rows, where the user chose them [tokens].
         paces: of the model.
         seconds: that the analysis may take; None where it may take what it takes [s].
 
@@ -299,7 +308,7 @@ def _planned(
     fewer, planned = rows, reading
     if tokens_read is None:
         share, _ = reading.split(seconds, paces)
-        if "window" not in chosen():
+        if "window" not in given:
             longest = max(SHORTEST_ROW, share // len(set(rows.groups)))
             planned = replace(reading, window=min(reading.window, longest))
         fewer = read(tokens=max(2, share), window=planned.window)

@@ -72,6 +72,7 @@ def _list(requested: bool) -> None:
 
 # Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def kv_check(
+    command: typer.Context,
     model: Model,
     schemes: Annotated[
         Sequence[str],
@@ -198,7 +199,7 @@ def kv_check(
             (pace,) = paces_of(
                 loaded, budget, finished, about, lambda: [pace_of(loaded, compared[0], names.values(), spec, **patch)]
             )
-        suite, attributed = _planned(suite, reading, loaded, pace, budget)
+        suite, attributed = _planned(suite, reading, loaded, pace, budget, chosen(command))
         planned = replace(suite.spec, windows=len(suite.windows))
         if pace is not None:
             _say(reading, planned, attributed, pace)
@@ -238,7 +239,7 @@ def kv_check(
         print(f"wrote {', '.join(files)} in {output}")
 
 
-def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None) -> tuple[Any, int]:
+def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None, given: set[str]) -> tuple[Any, int]:
     """Return a suite that fits into the time, or by default into what the size of the model allows, if any does.
 
     What was chosen on the command line stays as it is where no time is given. What a smaller spec costs is printed.
@@ -249,6 +250,7 @@ def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None
         model: that reads it.
         pace: of the model; None where there is no budget and nothing is announced.
         budget: time for all; None for the default [s].
+        given: options that were given on the command line.
 
     Returns:
         The suite, and the windows that costs of unsafe schemes are attributed on.
@@ -263,7 +265,7 @@ def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None
     if budget is None:
         why, most = "for a model of this size", float(default_tokens(model))
         attributed = COMPARED if reading.attribution(whole, COMPARED) <= most else 1
-        scalable = [name for name in SCALABLE if name not in chosen()]
+        scalable = [name for name in SCALABLE if name not in given]
         each = max(most / reading.methods / len(reading.schemes), whole.smallest(scalable).tokens_to_read())
         suite = suite_within(suite, each, scalable, lambda spec: float(spec.tokens_to_read()), why)
     else:

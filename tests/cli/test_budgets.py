@@ -89,6 +89,20 @@ def test_analyze_reads_shorter_rows_before_a_time_is_too_short(tmp_path, monkeyp
     assert "at least 3840 tokens" in line, "rows that were chosen keep their length"
 
 
+def test_what_is_chosen_stays_where_the_size_of_the_model_decides(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.modeling.budget.default_tokens", lambda model: 1000)
+    words = ("kv-check", BUNDLED, "--schemes", "int8-token", "--lengths", "64", "--text", DOMAINS, "--depths", "0.5")
+    words += ("--no-report", "-o", tmp_path)
+    lines = said(*words, "--windows", "6")
+    assert "for a model of this size: 1 instead of 4 samples" in lines and "windows" not in lines.split(":")[1]
+    spec = json.loads((tmp_path / "kv-check.json").read_text())["spec"]
+    assert (spec["windows"], spec["samples"]) == (6, 1)
+    assert "on 1 instead of 2 windows" in lines, "9 readings of 2 windows are more than 1000 tokens"
+    said(*words, "--samples", "2")
+    spec = json.loads((tmp_path / "kv-check.json").read_text())["spec"]
+    assert (spec["windows"], spec["samples"]) == (5, 2), "500 tokens for each of two: 5 windows and 2 prompts"
+
+
 def test_a_budget_that_is_long_enough_changes_nothing(tmp_path):
     words = ("compare", BUNDLED, "--methods", "default", "--lengths", "64", "--windows", "2", "-o", tmp_path, *FEW)
     assert "--budget:" not in said(*words, "--budget", "1m")
