@@ -24,6 +24,7 @@ from rope_patch.analysis.attention_sums import AttentionSums, TextRead
 from rope_patch.analysis.heads import Heads
 from rope_patch.modeling.attention_probe import attending_with, window_alone, window_of
 from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.sources import layers_text, refuse_prompts
 from rope_patch.modeling.streaming import text_digest, token_rows
 from rope_patch.patching.locate import device_of, find_rotary
@@ -58,7 +59,7 @@ def measure_heads(
         offsets: distances whose attention mass is kept one by one, at least 2.
         layers: indices of the layers to measure; all by default.
         block: queries at a time; by default as many as ``BLOCK_BYTES`` of weights allow.
-        on_progress: called with the number of tokens that were read since the last call.
+        on_progress: called with the number of tokens that were read since the last call, after each layer.
 
     Returns:
         Attention masses, sinks and bounds, by layer.
@@ -82,8 +83,10 @@ def measure_heads(
         raise ValueError(f"{type(root).__name__} has attention layers {layers_text(range(total))}, got {list(layers)}")
     decoder = root.get_decoder() if hasattr(root, "get_decoder") else root
     device = device_of(root.get_input_embeddings())
-    on_text = _Pass(TextRead(rows, offsets), block, layers, on_progress, total)
-    on_repeated = _Pass(TextRead(repeated_tokens(rows)[None], offsets), block, layers, None, total)
+    on_text = _Pass(TextRead(rows, offsets), block, layers, total)
+    on_repeated = _Pass(TextRead(repeated_tokens(rows)[None], offsets), block, layers, total)
+    reads = rows.numel() + on_repeated.text.rows.numel()
+    progress = Progress(rows.numel(), on_progress or (lambda tokens: None), reads=reads)
     with in_eval_mode(model):
         _check_reproduced(root, decoder, rows[0, :64].to(device))
         with attending_with(root, NAME):
@@ -92,10 +95,12 @@ def measure_heads(
                 try:
                     for number, row in enumerate(current.text.rows):
                         current.begin_row(number)
-                        decoder(input_ids=row[None].to(device), use_cache=False)
+                        with progress.within_pass(decoder, len(row)):
+                            decoder(input_ids=row[None].to(device), use_cache=False)
                         current.end_row()
                 finally:
                     _PASS.reset(reset)
+    progress.finish()
     measured = tuple(on_text.sums[index].result() for index in sorted(on_text.sums))
     if on_repeated.text.rows.shape[1] > 2 * OFFSETS:
         measured = tuple(
@@ -130,7 +135,6 @@ class _Pass:
         text: what is read.
         block: queries at a time; None for as many as memory allows.
         layers: indices of the layers to measure; None for all.
-        on_progress: called with the number of tokens that were read since the last call.
         total: number of layers of the model.
     """
 
@@ -139,15 +143,13 @@ class _Pass:
         text: TextRead,
         block: int | None,
         layers: Sequence[int] | None,
-        on_progress: Callable[[int], None] | None,
         total: int,
     ) -> None:
-        self.text, self.block, self.layers = text, block, layers
-        self.on_progress, self.total = on_progress, total
+        self.text, self.block, self.layers, self.total = text, block, layers, total
         self.sums: dict[int, AttentionSums] = {}
 
     def begin_row(self, row: int) -> None:
-        self.row, self.layers_done, self.tokens_reported = row, set[int](), 0
+        self.row, self.layers_done = row, set[int]()
 
     def end_row(self) -> None:
         missing = set(range(self.total) if self.layers is None else self.layers) - self.layers_done
@@ -156,12 +158,10 @@ class _Pass:
                 f"layers {layers_text(sorted(missing))} did not attend through transformers' AttentionInterface: where "
                 "they attend cannot be seen"
             )
-        self._report(self.text.rows.shape[1])
 
     def begin_layer(self, module: nn.Module, heads: int) -> AttentionSums | None:
         """Return the sums that a layer's weights are added to; None for a layer that is not measured."""
         index = int(module.layer_idx)  # type: ignore[arg-type]
-        self._report(self.text.rows.shape[1] * len(self.layers_done) // self.total)
         if index in self.layers_done:
             raise ValueError(f"attention layer {index} is called more than once in a pass")
         self.layers_done.add(index)
@@ -171,11 +171,6 @@ class _Pass:
             self.sums[index] = AttentionSums(index, heads, self.text)
         self.sums[index].begin_row(self.row)
         return self.sums[index]
-
-    def _report(self, tokens: int) -> None:
-        if self.on_progress is not None and tokens > self.tokens_reported:
-            self.on_progress(tokens - self.tokens_reported)
-        self.tokens_reported = max(self.tokens_reported, tokens)
 
 
 _PASS: ContextVar[_Pass | None] = ContextVar("_PASS", default=None)

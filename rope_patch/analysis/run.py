@@ -20,10 +20,10 @@ from rope_patch.analysis.p_sweep import (
     OnProgress,
     SweepPoint,
     advise,
-    longest_sweep,
     sweep_p,
     sweep_text,
 )
+from rope_patch.analysis.reading import split_tokens
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.sinks import Sinks, sinks
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
@@ -36,10 +36,6 @@ from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.verify import inspect_model
 
-TOKENS = 16384
-"""Tokens that the statistics read at most where no number is given."""
-PASSES = 3
-"""Times that the rows are read: for the statistics, the heads and the sinks."""
 VIEWED = 256
 """Tokens of the text that single heads are shown on."""
 
@@ -176,8 +172,7 @@ def analyze_rows(
     measured = parts.load_or_measure(
         Heads, "heads", lambda: measure_heads(model, rows.ids, layers=layers, on_progress=read("heads"))
     )
-    preferred = sinks(model, rows.ids, statistics, chunk=chunk, layers=layers)
-    on_progress("sinks", rows.ids.numel())
+    preferred = sinks(model, rows.ids, statistics, chunk=chunk, layers=layers, on_progress=read("sinks"))
     views = view_heads(model, rows.ids[0, : min(VIEWED, LIMIT)], list(heads) or _clearest(measured))
     context = max(table.max_position_embeddings for table in inspection.tables)
     points: tuple[SweepPoint, ...] = ()
@@ -266,26 +261,6 @@ def check(
             raise ValueError(f"layer {layer} has query heads 0 to {text.num_attention_heads - 1}, got {head}")
         if layers is not None and layer not in layers:
             raise ValueError(f"head {layer}.{head} is not in the layers to be analyzed, {list(layers)}")
-
-
-def split_tokens(total: int, p_values: Sequence[float], rows: int | None = None) -> tuple[int, int]:
-    """Return how many tokens of a total the rows and each p of the sweep have.
-
-    Half goes to the rows, which are read three times, and the rest to the tables of the sweep.
-
-    Args:
-        total: of all passes [tokens].
-        p_values: of the sweep.
-        rows: tokens of the rows, where they are known [tokens].
-    """
-    rows = min(TOKENS, total // 2 // PASSES) if rows is None else rows
-    return rows, max(0, total - PASSES * rows) // (1 + len(p_values))
-
-
-def tokens_to_read(rows: TextRows, p_values: Sequence[float], context: int, sweep_tokens: int | None = None) -> int:
-    """Return the most tokens that :func:`analyze_rows` reports to its ``on_progress``."""
-    sweeps = 1 + len(p_values) if p_values else 0
-    return PASSES * rows.ids.numel() + sweeps * longest_sweep(context, sweep_tokens)
 
 
 def _vocabulary(model: nn.Module) -> int:

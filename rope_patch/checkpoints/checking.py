@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from rope_patch.checkpoints.adapters import RECORD_FILE, adapter_base, is_adapter, read_record
+from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_patch import verify_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
@@ -25,10 +26,12 @@ class Verification:
     Attributes:
         source: the class of the model, or the folder.
         record: the patch record.
+        weights: type of the weights of a GGUF file (``Q4_K_M``); None elsewhere.
     """
 
     source: str
     record: PatchRecord
+    weights: str | None = None
 
     @property
     def method(self) -> str:
@@ -46,7 +49,8 @@ class Verification:
 
     def __str__(self) -> str:
         tables = ", ".join(f"{key} {table.hash}" for key, table in self.tables.items())
-        return f"{self.source}: patched with {self.method}, as recorded (tables: {tables})"
+        weights = "" if self.weights is None else f"; {self.weights} weights"
+        return f"{self.source}: patched with {self.method}, as recorded (tables: {tables}){weights}"
 
 
 def inspect(source: nn.Module | str | Path) -> Inspection:
@@ -100,4 +104,6 @@ def verify(source: nn.Module | str | Path, record: PatchRecord | None = None) ->
         return Verification(type(source).__name__, verified)
     if record is not None:
         raise ValueError(f"record= goes with a model in memory, got the folder {str(source)!r}: load it first")
-    return Verification(str(source), verify_gguf(source) if is_gguf(source) else verify_folder(source))
+    if is_gguf(source):
+        return Verification(str(source), verify_gguf(source), open_gguf(source).weights)
+    return Verification(str(source), verify_folder(source))

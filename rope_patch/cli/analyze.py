@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +17,10 @@ from rope_patch.cli.loading import (
     check_patch,
     load_model,
     load_tokenizer,
+    paces_of,
     prepare,
     progress_bar,
     say_estimate,
-    speed_of,
-    tokens_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
@@ -38,6 +38,7 @@ from rope_patch.cli.options import (
     Report,
     TargetLength,
     Threads,
+    chosen,
     command_line,
     items,
     list_of,
@@ -92,6 +93,7 @@ def _head(word: str) -> tuple[int, int]:
 
 # Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def analyze(
+    command: typer.Context,
     model: Model,
     text: Annotated[
         list[Path] | None,
@@ -184,8 +186,12 @@ def analyze(
     Example: **rope-patch analyze ./llama --text ./articles --text ./code -o ./analysis**
     """
     from rope_patch.analysis import run as engine
+    from rope_patch.analysis.p_sweep import text_tokens
+    from rope_patch.analysis.reading import AnalysisReading
+    from rope_patch.analysis.reading import paces_of as paces_of_heads
     from rope_patch.analysis.result import findings
     from rope_patch.files import folder_to_write, write_atomically
+    from rope_patch.modeling.budget import SAFETY
 
     if report:
         from rope_patch.reports import analysis as page
@@ -211,6 +217,8 @@ def analyze(
     tokenizers = [load_tokenizer(source) for source, _ in models]
     size: dict[str, Any] = {"window": window, "context": context}
     rows = _rows(models, tokenizers, texts, **size, tokens=tokens_read or 2)
+    available = text_tokens(tokenizers[0], texts) if options["p_values"] else 0
+    reading = AnalysisReading(rows.ids.shape[1], options["p_values"], context, available)
     sweep_tokens: int | None = None
     names = ["analysis.json", "capture.npz", "heads.npz"]
     with folder_to_write(output, [*names, *["analysis.html"] * report]):
@@ -219,15 +227,18 @@ def analyze(
             patched = {"method": method, **patch} if folder == output else {}
             loaded = load_model(source, device=device, dtype=dtype, **patched)
             folder.mkdir(exist_ok=True)
-            speed = speed_of(loaded, rows.ids.shape[1])
+            paces: Any = None
+            if budget is not None or not as_json:
+                measure = partial(paces_of_heads, loaded, reading.window, context)
+                paces = paces_of(loaded, budget, folder / RESULT_CACHE, [context, reading.window], measure)
             if sweep_tokens is None:  # both models read the same
-                most = tokens_within(loaded, budget, speed, folder / RESULT_CACHE)
-                if tokens_read is None:
-                    share, _ = engine.split_tokens(most, options["p_values"])
-                    rows = _rows(models, tokenizers, texts, **size, tokens=share)
-                _, sweep_tokens = engine.split_tokens(most, options["p_values"], rows.ids.numel())
-            total = engine.tokens_to_read(rows, options["p_values"], context, sweep_tokens)
-            say_estimate(total, speed, hidden=as_json)
+                time = None if budget is None else SAFETY * budget / len(models)
+                read = partial(_rows, models, tokenizers, texts, **size)
+                plan = partial(_planned, loaded, read, reading, chosen(command))
+                rows, sweep_tokens, reading = plan(tokens_read, paces, time)
+            total = reading.tokens(rows.ids.numel(), sweep_tokens)
+            if paces is not None:
+                say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces))
             with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
                 results.append(
                     engine.analyze_rows(
@@ -257,6 +268,60 @@ def analyze(
     for sentence in sentences:
         print(f"- {sentence}")
     print(f"wrote {', '.join(names)} in {output}")
+
+
+def _planned(
+    model: Any,
+    read: Callable[..., Any],
+    reading: Any,
+    given: set[str],
+    tokens_read: int | None,
+    paces: Any,
+    seconds: float | None,
+) -> tuple[Any, int, Any]:
+    """Return the rows of the statistics, the tokens of each p, and what is read with them; print what is lost.
+
+    Where a time is given and one row of each text takes too long, rows are shorter, unless the user chose their length.
+
+    Args:
+        model: to be analyzed; its size decides where no time is given.
+        read: returns rows of as many tokens as it is given, at least one of each text.
+        reading: what the analysis reads.
+        given: options that were given on the command line.
+        tokens_read: of the rows, where the user chose them [tokens].
+        paces: of the model.
+        seconds: that the analysis may take; None where it may take what it takes [s].
+
+    Raises:
+        ValueError: the least that can be read takes longer.
+    """
+    from dataclasses import replace
+
+    from rope_patch.analysis.reading import SHORTEST_ROW, split_tokens
+    from rope_patch.modeling.budget import default_tokens
+
+    total = default_tokens(model)
+    rows = read(tokens=tokens_read or split_tokens(total, reading.p_values)[0])
+    _, sweep = split_tokens(total, reading.p_values, rows.ids.numel())
+    if seconds is None:
+        return rows, sweep, reading
+    fewer, planned = rows, reading
+    if tokens_read is None:
+        share, _ = reading.split(seconds, paces)
+        if "window" not in given:
+            longest = max(SHORTEST_ROW, share // len(set(rows.groups)))
+            planned = replace(reading, window=min(reading.window, longest))
+        fewer = read(tokens=max(2, share), window=planned.window)
+    _, shorter = planned.split(seconds, paces, fewer.ids.numel())
+    if (least := planned.seconds(fewer.ids.numel(), shorter, paces)) > seconds:
+        raise ValueError(
+            f"at least {planned.tokens(fewer.ids.numel(), shorter)} tokens would be read of each model, and that is "
+            f"{least / seconds:.1f} times what fits into the time: give more time, fewer --p, or less --tokens in "
+            "shorter rows (--window)"
+        )
+    if lost := planned.cost_of([rows.ids.numel(), fewer.ids.numel()], [sweep, shorter], reading.window):
+        print(f"--budget: {lost}", file=sys.stderr)
+    return fewer, shorter, planned
 
 
 def _texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | None:

@@ -14,12 +14,12 @@ from rope_patch.cli.loading import (
     check_paths,
     load_model,
     load_tokenizer,
+    paces_of,
     prepare,
     progress_bar,
     read_haystack,
     read_methods,
     say_estimate,
-    speed_of,
     suite_within,
 )
 from rope_patch.cli.options import (
@@ -113,6 +113,7 @@ def compare(
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import folder_to_write, write_atomically
+    from rope_patch.patching.targets import for_target
 
     if report:
         from rope_patch.reports import comparison as page
@@ -140,11 +141,12 @@ def compare(
     with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         loaded, notes = _with_adapter(loaded, model, adapter)
-        suite, speed = EvalSuite(spec, tokenizer), speed_of(loaded, spec.longest)
-        if budget is not None:
-            suite = suite_within(suite, loaded, budget, speed, len(compared), output / RESULT_CACHE)
+        suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
+        # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
+        compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
+        if budget is not None or not as_json:
+            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE)
         total, stage = len(compared) * suite.tokens, ", ".join(tasks)
-        say_estimate(total, speed, hidden=as_json)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
             comparison = engine.compare(
                 loaded.eval(),
@@ -165,6 +167,23 @@ def compare(
         return
     print_table(comparison)
     print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if report else ""))
+
+
+def _planned(
+    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path
+) -> Any:
+    """Return a suite that fits into the time, and print how long it takes."""
+    from rope_patch.evaluation.compare import pace_of
+    from rope_patch.evaluation.spec import SCALABLE
+    from rope_patch.modeling.budget import SAFETY
+
+    about = [str(methods[0]), suite.spec.to_dict()]
+    (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
+    if budget is not None:
+        most = SAFETY * budget / len(methods)
+        suite = suite_within(suite, most, SCALABLE, lambda spec: spec.seconds(pace), "--budget")
+    say_estimate(len(methods) * suite.tokens, len(methods) * suite.spec.seconds(pace, len(suite.windows)))
+    return suite
 
 
 def _check_adapter(adapter: str | None, model: str) -> None:

@@ -18,12 +18,12 @@ from rope_patch.cli.loading import (
     check_paths,
     load_model,
     load_tokenizer,
+    paces_of,
     prepare,
     progress_bar,
     read_haystack,
     read_methods,
     say_estimate,
-    speed_of,
     suite_within,
 )
 from rope_patch.cli.options import (
@@ -72,6 +72,7 @@ def _list(requested: bool) -> None:
 
 # Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def kv_check(
+    command: typer.Context,
     model: Model,
     schemes: Annotated[
         Sequence[str],
@@ -150,11 +151,14 @@ def kv_check(
     """
     from dataclasses import replace
 
+    from rope_patch.evaluation.calibration import calibration
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.kv_evaluation import run as engine
+    from rope_patch.kv_evaluation.reading import CheckReading, pace_of
     from rope_patch.kv_evaluation.verdicts import Limits
+    from rope_patch.patching.targets import for_target
 
     if report:
         from rope_patch.reports import kv as page
@@ -180,21 +184,30 @@ def kv_check(
     check_device(device)
     prepare(threads)
     files = ["kv-check.json", "kv-check.csv", *["kv-check.html"] * report]
-    stages: set[str] = set()
     with folder_to_write(output, [*files, RESULT_CACHE]):
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-        readings = len(names) * len(compared)
-        suite, speed = EvalSuite(spec, tokenizer), speed_of(loaded, spec.longest)
-        suite = suite_within(suite, loaded, budget, speed, readings, output / RESULT_CACHE, chosen())
-        each = suite.tokens
-        total = each * readings
-        say_estimate(total, speed, hidden=as_json)
-        with resumable(output / RESULT_CACHE), progress_bar(total, hidden=as_json) as (bar, advance):
+        suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
+        # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
+        compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
+        centred = mitigations or any(scheme.key.centre for scheme in names.values())
+        means = calibration(tokenizer, loaded).numel() if centred else 0
+        layers = int(loaded.config.get_text_config().num_hidden_layers)
+        reading = CheckReading(names, len(compared), layers, means, mitigations)
+        finished, pace = output / RESULT_CACHE, None
+        if budget is not None or not as_json:
+            about: Any = [str(compared[0]), list(names), spec.to_dict()]
+            (pace,) = paces_of(
+                loaded, budget, finished, about, lambda: [pace_of(loaded, compared[0], names.values(), spec, **patch)]
+            )
+        suite, attributed = _planned(suite, reading, loaded, pace, budget, chosen(command))
+        planned = replace(suite.spec, windows=len(suite.windows))
+        if pace is not None:
+            _say(reading, planned, attributed, pace)
+        total = reading.tokens(planned)
+        with resumable(finished), progress_bar(total, hidden=as_json) as (bar, on_progress):
 
-            def on_progress(stage: str, count: int) -> None:
-                stages.add(stage)
-                bar.total = max(bar.total, each * len(stages))  # which mitigations there are is not known before
-                advance(stage, count)
+            def on_more(count: int) -> None:  # which schemes are unsafe is not known before
+                bar.total += count
 
             checked = engine.kv_check(
                 loaded,
@@ -205,10 +218,11 @@ def kv_check(
                 limits=limits,
                 mitigate=mitigations,
                 packed=packed,
-                layer_types=layer_types,
-                freeze_at=freeze_at,
-                resume=output / RESULT_CACHE,
+                attributed=attributed,
+                resume=finished,
                 on_progress=on_progress,
+                on_more=on_more,
+                **patch,
             )
             checked = replace(checked, model=name_of(model))
             bar.total = bar.n
@@ -223,6 +237,64 @@ def kv_check(
         page.write(output / "kv-check.html", checked, command=command_line())
     if not as_json:
         print(f"wrote {', '.join(files)} in {output}")
+
+
+def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None, given: set[str]) -> tuple[Any, int]:
+    """Return a suite that fits into the time, or by default into what the size of the model allows, if any does.
+
+    What was chosen on the command line stays as it is where no time is given. What a smaller spec costs is printed.
+
+    Args:
+        suite: of what is measured.
+        reading: what the check reads of a spec.
+        model: that reads it.
+        pace: of the model; None where there is no budget and nothing is announced.
+        budget: time for all; None for the default [s].
+        given: options that were given on the command line.
+
+    Returns:
+        The suite, and the windows that costs of unsafe schemes are attributed on.
+    """
+    from dataclasses import replace
+
+    from rope_patch.evaluation.spec import SCALABLE
+    from rope_patch.kv_evaluation.measuring import COMPARED
+    from rope_patch.modeling.budget import SAFETY, default_tokens
+
+    whole = replace(suite.spec, windows=len(suite.windows))
+    if budget is None:
+        why, most = "for a model of this size", float(default_tokens(model))
+        attributed = COMPARED if reading.attribution(whole, COMPARED) <= most else 1
+        scalable = [name for name in SCALABLE if name not in given]
+        each = max(most / reading.methods / len(reading.schemes), whole.smallest(scalable).tokens_to_read())
+        suite = suite_within(suite, each, scalable, lambda spec: float(spec.tokens_to_read()), why)
+    else:
+        why, most = "--budget", SAFETY * budget
+        counts = [n for n in (2, 1) if pace.seconds(reading.attribution(whole, n), whole.longest) <= most / 2]
+        attributed = max(counts, default=0)
+
+        def cost(spec: Any) -> float:
+            more = pace.seconds(reading.more(spec, attributed), spec.longest)
+            return float(reading.seconds(spec, pace) + more)
+
+        suite = suite_within(suite, most, SCALABLE, cost, why)
+    lost = {
+        0: "what each layer of an unsafe scheme costs alone is not measured: layers are named by their errors",
+        1: "what each layer of an unsafe scheme costs alone is measured on 1 instead of 2 windows",
+    }
+    if attributed in lost and len(suite.windows) > attributed:
+        print(f"{why}: {lost[attributed]}", file=sys.stderr)
+    return suite, attributed
+
+
+def _say(reading: Any, spec: Any, attributed: int, pace: Any) -> None:
+    """Print how much a check reads, and how much more where schemes are unsafe."""
+    from rope_patch.modeling.budget import duration_text
+
+    tokens = reading.more(spec, attributed)
+    time = duration_text(pace.seconds(tokens, spec.longest))
+    more = f", and up to {tokens:,} more ({time}) where schemes are unsafe" if tokens else ""
+    say_estimate(reading.tokens(spec), reading.seconds(spec, pace), more)
 
 
 def _csv(lines: list[dict[str, Any]]) -> str:

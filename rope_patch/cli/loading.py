@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 TYPES = ("auto", "float32", "bfloat16", "float16")
+SMOOTHING = 0.02
+"""Weight of the newest step in the rate that a progress bar shows: steps are layers, which take unequal times."""
 BALANCED = "balanced"
 """The device that stands for all GPUs, among which accelerate divides the layers."""
 
@@ -195,92 +196,71 @@ def _lies_on(device: Any, place: Any) -> bool:
     return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
-def speed_of(model: Any, length: int) -> Callable[[], float]:
-    """Return a function that measures once how fast a model reads texts of a length [tokens/s]."""
-    from rope_patch.modeling.budget import tokens_per_second
-
-    return functools.cache(lambda: tokens_per_second(model, length))
-
-
-def tokens_within(model: Any, budget: int | None, speed: Callable[[], float], finished: Path) -> int:
-    """Return how many tokens a model can read in a time, or by default as many as its size allows.
+def paces_of(
+    model: Any, budget: int | None, finished: Path, about: Any, measure: Callable[[], Sequence[Any]]
+) -> list[Any]:
+    """Return how fast a model reads; with a budget a command that goes on plans with the pace it had at first.
 
     Args:
         model: that reads.
-        budget: the time; None for the default [s].
-        speed: of the model, from :func:`speed_of`.
-        finished: file of the result cache, which keeps the answer: a command that goes on reads the same texts.
+        budget: time for the command; None where nothing is planned with it [s].
+        finished: file of the result cache, which keeps the answer where there is a budget.
+        about: what the pace depends on besides the model.
+        measure: returns instances of :class:`~rope_patch.modeling.budget.Pace`.
     """
+    from dataclasses import astuple
+
     from rope_patch.evaluation.result_cache import ResultCache, key
-    from rope_patch.modeling.budget import SAFETY, default_tokens
+    from rope_patch.modeling.budget import Pace
     from rope_patch.modeling.scoring import fingerprint
 
     if budget is None:
-        return default_tokens(model)
-    cache, name = ResultCache(finished), key(what="budget", seconds=budget, model=fingerprint(model))
+        return list(measure())
+    cache = ResultCache(finished)
+    name = key(what="pace", model=fingerprint(model), budget=budget, about=about)
     if name not in cache:
-        cache[name] = int(SAFETY * budget * speed())
-    return int(cache[name])
+        cache[name] = [astuple(pace) for pace in measure()]
+    return [Pace(*pace) for pace in cache[name]]
 
 
-def say_estimate(tokens: int, speed: Callable[[], float], *, hidden: bool = False) -> None:
-    """Print how many tokens a command will read at most, and how long that takes at least.
+def say_estimate(tokens: int, seconds: float, more: str = "") -> None:
+    """Print how many tokens a command will read, and how long that takes.
 
     Args:
         tokens: to be read [tokens].
-        speed: of the model, from :func:`speed_of`.
-        hidden: print and measure nothing.
+        seconds: that this takes [s].
+        more: what may be read in addition.
     """
     from rope_patch.modeling.budget import duration_text
 
-    if hidden:
-        return
     print(
-        f"reads up to {tokens:,} tokens: {duration_text(tokens / speed())} at {speed():,.0f} tokens a second, or up to "
-        "twice as long where texts are longer than 2k or heads and caches are measured; --budget 10m reads less",
+        f"reads {tokens:,} tokens in about {duration_text(seconds)}{more}; --budget 10m aims at a time",
         file=sys.stderr,
     )
 
 
-def suite_within(
-    suite: Any,
-    model: Any,
-    budget: int | None,
-    speed: Callable[[], float],
-    readings: int,
-    finished: Path,
-    chosen: Collection[str] = (),
-) -> Any:
-    """Return a suite whose readings fit into a time, or by default into what the size of a model allows, if any does.
-
-    What was chosen on the command line stays as it is where no time is given. What a smaller spec costs is printed.
+def suite_within(suite: Any, most: float, scalable: Collection[str], cost: Callable[[Any], float], why: str) -> Any:
+    """Return a suite that costs no more than is allowed, and print what a smaller spec loses.
 
     Args:
         suite: of what is measured.
-        model: that reads it.
-        budget: time for all readings; None for the default [s].
-        speed: of the model, from :func:`speed_of`.
-        readings: how many times the suite is read.
-        finished: as for :func:`tokens_within`.
-        chosen: fields of the spec that the user chose.
+        most: in the unit of the cost.
+        scalable: fields of the spec that may be lowered.
+        cost: of a spec.
+        why: less is read, for the line that is printed.
 
     Raises:
-        ValueError: even the smallest spec does not fit into the time.
+        ValueError: even the smallest spec costs more.
     """
     from dataclasses import replace
 
-    from rope_patch.evaluation.spec import SCALABLE
     from rope_patch.evaluation.suite import EvalSuite
 
     whole = replace(suite.spec, windows=len(suite.windows))  # as many as the text has room for
-    scalable = [name for name in SCALABLE if budget is not None or name not in chosen]
-    tokens = tokens_within(model, budget, speed, finished) / readings
-    if budget is None:
-        tokens = max(tokens, whole.smallest(scalable).tokens_to_read())
-    smaller = whole.within(tokens, scalable)
+    smaller = whole.within(most, scalable, cost)
     if smaller == whole:
         return suite
-    print(f"{'--budget' if budget else 'for a model of this size'}: {whole.cost_of(smaller)}", file=sys.stderr)
+    print(f"{why}: {whole.cost_of(smaller)}", file=sys.stderr)
     return EvalSuite(smaller, suite.tokenizer)
 
 
@@ -300,7 +280,8 @@ def progress_bar(
     """
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="tok", unit_scale=True, desc=label, disable=hidden) as bar:
+    looks: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": SMOOTHING}
+    with tqdm(total=total, desc=label, disable=hidden, **looks) as bar:
 
         def on_progress(stage: str, tokens: int) -> None:
             bar.set_postfix_str(stage, refresh=False)

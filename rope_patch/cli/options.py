@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
-from click.core import ParameterSource
 
 from rope_patch.words import parse_duration, parse_length
 
@@ -350,12 +348,10 @@ GpuMemory = Annotated[
 # --- what commands print ---------------------------------------------------------------------------------------------
 
 
-def chosen() -> set[str]:
-    """Return the parameters of the running command that were given on the command line."""
-    context = click.get_current_context(silent=True)
-    if context is None:
-        return set()
-    return {name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+def chosen(command: typer.Context) -> set[str]:
+    """Return the parameters of a running command that were given on the command line."""
+    sources = {name: command.get_parameter_source(name) for name in command.params}
+    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
 
 
 def command_line() -> str:

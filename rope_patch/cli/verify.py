@@ -17,6 +17,7 @@ def verify(model: Model, imports: Import = None, as_json: Json = False) -> None:
 
     verified = checkpoints.verify(model)
     if as_json:
-        print_json({"verified": True, "record": verified.record.to_dict()})
+        weights = {} if verified.weights is None else {"weights": verified.weights}
+        print_json({"verified": True, **weights, "record": verified.record.to_dict()})
         return
     print(verified)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rope_patch.evaluation.prompts import Prompt
+from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader
 
 TAIL = 16
@@ -90,7 +91,8 @@ def answer(
         chunk: tokens per forward pass; all by default.
         cache: factory of a cache to read through. With one, answers are read a token at a time, as in generation.
         stops: token ids that end a text.
-        on_progress: called with the tokens of prompts done.
+        on_progress: called with the tokens of prompts done since the last call, after each layer: the tokens of all
+            prompts in proportion to those that are read.
 
     Raises:
         ValueError: prompts of different lengths, or logits that are not finite.
@@ -105,29 +107,33 @@ def answer(
     past = cache() if cache is not None else reader.new_cache(size)
     read, made = 0, {}
     longest = max(row[0].answer for row in rows)
+    body = size - longest - TAIL  # what is read before the tail
+    meeting = [max(0, min(place, body)) for place in parting]
     # From the one that parts first to the trunk itself, which never does.
-    for i in sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i])):
-        body = size - longest - TAIL  # what is read before the tail
-        meet = max(0, min(parting[i], body))
+    order = sorted(range(len(rows)), key=lambda i: (i == trunk, parting[i]))
+    shared = sum(meeting[i] for i in order[:-1])  # each but the first is read from where the one before it parted
+    progress = Progress(ids.numel(), on_progress, reads=ids.shape[1] * (len(rows) * (size - 1) - shared))
+    for i in order:
+        meet = meeting[i]
         if meet > read:
-            for _ in reader.read(ids[trunk, :, read:meet], past, chunk):
+            for _ in reader.read(ids[trunk, :, read:meet], past, chunk, progress):
                 pass
             read = meet
         branch = past if i == trunk else fork(past)
         begin = read
         if body - read > SHORT:
-            for _ in reader.read(ids[i, :, read:body], branch, chunk):
+            for _ in reader.read(ids[i, :, read:body], branch, chunk, progress):
                 pass
             begin = body
         try:
-            made[i] = _finish(reader, ids[i], begin, rows[i][0].answer, branch, cache is not None, stops)
+            made[i] = _finish(reader, ids[i], begin, rows[i][0].answer, branch, cache is not None, stops, progress)
         except NotFinite as error:
             prompt = rows[i][error.row]
             raise ValueError(
                 f"NaN or infinite logits at position {error.position} of a prompt of {size} tokens that asks for "
                 f"{', '.join(prompt.parts)} at depth {', '.join(f'{depth:g}' for depth in prompt.depths)}: try float32"
             ) from None
-        on_progress(ids[i].numel())
+    progress.finish()
     return [made[i] for i in range(len(rows))]
 
 
@@ -143,18 +149,25 @@ def _trunk(ids: Tensor) -> tuple[int, list[int]]:
 
 
 def _finish(
-    reader: Reader, ids: Tensor, read: int, answer: int, past: Any, stepwise: bool, stops: Sequence[int]
+    reader: Reader,
+    ids: Tensor,
+    read: int,
+    answer: int,
+    past: Any,
+    stepwise: bool,
+    stops: Sequence[int],
+    progress: Progress,
 ) -> list[Answer]:
     """Read the end of the prompts and their answers: ids (batch, tokens), of which ``read`` are in the cache."""
     asked = ids.shape[1] - answer
     wanted = ids[:, asked:]
     spare = fork(past)
     if stepwise:
-        states = [_last(reader, ids[:, read:asked], past)]
-        states += [_last(reader, wanted[:, i, None], past) for i in range(answer - 1)]
+        states = [_last(reader, ids[:, read:asked], past, progress)]
+        states += [_last(reader, wanted[:, i, None], past, progress) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
-        hidden = _all(reader, ids[:, read:-1], past)[:, -answer:]
+        hidden = _all(reader, ids[:, read:-1], past, progress)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), wanted.flatten())
     logprobs, predicted = -loss.view(wanted.shape), best.view(wanted.shape)
     if not bool(torch.isfinite(logprobs).all()):
@@ -178,12 +191,12 @@ def _finish(
     ]
 
 
-def _all(reader: Reader, ids: Tensor, past: Any) -> Tensor:
-    return torch.cat([hidden for _, hidden in reader.read(ids, past)], dim=1)
+def _all(reader: Reader, ids: Tensor, past: Any, progress: Progress | None = None) -> Tensor:
+    return torch.cat([hidden for _, hidden in reader.read(ids, past, progress=progress)], dim=1)
 
 
-def _last(reader: Reader, ids: Tensor, past: Any) -> Tensor:
-    return _all(reader, ids, past)[:, -1:]
+def _last(reader: Reader, ids: Tensor, past: Any, progress: Progress | None = None) -> Tensor:
+    return _all(reader, ids, past, progress)[:, -1:]
 
 
 def _until(output: list[int], stops: Sequence[int]) -> tuple[int, ...]:

@@ -22,10 +22,11 @@ from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite
 from rope_patch.methods import Default, Method, MethodLike
+from rope_patch.modeling.budget import Pace, pace_of_reading
 from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.targets import for_target
-from rope_patch.patching.verify import inspect_model
+from rope_patch.patching.verify import inspect_model, trained_length
 from rope_patch.tables import RotaryTable
 
 SCHEMA = 3
@@ -110,7 +111,7 @@ class Comparison:
     Attributes:
         rows: one per method, in the order given.
         spec: what was measured.
-        trained_length: the context the model's config states [tokens].
+        trained_length: of the model, as :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
         text: SHA-256 of the held-out text.
         text_name: what it is.
         python_version: whose files the built-in texts are made of; None for texts of the user's.
@@ -273,9 +274,6 @@ def compare(
     for method in resolved:  # a method that does not fit this model fails before the first is measured
         with under(model, method, record is not None, shared):
             pass
-    trained = inspect_model(model).tables[0].max_position_embeddings
-    if record is not None:
-        trained = record.base_config.get("max_position_embeddings") or trained
     kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
     rows = []
     for name, method in zip(names, resolved, strict=True):
@@ -289,13 +287,27 @@ def compare(
     return Comparison(
         rows=tuple(rows),
         spec=suite.spec,
-        trained_length=trained,
+        trained_length=trained_length(model),
         text=suite.text_sha256,
         text_name=suite.text_name,
         python_version=suite.python_version,
         model=f"{type(model).__name__} {name_of(model)}".strip(),
         environment=environment(model) | ({"patch before": str(record.to_method())} if record is not None else {}),
     )
+
+
+def pace_of(model: nn.Module, method: Method, suite: EvalSuite, **options: Any) -> Pace:
+    """Measure how long a model takes to read the windows of a suite under a method.
+
+    Args:
+        model: to be measured.
+        method: with its factor, from :func:`~rope_patch.patching.targets.for_target`.
+        suite: what will be read.
+        **options: ``layer_types`` and ``freeze_at`` of :func:`compare`.
+    """
+    spec = suite.spec
+    with under(model, method, find_rotary(model).record is not None, options), named(str(method)):
+        return pace_of_reading(model, spec.longest, rows=min(spec.rows, max(1, len(suite.windows))), chunk=spec.chunk)
 
 
 def name_of(model: nn.Module) -> str:

@@ -8,6 +8,17 @@ from collections.abc import Sequence
 from scipy import stats
 
 
+def widening(before: int, after: int) -> float:
+    """Return how many times as wide Student's 95 % interval of a mean is with fewer values of the same spread.
+
+    Example:
+        >>> round(widening(16, 4), 1), widening(4, 4)
+        (3.0, 1.0)
+    """
+    ends = [float(stats.t.ppf(0.975, count - 1)) / math.sqrt(count) for count in (after, before)]
+    return ends[0] / ends[1]
+
+
 def wilson(correct: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return Wilson's score interval of a share.
 

@@ -15,6 +15,7 @@ from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.losses import SCHEMA, DocumentSums, PerplexityResult, Window
 from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
 
 
@@ -53,7 +54,8 @@ def perplexity(
         batch: windows per forward pass; shorter ones are padded on the right.
         resume: file (or mapping) in which scored windows are kept, so that an interrupted run goes on where it was.
             With a ``cache`` only if that has an ``identity``, a text that tells it from others.
-        on_progress: called with the number of tokens done after each window.
+        on_progress: called with the number of tokens done since the last call, after each layer and each chunk; those
+            of a window are complete when its scores are kept.
 
     Returns:
         The result.
@@ -82,13 +84,15 @@ def perplexity(
             names = [_key(item, identity) if resume is not None else str(i) for i, item in enumerate(group)]
             # Equal windows have one name, and are scored once.
             todo = {name: item for name, item in zip(names, group, strict=True) if name not in kept}
-            parts = _score(reader, list(todo.values()), edges, chunk if chunk < window else None, cache)
+            reads = len(todo) * max((len(item.ids) for item in todo.values()), default=0)
+            progress = Progress(sum(item.stop - item.start for item in group), on_progress, reads=reads)
+            parts = _score(reader, list(todo.values()), edges, chunk if chunk < window else None, cache, progress)
             fresh = dict(zip(todo, parts, strict=True))
             for item, name in zip(group, names, strict=True):
                 if resume is not None and name not in kept:
                     kept[name] = fresh[name]
                 tally.add(item, kept[name] if name in kept else fresh[name])
-                on_progress(item.stop - item.start)
+            progress.finish()
     return tally.result(window=window, stride=stride, chunk=chunk)
 
 
@@ -158,7 +162,12 @@ def _key(item: Window, identity: dict[str, Any]) -> str:
 
 
 def _score(
-    reader: Reader, group: Sequence[Window], edges: Sequence[int], chunk: int | None, cache: CacheFactory | None
+    reader: Reader,
+    group: Sequence[Window],
+    edges: Sequence[int],
+    chunk: int | None,
+    cache: CacheFactory | None,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """Sums by bucket of each window: JSON values, as they are kept."""
     if not group:
@@ -166,7 +175,7 @@ def _score(
     rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]
-    table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache)
+    table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache, progress=progress)
     made = []
     for item, low, size, loss in zip(group, first, sizes, table, strict=True):
         part = loss[low:size]

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ class RetrievalResult:
         python_version: whose files the built-in haystack is made of; None for another text.
         prefix: special tokens in front of each prompt; none in a chat, whose template has its own.
         chat: the prompts go through the tokenizer's chat template.
+        chat_sha256: digest of what the template writes before and after a prompt; "" without one.
         schema: version of this layout.
     """
 
@@ -109,6 +111,7 @@ class RetrievalResult:
     python_version: str | None
     prefix: tuple[int, ...]
     chat: bool = False
+    chat_sha256: str = ""
     schema: int = SCHEMA
 
     def samples(self, length: int) -> list[Sample]:
@@ -197,7 +200,7 @@ def retrieval(
         batch_tokens: tokens of prompts read side by side, at most; a single prompt may be longer.
         resume: file (or mapping) in which finished haystacks are kept. With a ``cache`` only if that has an
             ``identity``, a text that tells it from others.
-        on_progress: called with the number of tokens of each prompt done.
+        on_progress: called with the number of tokens of prompts done since the last call, after each layer.
 
     Raises:
         ValueError: unknown task, bad lengths or depths, or a prompt that does not fit; nothing is ever cut.
@@ -235,7 +238,16 @@ def retrieval(
                 cells.append(RetrievalCell(length, depth, tuple(column[i] for column in columns)))
     hay = maker.haystack
     return RetrievalResult(
-        task, mode, tuple(cells), seed, hay.name, hay.sha256, hay.python_version, maker.prefix, maker.turns is not None
+        task=task,
+        mode=mode,
+        cells=tuple(cells),
+        seed=seed,
+        haystack=hay.name,
+        haystack_sha256=hay.sha256,
+        python_version=hay.python_version,
+        prefix=maker.prefix,
+        chat=maker.turns is not None,
+        chat_sha256="" if maker.turns is None else sha256(json.dumps(maker.turns).encode()).hexdigest(),
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
 from os import PathLike
@@ -15,6 +15,7 @@ from typing import Any
 from rope_patch.evaluation.haystack import HAYSTACK
 from rope_patch.evaluation.prompts import CHAT_TEMPLATES
 from rope_patch.evaluation.tasks import find_task
+from rope_patch.modeling.budget import Pace
 
 LEAST_WINDOWS = 4
 """Windows that a smaller spec keeps: the interval of two or three is useless."""
@@ -129,8 +130,17 @@ class EvalSpec:
     @property
     def edges(self) -> list[int]:
         """Edges of the position buckets of perplexity; every length is among them [tokens]."""
-        width = max(2, self.longest // 16) if self.bucket is None else self.bucket
-        return sorted({*range(0, self.longest, width), *self.lengths, 0} - {1})
+        return sorted({*range(0, self.longest, self._bucket), *self.lengths, 0} - {1})
+
+    @property
+    def _bucket(self) -> int:
+        """Width of the position buckets [tokens]."""
+        return max(2, self.longest // 16) if self.bucket is None else self.bucket
+
+    @property
+    def rows(self) -> int:
+        """Windows of text that are read side by side."""
+        return 1 if self.chunk is not None else max(1, self.batch_tokens // self.longest)
 
     @property
     def sha256(self) -> str:
@@ -147,24 +157,54 @@ class EvalSpec:
         prompts = sum(1 if find_task(task, self.mode).joined else len(self.depths) for task in self.tasks)
         return (asked if windows is None else windows) * self.longest + prompts * self.samples * sum(self.lengths)
 
-    def within(self, tokens: float, scalable: Collection[str] = SCALABLE) -> EvalSpec:
-        """Return a spec that reads at most so many tokens: the same task with fewer windows and samples.
+    def seconds(self, pace: Pace, windows: int | None = None) -> float:
+        """Return how long one run takes [s].
+
+        What prompts share is read once: in mode ``single`` all that stands before the needle, else nearly all.
 
         Args:
-            tokens: at most [tokens].
+            pace: of the model.
+            windows: that the text has room for; by default those asked for.
+        """
+        asked = WINDOWS if self.windows is None else self.windows
+        whole = len(self.depths) - math.fsum(self.depths[:-1])  # of the deepest prompt the others are read in part
+        single = [self.mode == "single" and not find_task(task, self.mode).joined for task in self.tasks]
+        prompts = self.samples * math.fsum(whole if alone else 1 for alone in single)
+        text = pace.seconds((asked if windows is None else windows) * self.longest, self.longest)
+        return text + math.fsum(pace.seconds(prompts * length, length) for length in self.lengths)
+
+    def within(
+        self, most: float, scalable: Collection[str] = SCALABLE, cost: Callable[[EvalSpec], float] | None = None
+    ) -> EvalSpec:
+        """Return a spec that costs at most so much: the same task with fewer windows and samples.
+
+        Where four windows and one sample cost too much, the longest lengths are left out, as many as needed.
+
+        Args:
+            most: at most, in the unit of the cost; tokens by default.
             scalable: of ``windows`` and ``samples``, those that may be lowered.
+            cost: of a spec, such as the time it takes; by default the tokens that it reads.
 
         Raises:
-            ValueError: the least that can be read is more.
+            ValueError: the least that can be read costs more.
         """
-        smaller = next((spec for spec in self._smaller(scalable) if spec.tokens_to_read() <= tokens), None)
-        if smaller is None:
-            least = self.smallest(scalable).tokens_to_read()
-            raise ValueError(
-                f"at least {least} tokens would be read under each method or scheme, and {max(0, int(tokens))} fit "
-                "into the time: give more time, shorter lengths, or fewer methods or schemes"
-            )
-        return smaller
+        price = cost or (lambda spec: float(spec.tokens_to_read()))
+        for count in range(len(self.lengths), 0, -1):
+            for spec in self.shortened(count)._smaller(scalable):
+                if price(spec) <= most:
+                    return spec
+        least = self.shortened(1).smallest(scalable)
+        raise ValueError(
+            f"at least {least.tokens_to_read()} tokens would be read under each method or scheme, at {least.longest} "
+            f"tokens alone, and that is {price(least) / max(most, 1e-9):.1f} times what fits into the time: give more "
+            "time, shorter lengths, or fewer methods or schemes"
+        )
+
+    def shortened(self, count: int) -> EvalSpec:
+        """Return the spec of the shortest lengths, as many as given; buckets stay as wide as they are."""
+        if count == len(self.lengths):
+            return self
+        return replace(self, lengths=self.lengths[:count], bucket=self._bucket)
 
     def smallest(self, scalable: Collection[str] = SCALABLE) -> EvalSpec:
         """Return the spec of this kind that reads least: four windows and one sample."""
@@ -184,19 +224,23 @@ class EvalSpec:
 
     def cost_of(self, smaller: EvalSpec) -> str:
         """Return what is lost with a spec of :meth:`within`, as a sentence; "" where nothing is."""
-        if smaller == self or smaller.windows is None:
+        if smaller == self:
             return ""
-        from scipy.stats import t
+        from rope_patch.evaluation.intervals import widening
 
-        before = WINDOWS if self.windows is None else self.windows
+        before, after = (WINDOWS if spec.windows is None else spec.windows for spec in (self, smaller))
         parts, wider = [], math.sqrt(self.samples / smaller.samples)
         if smaller.samples < self.samples:
             parts.append(f"{smaller.samples} instead of {self.samples} samples at each length and depth")
-        if 1 < smaller.windows < before:
-            parts.append(f"{smaller.windows} instead of {before} windows")
-            ends = [float(t.ppf(0.975, count - 1)) / math.sqrt(count) for count in (smaller.windows, before)]
-            wider = max(wider, ends[0] / ends[1])
-        return f"{', '.join(parts)}: intervals are up to {wider:.1f} times as wide" if parts else ""
+        if 1 < after < before:
+            parts.append(f"{after} instead of {before} windows")
+            wider = max(wider, widening(before, after))
+        sentence = f"{', '.join(parts)}: intervals are up to {wider:.1f} times as wide" if parts else ""
+        left_out = [str(length) for length in self.lengths if length not in smaller.lengths]
+        if not left_out:
+            return sentence
+        missing = f"nothing is measured at {' and '.join(left_out)} tokens"
+        return f"{sentence}; {missing}" if sentence else missing
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as JSON values."""

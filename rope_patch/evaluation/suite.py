@@ -148,7 +148,7 @@ class EvalSuite:
                 at a time, a cache that rounds gives the same digits whatever the other windows are.
             resume: file (or mapping) in which finished windows and prompts are kept, each under a key that is made of
                 its content: the same call goes on where it was. With a ``cache`` only if that has an ``identity``.
-            on_progress: called with the number of tokens just read.
+            on_progress: called with the number of tokens just read, after each layer.
 
         Raises:
             ValueError: logits that are not finite, or token ids that the model does not know.
@@ -158,7 +158,7 @@ class EvalSuite:
         kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
         score = None
         if window_batch is None:
-            window_batch = max(1, spec.batch_tokens // spec.longest) if spec.chunk is None else 1
+            window_batch = spec.rows
         if self.windows:
             score = perplexity(
                 model,

@@ -7,7 +7,7 @@ appear, and the error is taken at a sample of queries. So a layer's error is its
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import Scheme, Side
 from rope_patch.modeling.attention_probe import attending_with
 from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.statistics import pairs_of
 from rope_patch.patching.locate import device_of, find_rotary
 
@@ -65,6 +66,7 @@ def attention_errors(
     context: int | None = None,
     outliers: Mapping[int, Tensor] | None = None,
     queries: int = QUERIES,
+    on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, tuple[LayerErrors, ...]]:
     """Measure what schemes do to the attention of every layer, in one pass.
 
@@ -76,6 +78,7 @@ def attention_errors(
         context: as for ``plan_layers`` [tokens].
         outliers: (key heads, pairs) bool of each layer: the pairs whose direct and induced shares are asked for.
         queries: at which errors are taken.
+        on_progress: called with the number of tokens since the last call: those of the text for each scheme.
 
     Raises:
         ValueError: as for ``plan_layers``; a text that is not one row of tokens.
@@ -88,13 +91,16 @@ def attention_errors(
     plans = {name: plan_layers(model, scheme, means=means, context=context) for name, scheme in schemes.items()}
     plain = SchemeRun(plan_layers(model, Scheme()))
     study = _Study(plans, plain, outliers or {}, queries)
+    progress = Progress(len(token_ids) * len(schemes), on_progress, reads=len(token_ids))
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_eval_mode(model))
         stack.enter_context(noting_turns(site.module, plain))
         stack.enter_context(running(plain, root))
         stack.callback(_STUDY.reset, _STUDY.set(study))
         stack.enter_context(attending_with(root, NAME))
+        stack.enter_context(progress.within_pass(decoder, len(token_ids)))
         decoder(input_ids=token_ids[None].to(device_of(root.get_input_embeddings())), use_cache=False)
+    progress.finish()
     return {name: tuple(layer_errors) for name, layer_errors in study.layer_errors.items()}
 
 

@@ -17,6 +17,7 @@ from rope_patch import frequencies
 from rope_patch.evaluation.compare import named
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.result_cache import finite, key
+from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
@@ -26,6 +27,7 @@ from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence, Limits
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
 from rope_patch.modeling.statistics import Capture
 from rope_patch.tables import RotaryTable
@@ -46,7 +48,9 @@ class Setting:
         suite: windows and prompts.
         limits: what a scheme may cost.
         result_cache: finished work; None where none is kept.
-        on_progress: called with the stage and the number of tokens just read.
+        on_progress: called with the stage and the number of tokens just read, those of finished work too.
+        attributed: windows that the cost of an unsafe scheme is attributed on; 0 for none.
+        on_more: called with the number of tokens that are read in addition where a scheme is unsafe.
     """
 
     model: nn.Module
@@ -54,6 +58,22 @@ class Setting:
     limits: Limits
     result_cache: MutableMapping[str, Any] | None
     on_progress: Callable[[str, int], None]
+    attributed: int = COMPARED
+    on_more: Callable[[int], None] = lambda tokens: None
+
+    def reports(self, stage: str) -> Callable[[int], None]:
+        """Return what the tokens of a stage are reported to."""
+        return functools.partial(self.on_progress, stage)
+
+    @property
+    def spec(self) -> EvalSpec:
+        """What is measured, with the number of windows that there are."""
+        return replace(self.suite.spec, windows=len(self.suite.windows))
+
+    @property
+    def compared(self) -> Tensor:
+        """The windows whose distributions are compared: (windows, tokens)."""
+        return torch.stack([window.ids for window in self.suite.windows[:COMPARED]])
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -113,7 +133,7 @@ def measure(
                 cache=factory if name in quantizing else None,
                 window_batch=1,
                 resume=setting.result_cache,
-                on_progress=functools.partial(setting.on_progress, stage),
+                on_progress=setting.reports(stage),
             )
         layer_errors = errors.get(name, ())
         key_bits, value_bits, cache_bits = _bits(setting, patched, scheme)
@@ -124,7 +144,7 @@ def measure(
                 scheme_text=str(scheme),
                 scores=scores,
                 tables=patched.tables,
-                divergence=_divergence(setting, patched, scheme, full_states) if name in quantizing else None,
+                divergence=_divergence(setting, patched, scheme, full_states, stage) if name in quantizing else None,
                 key_bits=key_bits,
                 value_bits=value_bits,
                 cache_bits=cache_bits,
@@ -133,22 +153,27 @@ def measure(
                 mitigation_of=mitigation_of,
             )
         )
+    if quantizing and not full_states:  # every comparison was finished before
+        setting.on_progress(f"{patched.method}, none", setting.compared.numel())
     return rows
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def means_of(setting: Setting, calibration_rows: Tensor) -> dict[int, Tensor]:
-    """Return the mean key of each head before rotation, by layer."""
+def means_of(setting: Setting, calibration_rows: Tensor, stage: str) -> dict[int, Tensor]:
+    """Return the mean key of each head before rotation, by layer; the stage is reported with the tokens."""
     mark = (
         key(kind="means", model=fingerprint(setting.model), ids=_sha(calibration_rows))
         if setting.result_cache is not None
         else ""
     )
     means = (setting.result_cache or {}).get(mark)
-    if means is None:
-        means = [[layer.index, layer.key.mean.tolist()] for layer in capture(setting.model, calibration_rows).layers]
+    if means is not None:
+        setting.on_progress(stage, calibration_rows.numel())
+    else:
+        captured = capture(setting.model, calibration_rows, on_progress=setting.reports(stage))
+        means = [[layer.index, layer.key.mean.tolist()] for layer in captured.layers]
         if setting.result_cache is not None:
             setting.result_cache[mark] = means
     return {index: torch.tensor(mean, dtype=torch.float64) for index, mean in means}
@@ -158,14 +183,16 @@ def _errors(
     setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]
 ) -> dict[str, tuple[LayerErrors, ...]]:
     """Measure attention errors in one pass, of the schemes whose errors are not in the result cache."""
-    ids, options = setting.suite.windows[0].ids[:ERRORS], patched.plan_options(setting)
+    ids, stage = setting.suite.windows[0].ids[:ERRORS], f"{patched.method}, attention errors"
+    options = patched.plan_options(setting) | {"outliers": patched.long_pairs, "on_progress": setting.reports(stage)}
     if setting.result_cache is None:
-        return attention_errors(setting.model, ids, schemes, outliers=patched.long_pairs, **options)
+        return attention_errors(setting.model, ids, schemes, **options) if schemes else {}
     long = {index: mask.tolist() for index, mask in patched.long_pairs.items()}
     about = {"kind": "errors", "model": fingerprint(setting.model), "ids": _sha(ids), "long": long}
     marks = {name: key(**about, cache=_identity(setting, patched, scheme)) for name, scheme in schemes.items()}
     fresh = {name: scheme for name, scheme in schemes.items() if marks[name] not in setting.result_cache}
-    measured = attention_errors(setting.model, ids, fresh, outliers=patched.long_pairs, **options) if fresh else {}
+    measured = attention_errors(setting.model, ids, fresh, **options) if fresh else {}
+    setting.on_progress(stage, len(ids) * (len(schemes) - len(fresh)))
     for name, layer_errors in measured.items():
         setting.result_cache[marks[name]] = finite(
             [[_plain(getattr(e, item.name)) for item in fields(e)] for e in layer_errors]
@@ -236,11 +263,14 @@ def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[flo
 
 
 def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow) -> Attribution:
-    """Measure what parts of a scheme cost on the compared windows."""
+    """Measure what parts of a scheme cost on the first windows."""
     model, scheme = setting.model, Scheme.parse(row.scheme_text)
+    windows = setting.suite.windows[: setting.attributed]
+    size, stage = setting.lengths[-1], f"{patched.method}, {row.scheme}: attribution"
+    reads = readings(len(patched.capture.layers))
     mark = ""
     if setting.result_cache is not None:
-        about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in setting.suite.windows[:COMPARED]]}
+        about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in windows]}
         mark = key(
             kind="attribution",
             cache=_identity(setting, patched, scheme),
@@ -249,6 +279,7 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
             **about,
         )
         if mark in setting.result_cache:
+            setting.on_progress(stage, reads * len(windows) * size)
             stored = setting.result_cache[mark]
             return Attribution(**{**stored, "layers": {int(index): cost for index, cost in stored["layers"].items()}})
 
@@ -256,9 +287,9 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
         with quantized(model, scheme, **patched.plan_options(setting)) as factory:
             if change is not None:
                 factory.run.plans = {index: change(plan) for index, plan in factory.run.plans.items()}
-            size = setting.lengths[-1]
             chunk = None if setting.chunk is None else min(setting.chunk, size)
-            return perplexity(model, setting.suite.windows[:COMPARED], window=size, chunk=chunk, cache=factory).nll
+            options: dict[str, Any] = {"chunk": chunk, "cache": factory, "on_progress": setting.reports(stage)}
+            return perplexity(model, windows, window=size, **options).nll
 
     def only(layer: int) -> Callable[[LayerPlan], LayerPlan]:
         return lambda plan: plan if plan.keys_of == layer else replace(plan, key=Side(), value=Side())
@@ -270,19 +301,26 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
         values=loss(lambda plan: replace(plan, key=Side())) - full,
         layers={layer.index: loss(only(layer.keys_of)) - full for layer in patched.capture.layers},
     )
-    layers, pairs, _ = attribute(row.errors, longest_keys(patched.capture), attribution, setting.limits.tolerance)
+    named_layers, pairs, _ = attribute(row.errors, longest_keys(patched.capture), attribution, setting.limits.tolerance)
     if pairs and not scheme.key.hadamard:
         widths = {layer.index: layer.key.mean.shape[1] for layer in patched.capture.layers}
 
         def without(plan: LayerPlan) -> LayerPlan:
             mask = torch.isin(torch.arange(plan.pairs), torch.tensor(pairs))
             exact = features_of(mask, widths[plan.index], plan.interleaved)
-            return replace(plan, exact=exact) if plan.index in layers else plan
+            return replace(plan, exact=exact) if plan.index in named_layers else plan
 
         attribution = replace(attribution, left=loss(without) - full)
+    else:
+        setting.on_progress(stage, len(windows) * size)
     if setting.result_cache is not None:
         setting.result_cache[mark] = finite(asdict(attribution))
     return attribution
+
+
+def readings(layers: int) -> int:
+    """Return how often :func:`measure_attribution` reads its windows: whole, each part, each layer, named pairs."""
+    return 5 + layers
 
 
 def _prediction(
@@ -310,31 +348,33 @@ def _prediction(
 
 
 @torch.no_grad()
-def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: list[Tensor]) -> Divergence:
+def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: list[Tensor], stage: str) -> Divergence:
     """Compare the next token's distribution with and without a scheme, a slice of positions at a time.
 
     ``full`` is filled with the states in full precision when they are first needed.
     """
     model, chunk, result_cache = setting.model, setting.chunk, setting.result_cache
-    ids = torch.stack([window.ids for window in setting.suite.windows[:COMPARED]])
+    ids = setting.compared
     about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if result_cache is not None else {}
     mark = key(kind="divergence", cache=_identity(setting, patched, scheme), **about)
     if result_cache is not None and mark in result_cache:
+        setting.on_progress(stage, ids.numel())
         return Divergence(**result_cache[mark])
 
-    def states(cache: CacheFactory | None) -> list[Tensor]:
-        reader = Reader(model)
+    def states(cache: CacheFactory | None, stage: str) -> list[Tensor]:
+        reader, progress = Reader(model), Progress(ids.numel(), setting.reports(stage))
         windows = []
         for row in ids:
             past = cache() if cache is not None else reader.new_cache(len(row)) if chunk else None
-            windows.append(torch.cat([part[0] for _, part in reader.read(row[None], past, chunk)]))
+            windows.append(torch.cat([part[0] for _, part in reader.read(row[None], past, chunk, progress)]))
+        progress.finish()
         return windows
 
     total, same, count = 0.0, 0, 0
     with in_eval_mode(model):
-        full[:] = full or states(None)
+        full[:] = full or states(None, f"{patched.method}, none")
         with quantized(model, scheme, **patched.plan_options(setting)) as factory:
-            rough = states(factory)
+            rough = states(factory, stage)
         reader = Reader(model)
         for one, other in zip(full, rough, strict=True):
             for low in range(0, len(one), SLICE):

@@ -36,6 +36,8 @@ class KVCheck:
         digest: SHA-256 of the text.
         calibration: tokens that mean keys were taken over [tokens]; 0 without centring.
         compared: windows whose distributions, radii and outliers were taken.
+        attributed: windows on which each layer of unsafe schemes was measured alone; 0 where that was left out.
+        trained_length: of the model, as :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
         limits: what a safe scheme may cost.
         captures: statistics under each method, on which radii and outliers rest.
         environment: versions, device, data type.
@@ -51,6 +53,8 @@ class KVCheck:
     digest: str
     calibration: int
     compared: int
+    attributed: int
+    trained_length: int
     limits: Limits
     captures: Mapping[str, Capture]
     environment: Mapping[str, str]
@@ -82,7 +86,7 @@ class KVCheck:
         if self.loaded is not None or "default" not in self.methods:
             return []
         full = self.of("default")[0]
-        return full.scores.warnings(min(table.context for table in full.tables))
+        return full.scores.warnings(self.trained_length)
 
     def meant(self, method: str) -> str:
         """Return a method as text; ``default`` with the patch that the model was loaded with."""
@@ -253,8 +257,9 @@ class KVCheck:
 
     def to_json(self) -> str:
         """Return everything as JSON, but the captures; errors of pairs are rms over heads."""
-        names = ("schema", "model", "lengths", "windows", "text", "digest", "calibration", "compared")
-        out = {name: getattr(self, name) for name in names} | asdict(self.limits)
+        names = ("schema", "model", "lengths", "windows", "text", "digest", "calibration", "compared", "attributed")
+        out = {name: getattr(self, name) for name in (*names, "trained_length")} | asdict(self.limits)
+        out["chat_sha256"] = next(iter(self.rows[0].scores.retrieval.values())).chat_sha256
         out |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "simulated": True, "stride": None}
         out |= {"summary": self.summary(), "environment": dict(self.environment)}
         out["methods"] = {

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.calibration import calibration
@@ -32,8 +31,10 @@ from rope_patch.kv_evaluation.measuring import (
     measure,
     measure_attribution,
     possible,
+    readings,
 )
 from rope_patch.kv_evaluation.mitigations import mitigations
+from rope_patch.kv_evaluation.reading import tokens_to_measure
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, find_verdict
 from rope_patch.methods import Method, MethodLike
@@ -41,6 +42,7 @@ from rope_patch.modeling.capture import capture
 from rope_patch.modeling.statistics import Capture
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.targets import for_target
+from rope_patch.patching.verify import trained_length
 
 
 def check_spec(spec: EvalSpec) -> None:
@@ -90,10 +92,12 @@ def kv_check(
     limits: Limits | None = None,
     mitigate: bool = False,
     packed: Sequence[str] = (),
+    attributed: int = COMPARED,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
     resume: str | Path | MutableMapping[str, Any] | None = None,
     on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
+    on_more: Callable[[int], None] = lambda tokens: None,
 ) -> KVCheck:
     """Measure cache schemes under several methods on a model, which is left as it was.
 
@@ -107,11 +111,15 @@ def kv_check(
         mitigate: measure what may help, too, wherever a scheme is unsafe at any of the lengths.
         packed: caches of transformers to decode with, in the model as it is, for their bytes and speed; see
             :mod:`rope_patch.kv_cache.packed`.
+        attributed: windows on which each layer of an unsafe scheme is measured alone, 0 to 2; with 0 layers are named
+            by the errors of their attention's outputs.
         layer_types: which tables are patched, on mixed models.
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
         resume: file (or mapping) of finished work: the same call continues from there, and reads again only the windows
             that the statistics of keys are computed on.
-        on_progress: called with method and scheme, and the number of tokens just read.
+        on_progress: called with the stage, such as method and scheme, and the number of tokens just read, after each
+            layer; they add up to the tokens of :class:`~rope_patch.kv_evaluation.reading.CheckReading` and ``on_more``.
+        on_more: called with the number of tokens that are read in addition where a scheme is unsafe.
 
     Raises:
         ValueError: a bad scheme, method, task, length or limit, two schemes or methods that are one, too little text,
@@ -135,12 +143,14 @@ def kv_check(
     }
     if len(resolved) < len(methods):
         raise ValueError(f"methods must differ from each other, got {', '.join(map(str, methods))}")
+    if not 0 <= attributed <= COMPARED:
+        raise ValueError(f"attributed must be in [0, {COMPARED}] windows, got {attributed}")
     check_packed(model, packed)
     record = find_rotary(model).record
     centred = mitigate or any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
     result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
-    setting = Setting(model, suite, limits, result_cache, on_progress)
+    setting = Setting(model, suite, limits, result_cache, on_progress, min(attributed, len(suite.windows)), on_more)
     patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
     means = _check_all(setting, patches, asked, calibration_rows)
     rows, captures = _measure_all(setting, patches, asked, means, mitigate)
@@ -153,6 +163,8 @@ def kv_check(
         digest=suite.text_sha256,
         calibration=0 if calibration_rows is None else calibration_rows.numel(),
         compared=len(suite.windows[:COMPARED]),
+        attributed=setting.attributed,
+        trained_length=trained_length(model),
         limits=limits,
         captures=captures,
         packed=tuple(packed_caches(model, suite.windows[0].ids, packed)) if packed else (),
@@ -171,19 +183,23 @@ def _measure_all(
     """Measure every scheme under every method; return the rows, and the statistics of keys by method."""
     rows: list[CheckRow] = []
     captures: dict[str, Capture] = {}
-    compared = torch.stack([window.ids for window in setting.suite.windows[:COMPARED]])
     for label, patch in patches.items():
         with under(*patch) as tables, named(label):
-            captures[label] = capture(setting.model, compared)
+            reports = setting.reports(f"{label}, statistics of keys")
+            captures[label] = capture(setting.model, setting.compared, on_progress=reports)
             patched = MethodInPlace(label, tables, means[label], captures[label], long_keys(captures[label]))
             measured = measure(setting, patched, schemes)
             unsafe = [row for row in measured[1:] if _unsafe(setting, row, measured[0])]
-            rows += [
-                replace(row, attribution=measure_attribution(setting, patched, row)) if row in unsafe else row
-                for row in measured
-            ]
+            if setting.attributed:
+                reads = readings(len(captures[label].layers)) * setting.attributed
+                setting.on_more(len(unsafe) * reads * setting.suite.spec.longest)
+                attributions = {row.scheme: measure_attribution(setting, patched, row) for row in unsafe}
+                measured = [replace(row, attribution=attributions.get(row.scheme)) for row in measured]
+            rows += measured
             for row in unsafe if mitigate else ():
-                rows += measure(setting, patched, possible(setting, patched, mitigations(row.scheme)), row.scheme)
+                tried = possible(setting, patched, mitigations(row.scheme))
+                setting.on_more(tokens_to_measure(setting.spec, tried.values()))
+                rows += measure(setting, patched, tried, row.scheme)
     return rows, captures
 
 
@@ -198,7 +214,7 @@ def _check_all(
     for label, patch in patches.items():
         with under(*patch), named(label):
             if calibration_rows is not None:
-                means[label] = means_of(setting, calibration_rows)
+                means[label] = means_of(setting, calibration_rows, f"{label}, mean keys")
             for name, scheme in schemes.items():
                 with named(name):
                     plan_layers(setting.model, scheme, means=means[label], context=setting.limits.context)

@@ -1,25 +1,59 @@
-"""How much text a model can read in a given time, and how much it reads where no time is given."""
+"""How long a model takes to read text, and how much it reads where no time is given."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import Reader
+from rope_patch.modeling.scoring import CacheFactory, Reader, losses
 
 WORK = {"cpu": 1.2e13, "cuda": 1e16}
 """Parameters × tokens that a command reads by default, by device: 89k tokens with a model of 135M parameters on a CPU,
 which takes two cores about seven minutes in bfloat16 (200 tokens a second), and 1.2M with one of 8B on a GPU."""
 
-LENGTH = 2048
-"""Longest row that the speed is measured on [tokens]."""
+SHORTEST = 128
+"""Shortest row that the pace is measured on [tokens]."""
 
-SAFETY = 0.6
-"""Share of the measured speed that a time is filled at: longer texts and the statistics of heads take more a token."""
+MEASURING = 4.0
+"""Time for measuring the pace, about; a single row of the shortest length is read in any case [s]."""
+
+SAFETY = 0.85
+"""Share of a time that is filled with what is known to be read."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a model takes for a token: ``fixed + growing × length`` of the row it stands in.
+
+    Attributes:
+        fixed: the part of all rows [s/token].
+        growing: the part of attention [s/token²].
+    """
+
+    fixed: float
+    growing: float = 0.0
+
+    def seconds(self, tokens: float, length: int) -> float:
+        """Return how long a number of tokens takes in rows of a length [s].
+
+        >>> Pace(fixed=0.001, growing=1e-6).seconds(10_000, 2000)
+        30.0
+        """
+        return tokens * (self.fixed + self.growing * length)
+
+    def __add__(self, other: Pace) -> Pace:
+        """Return the pace of reading everything in both ways."""
+        return Pace(self.fixed + other.fixed, self.growing + other.growing)
+
+    def __mul__(self, times: float) -> Pace:
+        """Return the pace of reading everything so many times."""
+        return Pace(times * self.fixed, times * self.growing)
 
 
 def default_tokens(model: nn.Module) -> int:
@@ -29,33 +63,83 @@ def default_tokens(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def tokens_per_second(model: nn.Module, length: int, seconds: float = 0.3) -> float:
-    """Measure how fast a model reads a text of a length; a longer one takes more for each token.
+def pace_of_reading(
+    model: nn.Module,
+    length: int,
+    *,
+    rows: int = 1,
+    chunk: int | None = None,
+    cache: CacheFactory | None = None,
+    seconds: float = MEASURING,
+) -> Pace:
+    """Measure how long a model takes to read and score rows of tokens, as perplexity does.
 
     Args:
         model: a causal language model.
-        length: of the text, at most 2048 and the context of the model [tokens].
-        seconds: to read for, at least one row.
+        length: of the longest row that will be read [tokens].
+        rows: that are read side by side.
+        chunk: tokens per forward pass.
+        cache: factory of a cache to read through.
+        seconds: as for :func:`measure_pace`.
     """
     reader = Reader(model)
-    ids = torch.arange(max(2, min(length, LENGTH, _context(model))))[None] % reader.vocabulary
+
+    def read(ids: torch.Tensor) -> int:
+        losses(reader, ids % reader.vocabulary, [1] * len(ids), chunk=chunk, cache=cache)  # waits for a GPU
+        return ids.numel()
+
     with in_eval_mode(model):
-        _read(reader, ids[:, :16])  # the first call of a process is slower
-        rows, started = 0, time.perf_counter()
-        while rows == 0 or (time.perf_counter() - started < seconds and rows < 50):
-            _read(reader, ids)
-            rows += 1
-        elapsed = time.perf_counter() - started
-    return rows * ids.numel() / elapsed
+        if reader.dynamic:  # which reads whole rows one at a time; under a method it is frozen
+            chunk = cache = None
+            rows = 1
+        return measure_pace(read, length, rows=rows, seconds=seconds)
 
 
-def _context(model: Any) -> int:
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", LENGTH))
+def measure_pace(
+    read: Callable[[torch.Tensor], int | None], length: int, *, rows: int = 1, seconds: float = MEASURING
+) -> Pace:
+    """Measure how long something takes with rows of tokens: with a short one, and ever longer ones while time allows.
+
+    Args:
+        read: called with ids (rows, tokens); returns how many tokens it read where these are not all.
+        length: of the longest row [tokens].
+        rows: that are read side by side; more than one are tried where a row of the whole length took little time.
+        seconds: to measure for, about; the cost of longer rows is extrapolated.
+    """
+    size, count, spent = min(length, SHORTEST), 1, 0.0
+    read(_ids(1, min(size, 16)))  # the first call of a process is slower
+    sizes: list[int] = []
+    costs: list[float] = []  # of a token [s]
+    batched = None
+    while True:
+        started = time.perf_counter()
+        tokens = read(_ids(count, size)) or count * size
+        took = time.perf_counter() - started
+        spent += took
+        if count > 1:
+            batched = took / tokens
+        else:
+            sizes.append(size)
+            costs.append(took / tokens)
+        if spent + 2.5 * took > seconds or (size == length and count >= rows):
+            break
+        if size < length:
+            size = min(2 * size, length)
+        else:
+            count = min(2 * count, rows)
+    pace = _line(sizes, costs)
+    return pace if batched is None else pace * (batched / pace.seconds(1, length))
 
 
-def _read(reader: Reader, ids: torch.Tensor) -> None:
-    for _, hidden in reader.read(ids):
-        hidden.sum().item()  # waits for a GPU
+def _line(sizes: list[int], costs: list[float]) -> Pace:
+    """Return the line through the costs of a token; the longer rows count more, and it never falls."""
+    growing = float(np.polyfit(sizes, costs, 1, w=sizes)[0]) if len(sizes) > 1 else 0.0
+    growing = min(max(growing, 0.0), costs[-1] / sizes[-1])
+    return Pace(costs[-1] - growing * sizes[-1], growing)
+
+
+def _ids(rows: int, length: int) -> torch.Tensor:
+    return torch.arange(rows * length).view(rows, length)
 
 
 def duration_text(seconds: float) -> str:

@@ -52,7 +52,7 @@ def capture(
         segments: parts of the text's length over which means are kept, in order; no more than there are tokens.
         layers: indices of the layers to measure; all by default.
         groups: what each row is of, a domain for example; norms are kept by group as well. One group by default.
-        on_progress: called with the number of tokens of each forward pass when it is done.
+        on_progress: called with the number of tokens read since the last call, after each layer.
 
     Returns:
         The statistics.

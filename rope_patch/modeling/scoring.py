@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
+from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.locate import not_a_model
@@ -104,13 +106,16 @@ class Reader:
             cache.layers = [RoomyLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
         return cache
 
-    def read(self, ids: Tensor, past: Any = None, chunk: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    def read(
+        self, ids: Tensor, past: Any = None, chunk: int | None = None, progress: Progress | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Run the decoder over ids, in chunks when there is a cache.
 
         Args:
             ids: (rows, tokens).
             past: cache to read through and add to.
             chunk: tokens per forward pass; all by default.
+            progress: of the work that this is a part of: moved after each layer, and when the next chunk is asked for.
 
         Yields:
             Offset of the chunk, and its last hidden states (rows, chunk, hidden).
@@ -125,9 +130,15 @@ class Reader:
         configs = sdpa_configs(self.model) if past is not None else []
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
-            with lean_attention(configs):
+            before = 0.0 if progress is None else progress.read
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(lean_attention(configs))
+                if progress is not None:
+                    stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
                 out = self.call(self.decoder, input_ids=part, past_key_values=past, use_cache=past is not None)
             yield start, out.last_hidden_state
+            if progress is not None:
+                progress.reach(before + part.numel())
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits (states, vocab) of states (states, hidden), scaled and capped as the model does."""
@@ -172,6 +183,7 @@ def losses(
     lengths: Sequence[int] | None = None,
     chunk: int | None = None,
     cache: CacheFactory | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score tokens of rows of equal or right-padded length, in one pass or in chunks through a cache.
 
@@ -184,6 +196,7 @@ def losses(
         lengths: tokens of each row that are not padding; all by default.
         chunk: tokens per forward pass; all by default.
         cache: factory of a cache to read through; a ``DynamicCache`` when chunked.
+        progress: of the work that this is a part of.
 
     Returns:
         Negative log-likelihood (rows, tokens) float64 [nats] and most probable tokens (rows, tokens), both by the
@@ -194,7 +207,7 @@ def losses(
     past = cache() if cache is not None else reader.new_cache(width) if chunk is not None and chunk < width else None
     nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
     best = torch.full(rows.shape, -1)
-    for start, hidden in reader.read(rows, past, chunk):
+    for start, hidden in reader.read(rows, past, chunk, progress):
         for i in range(len(rows)):
             # The state at position p scores the token at p + 1.
             low, high = max(start, first[i] - 1), min(start + hidden.shape[1], lengths[i] - 1)

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.sources import LayerSource, find_sources
 from rope_patch.patching.locate import device_of, find_rotary
 
@@ -44,7 +45,7 @@ def stream(
         visit: called with each state, a slice of tokens at a time.
         chunk: tokens per forward pass.
         layers: indices of the layers whose states are passed on; all by default.
-        on_progress: called with the number of tokens of each forward pass when it is done.
+        on_progress: called with the number of tokens read since the last call, after each layer.
 
     Returns:
         The layers whose states were passed on.
@@ -71,15 +72,16 @@ def stream(
             for role, part in layer.parts.items():
                 stack.callback(part.module.register_forward_hook(reader.hook(layer, role)).remove)
         size = min(chunk or rows.shape[1], rows.shape[1])
+        progress = Progress(rows.numel(), on_progress or (lambda tokens: None))
         for number, row in enumerate(rows):
             past: Any = DynamicCache(config=root.config) if size < len(row) else None
             for start in range(0, len(row), size):
                 reader.at(row[start : start + size], number, start)
                 ids = reader.ids[None].to(device_of(embedding))
-                sources.decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
+                with progress.within_pass(sources.decoder, len(reader.ids)):
+                    sources.decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
                 reader.check(len(shown) * len(ROLES))
-                if on_progress is not None:
-                    on_progress(len(reader.ids))
+        progress.finish()
     return shown
 
 

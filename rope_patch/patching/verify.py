@@ -104,6 +104,25 @@ def inspect_model(model: nn.Module) -> Inspection:
     return Inspection(type(location.model).__name__, in_use, record, (*missing, *warnings))
 
 
+def trained_length(model: nn.Module) -> int:
+    """Return the context that a model was trained at: what its config states, of a patched one before the patch.
+
+    The context of a table that the checkpoint itself scales (Llama 3.1's) is the scaled one: it was trained with that.
+
+    Raises:
+        ValueError: a model without a rotary table.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, vocab_size=8)
+        >>> trained_length(LlamaForCausalLM(config))
+        2048
+    """
+    record = find_rotary(model).record
+    stated = None if record is None else record.base_config.get("max_position_embeddings")
+    return int(stated or inspect_model(model).tables[0].max_position_embeddings)
+
+
 def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:
     for table in tables:
         if table.attention_scaling != 1.0:

@@ -188,10 +188,17 @@ def _attribution(check: KVCheck) -> Section:
             "Where the cost comes from",
             ["No scheme that was asked for is unsafe: there is nothing to attribute."],
         )
-    words = (
+    by_cost = (
         "Layers: those that cost more than is tolerated when they alone are quantized, or at least two thirds of what "
-        f"the worst layer alone does, in perplexity over {_windows(check.compared, max(check.lengths))}. Values are "
-        "named where they alone cost more than keys alone. Pairs: where at least half of the squared error of "
+        f"the worst layer alone does, in perplexity over {_windows(check.attributed, max(check.lengths))}. Values are "
+        "named where they alone cost more than keys alone."
+    )
+    by_error = (
+        "Layers: those whose attention outputs have at least two thirds of the worst layer’s mean error; what each "
+        "layer alone costs was left out to save time."
+    )
+    words = (
+        f"{by_cost if check.attributed else by_error} Pairs: where at least half of the squared error of "
         "these layers’ logits lies in other pairs and goes when long mean keys are kept in full precision, the pairs "
         "of those keys, which stretch the scale that all share; elsewhere the pairs that carry half of the error. "
         "All of it over the same windows."

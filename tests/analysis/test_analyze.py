@@ -17,8 +17,9 @@ import rope_patch
 from rope_patch.analysis import run as engine
 from rope_patch.analysis.before_after import differences
 from rope_patch.analysis.p_sweep import SweepPoint, advise, half_chord, sweep_p, sweep_text
+from rope_patch.analysis.reading import AnalysisReading
 from rope_patch.analysis.result import findings
-from rope_patch.analysis.run import analyze_rows, tokens_to_read
+from rope_patch.analysis.run import analyze_rows
 from rope_patch.cli import app as cli
 from rope_patch.evaluation.domains import DOMAINS, builtin_domains, read_rows
 from rope_patch.evaluation.perplexity import perplexity
@@ -207,7 +208,7 @@ def test_every_part_is_there(tokenizer, family):
     assert len(out["heads"]) == heads and out["findings"] == findings(result)
     assert [point["p"] for point in out["p_sweep"]] == [1.0, 0.5]
     assert {stage for stage, _ in progress} == {"capture", "heads", "sinks", "unchanged table", "p = 0.5"}
-    assert sum(tokens for _, tokens in progress) == tokens_to_read(result.rows, [0.5], 64)
+    assert sum(tokens for _, tokens in progress) == AnalysisReading(64, [0.5], 64).tokens(result.rows.ids.numel(), None)
     assert result.capture.groups == ("one", "two") and result.context == 64
     assert all(result.token_text(int(token)) for view in result.views for token in view.token_ids)
     assert findings(result)[-1] == result.advice.reason

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 
 import pytest
 from evaluated import answered, result_of
@@ -96,6 +98,35 @@ def test_a_chat_prompt_is_the_template_with_the_assistants_turn_begun(chatty, ta
         assert chatty(prompt.text + prompt.target, add_special_tokens=False)["input_ids"] == list(prompt.ids)
         assert content.endswith("?") and said.strip().endswith((" is", " are"))
         assert all(part in content for part in prompt.parts)
+
+
+DATED = """{%- set today = strftime_now("%d %b %Y") -%}
+{% macro line() %}Now {{ strftime_now('%A, %-d %B %Y') }}{% endmacro %}
+[system]
+Today: {{ today }}. {{ line() }}
+[user]
+{{ messages[0]['content'] }}
+[assistant]
+"""
+
+
+def test_a_template_that_prints_the_date_always_prints_the_same(chatty):
+    chatty.chat_template = DATED
+    before, after = chat_turns(chatty)
+    assert before == "[system]\nToday: 26 Jul 2024. Now Friday, 26 July 2024\n[user]\n" and after == "\n[assistant]"
+    message = [{"role": "user", "content": "x"}]
+    today = chatty.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert len(before.splitlines()) == len(today.partition("x")[0].splitlines()), "nothing else is changed"
+
+
+def test_the_result_says_which_turns_are_around_the_prompt(chatty):
+    asked = {"lengths": [100], "depths": [0.5], "samples": 1, "haystack": HAY}
+    first = retrieval(bold(), chatty, **asked)
+    digest = hashlib.sha256(json.dumps(chat_turns(chatty)).encode()).hexdigest()
+    assert first.chat_sha256 == digest and json.loads(first.to_json())["chat_sha256"] == digest
+    chatty.chat_template = TEMPLATE.replace("[assistant]", "[model]")
+    assert retrieval(bold(), chatty, **asked).chat_sha256 not in (digest, "")
+    assert retrieval(bold(), TOKENIZER, **asked).chat_sha256 == ""
 
 
 def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_it(chatty):

@@ -224,7 +224,8 @@ def test_each_token_is_scored_once_with_the_most_context(length, window, stride)
     assert result.tokens == len(scored)
     assert result.nll == pytest.approx(statistics.fmean(loss for _, loss in scored.values()), abs=1e-5)
     assert (result.windows, result.window, result.stride) == (len(starts), window, stride)
-    assert told == [window] * len(starts)
+    assert set(itertools.accumulate(told)) >= {window * (i + 1) for i in range(len(starts))}
+    assert sum(told) == window * len(starts)
     positions = sorted({position for position, _ in scored.values()})
     for low, high in itertools.pairwise((positions[0], (positions[0] + window) // 2, window)):
         part = [loss for position, loss in scored.values() if low <= position < high]
@@ -454,7 +455,8 @@ def test_documents_are_read_one_at_a_time():
 
     told = []
     perplexity(model, stream(), window=12, on_progress=lambda n: told.append(seen[-1]))
-    assert told == [0, 1, 2, 3, 4, 5], "each was scored before the next was asked for"
+    assert sorted(set(told)) == [0, 1, 2, 3, 4, 5] and told == sorted(told)
+    assert all(told.count(i) > 1 for i in range(6)), "each was scored before the next was asked for, layer by layer"
 
 
 def test_the_number_is_the_same_in_every_batch_and_with_padding():
@@ -472,10 +474,10 @@ def test_kept_windows_are_not_scored_again(tmp_path):
     whole = perplexity(model, rows, buckets=(0, 20, 40))
     done = 0
 
-    def stop(_):
+    def stop(tokens):
         nonlocal done
-        done += 1
-        if done == 3:
+        done += tokens
+        if done == 3 * 40:  # the last token of a window is reported when its scores are kept
             raise KeyboardInterrupt
 
     journal = tmp_path / "finished.jsonl"

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from evaluated import check_cache
+from evaluated import check_cache, compared
 from kv_rows import BASE, by_hand, error, off
-from tiny import small
+from tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch
@@ -21,6 +21,7 @@ from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
+from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.frequencies import unrotated
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import key_means
@@ -29,8 +30,11 @@ from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.mitigations import mitigations
+from rope_patch.kv_evaluation.reading import CheckReading, pace_of, tokens_to_measure
 from rope_patch.kv_evaluation.results import KVCheck
+from rope_patch.kv_evaluation.run import find_schemes
 from rope_patch.kv_evaluation.verdicts import Limits
+from rope_patch.modeling.budget import Pace
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -156,7 +160,8 @@ def test_json_says_all_and_is_standard(checked):
 
 def check_of(*rows, **changes):
     given = {"model": "tiny", "windows": 4, "text": "a text", "digest": "ab" * 32, "calibration": 0}
-    given |= {"compared": 2, "captures": {}, "limits": Limits(changes.pop("tolerance", 0.02))}
+    given |= {"compared": 2, "attributed": 2, "trained_length": 8, "captures": {}}
+    given["limits"] = Limits(changes.pop("tolerance", 0.02))
     spec = rows[0].scores.spec
     given["spec"] = replace(spec, lengths=changes.pop("lengths", spec.lengths))
     return KVCheck(**{**given, "rows": rows, "environment": {}, **changes})
@@ -389,7 +394,80 @@ def test_without_a_patch_default_is_the_table_as_it_is(checked):
     assert json.loads(check.to_json())["methods"]["default"] == {"patch": None, "tables": {"all": slot.fingerprint}}
 
 
+def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales_its_table(tokenizer):
+    """A checkpoint that states YaRN was trained with it: its context is the scaled one, not the one before."""
+    model = small(rope_parameters=YARN, max_position_embeddings=256)
+    options = {**ASKED, "lengths": [56], "windows": 1, "depths": [0.5]}
+    comparison = compared(model, tokenizer, ["default"], **options)
+    check = check_cache(model, tokenizer, ["fp8"], **options)
+    assert check.rows[0].tables[0].context == 64
+    assert comparison.trained_length == check.trained_length == json.loads(check.to_json())["trained_length"] == 256
+    longer = replace(check, trained_length=32)
+    assert not any("within its trained length" in line for line in longer.warnings), "no prompt is within it"
+    assert any("within its trained length of 256" in line for line in check.warnings)
+
+
 # --- kept work, and errors
+
+
+@pytest.mark.parametrize("attributed", [2, 1, 0])
+def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_and_work_is_resumed(
+    tokenizer, monkeypatch, attributed
+):
+    monkeypatch.setattr(engine, "_unsafe", lambda setting, row, base: row.scheme == "int2.token")
+    monkeypatch.setattr(engine, "mitigations", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
+    model, spec, kept = small(), EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1), {}
+    schemes = find_schemes(["int2.token", "int8-token"])
+    reading = CheckReading(schemes, methods=2, layers=2, calibration=512)
+    # By hand: 3 schemes of 3 windows of 56 and 2 prompts of each length; full precision, 2 schemes and the statistics
+    # on 2 windows, errors of 2 schemes on one, and the mean keys.
+    assert reading.tokens(spec) == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56 + 512)
+    # Under each method one scheme is unsafe: the whole, keys, values, full precision, named pairs and two layers; and a
+    # mitigation, beside which full precision is compared again.
+    expected = 2 * (7 * attributed * 56 + 3 * 56 + 2 * 96 + 2 * 2 * 56 + 56)
+    results = []
+    for progress, more in (([], []), ([], [])):
+        check = check_cache(
+            model,
+            tokenizer,
+            ["int2.token", "int8-token"],
+            methods=("default", "nope"),
+            mitigate=True,
+            attributed=attributed,
+            resume=kept,
+            on_progress=lambda stage, tokens, progress=progress: progress.append(tokens),
+            on_more=more.append,
+            **ASKED,
+        )
+        assert sum(more) == expected and sum(progress) == reading.tokens(spec) + expected and min(progress) >= 0
+        results.append(check.to_json())
+    assert results[0] == results[1]
+    rows = [row for row in check.rows if row.scheme == "int2.token"]
+    assert [row.attribution is not None for row in rows] == [attributed > 0] * 2
+    assert json.loads(results[0])["attributed"] == attributed
+
+
+def test_what_unsafe_schemes_may_add_is_an_upper_bound_by_the_size_of_the_model():
+    spec = EvalSpec([56], windows=3, depths=(0.0, 1.0), samples=1)
+    reading = CheckReading(find_schemes(["int4-token", "fp8"]), methods=2, layers=30)
+    assert reading.attribution(spec, 2) == reading.more(spec, 2) == 2 * 2 * (5 + 30) * 2 * 56
+    assert reading.more(spec, 0) == 0 == reading.attribution(spec, 0)
+    tried = sum(tokens_to_measure(spec, mitigations(name).values()) for name in ("int4-token", "fp8"))
+    assert replace(reading, mitigate=True).more(spec, 1) == reading.more(spec, 1) + 2 * tried > 0
+
+
+def test_the_time_of_a_check_is_that_of_everything_it_reads():
+    spec = EvalSpec([64], windows=3, depths=(0.0, 1.0), samples=1)
+    reading = CheckReading(find_schemes(["fp8"]), methods=1, layers=2)
+    others = reading.tokens(spec) - 2 * spec.tokens_to_read()
+    pace = Pace(1.0, 0.5)
+    assert reading.seconds(spec, pace) == pytest.approx(2 * spec.seconds(pace) + others * (1 + 32))
+
+
+def test_the_pace_of_schemes_is_measured_with_centred_keys_too():
+    model, spec = small(), EvalSpec([64], windows=2)
+    pace = pace_of(model, rope_patch.methods.as_method("nope"), find_schemes([CENTRED]).values(), spec)
+    assert pace.seconds(1, 64) > 0 and rope_patch.inspect(model).record is None
 
 
 def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
@@ -411,8 +489,9 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         model, tokenizer, names, resume=path, on_progress=lambda *event: progress.append(event), **ASKED
     )
     whole, again = len(heads) - first, len(heads)
-    assert whole < first and {stage for stage, _ in progress} == {f"default, {name}" for name in ("none", *names)}
-    assert sum(tokens for _, tokens in progress) == 3 * (3 * 56 + 2 * 96)
+    stages = {stage for stage, _ in progress if "attribution" not in stage}
+    parts = {f"default, {part}" for part in ("mean keys", "statistics of keys", "attention errors")}
+    assert whole < first and stages == parts | {f"default, {name}" for name in ("none", *names)}
     calls = []
     original = kv_measuring.attention_errors
     monkeypatch.setattr(kv_measuring, "attention_errors", lambda *a, **k: calls.append(a) or original(*a, **k))
