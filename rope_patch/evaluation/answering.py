@@ -48,11 +48,11 @@ def fork(cache: Any) -> Any:
     whole.
     """
     if type(cache) is DynamicCache:
-        made = copy.copy(cache)
-        made.layers = [
+        branch = copy.copy(cache)
+        branch.layers = [
             copy.copy(layer) if type(layer).__name__ in _SHARING else copy.deepcopy(layer) for layer in cache.layers
         ]
-        return made
+        return branch
     return copy.deepcopy(cache)
 
 
@@ -105,7 +105,7 @@ def answer(
     size = ids.shape[2]
     trunk, parting = _trunk(ids)
     past = cache() if cache is not None else reader.new_cache(size)
-    read, made = 0, {}
+    read, answers = 0, {}
     longest = max(row[0].answer for row in rows)
     body = size - longest - TAIL  # what is read before the tail
     meeting = [max(0, min(place, body)) for place in parting]
@@ -126,7 +126,7 @@ def answer(
                 pass
             begin = body
         try:
-            made[i] = _finish(reader, ids[i], begin, rows[i][0].answer, branch, cache is not None, stops, progress)
+            answers[i] = _finish(reader, ids[i], begin, rows[i][0].answer, branch, cache is not None, stops, progress)
         except NotFinite as error:
             prompt = rows[i][error.row]
             raise ValueError(
@@ -134,7 +134,7 @@ def answer(
                 f"{', '.join(prompt.parts)} at depth {', '.join(f'{depth:g}' for depth in prompt.depths)}: try float32"
             ) from None
     progress.finish()
-    return [made[i] for i in range(len(rows))]
+    return [answers[i] for i in range(len(rows))]
 
 
 def _trunk(ids: Tensor) -> tuple[int, list[int]]:
@@ -160,31 +160,31 @@ def _finish(
 ) -> list[Answer]:
     """Read the end of the prompts and their answers: ids (batch, tokens), of which ``read`` are in the cache."""
     asked = ids.shape[1] - answer
-    wanted = ids[:, asked:]
+    expected = ids[:, asked:]
     spare = fork(past)
     if stepwise:
         states = [_last(reader, ids[:, read:asked], past, progress)]
-        states += [_last(reader, wanted[:, i, None], past, progress) for i in range(answer - 1)]
+        states += [_last(reader, expected[:, i, None], past, progress) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
         hidden = _all(reader, ids[:, read:-1], past, progress)[:, -answer:]
-    loss, best = reader.score(hidden.flatten(0, 1), wanted.flatten())
-    logprobs, predicted = -loss.view(wanted.shape), best.view(wanted.shape)
+    loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
+    logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
         where = (~torch.isfinite(logprobs)).nonzero()[0]
         raise NotFinite(int(where[0]), asked + int(where[1]))
-    outputs = wanted.clone()
-    missed = (predicted != wanted).any(1)
+    outputs = expected.clone()
+    missed = (predicted != expected).any(1)
     if bool(missed.any()):
         # Up to the first miss of all rows greedy decoding says what is right. What it says there is known; from there
         # on it goes its own way.
-        first = int((predicted != wanted).long()[missed].argmax(1).min())
+        first = int((predicted != expected).long()[missed].argmax(1).min())
         outputs[:, first] = predicted[:, first]
         start = torch.cat([ids[:, read : asked + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
-            _, token = reader.score(_last(reader, start, spare)[:, 0], wanted[:, i])
+            _, token = reader.score(_last(reader, start, spare)[:, 0], expected[:, i])
             outputs[:, i], start = token, token[:, None]
-        outputs[~missed] = wanted[~missed]
+        outputs[~missed] = expected[~missed]
     return [
         Answer(_until(output.tolist(), stops), tuple(p.tolist()), tuple(score.tolist()))
         for output, p, score in zip(outputs, predicted, logprobs, strict=True)

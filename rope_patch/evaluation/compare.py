@@ -274,13 +274,13 @@ def compare(
     for method in resolved:  # a method that does not fit this model fails before the first is measured
         with under(model, method, record is not None, shared):
             pass
-    kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
+    result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
     rows = []
     for name, method in zip(names, resolved, strict=True):
         with under(model, method, record is not None, shared) as tables, named(name):
             scores = suite.run(
                 model,
-                resume=kept,
+                resume=result_cache,
                 on_progress=lambda tokens, name=name: on_progress(name, tokens),  # type: ignore[misc]
             )
             rows.append(Row(name, scores, tables))
@@ -350,9 +350,9 @@ def named(method: str) -> Iterator[None]:
 
 
 def _precision(model: Any, dtype: str) -> str:
-    wanted: Any = getattr(model.config, "quantization_config", None)
-    if wanted is None:
+    config: Any = getattr(model.config, "quantization_config", None)
+    if config is None:
         return dtype
-    said = wanted if isinstance(wanted, dict) else wanted.to_dict()
+    said = config if isinstance(config, dict) else config.to_dict()
     bits = next((f"{n} bits" for n in (4, 8) if said.get(f"load_in_{n}bit")), "")
     return f"{said.get('quant_method', 'quantized')} {bits}, computed in {dtype}".replace(" ,", ",")

@@ -74,24 +74,24 @@ def perplexity(
         raise ValueError(f"batch must be >= 1, got {batch}")
     known = cache_identity(cache, resume is not None)
     reader = Reader(model)
-    kept: MutableMapping[str, Any] = {}
+    result_cache: MutableMapping[str, Any] = {}
     if resume is not None:
-        kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
+        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
     identity = {"edges": edges, "chunk": chunk, "model": fingerprint(model) if resume is not None else ""} | known
     tally = DocumentSums(edges)
     with in_eval_mode(model):
         for group in _batched(_windows(documents, window, stride, tally, reader), batch):
             names = [_key(item, identity) if resume is not None else str(i) for i, item in enumerate(group)]
             # Equal windows have one name, and are scored once.
-            todo = {name: item for name, item in zip(names, group, strict=True) if name not in kept}
+            todo = {name: item for name, item in zip(names, group, strict=True) if name not in result_cache}
             reads = len(todo) * max((len(item.ids) for item in todo.values()), default=0)
             progress = Progress(sum(item.stop - item.start for item in group), on_progress, reads=reads)
             parts = _score(reader, list(todo.values()), edges, chunk if chunk < window else None, cache, progress)
             fresh = dict(zip(todo, parts, strict=True))
             for item, name in zip(group, names, strict=True):
-                if resume is not None and name not in kept:
-                    kept[name] = fresh[name]
-                tally.add(item, kept[name] if name in kept else fresh[name])
+                if resume is not None and name not in result_cache:
+                    result_cache[name] = fresh[name]
+                tally.add(item, result_cache[name] if name in result_cache else fresh[name])
             progress.finish()
     return tally.result(window=window, stride=stride, chunk=chunk)
 
@@ -176,7 +176,7 @@ def _score(
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]
     table, _ = losses(reader, rows, first, lengths=sizes, chunk=chunk, cache=cache, progress=progress)
-    made = []
+    sums_of_windows = []
     for item, low, size, loss in zip(group, first, sizes, table, strict=True):
         part = loss[low:size]
         if not bool(torch.isfinite(part).all()):
@@ -190,5 +190,7 @@ def _score(
             inside = loss[max(start, low) : max(min(stop, size), low, start)]
             sums.append(float(inside.sum()))
             counts.append(len(inside))
-        made.append({"nll": sums, "tokens": counts, "total_nll": float(part.sum()), "total_tokens": len(part)})
-    return made
+        sums_of_windows.append(
+            {"nll": sums, "tokens": counts, "total_nll": float(part.sum()), "total_tokens": len(part)}
+        )
+    return sums_of_windows

@@ -49,7 +49,7 @@ class ResultCache(MutableMapping[str, Any]):
                 # One that was cut short is dropped: its beginning, or the zeros of a file system that lost power.
                 if not line.startswith(START) and not START.startswith(line) and line.strip(b"\0"):
                     raise ValueError(
-                        f"{self.path}, line {number}, is not a line of kept work: remove the file, or give another"
+                        f"{self.path}, line {number}, is not a line of a result cache: remove the file, or give another"
                     ) from None
 
     def __getitem__(self, name: str) -> Any:
@@ -69,7 +69,7 @@ class ResultCache(MutableMapping[str, Any]):
         self._values[name] = value
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError("kept work is not deleted: remove the file")
+        raise TypeError("finished work is not deleted: remove the file")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)

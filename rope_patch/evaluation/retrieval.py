@@ -120,10 +120,10 @@ class RetrievalResult:
         Raises:
             ValueError: no such length.
         """
-        found = [sample for cell in self.cells if cell.length == length for sample in cell.samples]
-        if not found:
+        samples = [sample for cell in self.cells if cell.length == length for sample in cell.samples]
+        if not samples:
             raise ValueError(f"no cell of length {length}. Known: {sorted({c.length for c in self.cells})}")
-        return found
+        return samples
 
     def example(self, length: int) -> Sample:
         """Return one of the samples at a length: that of the first haystack at the middle depth."""
@@ -132,13 +132,13 @@ class RetrievalResult:
 
     def accuracy(self, length: int) -> float:
         """Return the exact match at a length, over all depths."""
-        found = self.samples(length)
-        return sum(sample.correct for sample in found) / len(found)
+        samples = self.samples(length)
+        return sum(sample.correct for sample in samples) / len(samples)
 
     def interval(self, length: int, confidence: float = 0.95) -> tuple[float, float]:
         """Return the Wilson interval of :meth:`accuracy`, prompts taken as independent."""
-        found = self.samples(length)
-        return wilson(sum(sample.correct for sample in found), len(found), confidence)
+        samples = self.samples(length)
+        return wilson(sum(sample.correct for sample in samples), len(samples), confidence)
 
     def first_choice(self, length: int) -> float:
         """Return the share of answers at a length whose tokens are all first choice when the right answer is read."""
@@ -147,8 +147,8 @@ class RetrievalResult:
 
     def logprob(self, length: int) -> float:
         """Return the mean log-probability of what was asked for at a length [nats]."""
-        found = self.samples(length)
-        return math.fsum(sample.logprob for sample in found) / len(found)
+        samples = self.samples(length)
+        return math.fsum(sample.logprob for sample in samples) / len(samples)
 
     def to_json(self) -> str:
         """Return the result as JSON."""
@@ -213,10 +213,10 @@ def retrieval(
     else:
         maker = PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
     stops = _stops(model, tokenizer)
-    kept: MutableMapping[str, Any] | None = None
+    result_cache: MutableMapping[str, Any] | None = None
     identity: dict[str, Any] = cache_identity(cache, resume is not None)
     if resume is not None:
-        kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
+        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
         identity |= {"stops": sorted(stops), "chunk": chunk, "model": fingerprint(model)}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
@@ -225,7 +225,9 @@ def retrieval(
     first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
-    questioner = _Questioner(reader, tokenizer, find_task(task, mode), chunk, cache, stops, kept, identity, on_progress)
+    questioner = _Questioner(
+        reader, tokenizer, find_task(task, mode), chunk, cache, stops, result_cache, identity, on_progress
+    )
     cells = []
     with in_eval_mode(model):
         for length in lengths:
@@ -261,24 +263,24 @@ class _Questioner:
     chunk: int | None
     cache: CacheFactory | None
     stops: Sequence[int]
-    kept: MutableMapping[str, Any] | None
+    result_cache: MutableMapping[str, Any] | None
     identity: Mapping[str, Any]
     on_progress: Callable[[int], None]
 
     def __call__(self, haystacks: Sequence[Sequence[Prompt]]) -> list[list[Sample]]:
         """Return the samples of each haystack, by depth."""
-        kept = self.kept
-        if kept is None:
+        result_cache = self.result_cache
+        if result_cache is None:
             return self._ask(haystacks)
         names = [self._key(prompts) for prompts in haystacks]
-        todo = {name: prompts for name, prompts in zip(names, haystacks, strict=True) if name not in kept}
+        todo = {name: prompts for name, prompts in zip(names, haystacks, strict=True) if name not in result_cache}
         fresh = dict(zip(todo, self._ask(list(todo.values())), strict=True))
         for name, samples in fresh.items():
-            kept[name] = [asdict(sample) for sample in samples]
+            result_cache[name] = [asdict(sample) for sample in samples]
         for name, prompts in zip(names, haystacks, strict=True):
             if name not in todo:
                 self.on_progress(sum(len(prompt.ids) for prompt in prompts))
-        return [fresh[name] if name in fresh else [Sample(**entry) for entry in kept[name]] for name in names]
+        return [fresh[name] if name in fresh else [Sample(**entry) for entry in result_cache[name]] for name in names]
 
     def _key(self, prompts: Sequence[Prompt]) -> str:
         asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
@@ -316,8 +318,8 @@ def _check(reader: Reader, prompt: Prompt) -> None:
 
 def _stops(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Token ids that end a generated text."""
-    wanted = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = wanted if isinstance(wanted, list | tuple) else [wanted]
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = ids if isinstance(ids, list | tuple) else [ids]
     return tuple(int(i) for i in {*ids, tokenizer.eos_token_id} if i is not None)
 
 
@@ -325,17 +327,17 @@ def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sa
     """Return the score of each part of an answer."""
     said = tokenizer.decode(list(answer.output), skip_special_tokens=True)
     right = prompt.ids[len(prompt.ids) - prompt.answer :]
-    made, start = [], 0
+    samples, start = [], 0
     for part, end in zip(prompt.parts, prompt.ends, strict=True):
         correct = task.correct(part, said)
         first_choice = tuple(answer.predicted[start:end]) == tuple(right[start:end])
         hits = characters = 0
-        for wanted, guess in zip(right[start:end], answer.predicted[start:end], strict=True):
-            letters = [c for c in tokenizer.decode([wanted]) if c.isalnum()]
+        for token, guess in zip(right[start:end], answer.predicted[start:end], strict=True):
+            letters = [c for c in tokenizer.decode([token]) if c.isalnum()]
             guessed = [c for c in tokenizer.decode([guess]) if c.isalnum()]
             hits += sum(a == b for a, b in zip(letters, guessed, strict=False))
             characters += len(letters)
         digits = hits / characters if characters else float(correct)
-        made.append(Sample(part, said, correct, first_choice, digits, math.fsum(answer.logprobs[start:end])))
+        samples.append(Sample(part, said, correct, first_choice, digits, math.fsum(answer.logprobs[start:end])))
         start = end
-    return made
+    return samples

@@ -155,7 +155,7 @@ class EvalSuite:
             TypeError: no model, such as the name of one.
         """
         spec = self.spec
-        kept = ResultCache(resume) if isinstance(resume, str | Path) else resume
+        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
         score = None
         if window_batch is None:
             window_batch = spec.rows
@@ -168,7 +168,7 @@ class EvalSuite:
                 chunk=None if spec.chunk is None else min(spec.chunk, spec.longest),
                 batch=window_batch,
                 cache=cache,
-                resume=kept,
+                resume=result_cache,
                 on_progress=on_progress,
             )
         answers = {
@@ -185,7 +185,7 @@ class EvalSuite:
                 chunk=spec.chunk,
                 batch_tokens=spec.batch_tokens,
                 cache=cache,
-                resume=kept,
+                resume=result_cache,
                 on_progress=on_progress,
             )
             for task in spec.tasks

@@ -503,7 +503,9 @@ def assert_refused(monkeypatch, capsys, arguments, message):
     assert stop.value.code == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1 and message in stderr
 
 
-@pytest.mark.parametrize("existing", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/finished.jsonl/"])
+@pytest.mark.parametrize(
+    "existing", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/finished.jsonl/"]
+)
 def test_output_that_cannot_be_written_is_refused_before_loading(
     folder, given, tmp_path, monkeypatch, capsys, existing
 ):
