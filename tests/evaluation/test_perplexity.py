@@ -376,7 +376,7 @@ def test_an_empty_text_or_window_is_named(tokens, window):
         perplexity(tiny_model(), tokens, window=window)
 
 
-# --- documents, batches, kept work
+# --- documents, batches, finished work
 
 
 def texts():
@@ -521,7 +521,7 @@ def test_adapters_are_told_apart(tmp_path):
 
     def measure():
         result = perplexity(model, rows, resume=kept)
-        assert result == perplexity(model, rows), "kept work of another state was taken"
+        assert result == perplexity(model, rows), "finished work of another state was taken"
         seen.append(result.nll)
 
     measure()

@@ -344,7 +344,7 @@ def test_progress_counts_the_tokens_of_prompts():
     assert sum(told) == 3 * 4 * (72 + 80)
 
 
-# --- kept work
+# --- finished work
 
 
 def test_finished_haystacks_are_kept(tmp_path):

@@ -407,7 +407,7 @@ def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales
     assert any("within its trained length of 256" in line for line in check.warnings)
 
 
-# --- kept work, and errors
+# --- finished work, and errors
 
 
 @pytest.mark.parametrize("attributed", [2, 1, 0])
