@@ -419,6 +419,19 @@ def test_what_is_not_the_old_checkpoint_stays(tmp_path, base_folder):
     assert (base_folder / "ema.safetensors").read_bytes() == b"mine"
 
 
+def test_a_copy_of_a_folder_leaves_out_what_describes_that_folder_alone(tmp_path):
+    from rope_patch.checkpoints.offline import restore_folder
+
+    model = tiny_model()
+    rope_patch.apply(model, "yarn:factor=4")
+    rope_patch.save(model, tmp_path / "patched")
+    others = {"rope_patch.json", "export.json", "notes.txt"}  # a Trainer's checkpoint holds the first
+    for name in others:
+        (tmp_path / "patched" / name).write_text("{}")
+    restore_folder(tmp_path / "patched", tmp_path / "plain")
+    assert others & set(os.listdir(tmp_path / "plain")) == {"notes.txt"}
+
+
 def test_a_method_meets_an_adapter_over_a_patched_base(tmp_path):
     model = tiny_model()
     rope_patch.apply(model, "yarn:factor=4")

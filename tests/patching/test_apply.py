@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
 from patches import cos_sin, method_for, module_of
 from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, ids, logits, tiny_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import METHODS, PatchError
+from rope_patch.methods import Method
 from rope_patch.patching.locate import find_rotary
 
 IDENTITIES = ("default", "longrope", "table")
@@ -398,6 +400,25 @@ def test_a_config_edited_after_loading_does_not_change_what_is_used():
     assert torch.allclose(logits(scaled), before, atol=1e-6)
 
 
+def test_an_encoding_of_the_right_frequencies_with_another_attention_scaling_is_not_used(tmp_path):
+    @dataclass(frozen=True)
+    class Sharpened(Method):
+        def inv_freq(self, table):
+            return table.inv_freq / 4
+
+        def scaling(self, table):
+            return 1.25
+
+        def rope_parameters(self, table):
+            return {"rope_type": "linear", "rope_theta": table.rope_theta, "factor": 4.0}  # whose scaling is always 1
+
+    model = tiny_model()
+    rope_patch.apply(model, Sharpened())
+    assert model.config.rope_parameters["rope_type"] == "longrope"
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
 def test_p_is_not_read_as_the_shape_of_attention(tmp_path):
     from transformers import PhiConfig, PhiForCausalLM
 
@@ -446,6 +467,13 @@ def test_dynamic_tables_are_refused_or_frozen():
     rope_patch.verify(model)
     with pytest.raises(ValueError, match="freeze_at is for dynamic tables"):
         rope_patch.apply(tiny_model(), "default", freeze_at=200)
+
+
+def test_a_dynamic_table_frozen_within_the_context_is_the_unscaled_table():
+    model = tiny_model(rope_parameters=DYNAMIC)
+    patch = rope_patch.apply(model, "default", freeze_at=60)  # of 64, beyond which the table grows
+    assert torch.equal(patch.after[None].inv_freq, module_of(tiny_model()).inv_freq)
+    assert model.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize(("length", "expected"), [(64, 1.0), (65, 0.5)])
