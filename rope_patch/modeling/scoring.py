@@ -260,8 +260,8 @@ def fingerprint(model: nn.Module) -> str:
     """Return a digest of a model's config, tables, adapters and weights, from a few values of each tensor.
 
     It tells checkpoints, adapters, patches, data types and attention implementations apart in milliseconds, so that
-    finished work is never taken for that of another model. It is no checksum: a change that misses every sampled value of a
-    tensor, or weights that are offloaded to disk, is not seen.
+    finished work is never taken for that of another model. It is no checksum: a change that misses every sampled value
+    of a tensor, or weights that are offloaded to disk, is not seen.
     """
     digest = hashlib.sha256()
     root: Any = model.config

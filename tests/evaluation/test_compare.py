@@ -325,7 +325,7 @@ def test_a_file_of_another_kind_is_not_written_to(bundled, tmp_path):
     model, tokenizer = bundled
     path = tmp_path / "thesis.txt"
     path.write_text("Chapter one.\nAll my work.\n")
-    with pytest.raises(ValueError, match=r"thesis.txt, line 1, is not a line of a result cache: remove the file, or give"):
+    with pytest.raises(ValueError, match=r"thesis.txt, line 1, is not a line of a result cache: remove"):
         compared(model, tokenizer, ["default"], **SMALL, resume=path)
     path.write_text("one line without an end")
     with pytest.raises(ValueError, match=r"is not a line of a result cache"):
@@ -410,7 +410,7 @@ def test_an_adapter_is_measured_under_every_method(tmp_path, texts):
     plain = command(ASSETS / "llama", *asked, "--no-report")
     assert plain.exit_code == 0
     other = json.loads((out / "comparison.json").read_text())
-    assert abs(other["rows"][1]["perplexity"]["nll"] - stream_start) > 1e-3, "finished work of the bare model is another's"
+    assert abs(other["rows"][1]["perplexity"]["nll"] - stream_start) > 1e-3, "work of the bare model is another's"
 
 
 def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tmp_path):
