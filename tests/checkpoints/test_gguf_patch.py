@@ -303,6 +303,7 @@ def test_a_patched_file_is_verified(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
     verified = rope_patch.verify(tmp_path / "out.gguf")
     assert verified.method == "yarn:factor=4" and "as recorded" in str(verified)
+    assert verified.weights == open_gguf(base).weights and str(verified).endswith(f"; {verified.weights} weights")
     with pytest.raises(PatchError, match="carries no patch record: it is not patched"):
         rope_patch.verify(base)
 
