@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli.analyze_reading import plan_reading, read_configs, read_texts, rows_of
 from rope_patch.cli.loading import (
     check_device,
     check_dtype,
@@ -48,7 +49,6 @@ from rope_patch.cli.options import (
 )
 from rope_patch.packaged import name_of
 
-SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
 LAYERS = 10_000  # more than any model has: a range is not made longer than this
 
 
@@ -192,6 +192,7 @@ def analyze(
     from rope_patch.analysis.result import findings
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.modeling.budget import SAFETY
+    from rope_patch.patching.verify import inspect_model
 
     if report:
         from rope_patch.reports import analysis as page
@@ -205,18 +206,18 @@ def analyze(
     options |= {"tolerance": tolerance, "chunk": chunk}
     patch: dict[str, Any] = {"target_length": target_length, "layer_types": layer_types, "freeze_at": freeze_at}
     check_patch(method, patch)
-    texts = _texts(text, pattern)
+    texts = read_texts(text, pattern)
     check_dtype(dtype)
     check_device(device)
     prepare(threads)
     models = [(model, output), *([(against, output / "against")] if against is not None else [])]
     # What cannot be done fails before any weight is read.
-    configs = _configs([source for source, _ in models])
+    configs = read_configs([source for source, _ in models])
     engine.check(configs[0], **options)
     context = int(configs[0].max_position_embeddings)
     tokenizers = [load_tokenizer(source) for source, _ in models]
     size: dict[str, Any] = {"window": window, "context": context}
-    rows = _rows(models, tokenizers, texts, **size, tokens=tokens_read or 2)
+    rows = rows_of(models, tokenizers, texts, **size, tokens=tokens_read or 2)
     available = text_tokens(tokenizers[0], texts) if options["p_values"] else 0
     reading = AnalysisReading(rows.ids.shape[1], options["p_values"], context, available)
     sweep_tokens: int | None = None
@@ -226,6 +227,7 @@ def analyze(
         for (source, folder), tokenizer in zip(models, tokenizers, strict=True):
             patched = {"method": method, **patch} if folder == output else {}
             loaded = load_model(source, device=device, dtype=dtype, **patched)
+            inspect_model(loaded)  # a table that cannot be read is refused before anything is measured with it
             folder.mkdir(exist_ok=True)
             paces: Any = None
             if budget is not None or not as_json:
@@ -233,8 +235,8 @@ def analyze(
                 paces = paces_of(loaded, budget, folder / RESULT_CACHE, [context, reading.window], measure)
             if sweep_tokens is None:  # both models read the same
                 time = None if budget is None else SAFETY * budget / len(models)
-                read = partial(_rows, models, tokenizers, texts, **size)
-                plan = partial(_planned, loaded, read, reading, chosen(command))
+                read = partial(rows_of, models, tokenizers, texts, **size)
+                plan = partial(plan_reading, loaded, read, reading, chosen(command))
                 rows, sweep_tokens, reading = plan(tokens_read, paces, time)
             total = reading.tokens(rows.ids.numel(), sweep_tokens)
             if paces is not None:
@@ -268,113 +270,6 @@ def analyze(
     for sentence in sentences:
         print(f"- {sentence}")
     print(f"wrote {', '.join(names)} in {output}")
-
-
-def _planned(
-    model: Any,
-    read: Callable[..., Any],
-    reading: Any,
-    given: set[str],
-    tokens_read: int | None,
-    paces: Any,
-    seconds: float | None,
-) -> tuple[Any, int, Any]:
-    """Return the rows of the statistics, the tokens of each p, and what is read with them; print what is lost.
-
-    Where a time is given and one row of each text takes too long, rows are shorter, unless the user chose their length.
-
-    Args:
-        model: to be analyzed; its size decides where no time is given.
-        read: returns rows of as many tokens as it is given, at least one of each text.
-        reading: what the analysis reads.
-        given: options that were given on the command line.
-        tokens_read: of the rows, where the user chose them [tokens].
-        paces: of the model.
-        seconds: that the analysis may take; None where it may take what it takes [s].
-
-    Raises:
-        ValueError: the least that can be read takes longer.
-    """
-    from dataclasses import replace
-
-    from rope_patch.analysis.reading import SHORTEST_ROW, split_tokens
-    from rope_patch.modeling.budget import default_tokens
-
-    total = default_tokens(model)
-    rows = read(tokens=tokens_read or split_tokens(total, reading.p_values)[0])
-    _, sweep = split_tokens(total, reading.p_values, rows.ids.numel())
-    if seconds is None:
-        return rows, sweep, reading
-    fewer, planned = rows, reading
-    if tokens_read is None:
-        share, _ = reading.split(seconds, paces)
-        if "window" not in given:
-            longest = max(SHORTEST_ROW, share // len(set(rows.groups)))
-            planned = replace(reading, window=min(reading.window, longest))
-        fewer = read(tokens=max(2, share), window=planned.window)
-    _, shorter = planned.split(seconds, paces, fewer.ids.numel())
-    if (least := planned.seconds(fewer.ids.numel(), shorter, paces)) > seconds:
-        raise ValueError(
-            f"at least {planned.tokens(fewer.ids.numel(), shorter)} tokens would be read of each model, and that is "
-            f"{least / seconds:.1f} times what fits into the time: give more time, fewer --p, or less --tokens in "
-            "shorter rows (--window)"
-        )
-    if lost := planned.cost_of([rows.ids.numel(), fewer.ids.numel()], [sweep, shorter], reading.window):
-        print(f"--budget: {lost}", file=sys.stderr)
-    return fewer, shorter, planned
-
-
-def _texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | None:
-    """Return the documents of each text by its name; None where none is given.
-
-    Raises:
-        ValueError: two texts of one name.
-        FileNotFoundError: no such text.
-    """
-    from rope_patch.evaluation.documents import documents
-
-    named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in paths or ()}
-    if len(named) < len(paths or ()):
-        raise ValueError("two texts have one name: rename one, since results are given by name")
-    return named or None
-
-
-def _configs(sources: Sequence[str]) -> list[Any]:
-    """Return the configs of the text models of checkpoints, or of the bases of adapters.
-
-    Raises:
-        ValueError: two models of different shapes.
-    """
-    from rope_patch.checkpoints.adapters import adapter_base, is_adapter
-    from rope_patch.checkpoints.reading import load_config
-
-    bases = [adapter_base(source) if is_adapter(source) else source for source in sources]
-    configs = [load_config(base).get_text_config() for base in bases]
-    shapes = [[getattr(config, name, None) for name in SHAPE] for config in configs]
-    if shapes[0] != shapes[-1]:
-        raise ValueError(
-            f"{sources[-1]} has other layers or heads than {sources[0]}: only models of one shape can be compared"
-        )
-    return configs
-
-
-def _rows(
-    models: Sequence[tuple[str, Path]], tokenizers: Sequence[Any], texts: dict[str, Any] | None, **size: Any
-) -> Any:
-    """Return the rows of text that all models read.
-
-    Raises:
-        ValueError: tokenizers that give different tokens.
-    """
-    import torch
-
-    from rope_patch.evaluation.domains import read_rows
-
-    first, *others = [read_rows(tokenizer, texts, **size) for tokenizer in tokenizers]
-    for (source, _), rows in zip(models[1:], others, strict=True):
-        if not torch.equal(rows.ids, first.ids):
-            raise ValueError(f"{source} reads the text as other tokens than {models[0][0]}: both need one tokenizer")
-    return first
 
 
 def _changes(results: Sequence[Any], output: Path, names: list[str]) -> list[str]:
