@@ -154,6 +154,7 @@ def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["summary"]["bar_reached"]["in_time"] == (row["cpu_s"] <= 180)
 
 
+@pytest.mark.full
 def test_fit_pose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps its cells
     report = run("fit_pose", tmp_path, against="transformers", fork=True)

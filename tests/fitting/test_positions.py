@@ -333,7 +333,7 @@ def test_what_was_kept_of_other_rows_is_not_taken_up(other):
     assert again.losses == fresh.losses and again.candidates == fresh.candidates
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_such_a_fit_helps_the_bundled_checkpoint():
     """Rows of 256 tokens; better than YaRN on whole windows of 1024 that the choice never saw, passkeys level."""
     model = rope_patch.load(ASSETS / "llama", dtype=torch.float32)
