@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fits import TEXT as TEXT_TO_FIT
+from fits import fit_by_name
 from gguf_files import sentencepiece
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,9 +73,8 @@ def patched(name: str, method: str):
     if method == "irregular":
         rope_patch.apply(model, irregular(model.model.rotary_emb.inv_freq, 1.07))
     elif method == "fitted":
-        text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS / "domains").glob("*.txt")))
-        patch = rope_patch.fit(
-            model, tokenizer_of(name), text, target_length=512, init="pi:factor=2", steps=8, checks=2, windows=2,
+        patch = fit_by_name(
+            model, tokenizer_of(name), TEXT_TO_FIT, target_length=512, init="pi:factor=2", steps=8, checks=2, windows=2,
             samples=1, depths=(0.0, 1.0), batch_tokens=1024, objective=rope_patch.fitting.Objective(0.0),
             constraint=rope_patch.fitting.Constraint(scaling=True),
         )  # fmt: skip
