@@ -41,9 +41,9 @@ def skipped_positions(rng: random.Random, size: int, target: int, chunks: int = 
         raise ValueError(f"a row of {size} tokens cannot be cut into {chunks} chunks")
     room = target - size
     cuts = sorted(rng.sample(range(1, size), chunks - 1))
-    skips = sorted(rng.randint(0, room) for _ in range(chunks))
+    skips = sorted(rng.randint(0, room) for _ in range(chunks if offset else chunks - 1))
     if not offset:
-        skips[0] = 0
+        skips = [0, *skips]
     positions = torch.arange(size)
     for cut, skip in zip([0, *cuts], skips, strict=True):
         positions[cut:] = torch.arange(cut, size) + skip

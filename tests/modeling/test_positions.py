@@ -25,12 +25,20 @@ def test_skips_of_every_length_up_to_the_target_are_drawn():
     assert ends == set(range(7, 16))
 
 
+def test_skips_are_drawn_uniformly_as_the_paper_says():
+    """With two chunks half of the skips are below half of the room; the larger of two draws would be in a quarter."""
+    skips = [int(skipped_positions(random.Random(seed), 8, 1008)[-1]) - 7 for seed in range(2000)]
+    assert abs(sum(skip <= 500 for skip in skips) / 2000 - 0.5) < 0.05
+    anywhere = [int(skipped_positions(random.Random(seed), 8, 1008, 1, offset=True)[0]) for seed in range(2000)]
+    assert abs(sum(skip <= 500 for skip in anywhere) / 2000 - 0.5) < 0.05
+
+
 def test_what_the_collator_draws_for_a_seed_stays_what_it_was():
-    """Numbers of version 0.1, so that a run that was begun with them goes on with them."""
+    """So that a run that was begun goes on with the positions that it had."""
     collator = PoSECollator(target=777, chunks=3, seed=3)
     assert [collator.positions(10, {"index": i}).tolist() for i in range(2)] == [
-        [0, 1, 2, 3, 4, 5, 6, 221, 222, 536],
-        [0, 1, 2, 94, 95, 96, 97, 510, 511, 512],
+        [0, 1, 2, 3, 4, 5, 6, 116, 117, 536],
+        [0, 1, 2, 91, 92, 93, 94, 98, 99, 100],
     ]
     assert collator.positions(10, {"index": 1}).equal(skipped_positions(random.Random("3/1"), 10, 777, 3))
 
