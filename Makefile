@@ -30,10 +30,10 @@ adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five metho
 # The tests start many processes: each would compile the package again where Python is told to keep nothing compiled.
 test test-full test-engines: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(DEV) ## the tests of every day
+test: $(DEV) ## the tests, without those that take minutes
 	$(BIN)/python -m pytest $(PARALLEL) -m "not full and not engines" --durations=20
 
-test-full: $(DEV) ## all tests, those that take minutes too
+test-full: $(DEV) ## the tests, with those that take minutes
 	$(BIN)/python -m pytest $(PARALLEL) -m "not engines" --durations=20
 
 test-engines: $(ENGINES) ## what is exported, run in llama.cpp itself; builds it first, in 4 to 10 minutes

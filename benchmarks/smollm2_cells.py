@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from public_checkpoint import SMOLLM2
 from rope_patch.files import write_atomically
 
 METHODS = {
@@ -384,7 +385,7 @@ def train(study: Study, cell: Cell) -> dict[str, Any]:
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     sizes = study.sizes
-    rows = max(sizes.accumulate, sizes.rows * sizes.row // cell.length)
+    steps = math.ceil(sizes.rows * sizes.row / cell.length / sizes.accumulate)
     folder = study.adapter(cell)
     options = {
         "model": {"name": str(study.folder), "dtype": "bfloat16"},
@@ -396,7 +397,7 @@ def train(study: Study, cell: Cell) -> dict[str, Any]:
             "positions": "pose" if cell.state == "pose" else "full",
         },
         "train": {
-            "steps": math.ceil(rows / sizes.accumulate),
+            "steps": steps,
             "batch": 1,
             "accumulate": sizes.accumulate,
             "learning_rate": 4e-4,
@@ -404,7 +405,7 @@ def train(study: Study, cell: Cell) -> dict[str, Any]:
             "warmup": 0.1,
             "checkpointing": study.device == "cuda",
             "seed": cell.seed,
-            "save_every": min(10, math.ceil(rows / sizes.accumulate)),
+            "save_every": min(10, steps),
             "keep": 1,
         },
         # evaluated by other cells
@@ -413,7 +414,12 @@ def train(study: Study, cell: Cell) -> dict[str, Any]:
     }
     finetune(read(base=options), command="python benchmarks/study_smollm2.py")
     result = json.loads((folder / "results.json").read_text())
-    return {"rows": rows, "row_tokens": cell.length, "tokens": result["tokens"], "patch": result["patch"]}
+    return {
+        "rows": steps * sizes.accumulate,
+        "row_tokens": cell.length,
+        "tokens": result["tokens"],
+        "patch": result["patch"],
+    }
 
 
 def fit(study: Study, cell: Cell) -> dict[str, Any]:
@@ -544,9 +550,9 @@ def engine(study: Study, cell: Cell) -> dict[str, Any]:
     from rope_patch.checkpoints.gguf_patch import patch_gguf
     from rope_patch.evaluation.prompts import PromptMaker
 
-    source = next(study.folder.parent.glob("*.gguf"), None)
-    if source is None:
-        raise FileNotFoundError(f"no GGUF file beside {study.folder}: `make smollm2` puts it there")
+    source = study.folder.parent / SMOLLM2.gguf
+    if not source.exists():
+        raise FileNotFoundError(f"no {SMOLLM2.gguf} beside {study.folder}: `make smollm2` puts it there")
     path = study.root / f"{cell.table}-x{cell.factor}.gguf"
     if not path.exists():
         patch_gguf(source, study.method(cell), path, target_length=study.target(cell))

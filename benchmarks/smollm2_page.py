@@ -9,6 +9,7 @@ left as it is.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +19,20 @@ from typing import Any
 from rope_patch.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
-STATES = {"zero": "no", "pose": "yes"}
+STATES = {"zero": "no", "pose": "yes", "full": "yes, full rows"}
 Report = dict[str, Any]
+NOTHING = "not measured yet"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; every column but the first is aligned right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def is_first(row: Report) -> bool:
+    """Whether a row is of the target length and the seed that the page is about."""
+    return (row["factor"], row["seed"]) == (2, 0)
 
 
 def short(length: int) -> str:
@@ -37,15 +44,18 @@ def percent(change: dict[str, Any] | None) -> str:
     """Return a difference of losses as a change of perplexity, with its interval."""
     if change is None:
         return ""
-    from math import expm1
-
+    estimate = f"{100 * math.expm1(change['estimate']):+.1f} %"
+    if change["interval"] is None:
+        return estimate
     low, high = change["interval"]
-    return f"{100 * expm1(change['estimate']):+.1f} % ({100 * expm1(low):+.1f} to {100 * expm1(high):+.1f})"
+    return f"{estimate} ({100 * math.expm1(low):+.1f} to {100 * math.expm1(high):+.1f})"
 
 
 def text(report: Report) -> str:
     """Perplexity on novels by position."""
-    rows = [row for row in report["text"] if (row["text"], row["factor"], row["seed"]) == ("novels", 2, 0)]
+    rows = [row for row in report["text"] if row["text"] == "novels" and is_first(row)]
+    if not rows:
+        return NOTHING
     spans = list(rows[0]["perplexity"])
     ends = [[short(int(end)) for end in span.split("-")] for span in spans]
     head = ["table", "LoRA", *(f"{low} to {high}" for low, high in ends)]
@@ -57,7 +67,7 @@ def text(report: Report) -> str:
 
 def within(report: Report) -> str:
     """What a table costs within 1024 tokens of WikiText-2, against the model as it was."""
-    rows = [row for row in report["text"] if (row["length"], row["text"]) == (1024, "wikitext")]
+    rows = [row for row in report["text"] if (row["length"], row["text"]) == (1024, "wikitext") and is_first(row)]
     return table(
         ["table", "LoRA", "perplexity", "change"],
         (
@@ -74,7 +84,9 @@ def within(report: Report) -> str:
 
 def passkeys(report: Report) -> str:
     """Right answers by length, and those whose digits are all first choice."""
-    rows = [row for row in report["passkey"] if (row["factor"], row["seed"]) == (2, 0)]
+    rows = [row for row in report["passkey"] if is_first(row)]
+    if not rows:
+        return NOTHING
     lengths = sorted({row["length"] for row in rows})
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in rows:
@@ -88,9 +100,11 @@ def passkeys(report: Report) -> str:
 
 def caches(report: Report) -> str:
     """What quantized caches cost in perplexity."""
+    if not report["caches"]:
+        return NOTHING
     schemes = list(dict.fromkeys(row["scheme"] for row in report["caches"]))
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in report["caches"]:
+    for row in filter(is_first, report["caches"]):
         found.setdefault((row["table"], STATES[row["state"]]), {})[row["scheme"]] = percent(row["nll_cost"])
     return table(
         ["table", "LoRA", *schemes],
@@ -100,7 +114,9 @@ def caches(report: Report) -> str:
 
 def outliers(report: Report) -> str:
     """How many outlier pairs lie inside the bounds."""
-    (heads,) = (value for name, value in report.items() if name.startswith("heads"))
+    heads = next((value for name, value in report.items() if name.startswith("heads")), None)
+    if heads is None:
+        return NOTHING
     rows = []
     for name, counts in heads["outliers"].items():
         slow = sum(counts["by pair"][pair] for pair in heads["pairs without a turn"])
@@ -111,7 +127,9 @@ def outliers(report: Report) -> str:
 
 def sweep(report: Report) -> str:
     """Which p the usage of the pairs suggests, and what p costs."""
-    (heads,) = (value for name, value in report.items() if name.startswith("heads"))
+    heads = next((value for name, value in report.items() if name.startswith("heads")), None)
+    if heads is None:
+        return NOTHING
     rows = []
     for point in heads["p_sweep"]:
         shares = [point["query_share"], point["key_share"], point["logit_share"], point["turned"]]

@@ -7,9 +7,10 @@ MODEL is the folder that `make smollm2` writes, FOLDER holds novels as text file
 Three novels and the second half of WikiText-2 are held out for evaluation; the rest is for training and fitting.
 
 The study is a list of cells, which `--list` shows. What a cell will cost is printed before it begins, a finished one is
-a file in build/study_smollm2 and is not measured again, and an interrupted one goes on where it was. The core takes
-about eight hours on two cores: `--cells 'text-*' 'passkey-*-1024'` runs a part of it, and the report is of what is
-finished. `--more` adds what a GPU has time for (`--device cuda`): three seeds, rows of the full length, 32768 tokens.
+a file in build/study_smollm2 and is not measured again, and an interrupted one goes on where it was. Without `--more`
+it takes about nine hours on two quiet cores: `--cells 'text-*-zero-*' 'passkey-*-zero-1024'` runs a part of it, and the
+report is of what is finished. It needs the extras train and engines. `--more` adds what a GPU has time for
+(`--device cuda`): three seeds, rows of the full length, 32768 tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -31,6 +33,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
 from tqdm import tqdm
 
 import smollm2_cells as cells
@@ -40,11 +43,13 @@ from rope_patch.files import write_atomically
 from smollm2_cells import Cell, Study
 
 Results = dict[Cell, dict[str, Any]]
+NEEDED = {"train": "peft", "engine": "llama_cpp"}
+"""Packages that only some kinds of cells need."""
 
 
 def digest_of(study: Study) -> str:
-    """Return what all results depend on: the weights and the texts."""
-    sha256 = hashlib.sha256()
+    """Return what all results depend on: the weights, the texts, the tables, and how much is measured."""
+    sha256 = hashlib.sha256(json.dumps([asdict(study.sizes), cells.METHODS, cells.FITTED]).encode())
     weights = sorted(study.folder.glob("*.safetensors"))
     if not weights:
         raise FileNotFoundError(f"{study.folder} is no folder of a checkpoint: it holds no *.safetensors")
@@ -56,6 +61,11 @@ def digest_of(study: Study) -> str:
     return sha256.hexdigest()
 
 
+def lacks(kind: str, package: str, todo: Sequence[Cell]) -> bool:
+    """Whether cells of a kind are to be measured and a package that they need is not installed."""
+    return any(cell.kind == kind for cell in todo) and importlib.util.find_spec(package) is None
+
+
 def run(study: Study, todo: Sequence[Cell], done: Results, about: str) -> None:
     """Measure cells one after another, after what they need."""
     for number, cell in enumerate(todo):
@@ -63,16 +73,15 @@ def run(study: Study, todo: Sequence[Cell], done: Results, about: str) -> None:
         flops = cells.operations(cell, study.sizes)
         speed = cells.speed_of(list(done.values()))
         left = sum(cells.operations(other, study.sizes) for other in todo[number:])
-        tokens = round(sum(count * n for count, n in cells.passes(cell, study.sizes)))
         print(
-            f"{number + 1} of {len(todo)}: {cell.name}, about {tokens:,} tokens and {minutes(flops / speed)}; "
+            f"{number + 1} of {len(todo)}: {cell.name}, about {minutes(flops / speed)}; "
             f"{minutes(left / speed)} for all that is left",
             flush=True,
         )
         spent = study.root / "parts" / f"{cell.name}.seconds"  # of runs that were interrupted
         before = float(spent.read_text()) if spent.exists() else 0.0
         began = time.perf_counter()
-        with tqdm(total=tokens, unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
+        with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
             object.__setattr__(study, "on_progress", bar.update)
             try:
                 result = cells.MEASURES[cell.kind](study, cell)
@@ -102,7 +111,7 @@ def finished(study: Study, asked: Sequence[Cell], about: str) -> Results:
     for cell, result in done.items():
         if result["about"] != about:
             raise ValueError(
-                f"{study.path(cell)} was measured on other weights or texts: give another --root, or delete it"
+                f"{study.path(cell)} was measured on other weights or texts, or at other sizes: give another --root"
             )
     return done
 
@@ -216,7 +225,7 @@ def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str) ->
             "sizes": asdict(study.sizes),
             "rank": 16,
         },
-        "environment": environment(device=study.device, threads=2),
+        "environment": environment(device=study.device, threads=torch.get_num_threads()),
         "text": text_rows(done),
         "passkey": passkey_rows(done),
         "caches": cache_rows(done),
@@ -231,12 +240,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
     text, passkeys = "perplexity on novels, by position", "share of passkeys, by length"
     points: dict[str, dict[tuple[str, bool], list[tuple[int, float]]]] = {text: {}, passkeys: {}}
     for row in report["text"]:
-        if (row["text"], row["factor"]) == ("novels", 2):
+        if row["text"] == "novels" and row["state"] in ("zero", "pose") and (row["factor"], row["seed"]) == (2, 0):
             for span, value in row["perplexity"].items():
                 curve = points[text].setdefault((row["table"], row["state"] != "zero"), [])
                 curve.append((int(span.partition("-")[2]), value))
     for row in report["passkey"]:
-        if (row["by"], row["factor"]) == ("transformers", 2):
+        if row["by"] == "transformers" and row["state"] in ("zero", "pose") and (row["factor"], row["seed"]) == (2, 0):
             curve = points[passkeys].setdefault((row["table"], row["state"] != "zero"), [])
             curve.append((row["length"], row["exact_match"] / row["prompts"]))
     panels = {
@@ -260,9 +269,16 @@ def main() -> None:
         "--root", type=Path, default=Path("build/study_smollm2"), help="folder of the results of finished cells"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--cells", nargs="+", default=["*"], help="names of cells to run, with * for any text")
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        default=["*"],
+        help="names of cells to run, with * for any text; what they need is trained or fitted first",
+    )
     parser.add_argument("--more", action="store_true", help="the cells for a GPU, too")
-    parser.add_argument("--list", action="store_true", help="list the cells with their cost, and measure nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="list the cells with the time each takes, and measure nothing"
+    )
     parser.add_argument("--report", action="store_true", help="measure nothing, and report the finished cells")
     parser.add_argument("--quick", action="store_true", help="small sizes, for a model trained at 256 tokens")
     given = parser.parse_args()
@@ -290,6 +306,9 @@ def main() -> None:
             print(f"{left} for {len(todo)} of {len(chosen)} cells")
             return
         if not given.report:
+            lacking = [f"{kind} cells need {name}" for kind, name in NEEDED.items() if lacks(kind, name, todo)]
+            if lacking:
+                sys.exit(f"error: {'; '.join(lacking)}: install that, or leave them out with --cells")
             run(study, todo, done, about)
     except KeyboardInterrupt:
         print("\nstopped: finished cells are kept, and the same command goes on", file=sys.stderr)
@@ -298,7 +317,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     report = report_of(done, asked, study, about)
     write(report, given.output)
-    if given.figure:
+    if given.figure and (report["text"] or report["passkey"]):
         draw(report, given.figure)
 
 

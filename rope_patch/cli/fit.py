@@ -94,10 +94,10 @@ def fit(
         str,
         typer.Option(
             metavar="full|pose",
-            help="Which positions the rows of the fit have. full: all of them, in rows of up to the target length. "
-            "pose: those of short rows that skip ahead, so that distances up to the target length occur in them (PoSE, "
-            "Zhu et al. 2023). The steps then take the same time and memory at every target length. Tables are "
-            "evaluated at the target length either way.",
+            help="full: the rows of the fit are long, up to the target length. pose: they are short, and their position "
+            "numbers jump ahead, so that distances up to the target length occur in them (PoSE, Zhu et al. 2023); a "
+            "step then takes the same time and memory at every target length. Tables are evaluated at the target "
+            "length either way. Rows are plain text: the chat template is for the held-out prompts.",
         ),
     ] = "full",
     row_length: Annotated[
@@ -140,7 +140,7 @@ def fit(
         int,
         typer.Option(
             metavar="COUNT",
-            help="How often the table is evaluated during the fit. A table that got worse is moved back.",
+            help="The number of evaluations during the fit. A table that got worse is moved halfway back to its start.",
         ),
     ] = 2,
     patience: Annotated[
