@@ -94,10 +94,10 @@ def fit(
         str,
         typer.Option(
             metavar="full|pose",
-            help="full: the rows of the fit are long, up to the target length. pose: they are short, and their position "
-            "numbers jump ahead, so that distances up to the target length occur in them (PoSE, Zhu et al. 2023); a "
-            "step then takes the same time and memory at every target length. Tables are evaluated at the target "
-            "length either way. Rows are plain text: the chat template is for the held-out prompts.",
+            help="full: the rows of the fit are long, up to the target length. pose: they are short, and their "
+            "position numbers jump ahead, so that distances up to the target length occur in them (PoSE, Zhu et al. "
+            "2023); a step then takes the same time and memory at every target length. Tables are evaluated at the "
+            "target length either way. Rows are plain text: the chat template is for the held-out prompts.",
         ),
     ] = "full",
     row_length: Annotated[

@@ -38,9 +38,9 @@ def texts(tmp_path: Path, cells: Any) -> tuple[Path, Path]:
     novels.mkdir()
     whole = builtin_text("train").text
     for number, name in enumerate([*cells.HELD_OUT, "another.txt"]):
-        (novels / name).write_text(whole[number * 20_000 : (number + 1) * 20_000], encoding="utf-8")
+        (novels / name).write_text(whole[number * 50_000 : (number + 1) * 50_000], encoding="utf-8")
     other = builtin_text("heldout").text
-    wikitext.write_text(f"{other[:9500]}\n = an article = \n{other[9500:18000]}", encoding="utf-8")
+    wikitext.write_text(f"{other[:45_500]}\n = an article = \n{other[45_500:90_000]}", encoding="utf-8")
     return novels, wikitext
 
 
@@ -96,10 +96,15 @@ def test_cells_come_after_what_they_need(cells: Any, tmp_path: Path) -> None:
 
 def test_no_text_is_trained_on_and_measured(cells: Any, texts: tuple[Path, Path], tmp_path: Path) -> None:
     where = cells.Study(MODEL, *texts, tmp_path / "root", cells.QUICK)
-    for domain in ("novels", "wikitext"):
-        trained, held_out = (where.text(domain, held_out=side) for side in (False, True))
-        pieces = [held_out[i : i + 500] for i in range(0, len(held_out) - 500, 5000)]
-        assert pieces and not any(piece in trained for piece in pieces)
+    for name in [*cells.HELD_OUT, "another.txt"]:
+        (texts[0] / name).write_text(f"{name} is this text.", encoding="utf-8")
+    for held_out in (False, True):
+        text = where.text("novels", held_out=held_out)
+        assert [name for name in [*cells.HELD_OUT, "another.txt"] if name in text] == (
+            list(cells.HELD_OUT) if held_out else ["another.txt"]
+        )
+    trained, held_out = (where.text("wikitext", held_out=side) for side in (False, True))
+    assert trained + held_out == texts[1].read_text(encoding="utf-8") and held_out.startswith("\n = an article")
     folder = where.training_text("novels")
     assert "".join(path.read_text() for path in sorted(folder.iterdir())) == where.text("novels", held_out=False)
     (texts[0] / cells.HELD_OUT[0]).unlink()
