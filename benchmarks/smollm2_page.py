@@ -37,7 +37,7 @@ def is_first(row: Report) -> bool:
 
 def short(length: int) -> str:
     """Return a length for reading: 1024 is 1k."""
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+    return f"{length // 1024}k" if length and length % 1024 == 0 else str(length)
 
 
 def percent(change: dict[str, Any] | None) -> str:
@@ -119,10 +119,9 @@ def outliers(report: Report) -> str:
         return NOTHING
     rows = []
     for name, counts in heads["outliers"].items():
-        slow = sum(counts["by pair"][pair] for pair in heads["pairs without a turn"])
         inside = [counts["below the frequency bound"], counts["beyond the angle bound too"]]
-        rows.append([name, str(counts["outliers"]), str(slow), *map(str, inside)])
-    return table(["outliers", "number", "in pairs without a full turn", "frequency bound", "angle bound too"], rows)
+        rows.append([name, str(counts["outliers"]), *map(str, inside)])
+    return table(["outliers", "number", "below the frequency bound", "beyond the angle bound too"], rows)
 
 
 def sweep(report: Report) -> str:

@@ -158,3 +158,12 @@ def test_every_cell(tmp_path: Path, texts: tuple[Path, Path]) -> None:
     for outliers in heads["outliers"].values():
         assert sum(outliers["by pair"]) == outliers["outliers"] >= outliers["below the frequency bound"]
     assert sum(heads["usage"]["query"]) == pytest.approx(1)
+
+
+def test_the_page_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    tables = importlib.import_module("smollm2_page")
+    page = (FOLDER.parent / "docs" / "smollm2.md").read_text(encoding="utf-8")
+    assert tables.page_with_tables(page) == page
+    with pytest.raises(ValueError, match="no table is named 'textt'"):
+        tables.page_with_tables("<!-- table textt -->\n<!-- end -->")
