@@ -27,7 +27,7 @@ smollm2: $(RUNTIME) ## a public model of 135M parameters (93 MB to download), pa
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png
 
-# The tests start many processes: each would compile the package again where Python is told to keep nothing compiled.
+# The tests start many processes: each would compile the package again where Python keeps nothing compiled.
 test test-full test-engines: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(DEV) ## the tests, without those that take minutes

@@ -20,16 +20,14 @@ import logging
 import os
 import statistics
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from tqdm import tqdm
 
-from measuring import command, environment, write
+from measuring import command, environment, measure_cells, write
 from rope_patch.files import write_atomically
 
 FACTORS = {4: 180, 8: 180, 16: 300}
@@ -223,14 +221,7 @@ def main() -> None:
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
     todo = [cell for cell in cells if not place(root, cell).exists()]
-    with (
-        get_context("spawn").Pool(max(1, min(given.jobs, len(todo)))) as pool,
-        tqdm(total=len(todo), unit="cell") as bar,
-    ):
-        waiting = [pool.apply_async(measure, (cell, root, given.quick)) for cell in todo]
-        for task in waiting:
-            task.get()
-            bar.update()
+    measure_cells(measure, [(cell, root, given.quick) for cell in todo], given.jobs)
     rows, bars = summarise(root, cells)
     report = {
         "benchmark": "fit",

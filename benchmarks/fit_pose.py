@@ -17,17 +17,15 @@ import json
 import math
 import os
 import statistics
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from tqdm import tqdm
 
 from fit import SAMPLES, WINDOWS, Cell, fitted, halves, opened, place
-from measuring import command, environment, write
+from measuring import command, environment, measure_cells, write
 from rope_patch.files import write_atomically
 
 KINDS = ("full", "pose")
@@ -141,14 +139,7 @@ def main() -> None:
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
     todo = [cell for cell in cells if not place(root, cell).exists()]
-    with (
-        get_context("spawn").Pool(max(1, min(given.jobs, len(todo)))) as pool,
-        tqdm(total=len(todo), unit="cell") as bar,
-    ):
-        waiting = [pool.apply_async(measure, (cell, root, given.quick)) for cell in todo]
-        for task in waiting:
-            task.get()
-            bar.update()
+    measure_cells(measure, [(cell, root, given.quick) for cell in todo], given.jobs)
     results = {cell: json.loads(place(root, cell).read_text()) for cell in cells}
     report = {
         "benchmark": "fit_pose",

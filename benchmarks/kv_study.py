@@ -19,7 +19,6 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from scipy import stats
-from tqdm import tqdm
 
-from measuring import command, environment, write
+from measuring import command, environment, measure_cells, write
 from rope_patch.evaluation.intervals import paired_means, paired_shares
 from rope_patch.files import write_atomically
 
@@ -281,11 +279,7 @@ def main() -> None:
     root = given.root / ("quick" if given.quick else "full")
     root.mkdir(parents=True, exist_ok=True)
     todo = [cell for cell in requested if not place(root, cell).exists()]
-    with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
-        waiting = [pool.apply_async(measure, (cell, root, given.adapters, given.quick)) for cell in todo]
-        for task in waiting:
-            task.get()
-            bar.update()
+    measure_cells(measure, [(cell, root, given.adapters, given.quick) for cell in todo], given.jobs)
     rows = summarise(root, requested)
     settings = {"length": 256 if given.quick else LENGTH, "windows": 2 if given.quick else WINDOWS, "simulated": True}
     report = {

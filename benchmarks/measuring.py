@@ -89,6 +89,21 @@ def _serve(work: Callable[[Job], Job], job: Job, answer: Connection) -> None:
         answer.send(f"{type(error).__name__}: {error}")
 
 
+def measure_cells(measure: Callable[..., Any], cells: Sequence[tuple[Any, ...]], jobs: int) -> None:
+    """Measure cells side by side, in processes of their own, behind a progress bar.
+
+    Args:
+        measure: called with the arguments of a cell; it writes the result.
+        cells: the arguments of each.
+        jobs: number of processes.
+    """
+    processes = multiprocessing.get_context("spawn").Pool(max(1, min(jobs, len(cells))))
+    with processes as pool, tqdm(total=len(cells), unit="cell") as bar:
+        for task in [pool.apply_async(measure, cell) for cell in cells]:
+            task.get()
+            bar.update()
+
+
 # --- memory
 
 

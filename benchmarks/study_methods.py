@@ -24,7 +24,6 @@ import shutil
 import statistics
 import sys
 import warnings
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from scipy import stats
-from tqdm import tqdm
 
 from fit import fitted, halves, opened
-from measuring import command, environment, write
+from measuring import command, environment, measure_cells, write
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
 from rope_patch.files import write_atomically
 
@@ -330,10 +328,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     requested = cells(given.also, given.text, given.quick)
     todo = [] if given.report else [cell for cell in requested if not known(root, cell)]
-    with get_context("spawn").Pool(max(1, given.jobs)) as pool, tqdm(total=len(todo), unit="cell") as bar:
-        for task in [pool.apply_async(measure, (cell, root, tables, given.quick)) for cell in todo]:
-            task.get()
-            bar.update()
+    measure_cells(measure, [(cell, root, tables, given.quick) for cell in todo], given.jobs)
     rows = summarise(root, [cell for cell in requested if known(root, cell)])
     trained = [row for row in rows if row["table"] == FITTED]
     report = {

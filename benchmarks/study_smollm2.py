@@ -8,8 +8,8 @@ Three novels and the second half of WikiText-2 are held out for evaluation; the 
 
 The study is a list of cells, which `--list` shows. What a cell will cost is printed before it begins, a finished one is
 a file in build/study_smollm2 and is not measured again, and an interrupted one goes on where it was. Without `--more`
-it takes about nine hours on two quiet cores: `--cells 'text-*-zero-*' 'passkey-*-zero-1024'` runs a part of it, and the
-report is of what is finished. It needs the extras train and engines. `--more` adds what a GPU has time for
+it takes an estimated nine hours on two quiet cores: `--cells 'text-*-zero-*' 'passkey-*-zero-1024'` runs a part of it,
+and the report is of what is finished. It needs the extras train and engines. `--more` adds what a GPU has time for
 (`--device cuda`): three seeds, rows of the full length, 32768 tokens.
 """
 
@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,8 @@ def run(study: Study, todo: Sequence[Cell], done: Results, about: str) -> None:
         before = float(spent.read_text()) if spent.exists() else 0.0
         began = time.perf_counter()
         with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
-            object.__setattr__(study, "on_progress", bar.update)
             try:
-                result = cells.MEASURES[cell.kind](study, cell)
+                result = cells.MEASURES[cell.kind](replace(study, on_progress=bar.update), cell)
             except BaseException:
                 spent.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(spent, str(before + time.perf_counter() - began))

@@ -211,10 +211,10 @@ def test_an_interrupt_leaves_nothing(base, tmp_path):
 
 
 def test_progress_ends_with_every_byte_of_the_tensors(base, tmp_path):
-    told = []
-    patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", on_bytes=lambda *counts: told.append(counts))
+    reports = []
+    patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", on_bytes=lambda *counts: reports.append(counts))
     total = sum(tensor.n_bytes for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors)
-    assert told[-1] == (total, total) and told == sorted(told)
+    assert reports[-1] == (total, total) and reports == sorted(reports)
 
 
 def test_keys_that_ggufs_own_writer_refuses_are_kept(base, tmp_path):

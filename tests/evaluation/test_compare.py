@@ -182,12 +182,12 @@ def test_many_methods_make_wider_intervals():
 
 def test_equal_methods_are_rarely_told_apart():
     """Twelve methods that differ by nothing but chance: the best is chosen by what was measured, and still."""
-    rng, told = random.Random(0), 0
+    rng, significant = random.Random(0), 0
     for _ in range(150):
         losses = {name: [v + rng.gauss(0, 0.1) for v in WINDOWS] for name in "abcdefghijkl"}
         column = made_up(losses, {name: [True] for name in losses}).columns()[0]
-        told += any(d.significant for d in column.differences)
-    assert told / 150 < 0.08
+        significant += any(d.significant for d in column.differences)
+    assert significant / 150 < 0.08
 
 
 def grid(name, answers, task="passkey"):
@@ -289,11 +289,11 @@ def test_a_comparison_goes_on_where_it_was(bundled, tmp_path):
     model, tokenizer = bundled
     methods, journal = ["default", "yarn:factor=4"], tmp_path / "finished.jsonl"
     whole = compared(model, tokenizer, methods, **SMALL)
-    told = []
+    reports = []
 
     def stop(name, tokens):
-        told.append(name)
-        if told.count("yarn:factor=4") == 2:
+        reports.append(name)
+        if reports.count("yarn:factor=4") == 2:
             raise KeyboardInterrupt
 
     stock = module_of(model)

@@ -219,13 +219,13 @@ def test_each_token_is_scored_once_with_the_most_context(length, window, stride)
             scored.setdefault(start + position, (position, float(losses[position - 1])))
     alone = {start for start in starts if start not in scored}
     assert alone == ({0} if stride < window else set(range(0, length - window + 1, stride)))  # no overlap: no context
-    told = []
-    result = perplexity(model, text, window=window, stride=stride, on_progress=told.append)
+    reports = []
+    result = perplexity(model, text, window=window, stride=stride, on_progress=reports.append)
     assert result.tokens == len(scored)
     assert result.nll == pytest.approx(statistics.fmean(loss for _, loss in scored.values()), abs=1e-5)
     assert (result.windows, result.window, result.stride) == (len(starts), window, stride)
-    assert set(itertools.accumulate(told)) >= {window * (i + 1) for i in range(len(starts))}
-    assert sum(told) == window * len(starts)
+    assert set(itertools.accumulate(reports)) >= {window * (i + 1) for i in range(len(starts))}
+    assert sum(reports) == window * len(starts)
     positions = sorted({position for position, _ in scored.values()})
     for low, high in itertools.pairwise((positions[0], (positions[0] + window) // 2, window)):
         part = [loss for position, loss in scored.values() if low <= position < high]
@@ -453,10 +453,10 @@ def test_documents_are_read_one_at_a_time():
             seen.append(i)
             yield TokenDocument(f"d{i}", ids(12, seed=i)[0])
 
-    told = []
-    perplexity(model, stream(), window=12, on_progress=lambda n: told.append(seen[-1]))
-    assert sorted(set(told)) == [0, 1, 2, 3, 4, 5] and told == sorted(told)
-    assert all(told.count(i) > 1 for i in range(6)), "each was scored before the next was asked for, layer by layer"
+    reports = []
+    perplexity(model, stream(), window=12, on_progress=lambda n: reports.append(seen[-1]))
+    assert sorted(set(reports)) == [0, 1, 2, 3, 4, 5] and reports == sorted(reports)
+    assert all(reports.count(i) > 1 for i in range(6)), "each was scored before the next was asked for, layer by layer"
 
 
 def test_the_number_is_the_same_in_every_batch_and_with_padding():

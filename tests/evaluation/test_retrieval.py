@@ -54,11 +54,15 @@ class Rounded(DynamicCache):
 @torch.no_grad()
 def generated(model, prompt):
     """The stock greedy answer: token ids."""
-    told = torch.tensor([prompt.ids[: -prompt.answer]])
+    question = torch.tensor([prompt.ids[: -prompt.answer]])
     out = model.generate(
-        told, attention_mask=torch.ones_like(told), max_new_tokens=prompt.answer, do_sample=False, pad_token_id=2
+        question,
+        attention_mask=torch.ones_like(question),
+        max_new_tokens=prompt.answer,
+        do_sample=False,
+        pad_token_id=2,
     )
-    found = out[0, told.shape[1] :].tolist()
+    found = out[0, question.shape[1] :].tolist()
     return found[: found.index(recipe.EOS)] if recipe.EOS in found else found
 
 
@@ -339,9 +343,9 @@ def test_a_model_in_training_is_measured_in_eval_mode():
 
 
 def test_progress_counts_the_tokens_of_prompts():
-    told = []
-    retrieval(bold(), TOKENIZER, **{**ASKED, "lengths": [72, 80]}, on_progress=told.append)
-    assert sum(told) == 3 * 4 * (72 + 80)
+    reports = []
+    retrieval(bold(), TOKENIZER, **{**ASKED, "lengths": [72, 80]}, on_progress=reports.append)
+    assert sum(reports) == 3 * 4 * (72 + 80)
 
 
 # --- finished work
@@ -362,11 +366,11 @@ def test_finished_haystacks_are_kept(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         retrieval(model, TOKENIZER, **asked, resume=journal, on_progress=stop)
-    told = []
+    reports = []
     with spy_ids(model) as seen:
-        assert retrieval(model, TOKENIZER, **asked, resume=journal, on_progress=told.append) == whole
+        assert retrieval(model, TOKENIZER, **asked, resume=journal, on_progress=reports.append) == whole
     assert 0.4 < sum(ids.numel() for ids in seen) / everything < 0.6, "two haystacks of four were done already"
-    assert sum(told) == 3 * 4 * 72
+    assert sum(reports) == 3 * 4 * 72
     with spy_ids(model) as seen:
         retrieval(model, TOKENIZER, **asked, resume=journal)
     assert not seen

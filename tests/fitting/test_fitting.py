@@ -794,21 +794,21 @@ def test_the_card_says_at_its_top_what_was_fitted_and_keeps_that_of_the_base_bel
 
 
 def test_card_and_report_say_which_positions_the_rows_had(carded, tmp_path):
-    told = {}
+    reports = {}
     for name, more in (("full", ()), ("pose", ("--positions", "pose", "--row-length", 48, "--chunks", 3))):
         command(*words(carded, tmp_path / name), *more, "--no-figure")
         text = (tmp_path / name / "README.md").read_text()
         settings = json.loads((tmp_path / name / "fit.json").read_text())["settings"]
-        told[name] = (
+        reports[name] = (
             settings["rows"],
             re.findall(r"- \*\*Text\*\*: `text.txt`, in rows of (.*)\n", text),
             settings["objective"],
         )
-    assert told["full"][:2] == ("64 to 96 tokens", ["64 to 96 tokens"])
+    assert reports["full"][:2] == ("64 to 96 tokens", ["64 to 96 tokens"])
     skipping = "48 tokens at positions that skip ahead up to 96 (PoSE)"
-    assert told["pose"][:2] == (skipping, [skipping])
+    assert reports["pose"][:2] == (skipping, [skipping])
     objective = {"positions": "pose", "row_length": 48, "chunks": 3}
-    assert told["pose"][2].items() >= objective.items() and told["full"][2]["positions"] == "full"
+    assert reports["pose"][2].items() >= objective.items() and reports["full"][2]["positions"] == "full"
 
 
 def test_a_card_says_of_a_start_that_was_kept_that_it_was_chosen(carded, tmp_path):
