@@ -73,13 +73,16 @@ METHODS = (
     "yarn:factor=4",
     "yarn:factor=3",
     "yarn:factor=4:attention_factor=1.5",
+    "mrrope:factor=4",
     "llama3:factor=4",
+    "yarn:factor=4+resonance",
     "longrope:factor=4",
     "p_rope:p=0.5",
     "p_rope_reversed:p=0.5",
     "nope",
     "partial:p=0.5",
     "truncated:context=256",
+    "cope",
     "abf:rope_theta=500000+p_rope:p=0.5",
     "yarn:factor=4+p_rope:p=0.5",
     "learned",
@@ -104,7 +107,7 @@ def method_of(name: str, base: Path) -> MethodLike:
         return Table(values=tuple(rough), attention_scaling=1.07)
     name = name.removeprefix("partial form of ")
     head, plus, tail = name.partition("+")
-    replaces = head.startswith(("abf", "ntk", "yarn", "llama3", "partial")) and slot.layer_type is not None
+    replaces = head.startswith(("abf", "ntk", "yarn", "mrrope", "llama3", "partial")) and slot.layer_type is not None
     return as_method(f"{head}:{SCALED}{plus}{tail}" if replaces else name)
 
 

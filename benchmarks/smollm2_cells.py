@@ -23,10 +23,12 @@ METHODS = {
     "ntk": "ntk:factor={factor}",
     "abf": "abf:factor=4",
     "yarn": "yarn:factor={factor}",
+    "mrrope": "mrrope:factor={factor}",
     "p_rope-0.9": "p_rope:p=0.9",
     "p_rope-0.75": "p_rope:p=0.75",
     "p_rope-0.5": "p_rope:p=0.5",
     "truncated": "truncated:context={context}",
+    "cope": "abf:factor=4+cope",
 }
 FITTED = {"fitted": "novels", "fitted-wikitext": "wikitext"}
 """Tables that are fitted from YaRN's, and to what."""
@@ -293,7 +295,17 @@ class Study:
             fitted = self.needs(cell)
             assert fitted is not None
             return str(json.loads(self.path(fitted).read_text())["method"])
-        return METHODS[cell.table].format(factor=cell.factor, context=self.sizes.context)
+        named = self.named(cell)
+        assert named is not None
+        return named
+
+    def named(self, cell: Cell) -> str | None:
+        """Return the method string of a table of ``METHODS``; None for other tables."""
+        return (
+            METHODS[cell.table].format(factor=cell.factor, context=self.sizes.context)
+            if cell.table in METHODS
+            else None
+        )
 
     def target(self, cell: Cell) -> int:
         """Return the length that a cell's table is for [tokens]."""

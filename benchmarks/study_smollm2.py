@@ -48,8 +48,8 @@ NEEDED = {"train": "peft", "engine": "llama_cpp"}
 
 
 def digest_of(study: Study) -> str:
-    """Return what all results depend on: the weights, the texts, the tables, and how much is measured."""
-    sha256 = hashlib.sha256(json.dumps([asdict(study.sizes), cells.METHODS, cells.FITTED]).encode())
+    """Return what all results depend on: the weights, the texts, and how much is measured."""
+    sha256 = hashlib.sha256(json.dumps(asdict(study.sizes)).encode())
     weights = sorted(study.folder.glob("*.safetensors"))
     if not weights:
         raise FileNotFoundError(f"{study.folder} is no folder of a checkpoint: it holds no *.safetensors")
@@ -89,7 +89,13 @@ def run(study: Study, todo: Sequence[Cell], done: Results, about: str) -> None:
                 write_atomically(spent, str(before + time.perf_counter() - began))
                 raise
         seconds = before + time.perf_counter() - began
-        made_by = {"about": about, "device": study.device, "seconds": round(seconds, 1), "operations": flops}
+        made_by = {
+            "about": about,
+            "patch": study.named(cell),
+            "device": study.device,
+            "seconds": round(seconds, 1),
+            "operations": flops,
+        }
         done[cell] = {**made_by, **result}
         write_atomically(path, json.dumps(done[cell]))
         print(f"    finished in {minutes(seconds)}", flush=True)
@@ -101,16 +107,17 @@ def minutes(seconds: float) -> str:
 
 
 def finished(study: Study, asked: Sequence[Cell], about: str) -> Results:
-    """Return the results that are there, of these weights and texts.
+    """Return the results that are there, of these weights, texts and tables.
 
     Raises:
-        ValueError: one of other weights or texts.
+        ValueError: one of others.
     """
     done = {cell: json.loads(study.path(cell).read_text()) for cell in asked if study.path(cell).exists()}
     for cell, result in done.items():
-        if result["about"] != about:
+        if (result["about"], result.get("patch")) != (about, study.named(cell)):
             raise ValueError(
-                f"{study.path(cell)} was measured on other weights or texts, or at other sizes: give another --root"
+                f"{study.path(cell)} was measured on other weights or texts, at other sizes or with another table: "
+                "give another --root"
             )
     return done
 
@@ -204,7 +211,7 @@ def cache_rows(done: Results) -> list[dict[str, Any]]:
 
 def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str) -> dict[str, Any]:
     """Return everything that is finished."""
-    plain = ("about", "operations", "device", "seconds")
+    plain = ("about", "patch", "operations", "device", "seconds")
     others = {
         cell.name: {key: value for key, value in result.items() if key not in plain}
         for cell, result in done.items()

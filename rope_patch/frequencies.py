@@ -187,6 +187,19 @@ def yarn(
         truncate: round the ramp's ends outwards to whole pairs.
     """
     _check_rotary_dim(rotary_dim)
+    low, high = _ramp(rope_theta, rotary_dim, context, beta_fast, beta_slow, truncate)
+    if low == high:
+        high += 0.001
+    ramp = torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
+    base = _position_base(rope_theta, rotary_dim)
+    share = 1 - ramp
+    return 1.0 / (factor * base) * (1 - share) + 1.0 / base * share
+
+
+def _ramp(
+    rope_theta: float, rotary_dim: int, context: int, beta_fast: float, beta_slow: float, truncate: bool = True
+) -> tuple[float, float]:
+    """Return the pairs that turn ``beta_fast`` and ``beta_slow`` times in a context; ``truncate`` rounds outwards."""
 
     def pair_turning(rotations: float) -> float:
         return (rotary_dim * math.log(context / (rotations * 2 * math.pi))) / (2 * math.log(rope_theta))
@@ -194,13 +207,72 @@ def yarn(
     low, high = pair_turning(beta_fast), pair_turning(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
-    base = _position_base(rope_theta, rotary_dim)
-    share = 1 - ramp
-    return 1.0 / (factor * base) * (1 - share) + 1.0 / base * share
+    return max(low, 0), min(high, rotary_dim - 1)
+
+
+def mrrope(
+    rope_theta: float, rotary_dim: int, *, factor: float, context: int, beta_fast: float = 32, beta_slow: float = 1
+) -> Table:
+    """Return MrRoPE-Pro's table: YaRN's ends, and between them a divisor whose logarithm grows quadratically.
+
+    With YaRN's rounded ends ``low`` and ``high``, ``n = high - low`` and ``t = i - low``, pair ``i`` is divided by
+    ``factor ** (t (t + 1) / (n (n + 1)))`` between the ends, by 1 up to ``low`` and by ``factor`` from ``high`` on.
+    *Source*: arXiv:2601.22181, eq. 14 to 16, with the rounding and the bounds of the authors' code
+    (github.com/mattian7/mrRoPE at d1a6f31).
+
+    Args:
+        rope_theta: base of the unscaled table.
+        rotary_dim: features that rotate, even.
+        factor: extension factor.
+        context: trained context [tokens].
+        beta_fast: turns above which a pair is left alone.
+        beta_slow: turns below which a pair is fully interpolated.
+    """
+    plain = geometric(rope_theta, rotary_dim)
+    low, high = _ramp(rope_theta, rotary_dim, context, beta_fast, beta_slow)
+    n = high - low
+
+    def divisor(i: int) -> float:
+        t = i - low
+        return 1.0 if t <= 0 else factor if t >= n else factor ** (t * (t + 1) / (n * (n + 1)))
+
+    return plain / table_of([divisor(i) for i in range(len(plain))])
+
+
+def soft_clip(inv_freq: Table, count: int) -> Table:
+    """Return the table with its last ``count`` frequencies faded out by half a cosine.
+
+    The first of them stays whole and the slowest becomes 0; with fewer than two nothing changes. *Source*: CoPE,
+    arXiv:2602.05258; the authors' code is github.com/hrlics/CoPE at ed52ba5.
+
+    >>> [round(f, 6) for f in soft_clip(torch.tensor([1.0, 0.1, 0.01, 0.001]), 3).tolist()]
+    [1.0, 0.1, 0.005, 0.0]
+    """
+    if count <= 1:
+        return inv_freq.clone()
+    kept = torch.ones(len(inv_freq) - count, dtype=torch.float32, device="cpu")
+    faded = 0.5 * (1.0 + torch.cos(torch.linspace(0.0, math.pi, count, dtype=torch.float32, device="cpu")))
+    return inv_freq * torch.cat([kept, faded])
+
+
+def whole_wavelengths(inv_freq: Table) -> Table:
+    """Return the table with every wavelength rounded to a whole number of tokens; unrotated pairs stay 0.
+
+    *Source*: Resonance RoPE, arXiv:2403.00071, sec. 3.
+
+    Raises:
+        ValueError: a wavelength that rounds to 0.
+
+    >>> (2 * math.pi / whole_wavelengths(torch.tensor([1.0, 0.1, 0.0]))).tolist()
+    [6.0, 63.0, inf]
+    """
+    rounded = torch.round(2 * math.pi / zero_unrotated(inv_freq))
+    if not bool((rounded > 0).all()):
+        raise ValueError(
+            f"a wavelength of {2 * math.pi / inv_freq.max().item():.3g} tokens rounds to 0: frequencies must be below "
+            "4 pi rad/token"
+        )
+    return 2 * math.pi / rounded
 
 
 def llama3(inv_freq: Table, *, factor: float, low_freq_factor: float, high_freq_factor: float, context: int) -> Table:

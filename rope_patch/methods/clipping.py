@@ -1,4 +1,4 @@
-"""Methods that set slow pairs to few values."""
+"""Methods that cut off or fade out slow pairs."""
 
 from __future__ import annotations
 
@@ -54,3 +54,19 @@ class Truncated(Method, name="truncated"):
             inv_freq > self.cutoff_low, torch.full_like(inv_freq, self.floor), torch.zeros_like(inv_freq)
         )
         return torch.where(inv_freq >= self.cutoff_high, inv_freq, between)
+
+
+@dataclass(frozen=True)
+class CoPE(Method, name="cope"):
+    """CoPE: fade the slowest pairs out by half a cosine, where p-RoPE cuts them off.
+
+    ``share`` of all pairs, rounded to whole pairs, is faded: the first of them keeps its frequency, the slowest becomes
+    unrotated. The paper fades 20 of 64. Fewer than two leave the table as it is. *Source*: arXiv:2602.05258, applied
+    to the table found as in the authors' code (hrlics/CoPE at ed52ba5).
+    """
+
+    share: float = number(20 / 64, least=0, most=1)
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Fade the slow end of the table found."""
+        return frequencies.soft_clip(table.inv_freq, round(self.share * table.pairs))

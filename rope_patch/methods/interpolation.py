@@ -1,4 +1,4 @@
-"""Methods that divide frequencies by a factor: all alike, or by how often a pair turns."""
+"""Methods that divide frequencies: all alike, by how often a pair turns, or to whole-number wavelengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.methods.base import Scaling
+from rope_patch.methods.base import Method, Scaling
 from rope_patch.methods.parameters import number
 from rope_patch.tables import RotaryTable
 
@@ -48,21 +48,12 @@ class PI(Scaling, name="pi"):
 
 
 @dataclass(frozen=True)
-class Yarn(Scaling, name="yarn"):
-    """YaRN: fast pairs kept, slow pairs interpolated, a ramp between; cos and sin scaled by ``0.1 ln(factor) + 1``.
-
-    *Source*: Peng et al., arXiv:2309.00071. The ramp is transformers', linear in the pair index (the paper's is linear
-    in turns; the tables differ by up to 1.9 times at factor 4, more at larger ones). ``attention_factor`` overrides the
-    scaling; ``mscale`` and ``mscale_all_dim`` together give DeepSeek's ratio. The scaling multiplies *every* pair, so
-    in a chain with p-RoPE the logits of the unrotated pairs grow by its square.
-    """
+class _ByTurns(Scaling):
+    """What YaRN and MrRoPE share: pairs are divided by how often they turn in the trained context."""
 
     beta_fast: float = number(32.0, above=0)
     beta_slow: float = number(1.0, above=0)
     attention_factor: float | None = number(None, above=0)
-    truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
     original_max_position_embeddings: int | None = number(None, above=0)
     replace_scaling: bool = False
     recomputes: ClassVar[bool] = True
@@ -73,13 +64,34 @@ class Yarn(Scaling, name="yarn"):
             raise ValueError(f"beta_fast must exceed beta_slow, got {self.beta_fast} and {self.beta_slow}")
 
     def check_table(self, table: RotaryTable) -> None:
-        """Refuse a base that gives no ramp."""
+        """Refuse a base for which the number of turns does not fall from pair to pair."""
         if table.rope_theta <= 1:
-            raise ValueError(f"yarn needs rope_theta > 1, got {table.rope_theta}")
+            raise ValueError(f"{self.name} needs rope_theta > 1, got {table.rope_theta}")
 
     def context_of(self, table: RotaryTable) -> int:
         """Return ``original_max_position_embeddings``, by default the context before any scaling."""
         return self.original_max_position_embeddings or table.context
+
+    def scaling(self, table: RotaryTable) -> float:
+        """Return ``attention_factor``, or what YaRN computes from the factor."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return frequencies.yarn_scaling(self.stretch)
+
+
+@dataclass(frozen=True)
+class Yarn(_ByTurns, name="yarn"):
+    """YaRN: fast pairs kept, slow pairs interpolated, a ramp between; cos and sin scaled by ``0.1 ln(factor) + 1``.
+
+    *Source*: Peng et al., arXiv:2309.00071. The ramp is transformers', linear in the pair index (the paper's is linear
+    in turns; the tables differ by up to 1.9 times at factor 4, more at larger ones). ``attention_factor`` overrides the
+    scaling; ``mscale`` and ``mscale_all_dim`` together give DeepSeek's ratio. The scaling multiplies *every* pair, so
+    in a chain with p-RoPE the logits of the unrotated pairs grow by its square.
+    """
+
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the NTK-by-parts table over the base found."""
@@ -94,7 +106,7 @@ class Yarn(Scaling, name="yarn"):
         )
 
     def scaling(self, table: RotaryTable) -> float:
-        """Return ``attention_factor``, or what YaRN computes from the factor."""
+        """Return ``attention_factor``, or what YaRN computes from the factor and the ``mscale`` arguments."""
         if self.attention_factor is not None:
             return self.attention_factor
         return frequencies.yarn_scaling(self.stretch, self.mscale, self.mscale_all_dim)
@@ -112,6 +124,26 @@ class Yarn(Scaling, name="yarn"):
             "beta_slow": self.beta_slow,
             **{name: value for name, value in given.items() if value is not None},
         }
+
+
+@dataclass(frozen=True)
+class MrRope(_ByTurns, name="mrrope"):
+    """MrRoPE-Pro: YaRN's ends, with divisors between them that grow slowly at first and fast at the slow end.
+
+    cos and sin are scaled as in YaRN, ``0.1 ln(factor) + 1``; ``attention_factor`` overrides that. *Source*:
+    arXiv:2601.22181, eq. 14 to 16; rounding and scaling are those of the authors' code (mattian7/mrRoPE at d1a6f31).
+    """
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Return MrRoPE-Pro's table over the base found."""
+        return frequencies.mrrope(
+            table.rope_theta,
+            table.rotary_dim,
+            context=self.context_of(table),
+            factor=self.stretch,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+        )
 
 
 @dataclass(frozen=True)
@@ -155,3 +187,16 @@ class Llama3(Scaling, name="llama3"):
             "low_freq_factor": self.low_freq_factor,
             "high_freq_factor": self.high_freq_factor,
         }
+
+
+@dataclass(frozen=True)
+class Resonance(Method, name="resonance"):
+    """Resonance RoPE: every wavelength rounded to a whole number of tokens. Made for the end of a chain.
+
+    Angles repeat exactly only as far as float32 allows; the authors' code wraps the positions instead
+    (sheryc/resonance_rope at 4a7f5a7). *Source*: arXiv:2403.00071, sec. 3.
+    """
+
+    def inv_freq(self, table: RotaryTable) -> Tensor:
+        """Round the wavelengths of the table found."""
+        return frequencies.whole_wavelengths(table.inv_freq)

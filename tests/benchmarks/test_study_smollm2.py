@@ -136,6 +136,10 @@ def test_cells_are_measured_once_and_equal_transformers(tmp_path: Path, texts: t
     again = study(tmp_path, texts, "--cells", *names)
     assert again["text"] == report["text"] and again["passkey"] == report["passkey"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").glob("*.json")} == before
+    cell = tmp_path / "cells" / "text-yarn-zero-512.json"
+    cell.write_text(cell.read_text().replace("yarn:factor=2", "yarn:factor=3"))
+    with pytest.raises(AssertionError, match="with another table"):
+        study(tmp_path, texts, "--report")
 
 
 def test_results_of_other_texts_are_refused(tmp_path: Path, texts: tuple[Path, Path], cells: Any) -> None:

@@ -27,14 +27,17 @@ from rope_patch.methods import (
     NTK,
     PI,
     Chain,
+    CoPE,
     Default,
     Llama3,
     LongRope,
     Method,
+    MrRope,
     NoPE,
     Partial,
     PRope,
     PRopeReversed,
+    Resonance,
     Scaling,
     Table,
     Truncated,
@@ -60,9 +63,12 @@ FORMS = {
     "ntk": ("ntk:factor=8", "ntk:factor=2.5"),
     "pi": ("pi:factor=8", "pi:factor=2.5"),
     "yarn": ("yarn:factor=8", "yarn:factor=8:beta_fast=16:attention_factor=1.5:truncate=false"),
+    "mrrope": ("mrrope:factor=8", "mrrope:factor=27:beta_fast=300:attention_factor=1.5"),
     "llama3": ("llama3:factor=8", "llama3:factor=4:low_freq_factor=2:original_max_position_embeddings=512"),
+    "resonance": ("resonance",),
     "longrope": ("longrope:factors=1/2/4/8", "longrope:factors=1/1.5/2/3:attention_factor=1.5"),
     "truncated": ("truncated:context=100", "truncated:cutoff_low=0.005:cutoff_high=0.05:floor=0.02"),
+    "cope": ("cope:share=0.75", "cope:share=0.5"),
     "table": ("table:values=1/0.5/0.25/0", "table:values=0.3/0.2/0.1/1e-07:attention_scaling=1.25"),
 }
 SCALING = [name for name, cls in METHODS.items() if issubclass(cls, Scaling)]  # a factor, or a target to take it from
@@ -214,7 +220,7 @@ def test_the_native_encoding_is_what_transformers_builds_the_same_table_from(for
     assert (after.rope_type, after.rope_theta) == (encoded["rope_type"], encoded["rope_theta"])
 
 
-@pytest.mark.parametrize("form", [*(FORMS[name][0] for name in SCALING), "abf", "longrope", "p_rope"])
+@pytest.mark.parametrize("form", [*(FORMS[name][0] for name in SCALING if name in NATIVE), "abf", "longrope", "p_rope"])
 @pytest.mark.parametrize(("head_dim", "rope_theta", "context"), [(64, 1e4, 2048), (128, 5e5, 8192), (96, 1e6, 32768)])
 def test_native_encodings_of_larger_tables(form: str, head_dim: int, rope_theta: float, context: int) -> None:
     after = parse(form)(slot(head_dim=head_dim, rope_theta=rope_theta, context=context))
@@ -238,7 +244,9 @@ def test_keys_of_the_models_own_are_kept_in_an_encoding() -> None:
 
 
 @pytest.mark.parametrize("make_slot", [slot, llama3_slot, yarn_slot, linear_slot])
-@pytest.mark.parametrize("form", ["default", "p_rope:p=1", "p_rope_reversed:p=1", "table", "truncated:context=1000000"])
+@pytest.mark.parametrize(
+    "form", ["default", "p_rope:p=1", "p_rope_reversed:p=1", "table", "truncated:context=1000000", "cope:share=0"]
+)
 def test_identities_return_the_very_slot(form: str, make_slot: Callable[..., RotaryTable]) -> None:
     base_slot = make_slot(head_dim=32)
     assert parse(form)(base_slot) is base_slot
@@ -251,7 +259,9 @@ def test_longrope_and_table_as_identities_are_bit_exact(make_slot: Callable[...,
     assert same(Table(values=base_slot.inv_freq.tolist())(base_slot), base_slot)
 
 
-@pytest.mark.parametrize("form", ["partial:p=1", "abf:factor=1", "pi:factor=1", "ntk:factor=1", "abf:rope_theta=10000"])
+@pytest.mark.parametrize(
+    "form", ["partial:p=1", "abf:factor=1", "pi:factor=1", "ntk:factor=1", "mrrope:factor=1", "abf:rope_theta=10000"]
+)
 def test_identities_of_a_plain_table(form: str) -> None:
     base_slot = slot(head_dim=64)
     assert same(parse(form)(base_slot), base_slot)
@@ -418,9 +428,60 @@ def test_yarn_is_transformers_own(options: dict[str, Any]) -> None:
     assert same(Yarn(**options)(slot(head_dim=128, rope_theta=5e5)), reference)
 
 
-def test_yarn_needs_a_base_above_one() -> None:
-    with pytest.raises(ValueError, match=re.escape("yarn needs rope_theta > 1, got 1.0")):
-        Yarn(factor=4)(slot(rope_theta=1.0))
+@pytest.mark.parametrize("method", [Yarn, MrRope])
+def test_yarn_and_mrrope_need_a_base_above_one(method: type[Yarn | MrRope]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{method.name} needs rope_theta > 1, got 1.0")):
+        method(factor=4)(slot(rope_theta=1.0))
+
+
+def test_mrrope_by_hand() -> None:
+    # In 4096 tokens pair i turns 651.9 / 10**i times. The ends, log10(651.9 / 32) = 1.31 and log10(651.9) = 2.81,
+    # become 1 and 3: pair 2 is divided by 8 ** (1*2 / (2*3)) = 2, pair 3 by 8. 0.1 ln 8 + 1 = 1.2079442
+    check_table(MrRope(factor=8)(slot()), [1, 0.1, 0.005, 0.000125], 1.2079442)
+    # beta_fast 300: the ends 0 and 3, pairs 1 and 2 divided by 27 ** (2/12) = 1.7320508 and 27 ** (6/12) = 5.1961524
+    wider = MrRope(factor=27, beta_fast=300, attention_factor=1.5)(slot())
+    check_table(wider, [1, 0.057735027, 0.0019245009, 0.001 / 27], 1.5)
+
+
+def test_mrrope_whose_ends_meet_divides_what_lies_behind() -> None:
+    # In 41 tokens pair i turns 6.525 / 10**i times: both ends, clamped, are 0 for turns of 32 and 7.
+    check_table(MrRope(factor=4, beta_slow=7)(slot(context=41)), [1, 0.025, 0.0025, 0.00025], 1.138629)
+
+
+def test_mrrope_of_a_published_shape() -> None:
+    # Llama-2, 4096 tokens: ends floor(20.94) = 20 and ceil(45.03) = 46, n = 26, n (n + 1) = 702. Pair 33: t = 13
+    divisors = slot(head_dim=128).inv_freq / MrRope(factor=16)(slot(head_dim=128)).inv_freq
+    expected = [1.0, 16 ** (1 * 2 / 702), 16 ** (13 * 14 / 702), 16 ** (25 * 26 / 702), 16.0, 16.0]
+    torch.testing.assert_close(divisors[[20, 21, 33, 45, 46, 63]], torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+def test_resonance_by_hand() -> None:
+    # wavelengths 6.28, 62.8, 628.3, 6283.2 become 6, 63, 628, 6283
+    check_table(Resonance()(slot()), [2 * math.pi / n for n in (6, 63, 628, 6283)])
+    assert Resonance()(Resonance()(slot())).inv_freq.tolist() == Resonance()(slot()).inv_freq.tolist()
+
+
+def test_resonance_keeps_unrotated_pairs_and_the_scaling() -> None:
+    check_table(parse("p_rope:p=0.5+resonance")(slot()), [2 * math.pi / 6, 2 * math.pi / 63, 0, 0])
+    assert parse("yarn:factor=4+resonance")(slot()).attention_scaling == Yarn(factor=4)(slot()).attention_scaling
+
+
+def test_cope_by_hand() -> None:
+    # three of four pairs: (1 + cos 0) / 2 = 1, (1 + cos(pi / 2)) / 2 = 1/2, (1 + cos pi) / 2 = 0
+    check_table(CoPE(share=0.75)(slot()), [1, 0.1, 0.005, 0])
+    check_table(CoPE(share=1)(slot()), [1, 0.075, 0.0025, 0])
+    check_table(CoPE(share=0.5)(slot()), [1, 0.1, 0.01, 0])
+    # 20 of 64 pairs, as the paper fades: the middle two are pairs 53 and 54, at pi * 9/19 and pi * 10/19
+    faded = (CoPE()(slot(head_dim=128)).inv_freq / slot(head_dim=128).inv_freq).tolist()
+    assert faded[:45] == [1.0] * 45
+    assert faded[53:55] == pytest.approx([0.5412897, 0.4587103], rel=1e-5)
+    assert faded[63] == 0
+
+
+@pytest.mark.parametrize("share", [0, 0.25, 0.3])
+def test_cope_of_fewer_than_two_pairs_changes_nothing(share: float) -> None:
+    base_slot = slot()
+    assert CoPE(share=share)(base_slot) is base_slot
 
 
 def test_llama3_by_hand() -> None:
@@ -494,7 +555,7 @@ def test_table_by_hand() -> None:
 
 # --- scaled checkpoints ----------------------------------------------------------------------------------------------
 
-REPLACING = ["partial", "abf", "ntk", "yarn", "llama3"]
+REPLACING = ["partial", "abf", "ntk", "yarn", "mrrope", "llama3"]
 
 
 def test_replace_scaling_is_a_parameter_of_these_and_of_pi() -> None:
@@ -685,6 +746,7 @@ KNOWN = ", ".join(FORMS)
 POSITIVE = {
     "abf": ("rope_theta", "factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
+    "mrrope": ("beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("factor", "attention_factor"),
     "truncated": ("context",),
@@ -699,7 +761,7 @@ def test_these_parameters_are_positive(name: str, parameter: str, value: int) ->
         create(name, **{parameter: value})
 
 
-@pytest.mark.parametrize("name", ["pi", "ntk", "yarn", "llama3"])
+@pytest.mark.parametrize("name", SCALING)
 @pytest.mark.parametrize("factor", [0, -2, 0.999])
 def test_a_factor_does_not_shorten_the_context(name: str, factor: float) -> None:
     with pytest.raises(ValueError, match=rf"^factor must be >= 1, got {factor}(\.0)?$"):
@@ -760,6 +822,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "truth is not a whole number": (lambda: Truncated(context=True), "context must be a whole number, got True"),
     "not true or false": (lambda: Yarn(truncate="no"), "truncate must be true or false, got 'no'"),
     "a number is not true or false": (lambda: Yarn(truncate=1), "truncate must be true or false, got 1"),
+    "not a share": (lambda: CoPE(share=1.5), "share must be in [0, 1], got 1.5"),
+    "a wavelength below half a token": (
+        lambda: Resonance()(Table(values=(13, 1, 1, 1))(slot())),
+        "a wavelength of 0.483 tokens rounds to 0: frequencies must be below 4 pi rad/token",
+    ),
     "not a list": (lambda: Table(values=3.0), "values must be numbers joined by '/', got 3.0"),
     "not a list of numbers": (lambda: parse("table:values=1/x"), "values must be a number, got 'x'"),
     "both styles": (

@@ -73,7 +73,7 @@ def test_a_package_that_cannot_be_loaded_is_named_and_leaves_the_other_methods(t
         package(tmp_path, name, code, f"{name} = {name}")
     done = python(
         "from rope_patch.methods import METHODS, Yarn, parse\n"
-        "assert len(METHODS) == 13 and METHODS['yarn'] is Yarn\n"
+        "assert {'fails', 'clashes', 'empty'}.isdisjoint(METHODS) and METHODS['yarn'] is Yarn\n"
         "parse('yarn:factor=2')\n"
         "for name in ('fails', 'clashes', 'empty'):\n"
         "    try:\n"
