@@ -11,6 +11,7 @@ import typer
 
 from rope_patch.cli.analyze import analyze
 from rope_patch.cli.apply import apply
+from rope_patch.cli.audit import audit
 from rope_patch.cli.compare import compare
 from rope_patch.cli.demo import demo
 from rope_patch.cli.export import export
@@ -39,7 +40,7 @@ app = typer.Typer(
 app.add_typer(recipes, name="recipes")
 for command in (
     *(methods, inspect, apply, verify, restore, tasks, compare, plan, finetune, theory, analyze, kv_check, fit, export),
-    demo,
+    *(audit, demo),
 ):
     app.command(command.__name__.replace("_", "-"))(command)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,39 +10,47 @@ import torch
 from torch import nn
 
 from rope_patch import frequencies
+from rope_patch.exporting.rules import DIALECTS, RefusesError, build
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.base_tables import READ_GLOBAL, base_of, config_with, original_rotary, scaling_of, settings_of
 from rope_patch.patching.locate import RotaryLocation, original_tables
 from rope_patch.tables import RotaryTable
 
 _SHARE = "partial_rotary_factor"
-_OWN_KEYS = ("attention_factor", "mscale", "mscale_all_dim")
+SERVING = ("vllm", "vllm-0.29", "sglang")
+"""The programs that one folder is written for."""
 
 
 def encoding_for(table: RotaryTable, model_type: str, *, everywhere: bool) -> dict[str, Any]:
     """Return ``rope_parameters`` that transformers 4 and 5 read as a table; with ``everywhere`` vLLM and SGLang too.
 
-    ``proportional``, which transformers 4 does not know, is written in the longrope form; but on Gemma 4, whose own
-    type it is and which version 4 does not know either. For other engines more is, since they read it otherwise: they
-    multiply the context by the factor of ``linear``; SGLang ignores the ``attention_factor`` of ``yarn`` and, but for
-    Gemma 4, the share of ``proportional``, which vLLM refuses at 0; and a longrope table must state one context, lest
-    they switch, and its scaling as ``short_mscale`` and ``long_mscale``, lest they make up one of their own.
+    The table's own encoding stays where all of them build the table from it, by :mod:`~rope_patch.exporting.rules`.
+    Other tables are written in the longrope form, which must state one context, lest engines switch, and its scaling as
+    ``short_mscale`` and ``long_mscale``, lest they make up one of their own. ``proportional``, which transformers 4
+    does not know, stays on Gemma 4 alone, whose own type it is and which version 4 does not know either.
     """
     encoded = dict(table.rope_parameters or {})
     kind = encoded.get("rope_type", "default") if table.rope_parameters else None
-    if kind in ("default", "llama3") or (kind in ("linear", "yarn", "longrope") and not everywhere):
+    if not everywhere and kind in DIALECTS["transformers-4"].types:
         return encoded
-    if kind == "yarn" and not any(key in encoded for key in _OWN_KEYS):
-        covered = encoded["factor"] * encoded.get("original_max_position_embeddings", 0)
-        if covered >= table.max_position_embeddings:  # as many positions as vLLM and SGLang compute
-            return encoded
-    plain = encoded.get(_SHARE, 1.0) > 0 and encoded.get("factor", 1.0) == 1.0
-    if kind == "proportional" and model_type == "gemma4_text" and plain:
+    known = kind not in (None, "longrope") and (kind != "proportional" or model_type == "gemma4_text")
+    if known and all(_reads(name, encoded, table, model_type) for name in SERVING):
         return encoded
     factors = frequencies.longrope_factors(table.inv_freq, table.rope_theta)
     form = longrope_parameters(factors, table, attention_scaling=table.attention_scaling)
     mscale = {"short_mscale": table.attention_scaling, "long_mscale": table.attention_scaling}
     return {**table.other_keys, **form, **mscale}
+
+
+def _reads(program: str, encoded: Mapping[str, Any], table: RotaryTable, model_type: str) -> bool:
+    """Tell whether a program builds a table from an encoding."""
+    dialect = DIALECTS[program]
+    if model_type == "gemma4_text":  # where SGLang hands the share on
+        dialect = replace(dialect, proportional_share=True)
+    try:
+        return build(encoded, table.rotary_dim, table.max_position_embeddings, dialect).is_table(table)
+    except RefusesError:
+        return False
 
 
 def config_keys(location: RotaryLocation, tables: Sequence[RotaryTable], *, everywhere: bool) -> dict[str, Any]:

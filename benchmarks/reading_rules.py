@@ -1,0 +1,297 @@
+"""Compare what ``rope-patch audit`` says that a program computes with what the program's own code computes.
+
+    PYTHONPATH=VLLM_AND_ITS_PACKAGES python benchmarks/reading_rules.py vllm
+    PYTHONPATH=SGLANG_AND_ITS_PACKAGES_AND_TRANSFORMERS_5.19 python benchmarks/reading_rules.py sglang
+    python benchmarks/reading_rules.py transformers-4 --python ENVIRONMENT_WITH_4.57.1/bin/python
+    python benchmarks/reading_rules.py llama.cpp --python THE_SAME --sources FOLDER_OF_LLAMA_CPP
+
+For small random checkpoints of every family, folders are prepared: patched by every method as ``rope-patch apply``
+writes them, exported, and configs as others write them (keys of transformers 5 alone, of version 4 alone, YaRN with
+every key that states its factor, scaled sliding layers). A rule is right where the program builds the table that it
+says, to 1e-5, or refuses what it says the program refuses. vLLM's and SGLang's code is run as ``engine_code.py`` says,
+transformers 4 in an environment of its own. Of llama.cpp the converter is run, beside the transformers 4 that it asks
+for, and the keys that it writes are read as ``llama-context.cpp`` reads them, by hand. Each run replaces its program's
+part of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+HERE = Path(__file__).resolve().parent
+
+
+def older_tables(root: Path) -> dict[str, Any]:
+    """Return what this release of transformers builds from every folder; imports nothing of ours."""
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    found: dict[str, Any] = {"version": transformers.__version__}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        try:
+            config = AutoConfig.from_pretrained(folder)
+            with torch.device("cpu"):
+                model = AutoModelForCausalLM.from_config(config)
+        except Exception as error:
+            found[folder.name] = f"{type(error).__name__}: {error}"
+            continue
+        tables = {}
+        for name, module in model.named_modules():
+            if hasattr(module, "original_inv_freq"):
+                local = "sliding" in name or name.endswith("local")
+                tables["sliding_attention" if local else "full_attention"] = (
+                    module.inv_freq.tolist(),
+                    float(module.attention_scaling),
+                )
+        found[folder.name] = tables
+    return found
+
+
+def folders(root: Path) -> Iterator[Path]:
+    """Write the folders that are read; yields each."""
+    import engine_tables
+    from rope_patch.checkpoints.offline import patch_folder
+    from rope_patch.exporting import export
+
+    families = {name: settings for name, settings in engine_tables.FAMILIES.items() if name != "gemma4_text"}
+    for family in [*families, "olmo3"]:
+        engine_tables.FAMILIES.setdefault("olmo3", engine_tables.MIXED)
+        base = engine_tables.checkpoint(family, root / f"{family}-base")
+        yield base
+        methods = engine_tables.METHODS[:-1] if family in ("llama", "gemma3_text") else engine_tables.METHODS[:-1:3]
+        for number, name in enumerate(methods):
+            try:
+                method = engine_tables.method_of(name, base)
+                patch_folder(base, method, root / f"{family}-{number}", target_length=engine_tables.TARGET)
+                yield root / f"{family}-{number}"
+                if number % 3 == 1:
+                    out = root / f"{family}-{number}-vllm"
+                    export(base, out, to="vllm", method=method, target_length=engine_tables.TARGET)
+                    yield out
+            except ValueError:
+                continue
+        for name, change in changes(family).items():
+            config = json.loads((base / "config.json").read_text())
+            yield _written(root / f"{family}-{name}", change(config))
+
+
+def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Return configs as others write them."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    kinds = {
+        "yarn": yarn,
+        "yarn-factor": yarn | {"attention_factor": 1.5},
+        "yarn-mscale": yarn | {"mscale": 0.7, "mscale_all_dim": 0.5},
+        "yarn-attn": yarn | {"attn_factor": 1.25},
+        "yarn-ramp": yarn | {"truncate": False, "beta_fast": 16.0},
+        "llama3": llama3 | {"original_max_position_embeddings": 128},
+        "linear": {"rope_type": "linear", "factor": 2.0},
+        "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    }
+    nested = family in ("gemma3_text", "olmo3")
+
+    def newer(scaling: dict[str, Any], both: bool = False) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        def change(config: dict[str, Any]) -> dict[str, Any]:
+            stated = config["rope_parameters"]
+            if nested:
+                chosen = ("full_attention", "sliding_attention") if both else ("full_attention",)
+                stated = stated | {kind: stated[kind] | scaling for kind in chosen}
+            else:
+                stated = stated | scaling
+            return config | {"rope_parameters": stated, "max_position_embeddings": 1024}
+
+        return change
+
+    def older(scaling: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        def change(config: dict[str, Any]) -> dict[str, Any]:
+            del config["rope_parameters"]
+            return config | {"rope_theta": 50000.0, "rope_scaling": scaling, "max_position_embeddings": 1024}
+
+        return change
+
+    made = {f"{name}-5": newer(scaling) for name, scaling in kinds.items()}
+    if family in ("phi", "stablelm"):
+        made["share-5"] = newer({"partial_rotary_factor": 0.75})
+    made |= {f"{name}-4": older(scaling) for name, scaling in kinds.items() if name != "proportional"}
+    if nested:
+        made["both-5"] = newer(yarn, both=True)
+    return made
+
+
+def _written(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engine_tables_of(program: str, folder: Path, context: int) -> dict[str | None, Any]:
+    """Return cos and sin as vLLM or SGLang looks them up."""
+    import engine_code
+
+    return dict(engine_code.tables("sglang" if program == "sglang" else "vllm", folder, context))
+
+
+def converted_keys(root: Path, sources: Path) -> dict[str, Any]:
+    """Return the keys and factors that llama.cpp's converter writes for every folder; imports nothing of ours."""
+    sys.path[:0] = [str(sources), str(sources / "gguf-py")]
+    import gguf
+    from conversion import ModelBase, get_model_class
+    from transformers import __version__
+
+    found: dict[str, Any] = {"version": __version__}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        try:
+            hparams = ModelBase.load_hparams(folder, False)
+            converter = get_model_class(hparams["architectures"][0])
+            model = converter(folder, gguf.LlamaFileType.ALL_F32, root / "none.gguf")
+            model.set_gguf_parameters()
+            factors = [tensor.tolist() for _, tensor in model.generate_extra_tensors()]
+        except Exception as error:
+            found[folder.name] = f"{type(error).__name__}: {error}"
+            continue
+        keys = {name: part.value for keys in model.gguf_writer.kv_data for name, part in keys.items()}
+        named = {name.partition(".")[2]: value for name, value in keys.items() if ".rope." in name}
+        found[folder.name] = named | {"factors": factors[-1] if factors else None}
+    return found
+
+
+def in_engine(keys: dict[str, Any], pairs: int) -> tuple[Any, float]:
+    """Return the table of full attention that llama.cpp computes from a file's keys, as ``llama-context.cpp`` reads."""
+    import torch
+
+    from rope_patch import frequencies
+
+    theta, factor = keys.get("rope.freq_base", 10000.0), keys.get("rope.scaling.factor") or 1.0
+    attention = keys.get("rope.scaling.attn_factor", 1.0)
+    if keys.get("rope.scaling.type") == "yarn":  # yarn_attn_factor of the file is overwritten there
+        table = frequencies.yarn(
+            theta,
+            2 * pairs,
+            factor=factor,
+            context=keys["rope.scaling.original_context_length"],
+            beta_fast=keys.get("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=keys.get("rope.scaling.yarn_beta_slow", 1.0),
+        )
+        return table, attention * frequencies.yarn_scaling(factor)
+    table = frequencies.geometric(theta, 2 * pairs) / factor
+    return table if keys["factors"] is None else table / torch.tensor(keys["factors"]), attention
+
+
+def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: dict[str, Any]) -> dict[str, Any]:
+    """Compare a rule with the program on one folder."""
+    import torch
+
+    from rope_patch.exporting.audit import audit
+
+    try:
+        rows = [row for row in audit(folder, [program]).rows if row.program == program]
+    except ValueError as error:  # transformers 5 has no table to compare with
+        return {"verdict": "not read by transformers 5", "reason": _named(error, folder)}
+    if rows[0].verdict == "unverified":
+        return {"verdict": "unverified"}
+    said = rows[0].verdict
+    try:
+        worst, compared = 0.0, False
+        if program in ("transformers-4", "llama.cpp"):
+            theirs = read_there[folder.name]
+            if isinstance(theirs, str):
+                raise RuntimeError(theirs)
+        for row in rows:
+            if row.built is None:
+                continue
+            ours, scaling = row.built.inv_freq, row.built.attention_scaling
+            if program == "transformers-4":
+                numbers, factor = theirs[row.layer_type or "full_attention"]
+                other = torch.tensor(numbers)
+            elif program == "llama.cpp":
+                keys = theirs
+                if row.layer_type == "sliding_attention":  # of which a file states the base alone
+                    own = theirs.get("rope.freq_base_swa")
+                    own = own or (theirs["rope.freq_base"] if folder.name.startswith("olmo3") else 10000.0)
+                    keys = {"factors": None, "rope.freq_base": own}
+                other, factor = in_engine(keys, len(ours))
+            else:
+                length = min(row.built.positions or 256, 256)
+                tables = engine_tables_of(program, folder, length)
+                cos_sin = tables[row.layer_type] if row.layer_type in tables else tables[None]
+                angles = torch.arange(length).float()[:, None] * ours
+                expected = torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
+                worst = max(worst, float((cos_sin - expected).abs().max()))
+                compared = True
+                continue
+            if other.shape != ours.shape:
+                raise ValueError(f"WRONG: {len(other)} pairs, the rule says {len(ours)}")
+            off = ((other - ours).abs() / torch.maximum(other, ours).clamp_min(1e-20)).max()
+            worst, compared = max(worst, float(off), abs(factor - scaling)), True
+        if program in ("vllm", "vllm-0.29", "sglang") and not compared:
+            engine_tables_of(program, folder, 1)
+            return {"verdict": "WRONG", "reason": "it reads what the rule says it refuses"}
+        if not compared:
+            return {"verdict": "WRONG", "reason": "it reads what the rule says it refuses"}
+    except Exception as error:  # of a program: what it says is the result
+        reason = _named(error, folder)
+        return {"verdict": "equal" if said == "refuses" and "WRONG" not in reason else "WRONG", "reason": reason}
+    return {"verdict": "equal" if worst <= 1e-5 else "WRONG", "difference": worst, "said": said}
+
+
+def _named(error: Exception, folder: Path) -> str:
+    """Return an error in a line, without the scratch folder of this run."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".replace(f"{folder.parent}/", "")[:160]
+
+
+def main() -> None:
+    """Compare one program's rules, and put the result into the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", nargs="?")
+    parser.add_argument("--python", type=Path, help="of an environment with transformers 4.57.1")
+    parser.add_argument("--sources", type=Path, help="a checkout of llama.cpp")
+    parser.add_argument("-o", "--output", type=Path, default=HERE / "results" / "reading_rules.json")
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.read is not None:
+        read = older_tables(given.read) if given.sources is None else converted_keys(given.read, given.sources)
+        print(json.dumps(read))
+        return
+    from transformers.utils import logging
+
+    from measuring import environment
+    from rope_patch.exporting.readings import PROGRAMS
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    program, older = str(given.program), {}
+    with tempfile.TemporaryDirectory() as scratch:
+        written = list(folders(Path(scratch)))
+        if given.python is not None:
+            asked = [given.python, __file__, "--read", scratch]
+            asked += [] if given.sources is None else ["--sources", given.sources]
+            done = subprocess.run(asked, capture_output=True, text=True, check=True)
+            older = json.loads(done.stdout.splitlines()[-1])
+        rows = {folder.name: verdict(program, folder, given, older) for folder in written}
+    counts = Counter(row["verdict"] for row in rows.values())
+    print(program, dict(counts))
+    for name, row in rows.items():
+        if row["verdict"] == "WRONG":
+            print("  ", name, row)
+    report = json.loads(given.output.read_text()) if given.output.exists() else {}
+    versions = {name: environment()[name] for name in ("transformers", "torch", "rope_patch")}
+    report[program] = {"version": PROGRAMS[program].version, "environment": versions, "counts": counts, "rows": rows}
+    given.output.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""``rope-patch audit``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from rope_patch.cli.options import Checkpoint, Import, Json, print_json
+
+DISAGREE = 3
+"""Exit status where a program would compute another table."""
+
+
+def audit(
+    model: Checkpoint,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            metavar="ENGINE",
+            help="A program to compare with transformers 5: transformers-4, vllm, vllm-0.29 (vLLM up to 0.29), sglang "
+            "or llama.cpp. Repeat it for more. By default all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    imports: Import = None,
+    as_json: Json = False,
+) -> None:
+    """Show which rotary table each program will compute from a checkpoint, where they disagree, why, and what to run.
+
+    Programs read the same config.json in different ways: some ignore a factor, a share, or everything but the base,
+    without a word. For each layer type this prints the table, the factor on cos and sin and the context that
+    transformers 5, transformers 4, vLLM, SGLang and llama.cpp compute. Only the config is read, or the header of a
+    GGUF file, not the weights. For llama.cpp a folder is read as its own converter writes it.
+
+    The exit status is 0 if all programs agree and 3 if one computes something else. A program that refuses the
+    checkpoint, or whose code was not compared on such models ("unverified"), does not change it.
+
+    Example: **rope-patch audit ./llama-yarn --engine vllm**
+    """
+    from rope_patch.exporting.audit import audit as compare
+    from rope_patch.exporting.readings import PROGRAMS
+
+    audited = compare(model, engine or PROGRAMS)
+    if as_json:
+        print_json(
+            {
+                "model": audited.source,
+                "class": audited.model_class,
+                "method": audited.method,
+                "agrees": audited.agrees,
+                "rows": [row.to_dict() for row in audited.rows],
+                "notes": list(audited.notes),
+            }
+        )
+    else:
+        _print(audited)
+    if not audited.agrees:
+        raise typer.Exit(DISAGREE)
+
+
+def _print(audited: Any) -> None:
+    """Print for people: a block for each layer type, a line for each program, and what to do below."""
+    from rope_patch.exporting.readings import PROGRAMS
+
+    patched = "not patched" if audited.method is None else f"patched, {audited.method}"
+    print(f"{audited.model_class}: {patched}")
+    for kind in dict.fromkeys(row.layer_type for row in audited.rows):
+        rows = [row.to_dict() for row in audited.rows if row.layer_type == kind]
+        print(f"{kind or 'all layers'} ({_layers(rows[0]['layers'])})")
+        for row in rows:
+            known = PROGRAMS.get(row["program"])
+            name = f"{known.name if known else 'transformers 5'} ({row['version']})"
+            print(f"  {name:<24} {row['verdict']:<11} {_table(row)}".rstrip())
+    said: dict[tuple[str, ...], list[str]] = {}
+    for row in audited.rows:
+        if row.verdict != "agrees" and (row.reasons or row.fix):
+            where = f" [{row.layer_type}]" if row.layer_type else ""
+            lines = (*row.reasons, *([f"fix: {row.fix}"] if row.fix else []))
+            name = f"{PROGRAMS[row.program].name} ({PROGRAMS[row.program].version})"
+            said.setdefault(lines, []).append(f"{name}{where}")
+    for lines, names in said.items():
+        print(f"{', '.join(dict.fromkeys(names))}:")
+        for line in lines:
+            print(f"  {line}")
+    for note in audited.notes:
+        print(f"note: {note}")
+
+
+def _table(row: dict[str, Any]) -> str:
+    """Describe a table in a few words; nothing where there is none."""
+    if row["table"] is None:
+        return ""
+    off = row["largest_relative_difference"]
+    apart = ", another number of pairs" if off is None else f", up to {off:.2%} off" if off > 1e-5 else ""
+    positions = row["positions"]
+    short = f", {positions} positions" if positions is not None and positions < row["context"] else ""
+    return (
+        f"table {row['table']}{apart}; {row['pairs']} pairs ({row['unrotated']} unrotated), factor on cos and sin "
+        f"{row['attention_scaling']:.6g}, context {row['context']}{short}"
+    )
+
+
+def _layers(indices: list[int]) -> str:
+    """Write layer indices as ranges.
+
+    >>> _layers([0, 1, 2, 4])
+    'layers 0-2, 4'
+    """
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    written = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"layer{'s' * (len(indices) != 1)} {written}"

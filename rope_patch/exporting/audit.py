@@ -1,0 +1,262 @@
+"""``rope-patch audit``: what each program will compute from a folder or GGUF file, and where they disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from rope_patch import frequencies
+from rope_patch.checkpoints.gguf_file import open_gguf
+from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, sliding_base
+from rope_patch.checkpoints.reading import building, config_json, load_config
+from rope_patch.exporting.engines import check
+from rope_patch.exporting.readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
+from rope_patch.exporting.rules import Built, relative_difference
+from rope_patch.files import is_gguf
+from rope_patch.patching.encoding import OLDER_FAIL, older_keys, text_part
+from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.verify import Inspection, inspect_model
+from rope_patch.tables import RotaryTable
+
+AGREES, DIFFERS, REFUSES, UNVERIFIED = "agrees", "differs", "refuses", "unverified"
+REFERENCE = "reference"
+OURS = "transformers-5"
+
+
+@dataclass(frozen=True, eq=False)
+class AuditRow:
+    """What one program computes for the layers of one table.
+
+    Attributes:
+        program: key of ``PROGRAMS``, or ``OURS``.
+        layer_type: None where all layers share a table.
+        layers: their indices, from 0.
+        verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (it raises) or ``"unverified"``; ``"reference"`` of
+            transformers 5.
+        built: the table; None where the program refuses or is unverified.
+        difference: the largest relative difference of a frequency from transformers 5's, as a share of the larger of
+            the two: 1 where only one of them rotates a pair. None where the numbers of pairs differ, or no table is.
+        reasons: of the difference, a sentence each.
+        fix: what to run; None where nothing needs to be done.
+    """
+
+    program: str
+    layer_type: str | None
+    layers: tuple[int, ...]
+    verdict: str
+    built: Built | None = None
+    difference: float | None = None
+    reasons: tuple[str, ...] = ()
+    fix: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        known, built = PROGRAMS.get(self.program), self.built
+        return {
+            "program": self.program,
+            "version": known.version if known else transformers.__version__,
+            "layer_type": self.layer_type,
+            "layers": list(self.layers),
+            "verdict": self.verdict,
+            "table": None if built is None else frequencies.fingerprint(built.inv_freq, built.attention_scaling),
+            "pairs": None if built is None else len(built.inv_freq),
+            "unrotated": None if built is None else int(frequencies.unrotated(built.inv_freq).sum()),
+            "largest_relative_difference": self.difference,
+            "attention_scaling": None if built is None else built.attention_scaling,
+            "context": None if built is None else built.context,
+            "positions": None if built is None else built.positions,
+            "reasons": list(self.reasons),
+            "fix": self.fix,
+        }
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What every program computes from one checkpoint.
+
+    Attributes:
+        source: the folder, hub id or file.
+        model_class: as transformers 5 loads it.
+        method: the patch that its record names, if there is one.
+        rows: of transformers 5 first, then of each program.
+        notes: what is unusual about the checkpoint, a sentence each.
+    """
+
+    source: str
+    model_class: str
+    method: str | None
+    rows: tuple[AuditRow, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no program computes something else; those that refuse, or are unverified, compute nothing."""
+        return all(row.verdict != DIFFERS for row in self.rows)
+
+
+def audit(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> Audit:
+    """Compare what programs compute from a checkpoint with what transformers 5 does; no weights are loaded.
+
+    Args:
+        source: folder, hub id or GGUF file.
+        programs: keys of :data:`~rope_patch.exporting.readings.PROGRAMS`.
+
+    Raises:
+        OSError: nothing that can be read.
+        ValueError: an adapter, an unknown program, or a model whose rotary table cannot be read.
+    """
+    programs = tuple(programs)
+    for name in programs:
+        if name not in PROGRAMS:
+            raise ValueError(f"unknown engine {name!r}. Known: {', '.join(PROGRAMS)}")
+    return _of_gguf(source, programs) if is_gguf(source) else _of_folder(source, programs)
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
+    config = load_config(source)
+    with torch.device("meta"), building(source):
+        model = AutoModelForCausalLM.from_config(config)
+    found = inspect_model(model)
+    text = find_rotary(model).config
+    stated = StatedConfig(
+        model_type=str(text.model_type),
+        outer_type=str(config.model_type),
+        raw=text_part(config_json(source)),
+        complete=text.to_dict(),
+        tables={table.layer_type: table for table in found.tables},
+    )
+    layers = _layers(stated)
+    rows = _own_rows(found, layers)
+    for name in programs:
+        reading = reading_of(name, stated)
+        rows += _rows(name, reading, stated.tables, layers, _fix(source, name, stated))
+    return Audit(str(source), found.model_class, found.method, tuple(rows), found.warnings)
+
+
+def _layers(stated: StatedConfig) -> dict[str | None, tuple[int, ...]]:
+    """Return the layers of each table."""
+    count = int(stated.complete["num_hidden_layers"])
+    types = stated.complete.get("layer_types") or [None] * count
+    return {kind: tuple(i for i in range(count) if kind in (None, types[i])) for kind in stated.tables}
+
+
+def _own_rows(found: Inspection, layers: Mapping[str | None, tuple[int, ...]]) -> list[AuditRow]:
+    return [
+        AuditRow(OURS, table.layer_type, layers[table.layer_type], REFERENCE, _built(table), 0.0)
+        for table in found.tables
+    ]
+
+
+def _built(table: RotaryTable) -> Built:
+    return Built(table.inv_freq, table.attention_scaling, table.max_position_embeddings)
+
+
+def _rows(
+    program: str,
+    reading: Reading,
+    tables: Mapping[str | None, RotaryTable],
+    layers: Mapping[str | None, tuple[int, ...]],
+    fix: str,
+) -> list[AuditRow]:
+    if (reason := reading.refused or reading.unverified) is not None:
+        verdict = REFUSES if reading.refused else UNVERIFIED
+        remedy = fix if reading.refused else None
+        return [AuditRow(program, kind, layers[kind], verdict, reasons=(reason,), fix=remedy) for kind in tables]
+    return [_row(program, built, tables[kind], layers[kind], fix) for kind, built in reading.tables.items()]
+
+
+def _row(program: str, built: Built, table: RotaryTable, layers: tuple[int, ...], fix: str) -> AuditRow:
+    difference = relative_difference(built.inv_freq, table.inv_freq)
+    if built.is_table(table):
+        return AuditRow(program, table.layer_type, layers, AGREES, built, difference)
+    pairs = f"it rotates {len(built.inv_freq)} pairs of features, and transformers 5 {table.pairs}"
+    reasons = (*([pairs] if difference is None else []), *built.reasons)
+    return AuditRow(program, table.layer_type, layers, DIFFERS, built, difference, reasons, fix)
+
+
+def _fix(source: str | Path, program: str, stated: StatedConfig) -> str:
+    """Return the command that makes a program compute these tables, or why there is none."""
+    tables = list(stated.tables.values())
+    if program == "llama.cpp":
+        return _llama_cpp_fix(source, stated)
+    if program == "transformers-4":
+        if OLDER_FAIL in older_keys(stated.model_type, stated.complete["rope_parameters"]).values():
+            return "none: it has no keys for such tables, so that transformers 5 is needed"
+        return f"rope-patch export {source} --to hf -o FOLDER"
+    engine = program.partition("-")[0]
+    try:
+        check(engine, stated.model_type, tables)
+    except ValueError as error:
+        return f"none: {error}"
+    return f"rope-patch export {source} --to {engine} -o FOLDER"
+
+
+def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
+    try:
+        graph = graph_of(stated.model_type)
+    except ValueError as error:
+        return f"none: {error}"
+    if len(stated.tables) > 1 and graph.architecture != "gemma4":
+        return "none: a GGUF file holds one table, and this model has one for each layer type"
+    base = "" if graph.architecture == "llama" else " --gguf BASE.gguf"
+    return f"rope-patch export {source} --to gguf{base} -o FILE.gguf"
+
+
+# --- GGUF files ------------------------------------------------------------------------------------------------------
+
+
+def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
+    """Compare the one table of a file, as llama.cpp uses it, with the one that transformers reads of the file."""
+    found, layered = read_gguf(source), _sliding(source)
+    with building(source), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(source))
+    plain = inspect_model(model)
+    tables = {table.layer_type: table for table in plain.tables}
+    count = int(find_rotary(model).config.num_hidden_layers)
+    types = getattr(find_rotary(model).config, "layer_types", None) or [None] * count
+    layers = {kind: tuple(i for i in range(count) if kind in (None, types[i])) for kind in tables}
+    rows = _own_rows(plain, layers)
+    for name in programs:
+        if name != "llama.cpp":
+            reason = "what it reads of a GGUF file was not compared"
+            rows += _rows(name, Reading(unverified=reason), tables, layers, "")
+            continue
+        for kind, table in tables.items():
+            built = layered if kind == SLIDING and layered is not None else _built(found.tables[0])
+            row = _row(name, built, table, layers[kind], _gguf_fix(source, kind))
+            rows.append(row if row.verdict == AGREES else _with_reasons(row, kind))
+    return Audit(str(source), found.model_class, found.method, tuple(rows), found.warnings)
+
+
+def _with_reasons(row: AuditRow, kind: str | None) -> AuditRow:
+    reasons = ["transformers reads the base and the context of a GGUF file, and no factors, scaling or record"]
+    if kind == SLIDING and row.built is not None and row.built.attention_scaling != 1.0:
+        reasons = ["llama.cpp has one factor on cos and sin for all layers, so that the sliding ones are scaled, too"]
+    return AuditRow(
+        row.program, row.layer_type, row.layers, row.verdict, row.built, row.difference, tuple(reasons), row.fix
+    )
+
+
+def _gguf_fix(source: str | Path, kind: str | None) -> str:
+    if kind == SLIDING:
+        return "none in this file: give the model a method without a factor on cos and sin, such as pi or abf"
+    return f"rope_patch.load({str(source)!r}) reads the whole table"
+
+
+def _sliding(source: str | Path) -> Built | None:
+    """Return the table that llama.cpp uses for sliding layers: plain, under the factor of all layers."""
+    opened = open_gguf(source)
+    if opened.value("general.architecture") not in LAYERED:
+        return None
+    table = read_gguf(source).tables[0]
+    base = sliding_base(source) or 1e4
+    return Built(frequencies.geometric(base, table.rotary_dim), table.attention_scaling, table.max_position_embeddings)

@@ -1,0 +1,280 @@
+"""What each program makes of a whole checkpoint config: a table, a factor and a context for each layer type.
+
+A program reads the config in its own way before it builds a table: transformers 4 from keys at the top, vLLM and SGLang
+from what transformers 5 completes, llama.cpp from what its converter writes into a GGUF file; and some model classes
+leave things out. Only families on which that was compared with the program's own code have a rule; for any other, a
+program is "unverified", and nothing is guessed. These are functions of dictionaries, without models;
+:mod:`~rope_patch.exporting.rules` builds the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from rope_patch import frequencies
+from rope_patch.exporting.engines import ENGINES
+from rope_patch.exporting.rules import DIALECTS, SHARE, Built, RefusesError, build
+from rope_patch.tables import RotaryTable
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program whose reading of a config is known.
+
+    Attributes:
+        name: as its users write it.
+        version: the one whose code was compared.
+        families: model types on which it was.
+        note: what a reader should know of the version.
+    """
+
+    name: str
+    version: str
+    families: frozenset[str]
+    note: str = ""
+
+
+_OLDER = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "olmo3"), (1e4, 1.0)),
+    "gemma3_text": (1e6, 1.0),
+    "phi": (1e4, 0.5),
+    "stablelm": (1e4, 0.25),
+    "gpt_neox": (1e4, 0.25),
+}
+"""The base and the share of a head that transformers 4.57.1 takes where a config states none."""
+
+_NO_KEYS = ("gemma", "gemma2")
+"""Families whose converter in llama.cpp writes nothing of the table, not even its base."""
+
+_CONVERTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "olmo3", *_NO_KEYS})
+
+PROGRAMS: dict[str, Program] = {
+    "transformers-4": Program("transformers 4", "4.57.1", frozenset(_OLDER)),
+    "vllm": Program(
+        "vLLM",
+        ENGINES["vllm"].version,
+        ENGINES["vllm"].reads,
+        "after PR #56446, which made it obey attention_factor, mscale and mscale_all_dim of YaRN (from 0.30.0 on)",
+    ),
+    "vllm-0.29": Program(
+        "vLLM",
+        "0.29.0",
+        ENGINES["vllm"].reads,
+        "before PR #56446: it computes YaRN's factor itself, and multiplies it by attn_factor",
+    ),
+    "sglang": Program(
+        "SGLang", ENGINES["sglang"].version, ENGINES["sglang"].reads, "with transformers 5.19, which it asks for"
+    ),
+    "llama.cpp": Program("llama.cpp", "0c1e57098", _CONVERTED, "through its own converter, convert_hf_to_gguf.py"),
+}
+"""By the name that ``rope-patch audit --engine`` takes."""
+
+
+@dataclass(frozen=True)
+class StatedConfig:
+    """A checkpoint's config, as it is written and as transformers 5 completes it.
+
+    Attributes:
+        model_type: of the text decoder.
+        outer_type: of the whole checkpoint: another for a multimodal one.
+        raw: the text part of config.json.
+        complete: the text config as transformers 5 writes it.
+        tables: what transformers 5 computes, by layer type.
+    """
+
+    model_type: str
+    outer_type: str
+    raw: Mapping[str, Any]
+    complete: Mapping[str, Any]
+    tables: Mapping[str | None, RotaryTable]
+
+    @property
+    def context(self) -> int:
+        """The context that the config states [tokens]."""
+        return next(iter(self.tables.values())).max_position_embeddings
+
+    def head_dim(self, kind: str | None) -> int:
+        """Return the features of a head, of Gemma 4 by layer type."""
+        if self.model_type == "gemma4_text":
+            return self.tables[kind].rotary_dim
+        stated = self.complete.get("head_dim")
+        return int(stated or self.complete["hidden_size"] // self.complete["num_attention_heads"])
+
+    def parameters(self, kind: str | None) -> Mapping[str, Any]:
+        """Return the ``rope_parameters`` of a layer type, as transformers 5 completes them."""
+        every: Mapping[str, Any] = self.complete["rope_parameters"]
+        return every if kind is None else every[kind]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a program makes of a config.
+
+    Attributes:
+        tables: by layer type; empty where it refuses the config or is not verified.
+        refused: why it raises, None where it does not.
+        unverified: why nothing is known, None where something is.
+    """
+
+    tables: Mapping[str | None, Built] = field(default_factory=dict)
+    refused: str | None = None
+    unverified: str | None = None
+
+
+def reading_of(program: str, stated: StatedConfig) -> Reading:
+    """Return what a program computes from a config.
+
+    Args:
+        program: key of :data:`PROGRAMS`.
+        stated: the config.
+    """
+    known = PROGRAMS[program]
+    if stated.outer_type != stated.model_type:
+        return Reading(unverified=f"{stated.outer_type} checkpoints were not compared, {stated.model_type} alone was")
+    refused = ENGINES[program].refused.get(stated.model_type) if program in ENGINES else None
+    if refused:
+        return Reading(refused=refused)
+    if stated.model_type not in known.families:
+        return Reading(unverified=f"its code for {stated.model_type} was not compared")
+    if any(_switches(stated.parameters(kind)) for kind in stated.tables):
+        return Reading(
+            unverified="the table changes with the length of the text: there is no one table to compare. Fix it "
+            "with rope-patch apply MODEL default --freeze-at LENGTH -o FOLDER"
+        )
+    read = {"transformers-4": _older, "sglang": _sglang, "llama.cpp": _llama_cpp}.get(program, _vllm)
+    try:
+        return Reading({kind: read(program, stated, kind) for kind in stated.tables})
+    except RefusesError as error:
+        return Reading(refused=str(error))
+
+
+def _switches(parameters: Mapping[str, Any]) -> bool:
+    kind = parameters.get("rope_type", "default")
+    if kind == "longrope":
+        return bool(parameters["short_factor"] != parameters["long_factor"])
+    return bool(kind == "dynamic")
+
+
+def _plain(theta: float, rotary_dim: int, context: int, *reasons: str, attention: float = 1.0) -> Built:
+    inv_freq: Tensor = frequencies.geometric(float(theta), rotary_dim)
+    return Built(inv_freq, attention, context, None, reasons)
+
+
+# --- vLLM and SGLang, which load the config through transformers 5 ---------------------------------------------------
+
+
+def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
+    parameters, head_dim = stated.parameters(kind), stated.head_dim(kind)
+    share = parameters.get(SHARE, 1.0)
+    built = build(parameters, int(head_dim * share), stated.context, DIALECTS[program], head_dim=head_dim)
+    if len(built.inv_freq) != stated.tables[kind].pairs:
+        reason = f"it obeys {SHARE} {share:g}, which transformers ignores on {stated.model_type}"
+        return Built(built.inv_freq, built.attention_scaling, built.context, built.positions, (reason, *built.reasons))
+    return built
+
+
+def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
+    parameters, table = stated.parameters(kind), stated.tables[kind]
+    if (stated.model_type, kind) in ENGINES["sglang"].base_only:
+        scaled = parameters.get("rope_type", "default") != "default"
+        where = f"the {kind} layers of {stated.model_type}" if kind else f"{stated.model_type} models"
+        reasons = [f"it reads nothing but rope_theta on {where}, and computes plain RoPE"] * scaled
+        dims = table.rotary_dim
+        if stated.model_type in ("phi", "stablelm"):
+            share = stated.raw.get(SHARE, _OLDER[stated.model_type][1])
+            dims = int(stated.head_dim(kind) * share)
+            if share != parameters.get(SHARE, 1.0):
+                reasons.append(f"it reads {SHARE} at the top of config.json alone, and takes {share:g}")
+        return _plain(parameters["rope_theta"], dims, stated.context, *reasons)
+    if stated.model_type == "gemma3_text":  # its model calls transformers' own functions, on one dictionary
+        return build(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
+    return build(parameters, table.rotary_dim, stated.context, DIALECTS[program])
+
+
+# --- transformers 4, which reads keys at the top of config.json ------------------------------------------------------
+
+
+def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
+    raw, family = stated.raw, stated.model_type
+    base, share = _OLDER[family]
+    names = ("rotary_emb_base", "rotary_pct") if family == "gpt_neox" else ("rope_theta", SHARE)
+    theta, share = raw.get(names[0], base), raw.get(names[1], share)
+    missing = "rope_theta" not in raw and names[0] not in raw
+    scaling = raw.get("rope_scaling") or {"rope_type": "default"}
+    if family == "phi3" and len(scaling) != 3 and "rope_scaling" in raw:
+        raise RefusesError("it takes a rope_scaling of Phi-3 with three keys alone, and fails on this one")
+    if kind == SLIDING:
+        scaling = {"rope_type": "default"}
+        if family == "gemma3_text":
+            theta = raw.get("rope_local_base_freq", 1e4)
+            missing = "rope_local_base_freq" not in raw
+    reasons = []
+    if missing and "rope_parameters" in raw:
+        reasons.append(
+            f"it reads rope_theta and rope_scaling at the top of config.json, and not rope_parameters: its base is "
+            f"{base:g}, and it scales nothing"
+        )
+    elif kind == SLIDING:
+        reasons.append("it has one scaling, for full attention: its sliding layers are plain")
+    elif "rope_scaling" not in raw:
+        reasons.append("it reads rope_scaling at the top of config.json, which is not there, and scales nothing")
+    dims = int(stated.head_dim(kind) * share)
+    parameters = {**scaling, "rope_theta": theta}
+    if scaling.get("rope_type") == "longrope":
+        parameters.pop("original_max_position_embeddings", None)
+        if original := raw.get("original_max_position_embeddings"):
+            parameters["original_max_position_embeddings"] = original
+    context = int(raw.get("max_position_embeddings", stated.context))
+    built = build(parameters, dims, context, DIALECTS[program])
+    return Built(built.inv_freq, built.attention_scaling, context, None, (*reasons, *built.reasons))
+
+
+# --- llama.cpp, by way of the keys that its converter writes ---------------------------------------------------------
+
+
+def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
+    raw, family = stated.raw, stated.model_type
+    context, table = stated.context, stated.tables[kind]
+    if family in _NO_KEYS:
+        reason = f"its converter writes no base and no scaling for {family}: it takes 10000, and scales nothing"
+        return _plain(1e4, stated.head_dim(kind), context, reason)
+    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    if not any(name in parameters for name in (FULL, SLIDING)):
+        local = raw.get("rope_local_base_freq")
+        parameters = {**parameters, SLIDING: {"rope_theta": local}} if local is not None else parameters
+        for key in ("rope_theta", SHARE, "original_max_position_embeddings"):
+            if raw.get(key) is not None:
+                parameters.setdefault(key, raw[key])
+    full = {"rope_theta": 1e6 if family == "gemma3_text" else 1e4, **(parameters.get(FULL) or parameters)}
+    sliding = parameters.get(SLIDING) or {}
+    if kind == SLIDING:
+        default = 1e4 if family == "gemma3_text" else full["rope_theta"]
+        scaled = sliding.get("rope_type", "default") != "default"
+        said = ["its sliding layers are plain: it has no keys for their scaling"] * scaled
+        return _plain(sliding.get("rope_theta", default), stated.head_dim(kind), context, *said)
+    if family == "phi3":
+        return _phi3_converted(full, table, context)
+    dialect = DIALECTS[program]
+    if full.get("rope_type") == "llama3" and family in ("llama", "mistral"):  # whose converter writes factors
+        dialect = replace(dialect, types=dialect.types | {"llama3"}, ignored=dialect.ignored - {"llama3"})
+    return build(full, stated.head_dim(kind), context, dialect)
+
+
+def _phi3_converted(parameters: Mapping[str, Any], table: RotaryTable, context: int) -> Built:
+    """Return what the converter's factors for Phi-3 give: its own factor on cos and sin, and no other type."""
+    if "original_max_position_embeddings" not in parameters:
+        raise RefusesError("its converter fails on a Phi-3 config without original_max_position_embeddings")
+    if parameters.get("rope_type", "default") != "longrope":
+        return _plain(
+            parameters["rope_theta"], table.rotary_dim, context, "its converter reads longrope alone on Phi-3"
+        )
+    own = {key: value for key, value in parameters.items() if key not in ("attention_factor", "long_mscale")}
+    built = build(own, table.rotary_dim, context, DIALECTS["vllm"])
+    reason = "its converter ignores attention_factor of longrope, and computes one from the contexts"
+    return Built(built.inv_freq, built.attention_scaling, context, None, (reason,))

@@ -1,0 +1,288 @@
+"""How other programs build a rotary table from ``rope_parameters``: the one place where their rules are written.
+
+Every program has a function from a dictionary to a table, transformers' own under another name, and each leaves out or
+adds something. :data:`DIALECTS` says what, with the version whose code was run or read. ``encodings`` asks it which
+encoding all engines read alike, and ``readings`` what each makes of a whole config. The functions are pure.
+
+*Sources*: transformers 4.57.1 ``modeling_rope_utils.py``; vLLM 0.29.0 and 0.33.0
+``model_executor/layers/rotary_embedding/__init__.py`` (``get_rope``) and ``yarn_scaling_rope.py``; SGLang 0.5.23
+``srt/layers/rotary_embedding/factory.py`` and ``yarn.py``; llama.cpp 0c1e57098 ``conversion/base.py``, which writes the
+keys of a GGUF file, and ``src/llama-context.cpp``, which reads them. ``benchmarks/reading_rules.py`` compares what is
+computed here with what their own code computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rope_patch import frequencies
+from rope_patch.tables import RotaryTable
+
+SHARE = "partial_rotary_factor"
+_MSCALE = ("mscale", "mscale_all_dim")
+
+
+class RefusesError(ValueError):
+    """A program that raises at a config instead of computing a table; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a program's own functions build a table.
+
+    Attributes:
+        types: the rope types it knows; at others it raises.
+        ignored: rope types that it reads as plain RoPE, without a word.
+        yarn_keys: the keys by which it lets a config state YaRN's factor on cos and sin.
+        longrope_keys: the same of longrope.
+        proportional_share: whether it obeys the share of ``proportional``.
+        zero_share: whether it takes a share of 0.
+        truncates: whether it obeys ``truncate`` of YaRN; otherwise the ends of the ramp are always rounded.
+        counts_positions: whether it holds tables of as many positions as it computes from the type, and no more.
+        multiplies: rope types whose ``factor`` it multiplies the stated context by.
+    """
+
+    types: frozenset[str]
+    ignored: frozenset[str] = frozenset()
+    yarn_keys: frozenset[str] = frozenset()
+    longrope_keys: frozenset[str] = frozenset()
+    proportional_share: bool = True
+    zero_share: bool = True
+    truncates: bool = True
+    counts_positions: bool = True
+    multiplies: frozenset[str] = frozenset()
+
+
+TOLERANCE = 1e-5
+"""Relative: what float32 and another order of operations make of one formula."""
+
+_ALL = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
+_STRETCHED = frozenset({"linear", "proportional"})
+_SHORT_LONG = frozenset({"short_mscale", "long_mscale"})
+
+DIALECTS: dict[str, Dialect] = {
+    "transformers-5": Dialect(
+        _ALL,
+        yarn_keys=frozenset({"attention_factor", *_MSCALE}),
+        longrope_keys=frozenset({"attention_factor"}),
+        counts_positions=False,
+    ),
+    "transformers-4": Dialect(
+        _ALL - {"proportional"},
+        yarn_keys=frozenset({"attention_factor", *_MSCALE}),
+        longrope_keys=frozenset({"attention_factor"}),
+        counts_positions=False,
+    ),
+    "vllm": Dialect(
+        _ALL,
+        yarn_keys=frozenset({"attention_factor", *_MSCALE}),
+        longrope_keys=_SHORT_LONG,
+        zero_share=False,
+        multiplies=_STRETCHED,
+    ),
+    "vllm-0.29": Dialect(
+        _ALL,
+        yarn_keys=frozenset({"attn_factor", "apply_yarn_scaling"}),
+        longrope_keys=_SHORT_LONG,
+        zero_share=False,
+        multiplies=_STRETCHED,
+    ),
+    "sglang": Dialect(
+        _ALL,
+        yarn_keys=frozenset({"attn_factor", *_MSCALE}),
+        longrope_keys=_SHORT_LONG,
+        proportional_share=False,
+        multiplies=_STRETCHED,
+    ),
+    "llama.cpp": Dialect(
+        frozenset({"default", "linear", "yarn"}),
+        ignored=frozenset({"llama3", "longrope", "proportional", "dynamic"}),
+        truncates=False,
+        counts_positions=False,
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A table as a program builds it.
+
+    Attributes:
+        inv_freq: (pairs,) float32 [rad/token].
+        attention_scaling: factor on cos and sin.
+        context: the context that the program derives [tokens].
+        positions: how many positions its table holds; None where it has no end [tokens].
+        reasons: what it read otherwise than transformers 5, a sentence each; they explain a difference where one is.
+    """
+
+    inv_freq: Tensor
+    attention_scaling: float
+    context: int
+    positions: int | None = None
+    reasons: tuple[str, ...] = ()
+
+    def is_table(self, table: RotaryTable) -> bool:
+        """Tell whether this is a table of transformers 5, over the whole context that the config states."""
+        difference = relative_difference(self.inv_freq, table.inv_freq)
+        return (
+            difference is not None
+            and difference <= TOLERANCE
+            and abs(self.attention_scaling - table.attention_scaling) <= TOLERANCE
+            and self.context == table.max_position_embeddings
+            and (self.positions is None or self.positions >= table.max_position_embeddings)
+        )
+
+
+def relative_difference(theirs: Tensor, ours: Tensor) -> float | None:
+    """Return the largest difference of two tables, as a share of the larger frequency; None where lengths differ.
+
+    >>> import torch
+    >>> relative_difference(torch.tensor([1.0, 0.5]), torch.tensor([1.0, 0.25]))
+    0.5
+    """
+    if theirs.shape != ours.shape:
+        return None
+    one, other = (frequencies.zero_unrotated(table.float().cpu()).double() for table in (theirs, ours))
+    larger = one.maximum(other)
+    return float(((one - other).abs() / larger.clamp_min(frequencies.UNROTATED)).max())
+
+
+def build(
+    parameters: Mapping[str, Any], rotary_dim: int, context: int, dialect: Dialect, *, head_dim: int | None = None
+) -> Built:
+    """Build the table of one dictionary of ``rope_parameters`` as a program does.
+
+    Args:
+        parameters: for one layer type, with ``rope_theta``.
+        rotary_dim: features of a head that rotate.
+        context: ``max_position_embeddings`` of the config [tokens].
+        dialect: of :data:`DIALECTS`.
+        head_dim: features of a head, over which ``proportional`` is computed; by default ``rotary_dim``.
+
+    Raises:
+        RefusesError: the program raises.
+        KeyError: a key is missing without which neither it nor transformers can build the type.
+    """
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    theta = parameters["rope_theta"]
+    if not isinstance(theta, int | float) or isinstance(theta, bool):
+        raise RefusesError(f"the base of its table is {theta!r}, which is no number, and it fails on it")
+    if kind in dialect.ignored:
+        plain = frequencies.geometric(float(theta), rotary_dim)
+        return Built(plain, 1.0, context, None, (f"it does not read the type {kind}, and computes plain RoPE",))
+    if kind not in dialect.types:
+        raise RefusesError(f"it does not know the rope type {kind!r}, and fails on it")
+    reasons: list[str] = []
+    attention, positions = 1.0, context
+    if kind == "yarn":
+        inv_freq = _yarn(parameters, float(theta), rotary_dim, context, dialect, reasons)
+        attention = _yarn_factor(parameters, dialect, reasons)
+        positions = int(parameters["factor"] * _original(parameters, context))
+        if dialect.counts_positions and positions < context:
+            reasons.append(
+                f"its table holds factor times original_max_position_embeddings, {positions} positions, and no more"
+            )
+    elif kind == "longrope":
+        inv_freq = frequencies.longrope(float(theta), parameters["long_factor"])
+        attention = _longrope_factor(parameters, context, dialect, reasons)
+    elif kind == "proportional":
+        inv_freq = _proportional(parameters, float(theta), head_dim or rotary_dim, dialect, reasons)
+    else:
+        inv_freq = frequencies.geometric(float(theta), rotary_dim)
+        if kind == "linear":
+            inv_freq = inv_freq / parameters["factor"]
+        elif kind == "llama3":
+            inv_freq = frequencies.llama3(
+                inv_freq,
+                factor=parameters["factor"],
+                low_freq_factor=parameters["low_freq_factor"],
+                high_freq_factor=parameters["high_freq_factor"],
+                context=_original(parameters, context),
+            )
+    stretched = context
+    if kind in dialect.multiplies and parameters.get("factor", 1.0) != 1.0:
+        stretched = int(context * parameters["factor"])
+        reasons.append(f"it multiplies the context that the config states by the factor of {kind}")
+        positions = max(positions, stretched)
+    counted = positions if dialect.counts_positions else None
+    return Built(frequencies.zero_unrotated(inv_freq), attention, stretched, counted, tuple(reasons))
+
+
+def _original(parameters: Mapping[str, Any], context: int) -> int:
+    return int(parameters.get("original_max_position_embeddings") or context)
+
+
+def _yarn(
+    parameters: Mapping[str, Any], theta: float, rotary_dim: int, context: int, dialect: Dialect, reasons: list[str]
+) -> Tensor:
+    truncate = bool(parameters.get("truncate", True))
+    if not truncate and not dialect.truncates:
+        reasons.append("it rounds the ends of YaRN's ramp, whatever truncate says")
+        truncate = True
+    return frequencies.yarn(
+        theta,
+        rotary_dim,
+        factor=parameters["factor"],
+        context=_original(parameters, context),
+        beta_fast=parameters.get("beta_fast") or 32,
+        beta_slow=parameters.get("beta_slow") or 1,
+        truncate=truncate,
+    )
+
+
+def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
+    """Return YaRN's factor on cos and sin, from the keys that the program obeys."""
+    obeyed = {key: parameters[key] for key in dialect.yarn_keys if parameters.get(key) is not None}
+    stated = [key for key in ("attention_factor", *_MSCALE) if parameters.get(key) is not None]
+    left_out = [key for key in stated if key not in obeyed]
+    if left_out:
+        reasons.append(f"it ignores {' and '.join(left_out)} of YaRN, and computes 0.1 ln(factor) + 1")
+    if added := [key for key in ("attn_factor", "apply_yarn_scaling") if key in obeyed]:
+        reasons.append(f"it obeys {' and '.join(added)}, which transformers does not know")
+    if "attention_factor" in obeyed:
+        return float(obeyed["attention_factor"])
+    both = _MSCALE if all(key in obeyed for key in _MSCALE) else ()
+    scaled = obeyed.get("apply_yarn_scaling", True)
+    factor = frequencies.yarn_scaling(parameters["factor"], *(obeyed[key] for key in both)) if scaled else 1.0
+    return float(factor * obeyed.get("attn_factor", 1.0))
+
+
+def _longrope_factor(parameters: Mapping[str, Any], context: int, dialect: Dialect, reasons: list[str]) -> float:
+    """Return longrope's factor on cos and sin: the one stated, or the one that the contexts imply."""
+    if "attention_factor" in dialect.longrope_keys and parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    if "long_mscale" in dialect.longrope_keys:
+        if parameters.get("long_mscale") is not None:
+            return float(parameters["long_mscale"])
+        if parameters.get("attention_factor") is not None:
+            reasons.append(
+                "it ignores attention_factor of longrope: without short_mscale and long_mscale it computes a factor "
+                "from max_position_embeddings over original_max_position_embeddings"
+            )
+    original = _original(parameters, context)
+    grown = context / original
+    if "attention_factor" in dialect.longrope_keys and "original_max_position_embeddings" not in parameters:
+        grown = float(parameters.get("factor") or 1.0)
+    return math.sqrt(1 + math.log(grown) / math.log(original)) if grown > 1 else 1.0
+
+
+def _proportional(
+    parameters: Mapping[str, Any], theta: float, head_dim: int, dialect: Dialect, reasons: list[str]
+) -> Tensor:
+    inv_freq = frequencies.geometric(theta, head_dim)
+    share = parameters.get(SHARE, 1.0)
+    if parameters.get("factor", 1.0) != 1.0:
+        reasons.append("it ignores the factor of proportional")
+    if not dialect.proportional_share:
+        if share != 1.0:
+            reasons.append(f"it ignores the share {share:g} of p-RoPE (proportional), and rotates every pair")
+        return inv_freq
+    if share <= 0 and not dialect.zero_share:
+        raise RefusesError(f"it does not take a {SHARE} of {share:g}")
+    inv_freq[int(head_dim * share) // 2 :] = 0.0
+    return inv_freq

@@ -1,0 +1,242 @@
+"""What each program reads of a checkpoint: prepared folders whose tables are known, and the rules against the report.
+
+The rules themselves are held against the programs' own code by ``benchmarks/reading_rules.py``, which needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import fail
+from tiny import ARCHITECTURES, SIZE, YARN, tiny_model
+from transformers import AutoModelForCausalLM, GraniteConfig
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.checkpoints.gguf_file import Key, write_gguf
+from rope_patch.cli import app as cli
+from rope_patch.exporting import export
+from rope_patch.exporting.audit import audit
+from rope_patch.exporting.readings import PROGRAMS
+
+SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "reading_rules.json"
+BUNDLED = rope_patch.data_path("assets") / "llama"
+
+
+def written(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """A checkpoint as plain transformers saves it, with other keys in its config.json."""
+    tiny_model(family).save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def patched(folder: Path, method: str, family: str = "llama", **options: Any) -> Path:
+    model = tiny_model(family)
+    rope_patch.apply(model, method, **options)
+    rope_patch.save(model, folder)
+    return folder
+
+
+def rows(source: Path, program: str) -> dict[str | None, Any]:
+    return {row.layer_type: row for row in audit(source, [program]).rows if row.program == program}
+
+
+def verdicts(source: Path) -> dict[str, str]:
+    return {row.program: row.verdict for row in audit(source).rows if row.layer_type is None}
+
+
+def test_a_plain_table_is_read_alike_by_all(tmp_path):
+    # transformers 5 writes the base into rope_parameters alone, and 10000 is what transformers 4 takes without one
+    assert set(verdicts(written(tmp_path / "plain")).values()) == {"reference", "agrees"}
+
+
+def test_a_factor_that_vllm_ignores_is_caught(tmp_path):
+    folder = written(tmp_path / "yarn", rope_parameters=YARN | {"attention_factor": 1.5}, max_position_embeddings=256)
+    older = rows(folder, "vllm-0.29")[None]
+    assert older.verdict == "differs"
+    assert older.difference == 0.0  # the frequencies are those of YaRN all the same
+    assert older.built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    assert "ignores attention_factor" in older.reasons[0]
+    assert older.fix == f"rope-patch export {folder} --to vllm -o FOLDER"
+    newer = rows(folder, "vllm")[None]  # from 0.30.0 on, by PR #56446
+    assert (newer.verdict, newer.built.attention_scaling) == ("agrees", 1.5)
+    export(folder, tmp_path / "out", to="vllm")
+    assert rows(tmp_path / "out", "vllm-0.29")[None].verdict == "agrees"
+
+
+def test_a_longrope_factor_is_ignored_by_every_vllm(tmp_path):
+    form = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
+    form |= {"attention_factor": 1.25, "factor": 1.0, "original_max_position_embeddings": 64}
+    folder = written(tmp_path / "long", rope_parameters=form)
+    for program in ("vllm", "vllm-0.29", "sglang"):
+        row = rows(folder, program)[None]
+        assert (row.verdict, row.built.attention_scaling) == ("differs", 1.0), program
+        assert "short_mscale" in row.reasons[0]
+
+
+def test_p_rope_that_sglang_reads_as_plain_is_caught(tmp_path):
+    folder = patched(tmp_path / "p", "p_rope:p=0.5")
+    row = rows(folder, "sglang")[None]
+    assert (row.verdict, row.difference) == ("differs", 1.0)
+    plain = torch.tensor([10000.0 ** (-i / 8) for i in range(8)])  # 8 pairs, every one of which rotates
+    assert torch.allclose(row.built.inv_freq, plain, rtol=1e-6)
+    assert "ignores the share 0.5 of p-RoPE" in row.reasons[0]
+    export(folder, tmp_path / "out", to="sglang")
+    assert verdicts(tmp_path / "out")["sglang"] == "agrees"
+
+
+def test_scaled_sliding_layers_of_gemma_3_are_caught(tmp_path):
+    folder = patched(tmp_path / "both", "pi:factor=4", "gemma3", layer_types=("full_attention", "sliding_attention"))
+    assert {row.verdict for row in rows(folder, "vllm").values()} == {"differs"}  # which multiplies the context
+    read = rows(folder, "sglang")
+    assert read["full_attention"].verdict == "agrees"
+    sliding = read["sliding_attention"]
+    assert (sliding.verdict, sliding.layers) == ("differs", (0,))
+    assert sliding.difference == pytest.approx(0.75)  # 1 where transformers turns by a quarter
+    assert "nothing but rope_theta" in sliding.reasons[0]
+    assert sliding.fix.startswith("none: ")
+
+
+def test_a_gemma_3_file_whose_sliding_layers_are_scaled_too_is_caught(tmp_path):
+    """llama.cpp has one factor on cos and sin for all layers."""
+    numbers = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 128, "context_length": 256}
+    numbers |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16}
+    numbers |= {"attention.value_length": 16, "attention.sliding_window": 16}
+    factors = {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.scaling.attn_factor": 1.25}
+    keys = [Key.of("general.architecture", "gemma3", "STRING")]
+    keys += [Key.of(f"gemma3.{name}", value, "UINT32") for name, value in numbers.items()]
+    keys += [Key.of(f"gemma3.{name}", value, "FLOAT32") for name, value in factors.items()]
+    file = write_gguf(tmp_path / "gemma3.gguf", [*keys, Key.of("gemma3.rope.scaling.type", "none", "STRING")], [])
+    sliding = rows(file, "llama.cpp")["sliding_attention"]
+    assert (sliding.verdict, sliding.difference, sliding.built.attention_scaling) == ("differs", 0.0, 1.25)
+    assert "one factor on cos and sin for all layers" in sliding.reasons[0]
+
+
+def test_what_transformers_4_cannot_see_is_caught(tmp_path):
+    abf = written(tmp_path / "abf", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    row = rows(abf, "transformers-4")[None]
+    assert row.verdict == "differs"
+    # pair 7 of 8: 10000 ** -(7/8) against 500000 ** -(7/8), so 50 ** -(7/8) = 0.0326 of it
+    assert row.difference == pytest.approx(1 - 50 ** (-7 / 8), rel=1e-5)
+    export(abf, tmp_path / "out", to="hf")
+    assert rows(tmp_path / "out", "transformers-4")[None].verdict == "agrees"
+
+
+def test_a_program_that_fails_is_no_disagreement(tmp_path):
+    folder = patched(tmp_path / "p", "p_rope:p=0.5")
+    row = rows(folder, "transformers-4")[None]
+    assert (row.verdict, row.built) == ("refuses", None)
+    assert "'proportional'" in row.reasons[0]
+    assert audit(folder, ["transformers-4"]).agrees
+
+
+def test_too_few_positions_are_a_difference(tmp_path):
+    yarn = YARN | {"factor": 3.0}  # 3 times 64 positions, and the config states 256
+    row = rows(written(tmp_path / "short", rope_parameters=yarn, max_position_embeddings=256), "vllm")[None]
+    assert (row.verdict, row.difference, row.built.positions) == ("differs", 0.0, 192)
+
+
+def test_a_context_that_is_multiplied_is_a_difference(tmp_path):
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    folder = written(tmp_path / "pi", rope_parameters=linear, max_position_embeddings=256)
+    for program in ("vllm", "sglang"):
+        row = rows(folder, program)[None]
+        assert (row.verdict, row.difference, row.built.context) == ("differs", 0.0, 1024), program
+
+
+def test_llama_cpp_reads_what_its_converter_writes(tmp_path):
+    folder = written(tmp_path / "yarn", rope_parameters=YARN | {"attention_factor": 1.5}, max_position_embeddings=256)
+    row = rows(folder, "llama.cpp")[None]
+    assert row.verdict == "differs"
+    assert row.built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    qwen = patched(tmp_path / "qwen", "llama3:factor=4", "qwen3", target_length=256)
+    assert "plain RoPE" in rows(qwen, "llama.cpp")[None].reasons[0]
+    assert rows(patched(tmp_path / "l3", "llama3:factor=4", target_length=256), "llama.cpp")[None].verdict == "agrees"
+
+
+def test_a_table_that_changes_with_the_length_is_unverified(tmp_path):
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    found = audit(written(tmp_path / "dynamic", rope_parameters=dynamic))
+    assert {row.verdict for row in found.rows} == {"reference", "unverified"}
+    assert "--freeze-at" in found.rows[-1].reasons[0]
+
+
+def test_a_family_that_was_not_compared_is_unverified(tmp_path):
+
+    AutoModelForCausalLM.from_config(GraniteConfig(**SIZE)).save_pretrained(tmp_path / "granite")
+    found = audit(tmp_path / "granite")
+    assert {row.verdict for row in found.rows} == {"reference", "unverified"}
+    assert found.agrees
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_what_is_exported_agrees_where_it_is_claimed(family, tmp_path):
+    replaces = ":replace_scaling=true" * (family == "gemma4")
+    base = patched(tmp_path / "yarn", f"yarn:factor=4:attention_factor=1.5{replaces}", family, target_length=256)
+    export(base, tmp_path / "out", to="vllm")
+    for program in ("vllm", "vllm-0.29"):
+        assert {row.verdict for row in rows(tmp_path / "out", program).values()} == {"agrees"}
+
+
+def test_a_gguf_file_is_read_from_its_header(tmp_path):
+    export(BUNDLED, tmp_path / "yarn.gguf", to="gguf", method="yarn:factor=4", target_length=1024)
+    found = audit(tmp_path / "yarn.gguf")
+    read = {row.program: row for row in found.rows}
+    assert read["llama.cpp"].verdict == "differs"  # from transformers' own reader, which takes the base alone
+    assert read["llama.cpp"].built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    assert read["vllm"].verdict == "unverified"
+    assert found.method == "yarn:factor=4"
+
+
+def invoke(*words: str | Path) -> Any:
+    return CliRunner().invoke(cli.app, ["audit", *map(str, words)], catch_exceptions=False)
+
+
+def test_the_exit_status_says_whether_they_agree(tmp_path):
+    folder = patched(tmp_path / "p", "p_rope:p=0.5")
+    assert invoke(folder, "--engine", "vllm").exit_code == 0
+    differs = invoke(folder, "--engine", "vllm", "--engine", "sglang")
+    assert differs.exit_code == 3
+    assert f"fix: rope-patch export {folder} --to sglang -o FOLDER" in differs.stdout
+
+
+def test_json_holds_every_row(tmp_path):
+    found = json.loads(invoke(patched(tmp_path / "p", "p_rope:p=0.5"), "--json").stdout)
+    assert [row["program"] for row in found["rows"]] == ["transformers-5", *PROGRAMS]
+    assert found["agrees"] is False
+    first = found["rows"][0]
+    assert (first["pairs"], first["unrotated"], first["context"], first["layers"]) == (8, 4, 64, [0, 1])
+    assert first["table"] == rope_patch.inspect(tmp_path / "p").tables[0].fingerprint
+
+
+def test_layers_are_printed_as_ranges(tmp_path):
+    printed = invoke(patched(tmp_path / "g", "abf", "gemma3", target_length=256), "--engine", "vllm").stdout
+    assert "full_attention (layer 1)" in printed
+    assert "sliding_attention (layer 0)" in printed
+
+
+def test_wrong_arguments_say_what_to_do(tmp_path, monkeypatch, capsys):
+    assert "unknown engine 'tgi'. Known: transformers-4, vllm" in fail(
+        monkeypatch, capsys, "audit", BUNDLED, "--engine", "tgi"
+    )
+    assert "nowhere" in fail(monkeypatch, capsys, "audit", tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(not SHOWN.is_file(), reason="not in the source distribution")
+def test_the_rules_are_those_of_the_report():
+    """Every rule was compared with the program's own code on every family that it is said to hold for."""
+    report = json.loads(SHOWN.read_text())
+    assert set(report) == set(PROGRAMS)
+    for name, program in PROGRAMS.items():
+        assert report[name]["version"] == program.version
+        outcomes = report[name]["rows"]
+        compared = {family.partition("-")[0] for family, row in outcomes.items() if row["verdict"] == "equal"}
+        assert {row["verdict"] for row in outcomes.values()} <= {"equal", "unverified", "not read by transformers 5"}
+        assert compared >= program.families - {"gemma4_text"}
