@@ -48,18 +48,19 @@ def version(engine: str) -> str | None:
         return None
 
 
-def tables(engine: str, folder: str | Path, positions: int) -> Tables:
+def tables(engine: str, folder: str | Path, positions: int, overrides: dict[str, Any] | None = None) -> Tables:
     """Return the tables that an engine's own code builds for a folder.
 
     Args:
         engine: one of ``ENGINES``.
         folder: a checkpoint; only its config is read.
         positions: how many to return [tokens].
+        overrides: what ``--hf-overrides`` or ``--json-model-override-args`` says.
 
     Raises:
         Exception: whatever the engine raises for this config, or ``IndexError`` where its table has fewer positions.
     """
-    tables_by_kind = (_vllm if engine == "vllm" else _sglang)(str(folder))
+    tables_by_kind = (_vllm if engine == "vllm" else _sglang)(str(folder), overrides or {})
     for kind, table in tables_by_kind.items():
         if len(table) < positions:
             raise IndexError(f"{engine} holds {len(table)} positions for {kind or 'all layers'}, asked for {positions}")
@@ -74,17 +75,17 @@ def longest(folder: str | Path) -> int:
     return int(_vllm_config(str(folder)).max_model_len)
 
 
-def _vllm_config(folder: str) -> Any:
+def _vllm_config(folder: str, overrides: dict[str, Any] | None = None) -> Any:
     from vllm.config import ModelConfig
 
-    return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32")
+    return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", hf_overrides=overrides or {})
 
 
-def _vllm(folder: str) -> Tables:
+def _vllm(folder: str, overrides: dict[str, Any]) -> Tables:
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.models import ModelRegistry
 
-    settings = _vllm_config(folder)
+    settings = _vllm_config(folder, overrides)
     model, _ = ModelRegistry.resolve_model_cls(settings.architectures, settings)
     config = settings.hf_text_config
     whole = VllmConfig(device_config=DeviceConfig(device="cpu"))
@@ -146,12 +147,12 @@ def _sglang_registry() -> Any:
         return ModelRegistry
 
 
-def _sglang(folder: str) -> Tables:
+def _sglang(folder: str, overrides: dict[str, Any]) -> Tables:
     registry = _sglang_registry()
     from sglang.srt.runtime_context import get_context
     from sglang.srt.utils.hf_transformers_utils import get_config
 
-    whole = get_config(folder, trust_remote_code=False)
+    whole = get_config(folder, trust_remote_code=False, model_override_args=overrides)
     model, _ = registry.resolve_model_cls(whole.architectures)
     config = whole.get_text_config()
     with get_context().override_server_args():  # SGLang's own, for tests

@@ -17,6 +17,7 @@ from rope_patch.cli.demo import demo
 from rope_patch.cli.export import export
 from rope_patch.cli.finetune import finetune
 from rope_patch.cli.fit import fit
+from rope_patch.cli.flags import flags
 from rope_patch.cli.inspect import inspect
 from rope_patch.cli.kv_check import kv_check
 from rope_patch.cli.methods import methods
@@ -40,7 +41,7 @@ app = typer.Typer(
 app.add_typer(recipes, name="recipes")
 for command in (
     *(methods, inspect, apply, verify, restore, tasks, compare, plan, finetune, theory, analyze, kv_check, fit, export),
-    *(audit, demo),
+    *(audit, flags, demo),
 ):
     app.command(command.__name__.replace("_", "-"))(command)
 

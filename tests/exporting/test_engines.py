@@ -30,6 +30,7 @@ gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")
 
 from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf  # noqa: E402
+from rope_patch.exporting.flags import flags  # noqa: E402
 from rope_patch.exporting.gguf import export_gguf, export_gguf_lora, read_gguf  # noqa: E402
 from rope_patch.exporting.gguf_vocab import vocabulary_keys  # noqa: E402
 from rope_patch.exporting.gguf_weights import pieces_from, weights_of  # noqa: E402
@@ -106,6 +107,24 @@ def agreement(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
     """The share of positions with one and the same best token, and the largest difference of a logit."""
     assert got.shape == want.shape
     return float((got.argmax(1) == want.argmax(1)).mean()), float(np.abs(got - want).max())
+
+
+@pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4", "abf"])
+def test_options_of_the_command_line_give_the_written_table(method, tmp_path):
+    """What ``rope-patch flags`` prints, on a file of the unpatched model, against a file that holds the table."""
+    plain, holds = (tmp_path / f"{name}.gguf" for name in ("plain", "patched"))
+    rope_patch.export(FOLDERS["llama"], plain, to="gguf", dtype="float32")
+    rope_patch.export(FOLDERS["llama"], holds, to="gguf", dtype="float32", method=method, target_length=1024)
+    said = flags(plain, method, "llama.cpp", target_length=1024).settings
+    kinds = {"none": 0, "linear": 1, "yarn": 2}  # enum llama_rope_scaling_type
+    options = {"rope_freq_base": said["--rope-freq-base"], "rope_scaling_type": kinds[said["--rope-scaling"]]}
+    options |= {"rope_freq_scale": 1 / said["--rope-scale"]} if "--rope-scale" in said else {}
+    named = {"yarn_orig_ctx": int, "yarn_beta_fast": float, "yarn_beta_slow": float}
+    flag_of = {name: f"--{name.replace('_', '-')}" for name in named}
+    options |= {name: read(said[flag_of[name]]) for name, read in named.items() if flag_of[name] in said}
+    written = engine(holds, tokens_of("llama"))
+    assert np.abs(engine(plain, tokens_of("llama"), **options) - written).max() < 0.01
+    assert np.abs(engine(plain, tokens_of("llama")) - written).max() > 1.0
 
 
 def close(got: np.ndarray, want: np.ndarray, bar: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 import rope_patch
 from rope_patch.exporting import export
 from rope_patch.exporting.engines import ENGINES
+from rope_patch.exporting.flags import flags
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [
@@ -95,6 +97,20 @@ def test_what_is_refused_is_wrong_there(tables, tmp_path):
         assert module.difference(engine, tmp_path / f"{family}-plain") > 0.1
         with pytest.raises(ValueError, match="nothing but rope_theta"):
             export(base, tmp_path / f"{family}-out", to=engine, method="pi:factor=4")
+
+
+@pytest.mark.parametrize("method", ["pi:factor=4", "yarn:factor=4", "p_rope:p=0.5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_flags_give_our_table_on_the_unchanged_folder(tables, family, method, tmp_path):
+    module, engine = tables
+    base = module.checkpoint(family, tmp_path / "base")
+    written = flags(base, module.method_of(method, base), engine, target_length=1024)
+    overrides = json.loads(shlex.split(written.lines[0])[1])
+    theirs = module.engine_code.tables(engine, base, 1024, overrides)
+    for table in written.tables:
+        angles = torch.arange(1024).float()[:, None] * table.inv_freq
+        ours = torch.cat((angles.cos(), angles.sin()), dim=-1) * table.attention_scaling
+        assert float((theirs.get(table.layer_type, theirs.get(None)) - ours).abs().max()) <= 1e-6
 
 
 def test_vllm_takes_the_adapter(tables, tmp_path):

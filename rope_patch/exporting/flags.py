@@ -1,0 +1,330 @@
+"""``rope-patch flags``: run or train an unchanged checkpoint under a method, by the options of another program.
+
+Each program lets its user state a part of a config. What is written here is what transformers, or the program's rule
+in ``rules``, builds the very tables of the method from; anything else is refused with the reason. What each does with
+its option, and where that was read:
+
+- vLLM 0.33.0, ``--hf-overrides``: ``config/model.py``, ``_apply_dict_overrides`` sets a dictionary in the place of
+  the old one. ``--max-model-len``: the context.
+- SGLang 0.5.23, ``--json-model-override-args``: ``srt/utils/hf_transformers/config.py`` merges ``rope_parameters`` into
+  what the config has. ``--context-length``: the context.
+- llama.cpp 0c1e57098, ``--rope-scaling``, ``--rope-scale``, ``--rope-freq-base``, ``--yarn-orig-ctx``,
+  ``--yarn-beta-fast``, ``--yarn-beta-slow``, ``--ctx-size``: ``common/arg.cpp``. ``--yarn-attn-factor`` is overwritten
+  in ``src/llama-context.cpp`` where YaRN is on.
+- axolotl 0.19.0, ``overrides_of_model_config``: ``loaders/utils.py`` sets each key on the config.
+- LLaMA-Factory 0.9.5, ``rope_scaling`` and ``cutoff_len``: ``model/model_utils/rope.py`` takes a name alone, and rounds
+  the factor up to a whole number; it sets ``rope_scaling``, which in transformers 5 loses the base.
+- verl 0.9.1, ``actor_rollout_ref.model.override_config``: ``utils/model.py``, ``update_model_config`` goes into a
+  dictionary as if it were a config, and fails at its first key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rope_patch import frequencies
+from rope_patch.checkpoints.gguf_table import read_gguf
+from rope_patch.checkpoints.offline import skeleton
+from rope_patch.checkpoints.reading import config_json
+from rope_patch.exporting.encodings import config_keys, with_context
+from rope_patch.exporting.engines import UNVERIFIED
+from rope_patch.exporting.folders import read_tables
+from rope_patch.exporting.readings import PROGRAMS, StatedConfig, reading_of
+from rope_patch.files import is_gguf
+from rope_patch.methods import MethodLike
+from rope_patch.patching.apply import apply
+from rope_patch.patching.encoding import text_part
+from rope_patch.patching.locate import find_rotary
+from rope_patch.tables import RotaryTable
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What to give a program.
+
+    Attributes:
+        program: key of :data:`WRITERS`.
+        lines: options of a command line, or lines of its configuration file.
+        settings: what they say, parsed.
+        tables: that the program computes then.
+        shown_by: how this was checked; ``"unverified"`` where the program itself was not run.
+        notes: what else to know, a sentence each.
+    """
+
+    program: str
+    lines: tuple[str, ...]
+    settings: Mapping[str, Any]
+    tables: tuple[RotaryTable, ...]
+    shown_by: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A method on a checkpoint, before any program states it.
+
+    Attributes:
+        source: folder, hub id or GGUF file.
+        model: its skeleton, patched.
+        tables: of the method, over the context that it reaches.
+        stated: the config before, and with the new tables.
+    """
+
+    source: str
+    model: Any
+    tables: tuple[RotaryTable, ...]
+    stated: StatedConfig
+
+    @property
+    def context(self) -> int:
+        """The context that the method reaches [tokens]."""
+        return self.tables[0].max_position_embeddings
+
+    def settings(self, *, everywhere: bool) -> dict[str, Any]:
+        """Return the keys of a config that state the tables, for transformers or for engines, too."""
+        keys = config_keys(find_rotary(self.model), self.tables, everywhere=everywhere)
+        return {key: value for key, value in keys.items() if value is not None}
+
+    def shown_by(self, program: str, settings: Mapping[str, Any]) -> str:
+        """Return how it is known that a program computes the tables from the config with these settings.
+
+        Raises:
+            ValueError: it does not, with the reason.
+        """
+        complete = dict(self.stated.complete) | dict(settings)
+        reading = reading_of(program, replace(self.stated, complete=complete))
+        name = f"{PROGRAMS[program].name} {PROGRAMS[program].version}"
+        if reading.refused is not None:
+            raise ValueError(f"{name} cannot run {self.stated.model_type}: {reading.refused}")
+        for kind, built in reading.tables.items():
+            if not built.is_table(self.stated.tables[kind]):
+                raise ValueError(f"{name} would compute another table: {'; '.join(built.reasons)}")
+        if reading.unverified is not None:
+            return f"{UNVERIFIED}: {reading.unverified}"
+        return f"{name}: what it makes of these keys was compared with its code (benchmarks/reading_rules.py)"
+
+
+def flags(
+    source: str | Path,
+    method: MethodLike,
+    program: str,
+    *,
+    target_length: int | None = None,
+    layer_types: Sequence[str] | None = None,
+) -> Flags:
+    """Return the options by which a program runs or trains a checkpoint under a method, the checkpoint unchanged.
+
+    Args:
+        source: folder or hub id of an unpatched checkpoint; for llama.cpp a GGUF file, too.
+        method: what to apply.
+        program: key of :data:`WRITERS`.
+        target_length: the context that the method is made for [tokens].
+        layer_types: the tables to patch.
+
+    Raises:
+        ValueError: an unknown program, or a table that its options cannot express, with the reason.
+        OSError: nothing that can be read.
+    """
+    if program not in WRITERS:
+        raise ValueError(f"unknown program {program!r}. Known: {', '.join(WRITERS)}")
+    if is_gguf(source) and program != "llama.cpp":
+        raise ValueError(f"{source} is a GGUF file, which {program} options do not fit: give the checkpoint's folder")
+    model = skeleton(source)
+    if find_rotary(model).record is not None:
+        raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
+    before = find_rotary(model).config.to_dict()
+    apply(model, method, target_length=target_length, layer_types=layer_types)
+    tables = with_context(read_tables(model), target_length or int(find_rotary(model).config.max_position_embeddings))
+    config = find_rotary(model).config
+    stated = StatedConfig(
+        model_type=str(config.model_type),
+        outer_type=str(model.config.model_type),
+        raw={} if is_gguf(source) else text_part(config_json(source)),
+        complete=before,
+        tables={table.layer_type: table for table in tables},
+    )
+    return WRITERS[program](Wanted(str(source), model, tables, stated))
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+def _vllm(wanted: Wanted) -> Flags:
+    settings = wanted.settings(everywhere=True)
+    shown = wanted.shown_by("vllm", settings)
+    lines = (f"--hf-overrides {_quoted(settings)}", f"--max-model-len {wanted.context}")
+    return Flags("vllm", lines, settings, wanted.tables, shown)
+
+
+def _sglang(wanted: Wanted) -> Flags:
+    settings = wanted.settings(everywhere=True)
+    merged = settings | {"rope_parameters": wanted.stated.complete["rope_parameters"] | settings["rope_parameters"]}
+    shown = wanted.shown_by("sglang", merged)
+    lines = (f"--json-model-override-args {_quoted(settings)}", f"--context-length {wanted.context}")
+    return Flags("sglang", lines, settings, wanted.tables, shown)
+
+
+def _quoted(settings: Mapping[str, Any]) -> str:
+    return shlex.quote(json.dumps(settings, sort_keys=True))
+
+
+_GRAPHS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+"""Families whose graph in llama.cpp takes the base, the factor and YaRN from the context, not from tensors."""
+
+
+def _llama_cpp(wanted: Wanted) -> Flags:
+    if wanted.stated.model_type not in _GRAPHS:
+        raise ValueError(
+            f"whether llama.cpp's graph for {wanted.stated.model_type} obeys its options was never checked"
+        )
+    table = next(table for table in wanted.tables if table.layer_type in (None, "full_attention"))
+    for other in wanted.tables:
+        if other is not table and not other.is_geometric:
+            raise ValueError(
+                f"llama.cpp's options do not reach {other.layer_type} layers, and their table is not plain"
+            )
+    if is_gguf(wanted.source) and not read_gguf(wanted.source).tables[0].is_geometric:
+        raise ValueError(
+            f"{wanted.source} holds factors or a scaling of its own, and the options would come on top of them"
+        )
+    encoded = dict(table.rope_parameters or {})
+    kind = str(encoded.get("rope_type", "default")) if encoded else "custom"
+    options: dict[str, Any] = {"--rope-freq-base": table.rope_theta}
+    if kind == "linear":
+        options |= {"--rope-scaling": "linear", "--rope-scale": encoded["factor"]}
+    elif kind == "yarn":
+        options |= {"--rope-scaling": "yarn", "--rope-scale": encoded["factor"]}
+        options |= {"--yarn-orig-ctx": encoded["original_max_position_embeddings"]}
+        options |= {
+            f"--yarn-{key.replace('_', '-')}": encoded[key] for key in ("beta_fast", "beta_slow") if key in encoded
+        }
+    elif kind == "default":
+        options |= {"--rope-scaling": "none"}
+    rebuilt = _by_options(options, table)
+    if rebuilt is None:
+        raise ValueError(
+            f"llama.cpp's options cannot express this table ({table.rope_type}): they know a base, linear scaling and "
+            "YaRN with a factor on cos and sin of its own. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it "
+            "into a GGUF file"
+        )
+    options |= {"--ctx-size": wanted.context}
+    lines = tuple(
+        f"{name} {value:.9g}" if isinstance(value, float) else f"{name} {value}" for name, value in options.items()
+    )
+    shown = f"{UNVERIFIED}: read in llama.cpp's source at 0c1e57098, and run on Llama alone"
+    if wanted.stated.model_type == "llama":
+        shown = "llama.cpp 0c1e57098, whose logits with such options are those of the table (make test-engines)"
+    notes = (
+        ()
+        if is_gguf(wanted.source)
+        else ("for a GGUF file of this checkpoint without factors or a scaling of its own",)
+    )
+    return Flags("llama.cpp", lines, options, (rebuilt,), shown, notes)
+
+
+def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable | None:
+    """Return the table that llama.cpp computes from its options; None where it is another than wanted."""
+    theta, factor = float(f"{options['--rope-freq-base']:.9g}"), float(f"{options.get('--rope-scale', 1.0):.9g}")
+    inv_freq, attention = frequencies.geometric(theta, table.rotary_dim) / factor, 1.0
+    if options.get("--rope-scaling") == "yarn":
+        inv_freq = frequencies.yarn(
+            theta,
+            table.rotary_dim,
+            factor=factor,
+            context=options["--yarn-orig-ctx"],
+            beta_fast=options.get("--yarn-beta-fast", 32.0),
+            beta_slow=options.get("--yarn-beta-slow", 1.0),
+        )
+        attention = frequencies.yarn_scaling(factor)
+    elif "--rope-scaling" not in options:
+        return None
+    rebuilt = replace(table, inv_freq=frequencies.zero_unrotated(inv_freq), attention_scaling=attention)
+    off = (rebuilt.inv_freq - table.inv_freq).abs() <= 1e-5 * table.inv_freq
+    return rebuilt if bool(off.all()) and abs(attention - table.attention_scaling) < 1e-5 else None
+
+
+# --- trainers --------------------------------------------------------------------------------------------------------
+
+
+def _axolotl(wanted: Wanted) -> Flags:
+    settings = wanted.settings(everywhere=False)
+    written = {"overrides_of_model_config": settings, "sequence_len": wanted.context}
+    return Flags(
+        "axolotl",
+        tuple(yaml.safe_dump(written, sort_keys=True).splitlines()),
+        written,
+        wanted.tables,
+        f"{UNVERIFIED}: axolotl was not run; transformers builds the tables from these keys",
+    )
+
+
+_NAMED = {
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+}
+"""The types that LLaMA-Factory names, and the keys that it sets of each."""
+
+
+def _llamafactory(wanted: Wanted) -> Flags:
+    refusal = "LLaMA-Factory names linear, yarn and llama3, with a whole factor and no other parameters"
+    if len(wanted.tables) > 1:
+        raise ValueError(f"{refusal}, and for all layers; this model has a table for each layer type")
+    table, raw = wanted.tables[0], wanted.stated.raw
+    encoded = dict(table.rope_parameters or {})
+    kind = str(encoded.get("rope_type", "custom"))
+    before = wanted.stated.complete
+    old = int(before["rope_parameters"].get("original_max_position_embeddings", before["max_position_embeddings"]))
+    factor = float(math.ceil(wanted.context / old))
+    if kind not in _NAMED or wanted.context <= old:
+        raise ValueError(f"{refusal}, and a length beyond {old}: not {table}")
+    set_there: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind != "linear":
+        set_there["original_max_position_embeddings"] = old
+    if kind == "llama3":
+        set_there |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    reached = int(old * factor)
+    wanted_there = replace(table, max_position_embeddings=reached)
+    same_kind = replace(wanted.stated, tables={None: wanted_there})
+    changed = {**raw, "rope_scaling": set_there, "max_position_embeddings": reached}
+    reading = reading_of("transformers-4", replace(same_kind, raw=changed))
+    if not reading.tables or not reading.tables[None].is_table(wanted_there):
+        said = reading.refused or reading.unverified or "; ".join(reading.tables[None].reasons)
+        raise ValueError(
+            f"{refusal}: {table} is another table than its {kind} with factor {factor:g}. {said}".rstrip(". ")
+        )
+    written = {"rope_scaling": kind, "cutoff_len": wanted.context}
+    notes = (
+        "with transformers 4 alone: in version 5 LLaMA-Factory's way to set rope_scaling loses the base",
+        f"it sets max_position_embeddings to {reached}",
+    )
+    shown = f"{UNVERIFIED}: LLaMA-Factory was not run; transformers 4 builds the table from the keys that it sets"
+    return Flags("llamafactory", tuple(yaml.safe_dump(written).splitlines()), written, (table,), shown, notes)
+
+
+def _verl(wanted: Wanted) -> Flags:
+    raise ValueError(
+        "verl 0.9.1 cannot express it: its override_config goes into rope_parameters as if it were a config, and fails "
+        f"at the first key. Write a patched folder (rope-patch apply {wanted.source} METHOD -o FOLDER) and give it as "
+        "actor_rollout_ref.model.path, so that the trainer and its rollout engine read one table; rope-patch audit "
+        "FOLDER says whether they do"
+    )
+
+
+WRITERS: dict[str, Callable[[Wanted], Flags]] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "llama.cpp": _llama_cpp,
+    "axolotl": _axolotl,
+    "llamafactory": _llamafactory,
+    "verl": _verl,
+}
+"""By the name that ``rope-patch flags --for`` takes."""

@@ -1,0 +1,189 @@
+"""Options for other programs: what is printed is parsed again, and transformers builds the method's table from it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands import fail, run
+from tiny import tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+import rope_patch
+from rope_patch.exporting import export
+from rope_patch.exporting.flags import flags
+from rope_patch.patching.verify import inspect_model
+
+BUNDLED = rope_patch.data_path("assets") / "llama"
+METHODS = [
+    "pi:factor=4",
+    "abf",
+    "yarn:factor=4:attention_factor=1.5",
+    "yarn:factor=5",
+    "p_rope:p=0.5",
+    "nope",
+    "truncated",
+]
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def option(lines: tuple[str, ...], name: str) -> str:
+    words = shlex.split(" ".join(lines))
+    return words[words.index(name) + 1]
+
+
+def expected(method: str, family: str = "llama", **options: Any) -> dict[str | None, Any]:
+    model = tiny_model(family)
+    rope_patch.apply(model, method, target_length=256, **options)
+    return {table.layer_type: table for table in inspect_model(model).tables}
+
+
+def read_by_transformers(config: Any) -> dict[str | None, Any]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {table.layer_type: table for table in inspect_model(model).tables}
+
+
+def assert_same(read: dict[str | None, Any], tables: dict[str | None, Any]) -> None:
+    assert set(read) == set(tables)
+    for kind, table in tables.items():
+        assert torch.allclose(read[kind].inv_freq, table.inv_freq, rtol=3e-7, atol=0.0)
+        assert read[kind].attention_scaling == pytest.approx(table.attention_scaling)
+        assert read[kind].max_position_embeddings == 256
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_overrides_of_engines_give_the_table_in_transformers(base, method):
+    written = flags(base, method, "vllm", target_length=256)
+    config = AutoConfig.from_pretrained(base)
+    for key, value in json.loads(option(written.lines, "--hf-overrides")).items():
+        setattr(config, key, value)  # as vLLM does
+    assert_same(read_by_transformers(config), expected(method))
+    assert option(written.lines, "--max-model-len") == "256"
+    assert written.shown_by.startswith("vLLM 0.33.0")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sglang_merges_its_overrides_into_what_the_config_has(base, method):
+    written = flags(base, method, "sglang", target_length=256)
+    config = AutoConfig.from_pretrained(base)
+    for key, value in json.loads(option(written.lines, "--json-model-override-args")).items():
+        merged = {**getattr(config, key), **value} if isinstance(value, dict) else value
+        setattr(config, key, merged)  # as SGLang does
+    assert_same(read_by_transformers(config), expected(method))
+    assert option(written.lines, "--context-length") == "256"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_axolotl_lines_are_yaml_that_gives_the_table(base, method):
+    written = flags(base, method, "axolotl", target_length=256)
+    parsed = yaml.safe_load("\n".join(written.lines))
+    config = AutoConfig.from_pretrained(base)
+    for key, value in parsed["overrides_of_model_config"].items():
+        setattr(config, key, value)  # as axolotl does
+    assert_same(read_by_transformers(config), expected(method))
+    assert parsed["sequence_len"] == 256
+    assert "unverified" in written.shown_by
+
+
+def test_tables_per_layer_type_are_stated_together(tmp_path):
+    tiny_model("gemma3").save_pretrained(tmp_path / "gemma3")
+    written = flags(tmp_path / "gemma3", "yarn:factor=4", "vllm", target_length=256)
+    config = AutoConfig.from_pretrained(tmp_path / "gemma3")
+    for key, value in json.loads(option(written.lines, "--hf-overrides")).items():
+        setattr(config, key, value)
+    assert_same(read_by_transformers(config), expected("yarn:factor=4", "gemma3"))
+
+
+def test_what_an_engine_would_lose_is_refused(tmp_path):
+    tiny_model("gemma2").save_pretrained(tmp_path / "gemma2")
+    with pytest.raises(ValueError, match="nothing but rope_theta"):
+        flags(tmp_path / "gemma2", "yarn:factor=4", "sglang", target_length=256)
+    assert flags(tmp_path / "gemma2", "abf", "sglang", target_length=256).shown_by.startswith("SGLang 0.5.23")
+
+
+@pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4"])
+def test_llamafactory_names_the_type_and_the_length(base, method):
+    path = base / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"rope_theta": 10000.0}))
+    written = flags(base, method, "llamafactory", target_length=256)
+    parsed = yaml.safe_load("\n".join(written.lines))
+    # model/model_utils/rope.py: ceil(256 / 64) = 4, and these keys
+    scaling = {"rope_type": parsed["rope_scaling"], "factor": 4.0, "original_max_position_embeddings": 64}
+    config = LlamaConfig.from_dict(
+        {**raw, "rope_scaling": {**scaling, "rope_theta": 1e4}, "max_position_embeddings": 256}
+    )
+    assert_same(read_by_transformers(config), expected(method))
+    assert "unverified" in written.shown_by
+    assert any("transformers 4 alone" in note for note in written.notes)
+
+
+@pytest.mark.parametrize("method", ["p_rope:p=0.5", "abf", "yarn:factor=4:attention_factor=1.5", "yarn:factor=5"])
+def test_llamafactory_refuses_what_it_has_no_name_for(base, method):
+    with pytest.raises(ValueError, match="LLaMA-Factory names linear, yarn and llama3"):
+        flags(base, method, "llamafactory", target_length=256)
+
+
+def test_verl_is_refused_with_what_works(base):
+    with pytest.raises(
+        ValueError, match=r"rope-patch apply .* -o FOLDER\) and give it as actor_rollout_ref.model.path"
+    ):
+        flags(base, "yarn:factor=4", "verl", target_length=256)
+
+
+def test_llama_cpp_takes_a_base_linear_scaling_and_yarn(base):
+    yarn = flags(base, "yarn:factor=4", "llama.cpp", target_length=256)
+    assert yarn.lines == (
+        "--rope-freq-base 10000",
+        "--rope-scaling yarn",
+        "--rope-scale 4",
+        "--yarn-orig-ctx 64",
+        "--yarn-beta-fast 32",
+        "--yarn-beta-slow 1",
+        "--ctx-size 256",
+    )
+    assert "--rope-freq-base 500000" in flags(base, "abf", "llama.cpp", target_length=256).lines
+    assert "--rope-scaling linear" in flags(base, "pi:factor=4", "llama.cpp", target_length=256).lines
+
+
+@pytest.mark.parametrize(
+    "method", ["p_rope:p=0.5", "yarn:factor=4:attention_factor=1.5", "truncated", "llama3:factor=4"]
+)
+def test_llama_cpp_refuses_what_its_options_cannot_express(base, method):
+    with pytest.raises(ValueError, match=r"rope-patch apply FILE.gguf METHOD -o OUT.gguf"):
+        flags(base, method, "llama.cpp", target_length=256)
+
+
+def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
+    export(BUNDLED, tmp_path / "plain.gguf", to="gguf")
+    assert "--rope-scale 4" in flags(tmp_path / "plain.gguf", "yarn:factor=4", "llama.cpp", target_length=1024).lines
+    export(BUNDLED, tmp_path / "p.gguf", to="gguf", method="truncated")
+    with pytest.raises(ValueError, match=r"patched already|of its own"):
+        flags(tmp_path / "p.gguf", "yarn:factor=4", "llama.cpp", target_length=1024)
+    with pytest.raises(ValueError, match="give the checkpoint's folder"):
+        flags(tmp_path / "plain.gguf", "yarn:factor=4", "vllm", target_length=1024)
+
+
+def test_the_command_prints_lines_to_copy(base):
+    printed = run("flags", base, "yarn:factor=4", "--for", "vllm", "--target-length", "256")
+    assert printed.splitlines()[1] == "--max-model-len 256"
+    found = json.loads(run("flags", base, "abf", "--for", "axolotl", "--json"))
+    assert found["settings"]["overrides_of_model_config"]["rope_parameters"]["rope_theta"] == 500000.0
+
+
+def test_wrong_arguments_say_what_to_do(base, tmp_path, monkeypatch, capsys):
+    said = fail(monkeypatch, capsys, "flags", base, "abf", "--for", "tgi")
+    assert "unknown program 'tgi'. Known: vllm, sglang, llama.cpp" in said
+    rope_patch.checkpoints.offline.patch_folder(base, "abf", tmp_path / "patched")
+    assert "is patched already" in fail(monkeypatch, capsys, "flags", tmp_path / "patched", "abf", "--for", "vllm")
