@@ -19,6 +19,7 @@ from rope_patch.cli.options import (
     Replace,
     TargetLength,
     print_json,
+    tokens,
 )
 
 
@@ -29,7 +30,8 @@ def apply(
         typer.Argument(
             metavar="METHOD",
             help="The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are "
-            "joined with +. rope-patch methods lists all of them.",
+            "joined with +; METHOD@LENGTH leaves texts of up to that many tokens as they are (--switch-at). rope-patch "
+            "methods lists all of them.",
             show_default=False,
         ),
     ],
@@ -37,6 +39,24 @@ def apply(
     parameters: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="The parameters of the method, if METHOD is only a name."),
+    ] = None,
+    switch_at: Annotated[
+        int | None,
+        tokens(
+            "--switch-at",
+            "Read texts of up to this many tokens under the table of --short, and longer ones under that of METHOD. "
+            "This needs rope_patch at run time (rope_patch.load): plain transformers reads all texts under METHOD.",
+            show_default=False,
+        ),
+    ] = None,
+    short: Annotated[
+        str | None,
+        typer.Option(
+            "--short",
+            metavar="METHOD",
+            help="With --switch-at: the method for texts up to that length. By default they keep the table as it is.",
+            show_default=False,
+        ),
     ] = None,
     target_length: TargetLength = None,
     layer_types: LayerTypes = None,
@@ -62,7 +82,7 @@ def apply(
     from rope_patch.checkpoints.gguf_patch import patch_gguf, reach_of
     from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.files import is_gguf
-    from rope_patch.methods import as_method
+    from rope_patch.methods import TwoTables, as_method
 
     params: dict[str, Any] = {}
     for item in parameters or ():
@@ -71,6 +91,10 @@ def apply(
             raise ValueError(f"expected key=value after the method, got {item!r}")
         params[key] = value
     chosen = as_method(method, **params)
+    if short is not None and switch_at is None:
+        raise ValueError("--short goes with --switch-at, the length up to which it holds")
+    if switch_at is not None:
+        chosen = TwoTables(chosen, as_method(short or "default"), switch_at)
     options: dict[str, Any] = {
         "target_length": target_length,
         "layer_types": layer_types,
@@ -89,5 +113,10 @@ def apply(
     print(patch.describe())
     if is_gguf(model):
         print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(reach_of(patch))])} runs it")
+        return
+    if isinstance(patch.method, TwoTables):
+        print(
+            f"wrote {output}: rope_patch.load({str(output)!r}) reads both tables; plain transformers has the long one"
+        )
         return
     print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it, with or without rope_patch")
