@@ -298,9 +298,8 @@ def _llamafactory(wanted: Wanted) -> Flags:
     reading = reading_of("transformers-4", replace(same_kind, raw=changed))
     if not reading.tables or not reading.tables[None].is_table(wanted_there):
         said = reading.refused or reading.unverified or "; ".join(reading.tables[None].reasons)
-        raise ValueError(
-            f"{refusal}: {table} is another table than its {kind} with factor {factor:g}. {said}".rstrip(". ")
-        )
+        hint = "" if "rope_theta" in raw else f". rope-patch export {wanted.source} --to hf writes what version 4 reads"
+        raise ValueError(f"{refusal}: its {kind} with factor {factor:g} is not {table}{': ' * bool(said)}{said}{hint}")
     written = {"rope_scaling": kind, "cutoff_len": wanted.context}
     notes = (
         "with transformers 4 alone: in version 5 LLaMA-Factory's way to set rope_scaling loses the base",
