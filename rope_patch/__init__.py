@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "methods": "METHODS ABF PI Chain CoPE Default Llama3 LongRope Method MrRope NTK NoPE PRope PRopeReversed Partial "
-    "Resonance Table Truncated Yarn parse",
+    "Resonance Table Truncated TwoTables Yarn parse",
     "tables": "RotaryTable",
     "patching.module": "PatchedRotary",
     "patching.apply": "apply patched",
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from rope_patch.methods import Resonance as Resonance
     from rope_patch.methods import Table as Table
     from rope_patch.methods import Truncated as Truncated
+    from rope_patch.methods import TwoTables as TwoTables
     from rope_patch.methods import Yarn as Yarn
     from rope_patch.methods import parse as parse
     from rope_patch.packaged import data_path as data_path

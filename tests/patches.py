@@ -11,13 +11,11 @@ from rope_patch import METHODS
 from rope_patch.methods import Scaling, create
 from rope_patch.patching.locate import find_rotary
 
-PLAIN_ONLY = ("partial", "abf", "ntk", "yarn", "llama3")
-
 
 def method_for(family: str, name: str):
     """The method at its defaults, its factor at 4; on Gemma 4, whose stock table is p-RoPE already, over the base."""
     params = {"factor": 4} if issubclass(METHODS[name], Scaling) else {}
-    if family == "gemma4" and name in PLAIN_ONLY:
+    if family == "gemma4" and METHODS[name].recomputes:
         params["replace_scaling"] = True
     return create(name, **params)
 

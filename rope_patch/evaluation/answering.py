@@ -116,13 +116,13 @@ def answer(
     for i in order:
         meet = meeting[i]
         if meet > read:
-            for _ in reader.read(ids[trunk, :, read:meet], past, chunk, progress):
+            for _ in reader.read(ids[trunk, :, read:meet], past, chunk, progress, reach=size):
                 pass
             read = meet
         branch = past if i == trunk else fork(past)
         begin = read
         if body - read > SHORT:
-            for _ in reader.read(ids[i, :, read:body], branch, chunk, progress):
+            for _ in reader.read(ids[i, :, read:body], branch, chunk, progress, reach=size):
                 pass
             begin = body
         try:
@@ -159,15 +159,16 @@ def _finish(
     progress: Progress,
 ) -> list[Answer]:
     """Read the end of the prompts and their answers: ids (batch, tokens), of which ``read`` are in the cache."""
-    asked = ids.shape[1] - answer
+    size = ids.shape[1]
+    asked = size - answer
     expected = ids[:, asked:]
     spare = fork(past)
     if stepwise:
-        states = [_last(reader, ids[:, read:asked], past, progress)]
-        states += [_last(reader, expected[:, i, None], past, progress) for i in range(answer - 1)]
+        states = [_last(reader, ids[:, read:asked], past, size, progress)]
+        states += [_last(reader, expected[:, i, None], past, size, progress) for i in range(answer - 1)]
         hidden = torch.cat(states, dim=1)
     else:
-        hidden = _all(reader, ids[:, read:-1], past, progress)[:, -answer:]
+        hidden = _all(reader, ids[:, read:-1], past, size, progress)[:, -answer:]
     loss, best = reader.score(hidden.flatten(0, 1), expected.flatten())
     logprobs, predicted = -loss.view(expected.shape), best.view(expected.shape)
     if not bool(torch.isfinite(logprobs).all()):
@@ -182,7 +183,7 @@ def _finish(
         outputs[:, first] = predicted[:, first]
         start = torch.cat([ids[:, read : asked + first], predicted[:, first, None]], dim=1)
         for i in range(first + 1, answer):
-            _, token = reader.score(_last(reader, start, spare)[:, 0], expected[:, i])
+            _, token = reader.score(_last(reader, start, spare, size)[:, 0], expected[:, i])
             outputs[:, i], start = token, token[:, None]
         outputs[~missed] = expected[~missed]
     return [
@@ -191,12 +192,12 @@ def _finish(
     ]
 
 
-def _all(reader: Reader, ids: Tensor, past: Any, progress: Progress | None = None) -> Tensor:
-    return torch.cat([hidden for _, hidden in reader.read(ids, past, progress=progress)], dim=1)
+def _all(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress | None = None) -> Tensor:
+    return torch.cat([hidden for _, hidden in reader.read(ids, past, progress=progress, reach=reach)], dim=1)
 
 
-def _last(reader: Reader, ids: Tensor, past: Any, progress: Progress | None = None) -> Tensor:
-    return _all(reader, ids, past, progress)[:, -1:]
+def _last(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress | None = None) -> Tensor:
+    return _all(reader, ids, past, reach, progress)[:, -1:]
 
 
 def _until(output: list[int], stops: Sequence[int]) -> tuple[int, ...]:

@@ -154,7 +154,13 @@ class Comparison:
         if "patch before" in self.environment:
             return []
         unpatched = [row for row in self.rows if row.method == "default"]
-        return [sentence for row in unpatched for sentence in row.scores.warnings(self.trained_length)]
+        sentences = [sentence for row in unpatched for sentence in row.scores.warnings(self.trained_length)]
+        return sentences + [
+            f"{row.method} reads texts of up to {row.scores.short_window} tokens under its short table: its perplexity "
+            "up to that position is of windows of that length, beyond it of the whole windows"
+            for row in self.rows
+            if row.scores.short_window
+        ]
 
     def columns(self) -> list[Column]:
         """Return the table, metric by metric, with the differences that are significant."""

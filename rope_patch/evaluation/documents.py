@@ -41,6 +41,11 @@ class TokenDocument:
     ends: Tensor | None = None
     prefix: tuple[int, ...] = ()
 
+    def beginning(self, length: int) -> TokenDocument:
+        """Return the first tokens of the document [tokens]."""
+        ends = None if self.ends is None else self.ends[:length]
+        return TokenDocument(self.name, self.ids[:length], ends, self.prefix)
+
 
 Source = str | Path | Corpus | Iterable[Any]
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -132,6 +132,31 @@ class PerplexityResult:
     def to_json(self) -> str:
         """Return the result as JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+
+def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> PerplexityResult:
+    """Return the losses of windows in which those of the first buckets were measured on their beginnings alone.
+
+    Under a patch of two tables a text that ends there is read under the short one.
+
+    Args:
+        whole: of the whole windows.
+        beginnings: of their beginnings, in the same order and the same buckets.
+    """
+    documents = [
+        replace(
+            document,
+            nll=(*first.nll, *document.nll[len(first.nll) :]),
+            total_nll=document.total_nll - sum(document.nll[: len(first.nll)]) + sum(first.nll),
+        )
+        for document, first in zip(whole.documents, beginnings.documents, strict=True)
+    ]
+    nll, stderr, tokens = _mean([(document.total_tokens, document.total_nll) for document in documents])
+    buckets = (*beginnings.buckets, *whole.buckets[len(beginnings.buckets) :])
+    bits = None if whole.bits_per_byte is None else whole.bits_per_byte * nll / whole.nll
+    return replace(
+        whole, nll=nll, stderr=stderr, tokens=tokens, bits_per_byte=bits, buckets=buckets, documents=tuple(documents)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,6 +127,10 @@ class EvalSpec:
         """The longest prompt, and the window of text [tokens]."""
         return self.lengths[-1]
 
+    def edge_at(self, position: int) -> int:
+        """Return the last edge between buckets at or before a position [tokens]."""
+        return max(edge for edge in self.edges if edge <= position)
+
     @property
     def edges(self) -> list[int]:
         """Edges of the position buckets of perplexity; every length is among them [tokens]."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
 from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.losses import PerplexityResult
+from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker, chat_turns
 from rope_patch.evaluation.result_cache import ResultCache
@@ -19,6 +19,7 @@ from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory
+from rope_patch.patching.two_tables import switch_of
 
 ANSWERED = 0.75
 """Share of prompts within its trained length that an unpatched model must answer for scores beyond it to say much."""
@@ -32,11 +33,14 @@ class EvalResult:
         spec: what was measured.
         perplexity: by position; None where no window of text was asked for.
         retrieval: by length and depth, of each task.
+        short_window: under a patch with two tables, the length of the windows whose perplexity is stated for positions
+            up to it: those are read under the short table; 0 where there is one table [tokens].
     """
 
     spec: EvalSpec
     perplexity: PerplexityResult | None
     retrieval: Mapping[str, RetrievalResult]
+    short_window: int = 0
 
     def warnings(self, trained_length: int) -> list[str]:
         """Return what to know of an unpatched model that does not answer within its trained length, a sentence a task.
@@ -59,7 +63,8 @@ class EvalResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, without the spec."""
-        return {
+        short = {"short_window": self.short_window} if self.short_window else {}
+        return short | {
             "perplexity": None if self.perplexity is None else asdict(self.perplexity),
             "retrieval": {task: asdict(result) for task, result in self.retrieval.items()},
         }
@@ -157,20 +162,15 @@ class EvalSuite:
         spec = self.spec
         result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
         score = None
+        short_window = 0
         if window_batch is None:
             window_batch = spec.rows
         if self.windows:
-            score = perplexity(
-                model,
-                self.windows,
-                window=spec.longest,
-                buckets=spec.edges,
-                chunk=None if spec.chunk is None else min(spec.chunk, spec.longest),
-                batch=window_batch,
-                cache=cache,
-                resume=result_cache,
-                on_progress=on_progress,
-            )
+            options = {"batch": window_batch, "cache": cache, "resume": result_cache}
+            score = self._text(model, spec.longest, on_progress=on_progress, **options)
+            short_window = spec.edge_at(switch_of(model) or 0)
+            if 0 < short_window < spec.longest:
+                score = with_beginnings(score, self._text(model, short_window, **options))
         answers = {
             task: retrieval(
                 model,
@@ -190,7 +190,19 @@ class EvalSuite:
             )
             for task in spec.tasks
         }
-        return EvalResult(spec, score, answers)
+        return EvalResult(spec, score, answers, short_window)
+
+    def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult:
+        """Score the beginnings of all windows, of a length that is an edge of the spec's buckets [tokens]."""
+        spec = self.spec
+        return perplexity(
+            model,
+            [window.beginning(length) for window in self.windows],
+            window=length,
+            buckets=[edge for edge in spec.edges if edge <= length],
+            chunk=None if spec.chunk is None else min(spec.chunk, length),
+            **options,
+        )
 
 
 def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:

@@ -253,7 +253,8 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
         mixed = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
-            for start, hidden in reader.read(ids, past, self.chunk):
+            reach = [len(row.ids) + 1 for row in batch]  # with the last token of each request
+            for start, hidden in reader.read(ids, past, self.chunk, reach=reach):
                 stop = start + hidden.shape[1]
                 for i, row in enumerate(batch):
                     final = len(row.ids) - 1  # the state at position p scores the token at p + 1

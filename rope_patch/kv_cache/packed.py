@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, QuantizedCache
 
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.patching.locate import device_of, find_rotary
+from rope_patch.patching.reach import reaching
 
 BACKENDS = {"fp8": (8,), "quanto": (2, 4), "hqq": (1, 2, 4, 8)}
 """The backends of transformers, and the bits that each packs; hqq 0.2.8 cannot unpack its 3-bit format."""
@@ -110,7 +111,8 @@ def packed_caches(
             order = list(makers) if turn % 2 else list(reversed(makers))
             for name in order:
                 cache = makers[name]()
-                tokens[name], spent = _decode(model, token_ids, cache, new_tokens)
+                with reaching(len(token_ids) + new_tokens + 1):
+                    tokens[name], spent = _decode(model, token_ids, cache, new_tokens)
                 stored[name] = sum(part.numel() * part.element_size() for part in _states(cache))
                 if turn:  # the first one compiles and warms up
                     seconds[name].append(spent)

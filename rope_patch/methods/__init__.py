@@ -15,6 +15,7 @@ from rope_patch.methods.interpolation import PI, Llama3, MrRope, Resonance, Yarn
 from rope_patch.methods.longrope import LongRope, longrope_parameters  # isort: skip
 from rope_patch.methods.clipping import CoPE, Truncated  # isort: skip
 from rope_patch.methods.table import Table  # isort: skip
+from rope_patch.methods.two_tables import TwoTables  # isort: skip
 from rope_patch.methods.strings import MethodLike, as_method, create, from_dict, method_string, missing_methods, parse  # isort: skip
 from rope_patch.methods.importing import import_methods  # isort: skip
 
@@ -39,6 +40,7 @@ __all__ = [
     "Scaling",
     "Table",
     "Truncated",
+    "TwoTables",
     "Yarn",
     "as_method",
     "create",

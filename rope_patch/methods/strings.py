@@ -1,6 +1,7 @@
 """Methods from any form in which they are given: a method string, a name with parameters, an object, a dict, a list.
 
-A method string is ``NAME[:key=value…]``; several are chained with ``+``, applied from left to right.
+A method string is ``NAME[:key=value…]``; several are chained with ``+``, applied from left to right. With
+``LONG@LENGTH[@SHORT]`` sequences of up to LENGTH tokens are read under the table of SHORT, by default the one found.
 """
 
 from __future__ import annotations
@@ -11,21 +12,35 @@ from dataclasses import fields
 from typing import Any
 
 from rope_patch.methods.base import METHODS, Chain, Method
+from rope_patch.methods.p_rope import Default
 from rope_patch.methods.parameters import written
-from rope_patch.words import did_you_mean
+from rope_patch.methods.two_tables import TwoTables
+from rope_patch.words import did_you_mean, parse_length
 
 MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
 
 
 def parse(text: str) -> Method:
-    """Return the method of a method string, ``NAME[:key=value…][+NAME…]``.
+    """Return the method of a method string, ``NAME[:key=value…][+NAME…]``, or of two, ``LONG@LENGTH[@SHORT]``.
 
     Raises:
         ValueError: an unknown name or parameter (with the nearest known one), or a value out of range.
 
     >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
     'abf:rope_theta=500000+p_rope:p=0.5'
+    >>> parse("yarn:factor=4@8k").switch_at
+    8192
     """
+    long, *rest = text.split("@")
+    if not rest:
+        return _parse_chain(text)
+    if len(rest) > 2:
+        raise ValueError(f"expected LONG@LENGTH or LONG@LENGTH@SHORT, got {text!r}")
+    short = _parse_chain(rest[1]) if len(rest) == 2 else Default()
+    return TwoTables(_parse_chain(long), short, parse_length(rest[0]) if rest[0].strip() else None)
+
+
+def _parse_chain(text: str) -> Method:
     steps = [_parse_one(part) for part in re.split(r"(?<!\d[eE])\+", text)]  # 1e+20 is one number
     return steps[0] if len(steps) == 1 else Chain(tuple(steps))
 
@@ -75,7 +90,9 @@ def from_dict(data: Mapping[str, Any]) -> Method:
     name = params.pop("method", None)
     if not isinstance(name, str):
         raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")
-    if name != "chain":
+    if name == TwoTables.name:
+        return _two_tables(params)
+    if name != Chain.name:
         return create(name, **params)
     steps = params.pop("steps", ())
     if params:
@@ -83,12 +100,22 @@ def from_dict(data: Mapping[str, Any]) -> Method:
     return Chain(tuple(as_method(step) for step in steps))
 
 
+def _two_tables(params: dict[str, Any]) -> TwoTables:
+    switch_at = params.pop("switch_at", None)
+    if switch_at is not None and (isinstance(switch_at, bool) or not isinstance(switch_at, int)):
+        raise ValueError(f"switch_at must be a whole number of tokens, got {switch_at!r}")
+    methods = {key: as_method(params.pop(key)) for key in ("long", "short") if key in params}
+    if params or "long" not in methods:
+        raise ValueError(f"two_tables takes long, short and switch_at, got {sorted([*methods, *params])}")
+    return TwoTables(**methods, switch_at=switch_at)
+
+
 def as_method(method: MethodLike, **params: Any) -> Method:
     """Return a method from any of its forms: a string, a name with parameters, an object, a dict, or a sequence."""
     if isinstance(method, str):
         if not params:
             return parse(method)
-        if ":" in method or "+" in method:
+        if set(method) & set(":+@"):
             raise ValueError(f"give parameters in the string or as keywords, not both: {method!r} and {sorted(params)}")
         return create(method, **params)
     if params:
@@ -118,6 +145,9 @@ def method_string(data: Mapping[str, Any]) -> str:
     >>> method_string({"method": "of_a_script", "factor": 2.0, "other": None})
     'of_a_script:factor=2'
     """
+    if data.get("method") == TwoTables.name:
+        long, short = (method_string(data[part]) for part in ("long", "short"))
+        return "@".join([long, str(data["switch_at"]), *([short] if short != Default.name else [])])
     strings = []
     for step in _steps(data):
         if step["method"] in METHODS:
@@ -130,9 +160,11 @@ def method_string(data: Mapping[str, Any]) -> str:
 
 
 def _steps(data: Any) -> list[Mapping[str, Any]]:
-    """Return the steps of a method's ``to_dict``, those of a chain one after the other."""
+    """Return the steps of a method's ``to_dict``: those of a chain, or of two tables, one after the other."""
     if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
         raise ValueError(f"expected a 'method' key with a name, got {data!r}")
-    if data["method"] != "chain":
+    if data["method"] == TwoTables.name:
+        return [*_steps(data.get("long")), *_steps(data.get("short", {"method": Default.name}))]
+    if data["method"] != Chain.name:
         return [data]
     return [inner for step in data.get("steps", ()) for inner in _steps(step)]

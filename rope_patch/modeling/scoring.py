@@ -22,6 +22,7 @@ from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.module import PatchedRotary
+from rope_patch.patching.reach import Reach, cached_tokens, reaching
 
 CacheFactory = Callable[[], Any]
 
@@ -107,7 +108,13 @@ class Reader:
         return cache
 
     def read(
-        self, ids: Tensor, past: Any = None, chunk: int | None = None, progress: Progress | None = None
+        self,
+        ids: Tensor,
+        past: Any = None,
+        chunk: int | None = None,
+        progress: Progress | None = None,
+        *,
+        reach: Reach | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
         """Run the decoder over ids, in chunks when there is a cache.
 
@@ -116,6 +123,8 @@ class Reader:
             past: cache to read through and add to.
             chunk: tokens per forward pass; all by default.
             progress: of the work that this is a part of: moved after each layer, and when the next chunk is asked for.
+            reach: the length that the sequences will reach, of all or of each row, which decides the table of a patch
+                with two; by default what the cache holds and what is read here [tokens].
 
         Yields:
             Offset of the chunk, and its last hidden states (rows, chunk, hidden).
@@ -128,11 +137,13 @@ class Reader:
             )
         size = chunk or max(ids.shape[1], 1)
         configs = sdpa_configs(self.model) if past is not None else []
+        reach = cached_tokens(past) + max(ids.shape[1], 1) if reach is None else reach
         for start in range(0, ids.shape[1], size):
             part = ids[:, start : start + size].to(self.device)
             before = 0.0 if progress is None else progress.read
             with contextlib.ExitStack() as stack:
                 stack.enter_context(lean_attention(configs))
+                stack.enter_context(reaching(reach))
                 if progress is not None:
                     stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
                 out = self.call(self.decoder, input_ids=part, past_key_values=past, use_cache=past is not None)
@@ -207,7 +218,7 @@ def losses(
     past = cache() if cache is not None else reader.new_cache(width) if chunk is not None and chunk < width else None
     nll = torch.full(rows.shape, math.nan, dtype=torch.float64)
     best = torch.full(rows.shape, -1)
-    for start, hidden in reader.read(rows, past, chunk, progress):
+    for start, hidden in reader.read(rows, past, chunk, progress, reach=list(lengths)):
         for i in range(len(rows)):
             # The state at position p scores the token at p + 1.
             low, high = max(start, first[i] - 1), min(start + hidden.shape[1], lengths[i] - 1)

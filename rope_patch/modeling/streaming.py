@@ -16,6 +16,7 @@ from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.sources import LayerSource, find_sources
 from rope_patch.patching.locate import device_of, find_rotary
+from rope_patch.patching.reach import reaching
 
 SLICES = {"cpu": 512}
 """Tokens of a state that are passed on at a time, by device: on a CPU, small slices stay in its cache. On others it is
@@ -78,7 +79,7 @@ def stream(
             for start in range(0, len(row), size):
                 reader.at(row[start : start + size], number, start)
                 ids = reader.ids[None].to(device_of(embedding))
-                with progress.within_pass(sources.decoder, len(reader.ids)):
+                with progress.within_pass(sources.decoder, len(reader.ids)), reaching(len(row)):
                     sources.decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
                 reader.check(len(shown) * len(ROLES))
         progress.finish()

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import PatchRecord
+from rope_patch.patching.two_tables import attach
 
 
 class PatchError(ValueError):
@@ -59,6 +60,7 @@ class RotaryLocation:
         """Make ``module`` the model's rotary embedding."""
         parent, _, name = self.path.rpartition(".")
         setattr(self.model.get_submodule(parent), name, module)
+        attach(self.model, self.decoder, module)
 
 
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ from transformers.utils import logging as hf_logging
 
 from rope_patch import __version__
 from rope_patch.frequencies import fingerprint, table_of
-from rope_patch.methods import Method, from_dict, method_string, missing_methods
+from rope_patch.methods import Method, TwoTables, from_dict, method_string, missing_methods
 from rope_patch.tables import RotaryTable
 
 SCHEMA = 1
@@ -96,6 +96,8 @@ class PatchRecord:
         target_length: the context the patch set, where asked [tokens].
         precision: of the angles, ``float32`` or ``float64``.
         freeze_at: the length a dynamic base table was frozen at [tokens].
+        short_tables: the tables of sequences up to ``switch_at`` of the method, by layer type; empty where there is one
+            table for all lengths.
         edited: the base tables that were not what the config described, and so are known by their numbers alone.
         package_version: the rope_patch that wrote the record.
         schema: version of this layout.
@@ -109,6 +111,7 @@ class PatchRecord:
     target_length: int | None = None
     precision: str = "float32"
     freeze_at: int | None = None
+    short_tables: Mapping[str, TableRecord] = field(default_factory=dict)
     edited: tuple[str, ...] = ()
     package_version: str = __version__
     schema: int = SCHEMA
@@ -116,7 +119,8 @@ class PatchRecord:
     @property
     def changed(self) -> bool:
         """Whether any table differs from the one before the patch."""
-        return any(table.hash != self.base_tables[key].hash for key, table in self.tables.items())
+        tables = (*self.tables.items(), *self.short_tables.items())
+        return any(table.hash != self.base_tables[key].hash for key, table in tables)
 
     @property
     def missing(self) -> str | None:
@@ -137,16 +141,27 @@ class PatchRecord:
 
     def to_method(self) -> Method:
         """Return the method object; a :class:`RecordedMethod` where its class is not defined here."""
-        if missing_methods(self.method):
-            return RecordedMethod(self.method, {key_of(kind): self.tables[key_of(kind)] for kind in self.layer_types})
-        return from_dict(self.method)
+        if not missing_methods(self.method):
+            return from_dict(self.method)
+        if self.method.get("method") != TwoTables.name:
+            return self._recorded(self.method, self.tables)
+        long = self._recorded(self.method["long"], self.tables)
+        return TwoTables(long, self._recorded(self.method["short"], self.short_tables), self.method["switch_at"])
+
+    def _recorded(self, data: Mapping[str, Any], tables: Mapping[str, TableRecord]) -> Method:
+        """Return a method by its tables where its class is not defined here."""
+        if not missing_methods(data):
+            return from_dict(data)
+        return RecordedMethod(data, {key_of(kind): tables[key_of(kind)] for kind in self.layer_types})
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
         data = asdict(self) | {"changed": self.changed}
         data["layer_types"], data["edited"] = list(self.layer_types), list(self.edited)
-        for group in ("tables", "base_tables"):
-            for table in data[group].values():
+        if not self.short_tables:
+            del data["short_tables"]
+        for group in ("tables", "base_tables", "short_tables"):
+            for table in data.get(group, {}).values():
                 table["inv_freq"] = list(table["inv_freq"])
         return data
 
@@ -171,8 +186,8 @@ class PatchRecord:
         if unknown:
             raise ValueError(f"the rope_patch record has unknown keys {sorted(unknown)}")
         _check_layout(data)
-        for group in ("tables", "base_tables"):
-            data[group] = {key: _read_table(key, table) for key, table in data[group].items()}
+        for group in ("tables", "base_tables", "short_tables"):
+            data[group] = {key: _read_table(key, table) for key, table in data.get(group, {}).items()}
         record = cls(**data | {"layer_types": tuple(data["layer_types"]), "edited": tuple(data.get("edited", ()))})
         try:
             record.to_method()
@@ -247,6 +262,11 @@ _LAYOUT: Mapping[str, tuple[Callable[[Any], bool], str, bool]] = {
     "target_length": (lambda value: value is None or _is_length(value), "a number of tokens or null", False),
     "precision": (lambda value: value in ("float32", "float64"), "float32 or float64", False),
     "freeze_at": (lambda value: value is None or _is_length(value), "a number of tokens or null", False),
+    "short_tables": (
+        lambda value: _is_tables(value) or value == {},
+        "tables with inv_freq, attention_scaling and hash",
+        False,
+    ),
     "edited": (lambda value: _is_types(value) and None not in value, "a list of layer types", False),
     "package_version": (lambda value: isinstance(value, str), "a version", False),
     "schema": (_is_length, "a number", False),
@@ -262,7 +282,9 @@ def _check_layout(data: Mapping[str, Any]) -> None:
         elif not holds(data[key]):
             raise _malformed(key, rule, data[key])
     kinds = {key_of(kind) for kind in data["layer_types"]}
-    if data["tables"].keys() != data["base_tables"].keys() or not kinds <= data["tables"].keys():
+    short, two = data.get("short_tables", {}).keys(), data["method"].get("method") == TwoTables.name
+    fitting = data["tables"].keys() == data["base_tables"].keys() >= kinds and short == (kinds if two else set())
+    if not fitting:
         raise ValueError(
             f"the rope_patch record was altered: its patched layer types {sorted(kinds)}, its tables "
             f"{sorted(data['tables'])} and the tables before the patch {sorted(data['base_tables'])} do not fit"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from rope_patch.methods import Chain, Method, MethodLike, as_method
+from rope_patch.methods import Chain, Method, MethodLike, TwoTables, as_method
 from rope_patch.patching.base_tables import Tables, read_tables
 from rope_patch.patching.locate import find_rotary
 from rope_patch.tables import RotaryTable
@@ -72,6 +72,10 @@ def _with_factor(method: Method, tables: Sequence[RotaryTable], target_length: i
 
 def check_layer_types(method: Method, tables: Tables, chosen: Sequence[str | None]) -> None:
     """Raise where a step is for a layer type that the model has not, or that is not patched."""
+    if isinstance(method, TwoTables):
+        for one in (method.long, method.short):
+            check_layer_types(one, tables, chosen)
+        return
     steps = method.steps if isinstance(method, Chain) else (method,)
     for kind in (getattr(step, "layer_type", None) for step in steps):
         if kind is None or kind in chosen:

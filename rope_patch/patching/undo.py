@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_patch.methods import Method
+from rope_patch.methods import Method, TwoTables
 from rope_patch.patching.base_tables import CONFIG_KEYS, base_of, check_base, name_in, original_rotary, settings_of
 from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary
 from rope_patch.patching.module import PatchedRotary
+from rope_patch.patching.reach import Reach, reaching
 from rope_patch.patching.record import PatchRecord
 from rope_patch.tables import RotaryTable
 
@@ -81,6 +83,9 @@ class TableChange:
                 lines.append(f"  {table}: left alone")
             else:
                 lines += [f"  before  {self.before[kind]}", f"  after   {table}"]
+        if isinstance(self.method, TwoTables):
+            short = [f"    table {self.record.short_tables[key].hash} of {key}" for key in self.record.short_tables]
+            lines += [f"  sequences of up to {self.method.switch_at} tokens: {self.method.short}", *short]
         stated = int(self.record.base_config["max_position_embeddings"])
         if self.record.target_length not in (None, stated):
             lines.append(f"  context {stated} tokens before, {self.record.target_length} after")
@@ -97,6 +102,20 @@ class Patch(TableChange):
 
     _module: PatchedRotary
     _state: ModelState
+
+    def reaching(self, tokens: Reach) -> AbstractContextManager[None]:
+        """State the length that sequences will reach, for the forward passes of a ``with`` block.
+
+        A patch of two tables chooses one for each sequence by it, and keeps to it: state it around all passes that read
+        one sequence through a cache. ``generate`` states it itself, and a pass without a cache shows it.
+
+        Args:
+            tokens: one number for all rows of the batch, or one for each [tokens].
+
+        Raises:
+            ValueError: no whole numbers above 0.
+        """
+        return reaching(tokens)
 
     def restore(self) -> None:
         """Undo the patch: the model is as it was before ``apply``.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rope_patch import frequencies
-from rope_patch.methods import Method
+from rope_patch.methods import Method, TwoTables
 from rope_patch.patching.base_tables import (
     Tables,
     call_rotary,
@@ -26,8 +26,13 @@ from rope_patch.patching.base_tables import (
 from rope_patch.patching.encoding import encode
 from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary, holds_adapters_twice
 from rope_patch.patching.module import PatchedRotary
+from rope_patch.patching.reach import reaching
 from rope_patch.patching.record import PatchRecord, RecordedMethod, TableRecord, key_of
+from rope_patch.patching.two_tables import TwoTableRotary
 from rope_patch.tables import RotaryTable
+
+_FAR = 10**15
+"""A length under the long table of any patch [tokens]."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,6 +76,12 @@ class Inspection:
                 f"    wavelengths {span}; {partial} of {table.pairs} pairs make no full turn within "
                 f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
             ]
+        method = None if self.record is None else self.record.to_method()
+        if isinstance(method, TwoTables):
+            lines.append(
+                f"  sequences of up to {method.switch_at} tokens are read under another table, {method.short}; plain "
+                "transformers uses the one above for all lengths"
+            )
         lines += [f"  {sentence}" for sentence in self.checked]
         return "\n".join([*lines, *(f"  note: {warning}" for warning in self.warnings)])
 
@@ -195,7 +206,7 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
     if not any(
         buffer.is_meta for buffer in location.module.buffers()
     ):  # without weights only the config can be checked
-        problems += [f"in use: {p}" for p in measure(location.module, expected.tables, device_of(location.model))]
+        problems += [f"in use: {p}" for p in _in_use(location, expected)]
     if problems:
         raise PatchError(
             f"{type(location.model).__name__} does not use the tables of {expected.to_method()}:\n  "
@@ -204,9 +215,29 @@ def verify_model(model: nn.Module, record: PatchRecord | None = None) -> PatchRe
     return expected
 
 
+def _in_use(location: RotaryLocation, record: PatchRecord) -> list[str]:
+    """Compare the tables that a model uses with those of a record; returns a line per difference."""
+    module, device = location.module, device_of(location.model)
+    problems = measure(module, record.tables, device)
+    method = record.to_method()
+    if not isinstance(method, TwoTables) or not isinstance(module, PatchedRotary):
+        return problems  # the module of transformers has the long table alone
+    if not isinstance(module, TwoTableRotary) or module.switch_at != method.switch_at:
+        switches = f"at {module.switch_at} tokens" if isinstance(module, TwoTableRotary) else "nowhere"
+        return [*problems, f"the table changes {switches}, the record says at {method.switch_at} tokens"]
+    short = measure(module, record.short_tables, device, reach=method.switch_at)
+    return problems + [f"short table: {problem}" for problem in short]
+
+
 def method_of(location: RotaryLocation, record: PatchRecord) -> Method:
     """Return a record's method; where its class is missing and the config has its tables, with their encodings."""
     method = record.to_method()
+    if isinstance(method, TwoTables):
+        return replace(method, long=_with_encodings(method.long, location, record))
+    return _with_encodings(method, location, record)
+
+
+def _with_encodings(method: Method, location: RotaryLocation, record: PatchRecord) -> Method:
     if isinstance(method, RecordedMethod) and location.record is not None and location.record.tables == record.tables:
         encodings = {key_of(kind): encoding_of(location.config, kind) for kind in record.layer_types}
         return replace(method, encodings=encodings)
@@ -257,14 +288,22 @@ def _differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, Table
     ]
 
 
-def measure(module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device) -> list[str]:
-    """Call a rotary module and compare its cos and sin with the tables; returns a line per difference."""
-    positions = torch.tensor([[0, 1, 2, 3, 17, 101, 1009, 4093]], device=device)
+def measure(module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device, reach: int = _FAR) -> list[str]:
+    """Call a rotary module and compare its cos and sin with the tables; returns a line per difference.
+
+    Args:
+        module: to be called.
+        tables: by layer type.
+        device: to call it on.
+        reach: the length that is stated to a module of two tables [tokens].
+    """
+    positions = torch.tensor([[n for n in (0, 1, 2, 3, 17, 101, 1009, 4093) if n < reach]], device=device)
     problems = []
     for key, table in tables.items():
         kind = None if key == key_of(None) else key
         try:
-            cos, sin = call_rotary(module, kind, positions)
+            with reaching(reach):
+                cos, sin = call_rotary(module, kind, positions)
         except Exception as error:
             problems.append(f"[{key}] cannot be called: {error}")
             continue

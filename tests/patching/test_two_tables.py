@@ -1,0 +1,422 @@
+"""Patches with a short and a long table, chosen once for each sequence."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import ids, logits, small, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+import rope_patch
+from rope_patch import PatchError
+from rope_patch.methods import parse
+from rope_patch.patching.generation import reach_of
+from rope_patch.patching.reach import reaching
+from rope_patch.patching.two_tables import TwoTableRotary
+
+FAMILIES = ("llama", "gemma3")
+SWITCH, LONG = 64, "yarn:factor=4"
+PLAIN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def two(family="llama"):
+    """A model of two tables, and the patch."""
+    model = tiny_model(family)
+    return model, rope_patch.apply(model, long=LONG, switch_at=SWITCH, target_length=256)
+
+
+def only_long(family="llama"):
+    model = tiny_model(family)
+    rope_patch.apply(model, LONG, target_length=256)
+    return model
+
+
+# --- which table
+
+
+@families
+def test_a_short_sequence_is_read_as_by_the_unpatched_model_to_the_last_bit(family):
+    model, _ = two(family)
+    assert torch.equal(logits(model, ids(SWITCH)), logits(tiny_model(family), ids(SWITCH)))
+
+
+@families
+def test_a_long_sequence_is_read_as_under_the_long_table_alone(family):
+    model, _ = two(family)
+    assert torch.equal(logits(model, ids(SWITCH + 1)), logits(only_long(family), ids(SWITCH + 1)))
+    assert not torch.equal(logits(model, ids(SWITCH + 1)), logits(tiny_model(family), ids(SWITCH + 1)))
+
+
+def test_rows_of_a_batch_have_tables_of_their_own():
+    model, patch = two()
+    tokens = ids(40, batch=3)
+    with patch.reaching([40, 200, SWITCH]):
+        rows = logits(model, tokens)
+    plain, long = logits(tiny_model(), tokens), logits(only_long(), tokens)
+    torch.testing.assert_close(rows[0], plain[0])
+    torch.testing.assert_close(rows[1], long[1])
+    torch.testing.assert_close(rows[2], plain[2])
+    assert (plain - long).abs().max() > 1e-3
+
+
+def test_a_pass_without_a_cache_goes_by_the_last_position_of_each_row():
+    model, _ = two()
+    tokens = ids(20)
+    positions = torch.stack([torch.arange(20), torch.arange(20) + 100])
+    rows = logits(model, tokens, position_ids=positions)
+    torch.testing.assert_close(rows[0], logits(tiny_model(), tokens, position_ids=positions)[0])
+    torch.testing.assert_close(rows[1], logits(only_long(), tokens, position_ids=positions)[1])
+
+
+def test_a_short_method_of_its_own():
+    model = tiny_model()
+    rope_patch.apply(model, f"{LONG}@{SWITCH}@p_rope:p=0.5", target_length=256)
+    other = tiny_model()
+    rope_patch.apply(other, "p_rope:p=0.5")
+    assert torch.equal(logits(model, ids(30)), logits(other, ids(30)))
+    assert torch.equal(logits(model, ids(70)), logits(only_long(), ids(70)))
+
+
+def test_the_length_defaults_to_the_stated_context_and_the_factor_to_the_target():
+    patch = rope_patch.apply(tiny_model(), long="yarn", target_length=512)
+    assert str(patch.method) == "yarn:factor=8@64"
+
+
+def test_sliding_layers_keep_their_one_table():
+    model, patch = two("gemma3")
+    rotary = rope_patch.patching.locate.find_rotary(model).module
+    assert list(rotary.short_tables) == ["full_attention"]
+    assert patch.after["sliding_attention"] is patch.before["sliding_attention"]
+
+
+# --- caches and generation
+
+
+@families
+@pytest.mark.parametrize("new", [20, 100], ids=["stays short", "crosses"])
+def test_generation_is_that_of_the_table_for_the_length_it_will_reach(family, new):
+    model, _ = two(family)
+    reference = tiny_model(family) if 40 + new <= SWITCH else only_long(family)
+    ours, theirs = (m.generate(ids(40), max_new_tokens=new, **PLAIN) for m in (model, reference))
+    assert torch.equal(ours, theirs)
+
+
+def test_generation_with_left_padding_gives_each_row_its_table():
+    model, plain, long = two()[0], tiny_model(), only_long()
+    prompt = ids(50)
+    mask = torch.ones_like(prompt)
+    mask[0, :40] = 0  # row 0 reaches 10 + 20 tokens, row 1 50 + 20
+    prompt[0, :40] = 0
+    ours = model.generate(prompt, attention_mask=mask, max_new_tokens=20, **PLAIN)
+    assert torch.equal(ours[0], plain.generate(prompt, attention_mask=mask, max_new_tokens=20, **PLAIN)[0])
+    assert torch.equal(ours[1], long.generate(prompt, attention_mask=mask, max_new_tokens=20, **PLAIN)[1])
+    inferred = model.generate(prompt, max_new_tokens=20, **PLAIN)  # transformers takes the mask from the padding
+    assert torch.equal(inferred, ours)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
+def test_beams_have_the_table_of_their_prompt(options):
+    model, long = two()[0], only_long()
+    ours, theirs = (m.generate(ids(40), max_new_tokens=30, **PLAIN | options) for m in (model, long))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize(
+    ("options", "reach"),
+    [
+        ({}, 60),  # transformers adds 20 tokens
+        ({"max_new_tokens": 7}, 47),
+        ({"max_length": 90}, 90),
+        ({"max_length": 90, "max_new_tokens": 5}, 45),
+        ({"generation_config": GenerationConfig(max_new_tokens=9)}, 49),
+        ({"generation_config": GenerationConfig(max_new_tokens=9), "max_new_tokens": 3}, 43),
+        ({"generation_config": GenerationConfig(max_length=77)}, 77),
+    ],
+    ids=str,
+)
+def test_the_length_stated_is_the_one_that_transformers_generates_to(options, reach):
+    model = tiny_model()
+    assert reach_of(model, {"inputs": ids(40), **options}).tolist() == [reach]
+    model.generation_config.eos_token_id = None
+    assert model.generate(ids(40), do_sample=False, pad_token_id=0, **options).shape[1] == reach
+
+
+def test_a_cached_call_that_would_cross_unstated_raises():
+    model, _ = two()
+    cache = model(ids(40)).past_key_values
+    with pytest.raises(ValueError, match=r"reaches 80 tokens, beyond the 64 at which its table changes.* short table"):
+        model(ids(40), past_key_values=cache)
+
+
+def test_decoding_token_by_token_raises_at_the_first_token_that_crosses():
+    model, _ = two()
+    cache = model(ids(SWITCH)).past_key_values
+    with pytest.raises(ValueError, match=r"reaches 65 tokens.*with patch\.reaching\(tokens\)"):
+        model(ids(1), past_key_values=cache)
+
+
+def test_an_unmarked_cache_does_not_cross_either():
+    model, _ = two()
+    with torch.no_grad():
+        cache = tiny_model()(ids(60)).past_key_values
+    model(ids(2), past_key_values=copy.deepcopy(cache))
+    with pytest.raises(ValueError, match="under an unknown table"):
+        model(ids(10), past_key_values=cache)
+
+
+@families
+def test_stated_chunks_equal_one_pass(family):
+    model, patch = two(family)
+    tokens, cache = ids(100), DynamicCache(config=model.config)
+    with patch.reaching(100), torch.no_grad():
+        parts = [model(tokens[:, low : low + 25], past_key_values=cache).logits for low in range(0, 100, 25)]
+    torch.testing.assert_close(torch.cat(parts, 1), logits(only_long(family), tokens), atol=2e-5, rtol=0)
+
+
+def test_a_long_sequence_goes_on_without_being_stated_again():
+    model, _ = two()
+    tokens = ids(80)
+    cache = model(tokens[:, :70]).past_key_values
+    torch.testing.assert_close(
+        model(tokens[:, 70:], past_key_values=cache).logits, logits(only_long(), tokens)[:, 70:], atol=2e-5, rtol=0
+    )
+
+
+def test_a_cache_of_one_table_is_not_read_under_the_other():
+    model, patch = two()
+    cache = model(ids(30)).past_key_values
+    with patch.reaching(200), pytest.raises(ValueError, match=r"cache holds keys of the short table.*more than 64"):
+        model(ids(5), past_key_values=cache)
+    with patch.reaching(200):
+        cache = model(ids(30)).past_key_values
+    with patch.reaching(40), pytest.raises(ValueError, match=r"cache holds keys of the long table.*at most 64"):
+        model(ids(5), past_key_values=cache)
+
+
+def test_a_stated_length_that_is_exceeded_raises():
+    model, patch = two()
+    with patch.reaching(50), pytest.raises(ValueError, match="reaches 80 tokens"):
+        model(ids(80))
+
+
+def test_generate_fills_a_cache_of_the_short_table_again():
+    model = two()[0]
+    prompt, cache = ids(40), DynamicCache(config=model.config)
+    first = model.generate(prompt, past_key_values=cache, max_new_tokens=10, **PLAIN)
+    again = model.generate(first, past_key_values=cache, max_new_tokens=60, **PLAIN)
+    assert torch.equal(again, only_long().generate(first, max_new_tokens=60, **PLAIN))
+    shorter = model.generate(first, past_key_values=DynamicCache(config=model.config), max_new_tokens=5, **PLAIN)
+    assert torch.equal(shorter, tiny_model().generate(first, max_new_tokens=5, **PLAIN))
+
+
+def test_generate_refuses_a_cache_that_it_cannot_fill_again():
+    model = two()[0]
+    cache = model(ids(40)).past_key_values
+    with pytest.raises(ValueError, match="past_key_values holds keys of the other table"):
+        model.generate(ids(3), past_key_values=cache, attention_mask=torch.ones(2, 43), max_new_tokens=60, **PLAIN)
+
+
+def test_what_a_caller_states_holds_in_generate():
+    model, patch = two()
+    with patch.reaching(256):
+        ours = model.generate(ids(10), max_new_tokens=5, **PLAIN)
+    assert torch.equal(ours, only_long().generate(ids(10), max_new_tokens=5, **PLAIN))
+
+
+def test_a_failed_pass_leaves_nothing_behind():
+    model, _ = two()
+    cache = model(ids(40)).past_key_values
+    with pytest.raises(ValueError, match="reaches 80 tokens"):
+        model(ids(40), past_key_values=cache)
+    assert torch.equal(logits(model, ids(30)), logits(tiny_model(), ids(30)))
+
+
+@pytest.mark.parametrize("tokens", [0, -3, 1.5, [], [[1, 2]], True], ids=str)
+def test_a_length_is_a_whole_number_of_tokens(tokens):
+    with pytest.raises(ValueError, match="reaching takes a number of tokens >= 1"), reaching(tokens):
+        pass
+
+
+def test_lengths_fit_the_rows():
+    model, patch = two()
+    with (
+        patch.reaching([10, 100]),
+        pytest.raises(ValueError, match="2 lengths are stated, and the model is called with 3"),
+    ):
+        model(ids(10, batch=3))
+
+
+# --- the model around it
+
+
+def test_undo_leaves_no_trace():
+    model = tiny_model()
+    before = set(model.__dict__), len(model.model._forward_hooks), len(model.model._forward_pre_hooks)
+    patch = rope_patch.apply(model, long=LONG, switch_at=SWITCH)
+    assert isinstance(model.model.rotary_emb, TwoTableRotary)
+    patch.restore()
+    assert (set(model.__dict__), len(model.model._forward_hooks), len(model.model._forward_pre_hooks)) == before
+    assert torch.equal(logits(model, ids(100)), logits(tiny_model(), ids(100)))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copied_model_has_its_own_generate(copied):
+    model = two()[0]
+    other = copied(model)
+    rope_patch.restore(model)
+    assert torch.equal(
+        other.generate(ids(40), max_new_tokens=60, **PLAIN), only_long().generate(ids(40), max_new_tokens=60, **PLAIN)
+    )
+    rope_patch.verify(other)
+    rope_patch.restore(other)
+    assert "generate" not in other.__dict__
+
+
+def test_casts_change_neither_table():
+    model, _ = two()
+    short = model.model.rotary_emb.short_tables[None].inv_freq.clone()
+    model.bfloat16().float()
+    rope_patch.verify(model)
+    assert torch.equal(model.model.rotary_emb._short[0].table(), short)
+
+
+def test_under_peft():
+    model, _ = two()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    ours = adapted.generate(input_ids=ids(40), max_new_tokens=60, **PLAIN)
+    assert torch.equal(ours, only_long().generate(ids(40), max_new_tokens=60, **PLAIN))
+
+
+def test_under_torch_compile():
+    model, _ = two()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for size in (40, 90):
+            torch.testing.assert_close(compiled(ids(size), use_cache=False).logits, logits(model, ids(size)))
+
+
+def test_saved_and_loaded(tmp_path):
+    model, _ = two()
+    rope_patch.save(model, tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    assert stated["rope_parameters"]["rope_type"] == "yarn"
+    assert stated["rope_patch"]["method"]["switch_at"] == SWITCH
+    loaded = rope_patch.load(tmp_path)
+    for size in (40, 90):
+        assert torch.equal(logits(loaded, ids(size)), logits(model, ids(size)))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # the long table for every length
+    assert torch.equal(logits(plain, ids(40)), logits(only_long(), ids(40)))
+    assert "sequences of up to 64 tokens are read under another table" in str(rope_patch.inspect(tmp_path))
+
+
+def test_an_adapter_brings_both_tables(tmp_path):
+    base = small()
+    base.save_pretrained(tmp_path / "base")
+    model = rope_patch.load(tmp_path / "base")
+    rope_patch.apply(model, long=LONG, switch_at=SWITCH, target_length=256)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    rope_patch.save(adapted, tmp_path / "adapter")
+    loaded = rope_patch.load(tmp_path / "adapter")
+    for size in (40, 90):
+        assert torch.equal(logits(loaded, ids(size)), logits(adapted, ids(size)))
+
+
+# --- the record
+
+
+def test_verify_finds_another_short_table():
+    model, _ = two()
+    rotary = model.model.rotary_emb
+    rope_patch.verify(model)
+    other = tiny_model()
+    rope_patch.apply(other, f"{LONG}@{SWITCH}@p_rope:p=0.5", target_length=256)
+    rotary._short = other.model.rotary_emb._short
+    with pytest.raises(PatchError, match=r"in use: short table: \[all\]"):
+        rope_patch.verify(model)
+
+
+def test_verify_finds_another_length():
+    model, _ = two()
+    model.model.rotary_emb.switch_at = 100
+    with pytest.raises(PatchError, match="changes at 100 tokens, the record says at 64"):
+        rope_patch.verify(model)
+
+
+def test_an_altered_short_table_is_refused(tmp_path):
+    model, _ = two()
+    record = copy.deepcopy(model.config.rope_patch)
+    record["short_tables"]["all"]["inv_freq"][0] = 2.0
+    model.config.rope_patch = record
+    with pytest.raises(PatchError, match="record was altered"):
+        rope_patch.verify(model)
+    del record["short_tables"]
+    model.config.rope_patch = record
+    with pytest.raises(PatchError, match="record was altered"):
+        rope_patch.verify(model)
+
+
+# --- what is refused, with nothing changed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "apply takes a method, or long="),
+        ({"long": LONG, "short": LONG}, "the same table: nothing would switch"),
+        ({"long": "default"}, "the same table: nothing would switch"),
+        ({"long": LONG, "switch_at": 0}, "switch_at must be >= 1"),
+        ({"long": LONG, "switch_at": 256, "target_length": 256}, "the long table would never be used"),
+        ({"long": LONG, "short": "pi", "target_length": 256}, "the short method pi needs a factor"),
+        ({"long": LONG, "factor": 3}, r"could be of either"),
+        ({"long": f"{LONG}@8"}, "two tables at most"),
+        ({"short": "default"}, "apply takes a method, or long="),
+    ],
+    ids=str,
+)
+def test_errors(options, message):
+    model = tiny_model()
+    before = logits(model)
+    with pytest.raises(ValueError, match=message):
+        rope_patch.apply(model, **options)
+    assert torch.equal(logits(model), before) and not hasattr(model.config, "rope_patch")
+
+
+def test_method_and_long_exclude_each_other():
+    with pytest.raises(ValueError, match="short and switch_at go with long="):
+        rope_patch.apply(tiny_model(), "yarn:factor=4", short="default")
+    with pytest.raises(ValueError, match="give one of them"):
+        rope_patch.apply(tiny_model(), "yarn:factor=4", long="pi:factor=2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("yarn@64@default@9", "expected LONG@LENGTH or LONG@LENGTH@SHORT"),
+        ("yarn@many", "a length is a number of tokens such as 4096 or 4k, got 'many'"),
+        ("yarn@64@p_roop", "unknown method 'p_roop'"),
+    ],
+)
+def test_method_strings_that_are_wrong(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["yarn:factor=4@8192", "abf:factor=4+p_rope:p=0.5@64@p_rope:p=0.9"])
+def test_a_method_string_reads_back(text):
+    assert str(parse(text)) == text
+    assert rope_patch.methods.from_dict(json.loads(json.dumps(parse(text).to_dict()))) == parse(text)
+
+
+def test_a_chain_of_two_tables_is_refused():
+    with pytest.raises(ValueError, match="a chain holds methods of one table"):
+        rope_patch.Chain((parse("yarn@64"), parse("nope")))
