@@ -20,7 +20,7 @@ class RotaryLayout:
     Attributes:
         features: ``halves`` repeats all pairs (Llama), ``neighbours`` each pair (Cohere), ``once`` repeats none
             (gpt-oss), ``complex`` is one complex tensor, a number for each pair (Llama 4).
-        axes: the position axes between which the pairs are divided; 1 where a token has one position (Qwen-VL: 3).
+        axes: the position axes between which the features are divided; 1 where a token has one position (Qwen-VL: 3).
     """
 
     features: str = HALVES
@@ -140,22 +140,17 @@ def layout_of(original: nn.Module, layer_type: str | None, pairs: int) -> Rotary
 
 
 def _fits(layout: RotaryLayout, returned: Any, angles: Tensor) -> bool:
-    """Tell whether cos and sin are those of the angles in this layout, each pair's on one of the axes.
+    """Tell whether cos and sin are those of the angles in this layout, each feature's on one of the axes.
 
     Args:
         layout: to be tried.
         returned: by the module.
         angles: (axes, batch, tokens, pairs) [rad].
     """
-    fits = torch.ones(angles.shape[0], angles.shape[-1], dtype=torch.bool, device="cpu")
+    fits = torch.ones((), dtype=torch.bool, device="cpu")
     for got, want in zip(layout.parts(returned), (angles.cos(), angles.sin()), strict=True):
         spread = layout.spread(want)
         if got.shape != spread.shape[1:]:
             return False
-        close = torch.isclose(got.float(), spread, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
-        if layout.features == HALVES:
-            close = close.reshape(len(close), 2, -1).all(1)
-        elif layout.features == NEIGHBOURS:
-            close = close.reshape(len(close), -1, 2).all(2)
-        fits &= close
+        fits = fits & torch.isclose(got.float(), spread, atol=1e-5).flatten(1, 2).all(1)  # (axes, features)
     return bool(fits.any(0).all())

@@ -20,6 +20,8 @@ from transformers import (
 )
 from transformers.models.glm4v.configuration_glm4v import Glm4vTextConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vTextModel, Glm4vTextRotaryEmbedding
+from transformers.models.hunyuan_vl.configuration_hunyuan_vl import HunYuanVLTextConfig
+from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLRotaryEmbedding, HunYuanVLTextModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
@@ -63,6 +65,8 @@ AXES = {
     "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextModel, Qwen3VLTextRotaryEmbedding),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding),
     "glm4v": (Glm4vTextConfig, Glm4vTextModel, Glm4vTextRotaryEmbedding),
+    # The two features of a pair lie on different axes here.
+    "hunyuan_vl": (HunYuanVLTextConfig, HunYuanVLTextModel, HunYuanVLRotaryEmbedding),
 }
 every_axes = pytest.mark.parametrize("family", AXES)
 OTHERS = {"qwen3_5": {"layer_types": ["full_attention"] * 2}}
