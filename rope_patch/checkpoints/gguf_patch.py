@@ -28,7 +28,7 @@ from rope_patch.checkpoints.gguf_table import (
     table_of,
     table_pieces,
 )
-from rope_patch.methods import MethodLike, as_method, longrope_parameters
+from rope_patch.methods import MethodLike, TwoTables, as_method, longrope_parameters
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.targets import resolve_factor
@@ -97,6 +97,8 @@ def patch_gguf(
         found = table_in(opened, source)
     _check_one_table(opened, found.tables[0], source)
     before = _base(found.tables[0])
+    if isinstance(chosen, TwoTables):
+        raise ValueError(f"a GGUF file holds one table: give the long method alone, {chosen.long}")
     chosen = resolve_factor(chosen, [before], target_length)
     after = chosen(before)
     graph = graph_in(str(opened.value("general.architecture")), after)

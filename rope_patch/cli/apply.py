@@ -19,6 +19,7 @@ from rope_patch.cli.options import (
     Replace,
     TargetLength,
     print_json,
+    tokens,
 )
 
 
@@ -37,6 +38,24 @@ def apply(
     parameters: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="The parameters of the method, if METHOD is only a name."),
+    ] = None,
+    switch_at: Annotated[
+        int | None,
+        tokens(
+            "--switch-at",
+            "Read texts of up to this many tokens under the table of --short, and longer ones under that of METHOD. "
+            "This needs rope_patch at run time (rope_patch.load): plain transformers reads all texts under METHOD.",
+            show_default=False,
+        ),
+    ] = None,
+    short: Annotated[
+        str | None,
+        typer.Option(
+            "--short",
+            metavar="METHOD",
+            help="With --switch-at: the method for texts up to that length. By default they keep the table as it is.",
+            show_default=False,
+        ),
     ] = None,
     target_length: TargetLength = None,
     layer_types: LayerTypes = None,
@@ -62,7 +81,7 @@ def apply(
     from rope_patch.checkpoints.gguf_patch import patch_gguf, reach_of
     from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.files import is_gguf
-    from rope_patch.methods import as_method
+    from rope_patch.methods import TwoTables, as_method
 
     params: dict[str, Any] = {}
     for item in parameters or ():
@@ -71,6 +90,10 @@ def apply(
             raise ValueError(f"expected key=value after the method, got {item!r}")
         params[key] = value
     chosen = as_method(method, **params)
+    if short is not None and switch_at is None:
+        raise ValueError("--short goes with --switch-at, the length up to which it holds")
+    if switch_at is not None:
+        chosen = TwoTables(chosen, as_method(short or "default"), switch_at)
     options: dict[str, Any] = {
         "target_length": target_length,
         "layer_types": layer_types,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
@@ -57,6 +58,7 @@ def export_folder(
     on_progress: Callable[[str], None] = lambda name: None,
     finish: Callable[[Path], None] = lambda _: None,
     notes: Sequence[str] = (),
+    lists: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint whose config encodes its tables for transformers and for an engine.
 
@@ -69,6 +71,8 @@ def export_folder(
         on_progress: called with the name of each file before it is copied.
         finish: what else to do in the folder before it is moved to ``out``.
         notes: to write down beside those found here.
+        lists: the config keys of a patch with two tables as two lists, from
+            :func:`~rope_patch.exporting.two_lists.two_lists`, in place of those of its long table.
 
     Returns:
         What ``export.json`` says.
@@ -79,7 +83,9 @@ def export_folder(
     """
     tables = read_tables(model)
     version = check(to, str(model.config.model_type), tables)
-    config, parameters, config_notes = _config(model, tables, to)
+    if lists is not None:  # which were checked here, against this version alone
+        version = transformers.__version__ if to == "hf" else UNVERIFIED
+    config, parameters, config_notes = _config(model, tables, to, lists)
     summary: dict[str, Any] = {
         "engine": ENGINES[to].name,
         "checked_against": version,
@@ -96,21 +102,22 @@ def export_folder(
     }
     with copied(source, out, overwrite=overwrite, progress=on_progress) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-        if "rope_patch" in text_part(config) and not _verifies(folder):
+        if lists is None and "rope_patch" in text_part(config) and not _verifies(folder):
             del text_part(config)["rope_patch"]
             summary["notes"] = [*summary["notes"], "the patch record does not fit this encoding and was left out"]
             write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-        _check(folder, tables)
+        if lists is None:
+            _check(folder, tables)
         finish(folder)
         write_atomically(folder / NOTE_FILE, json.dumps(summary, indent=1) + "\n")
     return summary
 
 
 def _config(
-    model: PreTrainedModel, tables: Sequence[RotaryTable], to: str
+    model: PreTrainedModel, tables: Sequence[RotaryTable], to: str, lists: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], Mapping[str, Any], list[str]]:
     location = find_rotary(model)
-    settings = config_keys(location, tables, everywhere=to != "hf")
+    settings = dict(lists) if lists is not None else config_keys(location, tables, everywhere=to != "hf")
     parameters: dict[str, Any] = settings["rope_parameters"]
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     text = text_part(config)
@@ -120,7 +127,9 @@ def _config(
     in_version_4 = bool(older) and OLDER_FAIL not in older.values()
     notes = [] if in_version_4 else ["transformers 4 cannot express these tables"]
     longrope = any(p.get("rope_type") == "longrope" for p in _each(parameters))
-    if to != "hf" and "original_max_position_embeddings" in text and longrope:
+    if lists is not None:
+        text.pop("rope_patch", None)  # which describes one list
+    elif to != "hf" and "original_max_position_embeddings" in text and longrope:
         # Phi-3 keeps it here, where it wins over the one in rope_parameters, and vLLM takes it for the context.
         text["original_max_position_embeddings"] = tables[0].max_position_embeddings
     return config, parameters, notes

@@ -16,15 +16,16 @@ from rope_patch.checkpoints.offline import check_free, skeleton
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED
 from rope_patch.exporting.folders import export_folder, read_tables
 from rope_patch.exporting.lora import check_adapter, copy_adapter
+from rope_patch.exporting.two_lists import NOTE, two_lists
 from rope_patch.files import scratch_folder
-from rope_patch.methods import MethodLike
+from rope_patch.methods import MethodLike, TwoTables
 from rope_patch.packaged import name_of
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.verify import inspect_model
 
 TARGETS = (*ENGINES, "gguf")
-FORMS = ("table", "partial")
+FORMS = ("table", "partial", "two-lists")
 TYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -55,6 +56,8 @@ class ExportRequest:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         if self.form == "partial" and (self.to == "gguf" or self.lora):
             raise ValueError("form 'partial' moves rows of the weights: it is for folders of whole or merged models")
+        if self.form == "two-lists" and self.to == "gguf":
+            raise ValueError("form 'two-lists' is for folders: a GGUF file holds one table")
         if self.base_gguf is not None and self.to != "gguf":
             raise ValueError("a base GGUF file is for to='gguf'")
         if self.base_gguf is not None and adapter:
@@ -182,9 +185,10 @@ def _export(
             overwrite=overwrite,
             on_progress=on_progress,
         )
+        short = _about_two_tables(model)
         plain = all(table.is_geometric for table in inspect_model(model).tables)
         lost = f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(output)!r}) reads all"
-        return _gguf_summary([] if plain else [lost])
+        return _gguf_summary([*short, *([] if plain else [lost])])
 
 
 def _save(model: nn.Module, folder: Path, origin: str) -> None:
@@ -262,6 +266,8 @@ def _folder(
         def finish(folder: Path) -> None:
             copy_adapter(source, folder / "adapter")
 
+    lists = two_lists(model) if request.form == "two-lists" else None
+    notes += _about_two_tables(model) if lists is None else [NOTE]
     return export_folder(
         model,
         weights,
@@ -271,7 +277,16 @@ def _folder(
         on_progress=on_progress,
         finish=finish,
         notes=notes,
+        lists=lists,
     )
+
+
+def _about_two_tables(model: nn.Module) -> list[str]:
+    record = find_rotary(model).record
+    method = None if record is None else record.to_method()
+    if not isinstance(method, TwoTables):
+        return []
+    return [f"texts of up to {method.switch_at} tokens are read under the long table there: rope_patch alone has two"]
 
 
 def _gguf_summary(notes: list[str]) -> dict[str, Any]:

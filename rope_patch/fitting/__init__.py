@@ -24,7 +24,7 @@ from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
 from rope_patch.fitting.positions import check_model
 from rope_patch.fitting.rows import Objective, Rows, split_text
 from rope_patch.fitting.running import FitRun, plain_weights
-from rope_patch.methods import Method, MethodLike
+from rope_patch.methods import Method, MethodLike, TwoTables
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import apply
@@ -216,6 +216,9 @@ def fit(
         )
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     methods = [for_target(model, start, target_length, **options) for start in starts]
+    for method in methods:
+        if isinstance(method, TwoTables):
+            raise ValueError(f"a fit starts from one table and gives one: start from the long method, {method.long}")
     labels = [str(method) for method in methods]
     if len(set(labels)) < len(labels):
         raise ValueError(f"starts must differ from each other, got {', '.join(labels)}")

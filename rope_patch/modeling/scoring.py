@@ -143,7 +143,7 @@ class Reader:
             before = 0.0 if progress is None else progress.read
             with contextlib.ExitStack() as stack:
                 stack.enter_context(lean_attention(configs))
-                stack.enter_context(reaching(reach))
+                stack.enter_context(reaching(reach, padded=True))
                 if progress is not None:
                     stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
                 out = self.call(self.decoder, input_ids=part, past_key_values=past, use_cache=past is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -38,13 +39,12 @@ class Generation:
         generate = type(self.model).generate
         given = inspect.signature(generate).bind(self.model, *args, **kwargs)
         options = {**given.arguments, **given.arguments.get("kwargs", {})}
-        reach = stated_reach()
-        if reach is None:
-            reach = reach_of(self.model, options)
+        stated = stated_reach()
+        reach = reach_of(self.model, options) if stated is None else stated.tokens
         if reach is None:
             return generate(self.model, *args, **kwargs)
         self._refill(options, reach)
-        with reaching(reach):
+        with reaching(reach) if stated is None else contextlib.nullcontext():
             return generate(self.model, *args, **kwargs)
 
     def _refill(self, options: dict[str, Any], reach: Tensor) -> None:

@@ -14,7 +14,20 @@ from transformers import Cache
 Reach = int | Sequence[int] | Tensor
 """The length that a sequence will reach, or one of each row of a batch [tokens]."""
 
-_STATED: ContextVar[Tensor | None] = ContextVar("rope_patch_reach", default=None)
+
+class Stated(NamedTuple):
+    """What is stated of the sequences that are read.
+
+    Attributes:
+        tokens: the lengths that they will reach: (rows,), or (1,) for all rows [tokens].
+        padded: whether rows may go on behind their length with padding, which no other token sees.
+    """
+
+    tokens: Tensor
+    padded: bool
+
+
+_STATED: ContextVar[Stated | None] = ContextVar("rope_patch_reach", default=None)
 _MARK = "rope_patch_read_under"
 
 
@@ -27,39 +40,41 @@ class ReadUnder(NamedTuple):
     """
 
     long: Tensor
-    stated: Tensor | None
+    stated: Stated | None
 
 
 @contextlib.contextmanager
-def reaching(tokens: Reach) -> Iterator[None]:
+def reaching(tokens: Reach, *, padded: bool = False) -> Iterator[None]:
     """State the length that sequences will reach, for all forward passes in a ``with`` block.
 
     A model of two tables chooses by it; others take no notice.
 
     Args:
         tokens: one number for all rows, or one for each [tokens].
+        padded: rows may go on behind their length with padding on the right, which no other token sees. Otherwise a
+            token behind it raises where the table would be another.
 
     Raises:
         ValueError: no whole numbers above 0, or several axes of them.
 
     Example:
         >>> with reaching([100, 12000]):
-        ...     stated_reach()
+        ...     stated_reach().tokens
         tensor([  100, 12000])
     """
     stated = torch.as_tensor(tokens)
     whole = not (stated.is_floating_point() or stated.is_complex() or stated.dtype == torch.bool)
     if not whole or stated.ndim > 1 or not stated.numel() or int(stated.min()) < 1:
         raise ValueError(f"reaching takes a number of tokens >= 1, or one for each row, got {tokens!r}")
-    token = _STATED.set(stated.reshape(-1))
+    token = _STATED.set(Stated(stated.reshape(-1), padded))
     try:
         yield
     finally:
         _STATED.reset(token)
 
 
-def stated_reach() -> Tensor | None:
-    """Return the lengths that are stated: (rows,) or (1,) for all rows [tokens]; None where none are."""
+def stated_reach() -> Stated | None:
+    """Return the lengths that are stated; None where none are."""
     return _STATED.get()
 
 

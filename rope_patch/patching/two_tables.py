@@ -2,8 +2,8 @@
 
 Which table a sequence is read under depends on the length it will reach: the one that is stated
 (:func:`~rope_patch.patching.reach.reaching`, ``generate``), or the last position of a pass that reads the whole
-sequence. A sequence in a cache keeps its table. Keys that were cached under one table cannot be read under the other by
-rotating them again: below the first layer they were computed under other attention.
+sequence (padding aside). A sequence in a cache keeps its table. Keys that were cached under one table cannot be read
+under the other by rotating them again: below the first layer they were computed under other attention.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rope_patch.patching.reach import ReadUnder, by_row, cached_tokens, mark, ma
 from rope_patch.tables import RotaryTable
 
 _CACHE: ContextVar[Any] = ContextVar("rope_patch_cache", default=None)
+_MASK: ContextVar[Tensor | None] = ContextVar("rope_patch_mask", default=None)
 _CHOSEN: ContextVar[Tensor | None] = ContextVar("rope_patch_chosen", default=None)
 
 HOW = (
@@ -85,11 +86,11 @@ class TwoTableRotary(PatchedRotary):
     @torch.no_grad()
     def _long_rows(self, position_ids: Tensor, rows: int) -> Tensor:
         """Return which rows are read under the long table: (rows,) bool on the device of the positions."""
-        ends = position_ids.movedim(-2, 0).flatten(1).amax(1) + 1
+        ends = _last_positions(position_ids, _MASK.get()) + 1
         cache, stated = _CACHE.get(), stated_reach()
         before, known = cached_tokens(cache), mark_of(cache)
         if stated is not None:
-            chosen = by_row(stated.to(ends.device) > self.switch_at, rows, "lengths are stated")
+            chosen = by_row(stated.tokens.to(ends.device) > self.switch_at, rows, "lengths are stated")
         elif known is not None:
             chosen = by_row(known.long.to(ends.device), rows, "rows are in the cache")
         else:
@@ -98,7 +99,8 @@ class TwoTableRotary(PatchedRotary):
         if known is not None and stated is not None and known.stated is not stated:
             self._check_same_table(known, chosen)
         # Whether anything crosses is looked at where it could: on a GPU the answer has to be waited for.
-        if (stated is not None or before) and before + position_ids.shape[-1] > self.switch_at:
+        looked_at = before > 0 if stated is None else not stated.padded
+        if looked_at and before + position_ids.shape[-1] > self.switch_at:
             self._check_no_crossing(chosen, ends, unknown=before > 0 and known is None and stated is None)
         return chosen
 
@@ -124,6 +126,19 @@ class TwoTableRotary(PatchedRotary):
         """Show the tables in ``print(model)``."""
         short = "\n".join(f"to {self.switch_at} tokens {table}" for table in self.short_tables.values())
         return f"{super().extra_repr()}\n{short}"
+
+
+def _last_positions(position_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the last position of each row that is no padding: (rows,), or (1,) where all rows have the same.
+
+    Args:
+        position_ids: (batch, tokens), (1, tokens) or (axes, batch, tokens) [tokens].
+        mask: (batch, cached and new tokens), 0 at padding; None without.
+    """
+    positions = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
+    if mask is not None and mask.ndim == 2 and mask.shape[1] >= positions.shape[1]:
+        positions = positions.masked_fill(mask[:, -positions.shape[1] :].to(positions.device) == 0, 0)
+    return positions.amax(1)
 
 
 def switch_of(model: nn.Module) -> int | None:
@@ -168,17 +183,19 @@ def _arguments(decoder: nn.Module) -> list[str]:
 
 
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the cache that a decoder is called with."""
-    given = dict(zip(_arguments(decoder), args, strict=False)) if len(args) > 1 else {}
-    _CACHE.set(kwargs.get("past_key_values", given.get("past_key_values")))
+    """Note the cache and the padding that a decoder is called with."""
+    given = {**dict(zip(_arguments(decoder), args, strict=False)), **kwargs} if len(args) > 1 else kwargs
+    mask = given.get("attention_mask")
+    _CACHE.set(given.get("past_key_values"))
+    _MASK.set(mask if isinstance(mask, Tensor) else None)
     _CHOSEN.set(None)
 
 
 def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Note in the cache what was read under which table; a failed pass has no output."""
     cache, chosen = _CACHE.get(), _CHOSEN.get()
-    _CACHE.set(None)
-    _CHOSEN.set(None)
+    for variable in (_CACHE, _MASK, _CHOSEN):
+        variable.set(None)
     if cache is None:  # one that the decoder made itself
         given = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
         cache = next((item for item in given if isinstance(item, Cache)), None)

@@ -288,7 +288,9 @@ def _differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, Table
     ]
 
 
-def measure(module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device, reach: int = _FAR) -> list[str]:
+def measure(
+    module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device, *, reach: int = _FAR, last: int = 4093
+) -> list[str]:
     """Call a rotary module and compare its cos and sin with the tables; returns a line per difference.
 
     Args:
@@ -296,8 +298,10 @@ def measure(module: nn.Module, tables: Mapping[str, TableRecord], device: torch.
         tables: by layer type.
         device: to call it on.
         reach: the length that is stated to a module of two tables [tokens].
+        last: the last position that is looked at at least.
     """
-    positions = torch.tensor([[n for n in (0, 1, 2, 3, 17, 101, 1009, 4093) if n < reach]], device=device)
+    looked_at = sorted({0, 1, 2, 3, 17, 101, 1009, 4093, last})
+    positions = torch.tensor([[n for n in looked_at if n < reach]], device=device)
     problems = []
     for key, table in tables.items():
         kind = None if key == key_of(None) else key

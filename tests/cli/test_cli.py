@@ -71,6 +71,15 @@ def test_apply_verify_restore(checkpoint, tmp_path):
     assert chained["record"]["method"]["steps"][1]["factor"] == 8.0
 
 
+def test_apply_with_two_tables(checkpoint, tmp_path):
+    out = tmp_path / "two"
+    options = ("--switch-at", "64", "--short", "p_rope:p=0.5", "--target-length", "256")
+    printed = run("apply", checkpoint, "yarn", "factor=4", *options, "-o", out)
+    assert "patch yarn:factor=4@64@p_rope:p=0.5" in printed and "sequences of up to 64 tokens: p_rope:p=0.5" in printed
+    assert "as recorded" in run("verify", out)
+    assert str(rope_patch.inspect(out).method) == "yarn:factor=4@64@p_rope:p=0.5"
+
+
 def test_apply_on_mixed_models(tmp_path):
     tiny_model("gemma3").save_pretrained(tmp_path / "base")
     run("apply", tmp_path / "base", "pi:factor=4", "-o", tmp_path / "out", "--layer-type", "sliding_attention")
@@ -93,6 +102,7 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
     [
         (("apply", "{base}", "prope", "-o", "{out}"), "unknown method 'prope'. Did you mean 'p_rope'?"),
         (("apply", "{base}", "p_rope", "q=0.5", "-o", "{out}"), "p_rope has no parameter 'q'"),
+        (("apply", "{base}", "abf", "--short", "nope", "-o", "{out}"), "--short goes with --switch-at"),
         (("apply", "{base}", "p_rope", "0.5", "-o", "{out}"), "expected key=value after the method, got '0.5'"),
         (("apply", "{base}", "p_rope", "p=2", "-o", "{out}"), "p must be in [0, 1], got 2.0"),
         (("apply", "{base}", "p_rope", "-o", "{base}"), "is the checkpoint itself"),

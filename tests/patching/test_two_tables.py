@@ -75,6 +75,15 @@ def test_a_pass_without_a_cache_goes_by_the_last_position_of_each_row():
     torch.testing.assert_close(rows[1], logits(only_long(), tokens, position_ids=positions)[1])
 
 
+def test_padding_does_not_count():
+    model, _ = two()
+    tokens, mask = ids(100), torch.ones(2, 100, dtype=torch.long)
+    mask[0, 40:] = 0
+    rows = logits(model, tokens, attention_mask=mask)
+    torch.testing.assert_close(rows[0, :40], logits(tiny_model(), tokens[:1, :40])[0])
+    torch.testing.assert_close(rows[1], logits(only_long(), tokens)[1])
+
+
 def test_a_short_method_of_its_own():
     model = tiny_model()
     rope_patch.apply(model, f"{LONG}@{SWITCH}@p_rope:p=0.5", target_length=256)

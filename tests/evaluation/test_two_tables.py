@@ -1,0 +1,101 @@
+"""Patches of two tables in the evaluations: what is measured on which side of the switch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import ids, small
+from transformers import AutoTokenizer
+
+import rope_patch
+from rope_patch.evaluation.compare import compare
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.modeling.streaming import stream
+from rope_patch.patching.apply import patched
+
+LONG, BOTH = "yarn:factor=4", "yarn:factor=4@64"
+SPEC = EvalSpec((64, 128, 256), windows=2, depths=(0.0, 1.0), samples=1, bucket=64, haystack="noise")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    """The scores of the unpatched model, of the long table and of both, on a tiny random model."""
+    comparison = compare(small(), tokenizer, ["default", LONG, BOTH], SPEC)
+    return comparison, {row.method: row.scores for row in comparison.rows}
+
+
+def test_perplexity_is_that_of_the_unpatched_model_up_to_the_switch(rows):
+    default, long, both = (rows[1][name].perplexity for name in ("default", LONG, BOTH))
+    assert both.between(0, 64) == pytest.approx(default.between(0, 64), rel=1e-6)
+    assert both.between(0, 64) != pytest.approx(long.between(0, 64), rel=1e-4)
+
+
+def test_and_that_of_the_long_table_beyond(rows):
+    long, both = (rows[1][name].perplexity for name in (LONG, BOTH))
+    assert both.between(64, 256) == pytest.approx(long.between(64, 256), rel=1e-6)
+    assert both.tokens == long.tokens
+    assert both.nll == pytest.approx(sum(b.nll * b.tokens for b in both.buckets) / both.tokens, rel=1e-9)
+    assert both.stderr is not None and both.bits_per_byte == pytest.approx(long.bits_per_byte * both.nll / long.nll)
+
+
+def test_each_prompt_is_read_under_the_table_for_its_length(rows):
+    default, long, both = (
+        [s.logprob for s in rows[1][n].retrieval["passkey"].samples(64)] for n in ("default", LONG, BOTH)
+    )
+    assert both == pytest.approx(default, rel=1e-5) and both != pytest.approx(long, rel=1e-3)
+    default, long, both = (
+        [s.logprob for s in rows[1][n].retrieval["passkey"].samples(128)] for n in ("default", LONG, BOTH)
+    )
+    assert both == pytest.approx(long, rel=1e-5) and both != pytest.approx(default, rel=1e-3)
+
+
+def test_a_comparison_says_what_was_measured_on_which_windows(rows):
+    (sentence,) = [sentence for sentence in rows[0].warnings if BOTH in sentence]
+    assert "texts of up to 64 tokens under its short table" in sentence
+    assert '"short_window": 64' in rows[0].to_json()
+
+
+def test_perplexity_in_chunks_states_the_length_of_each_window():
+    model, long = small(), small()
+    rope_patch.apply(long, LONG)
+    with patched(model, BOTH):
+        whole = perplexity(model, ids(100))
+        in_chunks = perplexity(model, ids(100), chunk=16)
+    assert in_chunks.nll == pytest.approx(whole.nll, abs=1e-5)
+    assert whole.nll == pytest.approx(perplexity(long, ids(100)).nll, abs=1e-6)
+
+
+def test_windows_of_a_batch_are_read_under_tables_of_their_own(tokenizer):
+    from rope_patch.evaluation.documents import TokenDocument
+
+    tokens = ids(100, batch=1)[0]
+    documents = [TokenDocument("long", tokens), TokenDocument("short", tokens[:50])]
+    model, plain = small(), small()
+    with patched(model, BOTH):
+        both = perplexity(model, documents, window=100, batch=2)
+    assert both.documents[1].total_nll == pytest.approx(perplexity(plain, tokens[:50], window=50).nll * 49, abs=1e-3)
+
+
+def test_hidden_states_are_read_under_the_table_for_the_whole_text():
+    seen = {}
+
+    def collect(name):
+        def visit(layer, role, states, ids, row, start):
+            seen.setdefault(name, {}).setdefault((layer.index, role), []).append(states)
+
+        return visit
+
+    model, long = small(), small()
+    rope_patch.apply(long, LONG)
+    with patched(model, BOTH):
+        stream(model, ids(100)[0], collect("both"), chunk=25)
+    stream(long, ids(100)[0], collect("long"), chunk=25)
+    for role in seen["long"]:
+        both, expected = (torch.cat(seen[name][role]) for name in ("both", "long"))
+        torch.testing.assert_close(both, expected)
