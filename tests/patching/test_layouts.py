@@ -375,7 +375,7 @@ def test_older_loaders_are_told_the_sections():
     assert older_keys("llama", {"rope_type": "default", "rope_theta": 5e5}) == {"rope_theta": 5e5}
 
 
-def test_a_whole_vision_model():
+def test_a_whole_vision_model(tmp_path):
     """Qwen2-VL with its vision tower: the text decoder is patched, and the tower left alone."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -389,6 +389,8 @@ def test_a_whole_vision_model():
         assert model.config.text_config.rope_parameters["rope_type"] == "yarn"
         assert {name: id(module) for name, module in model.model.visual.named_modules()} == tower
         rope_patch.verify(model)
+        rope_patch.save(model, tmp_path)
+        assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval()), logits(model))
     assert torch.equal(logits(model), before)
 
 
