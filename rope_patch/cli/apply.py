@@ -30,7 +30,8 @@ def apply(
         typer.Argument(
             metavar="METHOD",
             help="The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are "
-            "joined with +. rope-patch methods lists all of them.",
+            "joined with +; METHOD@LENGTH leaves texts of up to that many tokens as they are (--switch-at). rope-patch "
+            "methods lists all of them.",
             show_default=False,
         ),
     ],
@@ -112,5 +113,10 @@ def apply(
     print(patch.describe())
     if is_gguf(model):
         print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(reach_of(patch))])} runs it")
+        return
+    if isinstance(patch.method, TwoTables):
+        print(
+            f"wrote {output}: rope_patch.load({str(output)!r}) reads both tables; plain transformers has the long one"
+        )
         return
     print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it, with or without rope_patch")

@@ -27,7 +27,8 @@ def methods(imports: Import = None, as_json: Json = False) -> None:
         "parameters",
         "what it does",
         box=box.SIMPLE_HEAD,
-        caption="Write NAME:key=value; join methods with +.",
+        caption="Write NAME:key=value; join methods with +. METHOD@LENGTH is for longer texts, others keep theirs; "
+        "METHOD@LENGTH@SHORT gives them one of their own.",
     )
     for name, parameters, what in rows:
         table.add_row(name, "\n".join(parameters), what.replace("``", ""))

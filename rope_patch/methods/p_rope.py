@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,16 +28,35 @@ class Default(Method, name="default"):
 class NoPE(Method, name="nope"):
     """No rotation at all: p-RoPE with p = 0.
 
-    *Source*: Barbero et al., arXiv:2410.06205; with recalibration afterwards it is DroPE, arXiv:2512.12167.
+    *Source*: Barbero et al., arXiv:2410.06205; with recalibration afterwards it is DroPE, arXiv:2512.12167. For texts
+    ``factor`` times as long as those of the recalibration DroPE multiplies attention logits by
+    ``1 + temperature * ln(factor)``; here cos and sin carry the square root of that, which reaches those features of a
+    head that the table covers: all of them but on families with partial rotary embeddings.
     """
+
+    factor: float | None = number(None, least=1)
+    temperature: float = number(0.0, least=0)
+
+    def check(self) -> None:
+        """Both together."""
+        if (self.factor is None) != (self.temperature == 0):
+            raise ValueError(
+                f"factor and temperature come together: logits are multiplied by 1 + temperature * ln(factor), got "
+                f"factor {self.factor} and temperature {self.temperature:g}"
+            )
+
+    def scaling(self, table: RotaryTable) -> float:
+        """Return the scaling found times the square root of what multiplies the logits."""
+        grown = 1.0 if self.factor is None else math.sqrt(1 + self.temperature * math.log(self.factor))
+        return table.attention_scaling * grown
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Zero every frequency."""
         return torch.zeros_like(table.inv_freq)
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
-        """As p-RoPE encodes it."""
-        return PRope(p=0.0).rope_parameters(table)
+        """As p-RoPE encodes it, which has no scaling."""
+        return None if self.temperature else PRope(p=0.0).rope_parameters(table)
 
 
 @dataclass(frozen=True)

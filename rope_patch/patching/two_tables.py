@@ -185,6 +185,11 @@ def _arguments(decoder: nn.Module) -> list[str]:
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note the cache and the padding that a decoder is called with."""
     given = {**dict(zip(_arguments(decoder), args, strict=False)), **kwargs} if len(args) > 1 else kwargs
+    if "read_index" in given:  # of transformers' continuous batching
+        raise ValueError(
+            "continuous batching (generate_batch) reads several sequences as one row, in which their tables cannot "
+            f"differ: use generate, or a patch of one table. {type(decoder).__name__} has two"
+        )
     mask = given.get("attention_mask")
     _CACHE.set(given.get("past_key_values"))
     _MASK.set(mask if isinstance(mask, Tensor) else None)

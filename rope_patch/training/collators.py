@@ -53,8 +53,7 @@ class Collator:
             ids[i, :size] = labels[i, :size] = torch.as_tensor(example["ids"])
             counts = example.get("weights")
             weights[i, :size] = torch.as_tensor(1.0 if counts is None else counts, dtype=torch.float32)
-            row = self.positions(size, example)
-            positions[i] = torch.cat([row, torch.arange(width - size) + (int(row[-1]) + 1 if size else 0)])
+            positions[i, :size] = self.positions(size, example)  # padding stays at 0: it must not lengthen its row
         labels[weights == 0] = IGNORED
         batch = {"input_ids": ids, "labels": labels, "weights": weights, "position_ids": positions}
         return batch | self.masks(ids, examples)
@@ -92,19 +91,45 @@ class PackedCollator(Collator):
 
 
 @dataclass(frozen=True)
-class PoSECollator(Collator):
+class RangeCollator(Collator):
+    """Short rows with positions of a longer range.
+
+    Attributes:
+        target: positions go up to ``target - 1`` [tokens].
+        rows: of the whole run, where the range rises from the length of a row in the first of them to the target in the
+            last; None for the target in every row. *Source*: the curriculum of Randomized YaRN, arXiv:2606.23687; that
+            it rises linearly is ours.
+    """
+
+    target: int = 4096
+    rows: int | None = None
+
+    def range_of(self, size: int, example: Example) -> int:
+        """Return what positions of a row of ``size`` tokens lie below [tokens].
+
+        Raises:
+            ValueError: a row longer than the target.
+        """
+        if size > self.target:
+            raise ValueError(f"a row of {size} tokens is longer than the target of {self.target}")
+        if self.rows is None:
+            return self.target
+        done = min(1.0, float(example["index"]) / max(1, self.rows - 1))
+        return size + round((self.target - size) * done)
+
+
+@dataclass(frozen=True)
+class PoSECollator(RangeCollator):
     """A short row cut into chunks, with positions skipped between them, so that distances up to the target occur.
 
     *Source*: Zhu et al. (2023), PoSE, arXiv:2309.10400; :func:`~rope_patch.modeling.positions.skipped_positions` says
     where ours differs.
 
     Attributes:
-        target: positions go up to ``target - 1`` [tokens].
         chunks: pieces of a row.
         offset: let the first chunk start anywhere.
     """
 
-    target: int = 4096
     chunks: int = 2
     offset: bool = False
 
@@ -114,21 +139,17 @@ class PoSECollator(Collator):
         Raises:
             ValueError: a row longer than the target, or shorter than its chunks.
         """
-        return skipped_positions(self.rng(example), size, self.target, self.chunks, offset=self.offset)
+        below = self.range_of(size, example)
+        return skipped_positions(self.rng(example), size, below, self.chunks, offset=self.offset)
 
 
 @dataclass(frozen=True)
-class RandPosCollator(Collator):
+class RandPosCollator(RangeCollator):
     """A short row at random positions of the target, in order.
 
     *Source*: Ruoss et al. (2023), Randomized Positional Encodings, arXiv:2305.16843, section 3: a sorted sample without
     replacement.
-
-    Attributes:
-        target: positions go up to ``target - 1`` [tokens].
     """
-
-    target: int = 4096
 
     def positions(self, size: int, example: Example) -> Tensor:
         """Return ``size`` different positions in rising order.
@@ -136,6 +157,5 @@ class RandPosCollator(Collator):
         Raises:
             ValueError: a row longer than the target.
         """
-        if size > self.target:
-            raise ValueError(f"a row of {size} tokens is longer than the target of {self.target}")
-        return torch.tensor(sorted(self.rng(example).sample(range(self.target), size)))
+        below = self.range_of(size, example)
+        return torch.tensor(sorted(self.rng(example).sample(range(below), size)))

@@ -141,12 +141,18 @@ class DataOptions:
         shuffle: shuffle the documents, by ``train.seed``.
         lengths: of the rows [tokens], such as ``32k``. Required. A schedule gives shares of the steps:
             ``"4k:0.25 16k:0.25 32k"``; each step has as many tokens as one at the longest length.
+        order: of rows of several lengths. ``stages``: one length after another; ``mixed``: all lengths from the first
+            step on, at random. With a patch of two tables (``yarn@8k``) short rows are then trained under the short
+            table and long rows under the long one (LongRoPE2, arXiv:2502.20082).
         boundaries: between documents. ``join``: documents see those before them in their row; ``apart``: they do not;
             ``whole``: each row holds one document, or a piece of one.
         allow_short: train although no document is as long as a row.
         positions: ``full`` counts from 0; ``pose`` and ``randpos`` give short rows positions up to
             ``patch.target_length``.
         chunks: pieces of a row under ``pose``.
+        position_range: of positions under ``pose`` and ``randpos``. ``target``: up to ``patch.target_length`` in every
+            row; ``rising``: up to the length of a row at first, and ever further until the last row reaches the target
+            (Randomized YaRN, arXiv:2606.23687).
         retrieval: share of the rows that are retrieval prompts over training text.
         task: of these prompts.
         answer_weight: weight of an answer's tokens in the loss of these prompts; other tokens have weight 1.
@@ -160,10 +166,12 @@ class DataOptions:
     learn: Literal["all", "assistant"] = "all"
     shuffle: bool = True
     lengths: str | int = MISSING
+    order: Literal["stages", "mixed"] = "stages"
     boundaries: Boundaries = "join"
     allow_short: bool = False
     positions: Literal["full", "pose", "randpos"] = "full"
     chunks: int = 2
+    position_range: Literal["target", "rising"] = "target"
     retrieval: float = 0.0
     task: str = "passkey"
     answer_weight: float = 5.0

@@ -136,7 +136,13 @@ class RecipeOptions:
                 f"rows of {max(lengths)} tokens are longer than patch.target_length={target}, the context that the "
                 "model is patched for: give shorter data.lengths or a longer patch.target_length"
             )
+        if data.order == "mixed" and len(lengths) < 2:
+            raise ValueError('data.order=mixed needs several data.lengths, such as "4k:0.5 32k"')
         if data.positions == "full":
+            if data.position_range != "target":
+                raise ValueError(
+                    "data.position_range is for rows that skip positions: set data.positions, or leave it out"
+                )
             return
         if self.patch.target_length is None:
             raise ValueError(

@@ -86,15 +86,22 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
     )
 
 
-def collator(options: RecipeOptions, tokenizer: Any) -> Collator:
-    """Return the collator that gives rows their positions and masks."""
+def collator(options: RecipeOptions, tokenizer: Any, rows: int) -> Collator:
+    """Return the collator that gives rows their positions and masks.
+
+    Args:
+        options: of the run.
+        tokenizer: of the model.
+        rows: of the whole run.
+    """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     seed, target = options.train.seed, options.target_length
+    rising = rows if options.data.position_range == "rising" else None
     match options.data.positions, options.data.boundaries:
         case "pose", _:
-            return PoSECollator(pad, seed, target=target, chunks=options.data.chunks)
+            return PoSECollator(pad, seed, target=target, chunks=options.data.chunks, rows=rising)
         case "randpos", _:
-            return RandPosCollator(pad, seed, target=target)
+            return RandPosCollator(pad, seed, target=target, rows=rising)
         case _, "apart":
             return PackedCollator(pad, seed)
     return Collator(pad, seed)
@@ -120,5 +127,11 @@ def build_trainer(
         callbacks.append(stop)
     table = TableTraining(model, options.patch.learning_rate) if options.patch.trainable else None
     return LongTrainer(
-        model, args, rows, collator(options, tokenizer), table=table, evaluator=evaluate, callbacks=callbacks
+        model,
+        args,
+        rows,
+        collator(options, tokenizer, rows.ends[-1]),
+        table=table,
+        evaluator=evaluate,
+        callbacks=callbacks,
     )

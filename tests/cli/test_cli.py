@@ -76,6 +76,7 @@ def test_apply_with_two_tables(checkpoint, tmp_path):
     options = ("--switch-at", "64", "--short", "p_rope:p=0.5", "--target-length", "256")
     printed = run("apply", checkpoint, "yarn", "factor=4", *options, "-o", out)
     assert "patch yarn:factor=4@64@p_rope:p=0.5" in printed and "sequences of up to 64 tokens: p_rope:p=0.5" in printed
+    assert "plain transformers has the long one" in printed
     assert "as recorded" in run("verify", out)
     assert str(rope_patch.inspect(out).method) == "yarn:factor=4@64@p_rope:p=0.5"
 

@@ -278,6 +278,19 @@ def test_nope_zeroes_every_frequency() -> None:
     assert same(PRope(p=0)(slot()), after)
 
 
+def test_the_temperature_of_nope_multiplies_logits() -> None:
+    # logits are multiplied by 1 + 0.5 ln 8 = 2.0397208, cos and sin by its root 1.4281879
+    after = NoPE(factor=8, temperature=0.5)(slot())
+    check_table(after, [0, 0, 0, 0], 1.4281879)
+    assert (after.rope_type, after.rope_parameters) == ("custom", None)
+    check_table(parse("yarn:factor=4+nope:factor=8:temperature=0.5")(slot()), [0, 0, 0, 0], 1.4281879 * 1.138629)
+    message = "factor and temperature come together: .*, got factor 8.0 and temperature 0"
+    with pytest.raises(ValueError, match=message):
+        NoPE(factor=8)
+    with pytest.raises(ValueError, match=r"got factor None and temperature 0\.5"):
+        NoPE(temperature=0.5)
+
+
 def test_p_rope_by_hand() -> None:
     # int(0.75 * 8 // 2) = 3 and int(0.5 * 8 // 2) = 2 of the four pairs turn, the fastest
     check_table(PRope()(slot()), [1, 0.1, 0.01, 0])
@@ -807,7 +820,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: PRope(p=0.5) and create("p_rope", xyzzy=1),
         "p_rope has no parameter 'xyzzy'. It takes: p",
     ),
-    "no parameters": (lambda: parse("nope:p=0"), "nope has no parameter 'p'. It takes: no parameters"),
+    "no parameters": (lambda: parse("default:p=0"), "default has no parameter 'p'. It takes: no parameters"),
     "no equals sign": (lambda: parse("pi:8"), "expected key=value after 'pi', got '8' in 'pi:8'"),
     "no key": (lambda: parse("pi:=8"), "expected key=value after 'pi', got '=8' in 'pi:=8'"),
     "no value": (lambda: parse("pi:factor="), "expected key=value after 'pi', got 'factor=' in 'pi:factor='"),

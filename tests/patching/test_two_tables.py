@@ -117,6 +117,22 @@ def test_generation_is_that_of_the_table_for_the_length_it_will_reach(family, ne
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"cache_implementation": "static"}, {"prefill_chunk_size": 16}, {"prompt_lookup_num_tokens": 3}],
+    ids=str,
+)
+def test_other_ways_to_generate(options):
+    ours, theirs = (m.generate(ids(40, batch=1), max_new_tokens=60, **PLAIN | options) for m in (two()[0], only_long()))
+    assert torch.equal(ours, theirs)
+
+
+def test_continuous_batching_is_refused():
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False)
+    answers = two()[0].generate_batch([ids(10, batch=1)[0].tolist()], generation_config=config, progress_bar=False)
+    assert all("reads several sequences as one row" in answer.error for answer in answers.values())
+
+
 def test_generation_with_left_padding_gives_each_row_its_table():
     model, plain, long = two()[0], tiny_model(), only_long()
     prompt = ids(50)

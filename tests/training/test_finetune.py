@@ -443,10 +443,12 @@ def test_collators_follow_the_options():
         "Collator": (),
     }
     for name, words in kinds.items():
-        built = collator(options("x", "train.seed=4", *words), tokenizer)
+        built = collator(options("x", "train.seed=4", *words), tokenizer, 8)
         assert type(built).__name__ == name and built.seed == 4 and built.pad == tokenizer.pad_token_id
         assert getattr(built, "target", 1024) == 1024
-    assert built is not None and collator(options("x", "data.positions=pose", "data.chunks=3"), tokenizer).chunks == 3
+    assert (
+        built is not None and collator(options("x", "data.positions=pose", "data.chunks=3"), tokenizer, 8).chunks == 3
+    )
 
 
 # --- the command

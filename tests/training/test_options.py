@@ -485,7 +485,10 @@ def test_a_config_reads_and_is_planned_from_here(path):
 def test_its_smoke_run_keeps_the_method_and_is_small(path):
     parsed = read([path], base=BASE)
     small = read(base=smoke_options(parsed))
-    assert small.patch.method == parsed.patch.method and small.lora == parsed.lora
+    method = parsed.patch.method
+    if method is not None and "@" in method:  # two tables switch where the bundled checkpoint does
+        method = f"{method.partition('@')[0]}@256"
+    assert small.patch.method == method and small.lora == parsed.lora
     assert small.data.positions == parsed.data.positions and len(small.stages) <= len(parsed.stages)
     assert small.model.name in ("llama", "gemma3") and small.data.source == "builtin"
     assert small.train.steps <= 4 and small.target_length == 1024 and small.output != parsed.output

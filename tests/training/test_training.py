@@ -209,7 +209,8 @@ def test_rows_are_padded_on_the_right_and_padding_is_not_learnt():
     assert batch["input_ids"].shape == (2, 9) and batch["input_ids"][0, 6:].tolist() == [2, 2, 2]
     assert batch["labels"][0, 6:].tolist() == [IGNORED] * 3 and batch["labels"][1, :4].tolist() == [IGNORED] * 4
     assert batch["weights"][0].tolist() == [1.0] * 6 + [0.0] * 3
-    assert batch["position_ids"].tolist() == [list(range(9))] * 2
+    assert batch["position_ids"].tolist() == [[*range(6), 0, 0, 0], [*range(9)]]
+    assert bool(batch["attention_mask"].all()), "which keeps positions from being read as packed documents"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""Training for two tables: rows of mixed lengths, each under its table, and positions whose range rises."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from tiny import ids, small
+from transformers import AutoTokenizer
+
+import rope_patch
+from rope_patch.cli.finetune import smoke_options
+from rope_patch.training.collators import Collator, PoSECollator, RandPosCollator
+from rope_patch.training.finetune import finetune
+from rope_patch.training.reading import read
+from rope_patch.training.sources import make_rows
+
+LLAMA = rope_patch.data_path("assets") / "llama"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(LLAMA)
+
+
+def recipe(*words, output="x"):
+    return read(overrides=["model.name=llama", f"output={output}", *words])
+
+
+def lengths_of(rows):
+    return [[len(row["ids"]) for row in item] for item in rows]
+
+
+MIXED = ("data.lengths=32:0.5 128", "data.order=mixed", "train.steps=6", "train.batch=2", "train.accumulate=2")
+
+
+def test_mixed_rows_come_in_random_order_with_as_many_of_each_length(tokenizer, tmp_path):
+    mixed = lengths_of(make_rows(recipe(*MIXED), tokenizer, tmp_path, quiet=True))
+    stages = lengths_of(make_rows(recipe(*MIXED, "data.order=stages"), tokenizer, tmp_path, quiet=True))
+    assert collections.Counter(map(tuple, mixed)) == collections.Counter(map(tuple, stages))
+    assert stages == sorted(stages) and mixed != stages
+    assert len(stages) == 6 * 4 and {tuple(item) for item in mixed} == {(32,) * 4, (128,)}
+    other = lengths_of(make_rows(recipe(*MIXED, "train.seed=1"), tokenizer, tmp_path, quiet=True))
+    assert other != mixed
+
+
+def test_rows_of_one_forward_pass_are_of_one_length(tokenizer, tmp_path):
+    mixed = lengths_of(make_rows(recipe(*MIXED), tokenizer, tmp_path, quiet=True))
+    assert all(one == other for one, other in zip(mixed[::2], mixed[1::2], strict=True))
+
+
+def test_mixed_rows_are_numbered_in_their_order(tokenizer, tmp_path):
+    rows = make_rows(recipe(*MIXED, "data.lengths=64:0.5 128", "data.retrieval=0.5"), tokenizer, tmp_path, quiet=True)
+    numbers = [row["index"] for item in rows for row in item]
+    assert numbers == list(range(len(numbers)))
+
+
+def test_padding_does_not_put_a_short_row_under_the_long_table():
+    model, plain = small(), small()
+    rope_patch.apply(model, "yarn:factor=4@64", target_length=256)
+    tokens = ids(100, batch=1)[0].tolist()
+    batch = Collator()([{"ids": tokens, "index": 0}, {"ids": tokens[:40], "index": 1}])
+    inputs = {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask")}
+    with torch.no_grad():
+        together = model(**inputs, use_cache=False).logits
+        alone = plain(torch.tensor([tokens[:40]]), use_cache=False).logits
+    torch.testing.assert_close(together[1, :40], alone[0], atol=1e-4, rtol=0)
+
+
+def test_a_run_trains_under_both_tables_and_keeps_them(tmp_path):
+    options = read(
+        base=smoke_options(
+            recipe(
+                "patch.method=yarn:factor=4@128", "data.lengths=128:0.5 512", "data.order=mixed", output=str(tmp_path)
+            )
+        ),
+        overrides=["evaluation.before=false", "evaluation.every=0", "evaluation.lengths=256", "train.steps=2"],
+    )
+    assert options.patch.method == "yarn:factor=4@256" and options.data.order == "mixed"
+    result = finetune(options, command="test")
+    loaded = rope_patch.load(result.folder)
+    assert rope_patch.inspect(loaded).method == "yarn:factor=4@256" and rope_patch.verify(loaded)
+
+
+# --- a rising range
+
+
+@pytest.mark.parametrize("kind", [PoSECollator, RandPosCollator])
+def test_a_rising_range_ends_at_the_target(kind):
+    collator = kind(target=1000, rows=101)
+    row = torch.zeros(100, dtype=torch.long)
+    furthest = [max(int(collator.positions(100, {"index": i, "ids": row})[-1]) for _ in range(1)) for i in range(101)]
+    assert furthest[0] == 99, "the first row has the positions of a short text"
+    assert all(last < 100 + 9 * i for i, last in enumerate(furthest, 1))  # 100 + (1000 - 100) * i / 100
+    assert max(furthest[80:]) > 600
+    assert collator.range_of(100, {"index": 100}) == collator.range_of(100, {"index": 500}) == 1000
+    assert kind(target=1000).range_of(100, {"index": 0}) == 1000
+
+
+def test_the_recipe_gives_the_range_its_rows(tokenizer):
+    from rope_patch.training.setup import collator
+
+    words = ("data.lengths=128", "patch.target_length=512", "data.positions=randpos")
+    assert collator(recipe(*words, "data.position_range=rising"), tokenizer, 40).rows == 40
+    assert collator(recipe(*words), tokenizer, 40).rows is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("data.lengths=128", "data.order=mixed"), "data.order=mixed needs several data.lengths"),
+        (("data.lengths=128", "data.position_range=rising"), "data.position_range is for rows that skip positions"),
+        (("data.lengths=128", "data.order=random"), "data.order"),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_each_other(words, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(*words)
