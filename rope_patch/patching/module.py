@@ -26,6 +26,13 @@ class PatchedRotary(nn.Module):
         original: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
         precision: ``"float64"`` multiplies positions and frequencies in double, for positions beyond about 1e5.
         keep_float32: return float32 whatever the model computes in, as the original module does (OLMo, ERNIE 4.5).
+
+    Attributes:
+        layout: how cos and sin are laid out.
+        by_original: the forward pass of the original, which is run in its own layout; None in that of Llama.
+
+    Raises:
+        ValueError: ``"float64"`` where the original's forward pass is run.
     """
 
     def __init__(
