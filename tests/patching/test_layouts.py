@@ -108,6 +108,12 @@ def hidden(model, positions=None):
     return model(input_ids=ids(24), position_ids=positions, use_cache=False).last_hidden_state
 
 
+def equal(one, other):
+    """Whether two rotary modules returned the same: cos and sin, or one complex tensor."""
+    pairs = zip(*(item if isinstance(item, tuple) else (item,) for item in (one, other)), strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
 # --- the layout -------------------------------------------------------------------------------------------------------
 
 
@@ -265,10 +271,7 @@ def test_the_table_survives(family):
     expected = module_of(model)(torch.zeros(1), places)
 
     def same(module):
-        given, wanted = (
-            item if isinstance(item, tuple) else (item,) for item in (module(torch.zeros(1), places), expected)
-        )
-        return all(map(torch.equal, given, wanted))
+        return equal(module(torch.zeros(1), places), expected)
 
     assert same(module_of(copy.deepcopy(model).to(torch.bfloat16).float()))
     assert same(pickle.loads(pickle.dumps(module_of(model))))
@@ -283,9 +286,7 @@ def test_the_data_type_is_that_of_the_original(family):
     x, places = torch.zeros(1, dtype=torch.bfloat16), torch.arange(5)[None]
     before = module_of(model)(x, places)
     rope_patch.apply(model, "default")
-    after = module_of(model)(x, places)
-    for one, other in zip(*(item if isinstance(item, tuple) else (item,) for item in (before, after)), strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert equal(module_of(model)(x, places), before)
 
 
 @pytest.mark.slow
@@ -295,9 +296,7 @@ def test_compiled_in_one_graph(family):
     rope_patch.apply(model, "yarn:factor=4:replace_scaling=true")
     module, x, places = module_of(model), torch.zeros(1), torch.arange(7)[None]
     torch._dynamo.reset()
-    got, expected = torch.compile(module, fullgraph=True, backend="eager")(x, places), module(x, places)
-    for one, other in zip(*(item if isinstance(item, tuple) else (item,) for item in (got, expected)), strict=True):
-        assert torch.equal(one, other)
+    assert equal(torch.compile(module, fullgraph=True, backend="eager")(x, places), module(x, places))
 
 
 @every_family
