@@ -32,7 +32,6 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwe
 
 import rope_patch
 from rope_patch.modeling.trainable_table import Constraint, TrainableTable
-from rope_patch.patching.encoding import older_keys
 from rope_patch.patching.layout import OriginalForward, RotaryLayout, layout_of
 
 FOUR = {**SIZE, "num_hidden_layers": 4}
@@ -365,13 +364,6 @@ def test_methods_keep_the_order_of_pairs_and_folders_reload(family, tmp_path):
             model.save_pretrained(folder)
             assert torch.equal(hidden(type(model).from_pretrained(folder).eval(), image_positions()), after)
     assert torch.equal(hidden(model, image_positions()), before)
-
-
-def test_older_loaders_are_told_the_sections():
-    """transformers 4 reads them in rope_scaling, and fails without."""
-    keys = older_keys("qwen2_vl_text", {**SECTIONS, "rope_theta": 5e5})
-    assert keys == {"rope_theta": 5e5, "rope_scaling": {**SECTIONS, "rope_theta": 5e5}}
-    assert older_keys("llama", {"rope_type": "default", "rope_theta": 5e5}) == {"rope_theta": 5e5}
 
 
 def test_a_whole_vision_model(tmp_path):
