@@ -14,6 +14,7 @@ import torch
 from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Ernie4_5Config,
     Gemma4TextConfig,
     GlmConfig,
@@ -38,6 +39,7 @@ OTHERS = {
     "stablelm": StableLmConfig(**SIZE, qk_layernorm=True, use_qkv_bias=True),
     "glm": GlmConfig(**SIZE, head_dim=16),  # interleaved pairs behind an ordinary table
     "ernie4_5": Ernie4_5Config(**SIZE, head_dim=16),  # the same
+    "cohere": CohereConfig(**SIZE),  # the same, behind a table that is interleaved, too
     "olmo2": Olmo2Config(**SIZE),  # one norm over all heads
     "gpt_neox": GPTNeoXConfig(**SIZE),  # query, key and value fused head by head
     "persimmon": PersimmonConfig(**SIZE),  # the same, with norms behind
@@ -53,7 +55,7 @@ OTHERS = {
 
 FAMILIES = [*ARCHITECTURES, *OTHERS]
 
-INTERLEAVED = ("glm", "ernie4_5")
+INTERLEAVED = ("glm", "ernie4_5", "cohere")
 
 TOKENS = 40
 

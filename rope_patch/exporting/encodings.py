@@ -12,8 +12,17 @@ from torch import nn
 from rope_patch import frequencies
 from rope_patch.exporting.rules import DIALECTS, RefusesError, build
 from rope_patch.methods import longrope_parameters
-from rope_patch.patching.base_tables import READ_GLOBAL, base_of, config_with, original_rotary, scaling_of, settings_of
+from rope_patch.patching.base_tables import (
+    READ_GLOBAL,
+    base_of,
+    config_with,
+    encoding_of,
+    original_rotary,
+    scaling_of,
+    settings_of,
+)
 from rope_patch.patching.locate import RotaryLocation, original_tables
+from rope_patch.patching.readers import DecoderReaders
 from rope_patch.tables import RotaryTable
 
 _SHARE = "partial_rotary_factor"
@@ -69,18 +78,22 @@ def config_keys(location: RotaryLocation, tables: Sequence[RotaryTable], *, ever
         table.layer_type: _without_ignored_factor(location, table, encoding_for(table, kind, everywhere=everywhere))
         for table in tables
     }
-    parameters: dict[Any, Any] = dict(encoded) if None not in encoded else encoded[None]
-    settings = settings_of(location.config) | {"rope_parameters": parameters}
-    if getattr(location.config, "is_heterogeneous", False) and any(
-        s["rope_type"] == "longrope" for s in encoded.values()
-    ):
-        settings[READ_GLOBAL] = True
+    readers, reason = DecoderReaders(location, location.config), "the table is another"
+    completed = [readers.completed(each, encoding_of(location.config, name)) for name, each in encoded.items()]
     module, _ = base_of(location)
-    rebuilt = original_rotary(type(module), config_with(location.config, settings))
-    for table in tables:
-        if not builds(rebuilt, table):
-            raise ValueError(f"{type(location.model).__name__} does not build the table of {table} from {parameters}")
-    return settings
+    for variant in zip(*completed, strict=False):
+        parameters: dict[Any, Any] = dict(zip(encoded, variant, strict=True)) if None not in encoded else variant[0]
+        settings = settings_of(location.config) | {"rope_parameters": parameters}
+        if getattr(location.config, "is_heterogeneous", False) and any(s["rope_type"] == "longrope" for s in variant):
+            settings[READ_GLOBAL] = True
+        config = config_with(location.config, settings)
+        rebuilt = original_rotary(type(module), config)
+        if all(builds(rebuilt, table) for table in tables):
+            if (objection := readers.objection(config)) is None:
+                return settings
+            reason = objection
+    names = ", ".join(map(str, tables))
+    raise ValueError(f"{type(location.model).__name__} does not build {names} from {[*encoded.values()]}: {reason}")
 
 
 def _without_ignored_factor(location: RotaryLocation, table: RotaryTable, encoded: dict[str, Any]) -> dict[str, Any]:

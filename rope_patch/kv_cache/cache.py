@@ -14,8 +14,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.kv_cache.attention import running
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
-from rope_patch.kv_cache.plans import LayerPlan, Turn, plan_layers
+from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.patching.base_tables import layout_in_use
 from rope_patch.patching.locate import find_rotary
 
 
@@ -71,11 +72,14 @@ def _digest(plans: Mapping[int, LayerPlan]) -> str:
 
 @contextlib.contextmanager
 def noting_turns(module: nn.Module, run: SchemeRun) -> Iterator[None]:
-    """Record the latest output of a rotary module within a ``with`` block."""
+    """Record the latest cos and sin of each pair from a rotary module within a ``with`` block."""
+    layouts = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Turn) -> None:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        run.turns[kind] = output
+        if kind not in layouts:
+            layouts[kind] = layout_in_use(module, kind)
+        run.turns[kind] = layouts[kind].pairs(output)
 
     handle = module.register_forward_hook(note, with_kwargs=True)
     try:

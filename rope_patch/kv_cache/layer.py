@@ -175,6 +175,6 @@ class QuantizedLayer(DynamicLayer):
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """Join cos or sin (rows or 1, tokens, rotary_dim) of earlier and later tokens."""
+    """Join cos or sin (rows or 1, tokens, pairs) of earlier and later tokens."""
     rows = max(len(one), len(other))
     return torch.cat([part.expand(rows, -1, -1) for part in (one, other)], dim=1)

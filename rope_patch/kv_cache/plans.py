@@ -21,7 +21,7 @@ PROBE = 8
 KEPT_IN_8 = Side("int8", "token", symmetric=True)
 
 Turn = tuple[Tensor, Tensor]
-"""cos and sin of some tokens: (rows, tokens, rotary_dim) each."""
+"""cos and sin of the pairs at some tokens: (rows, tokens, pairs) each."""
 
 
 @dataclass(frozen=True, eq=False)

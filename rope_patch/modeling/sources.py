@@ -288,7 +288,7 @@ def _arrangements(blocks: int, role: str, heads: Mapping[str, int]) -> Iterator[
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: int, interleaved: bool) -> Tensor:
-    """Rotate heads (rows, tokens, heads, head_dim) as attention code does; cos and sin: (1, tokens, 2 pairs)."""
+    """Rotate heads (rows, tokens, heads, head_dim) as attention code does; cos and sin: (1, tokens, pairs)."""
     cos, sin = cos[..., None, :pairs], sin[..., None, :pairs]
     first, second = split_pairs(x.float(), pairs, interleaved)
     out = x.float().clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,14 +100,16 @@ class TrainableTable(nn.Module):
             fitted = fitted.cummin(0).values
         return start.masked_scatter(moving, fitted), slot.attention_scaling * self.log_scaling[i].exp()
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return cos and sin as :meth:`rope_patch.PatchedRotary.forward` does, with gradients."""
         if layer_type in self.consecutive:
             position_ids = torch.arange(position_ids.shape[-1], device=position_ids.device)[None]
         if layer_type not in self.kinds:
-            cos, sin = self.module[0](x, position_ids, layer_type)
-            return cos, sin
+            return self.module[0](x, position_ids, layer_type)
         table, scaling = self.table(layer_type)
+        if self.module[0].by_original is not None:
+            table, scaling = table.to(x.device, torch.float32), scaling.to(x.device, torch.float32)
+            return self.module[0].by_original(x, position_ids, layer_type, table, scaling)
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
         angles = position_ids[..., None].to(kind) * table.to(x.device, kind)
         angles = torch.cat((angles, angles), dim=-1)

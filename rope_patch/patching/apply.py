@@ -21,9 +21,10 @@ from rope_patch.patching.base_tables import (
     settings_of,
 )
 from rope_patch.patching.encoding import encode
-from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary, other_tables, outside_readers
+from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary, other_tables
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.probe import check_use
+from rope_patch.patching.readers import outside_readers
 from rope_patch.patching.record import PatchRecord, TableRecord, hashes, key_of, same_tables
 from rope_patch.patching.targets import check_layer_types, choose_layer_types, resolve_factor
 from rope_patch.patching.two_tables import TwoTableRotary, check_decoder

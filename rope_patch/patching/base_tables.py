@@ -19,11 +19,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rope_patch import frequencies
 from rope_patch.errors import blamed_on
 from rope_patch.methods import longrope_parameters
-from rope_patch.patching.locate import (
-    PatchError,
-    RotaryLocation,
-    original_tables,
-)
+from rope_patch.patching.layout import RotaryLayout, layout_of
+from rope_patch.patching.locate import PatchError, RotaryLocation, original_tables
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.record import TableRecord, key_of, same_tables
 from rope_patch.tables import RotaryTable, other_keys
@@ -138,7 +135,7 @@ def read_tables(
     except Exception as error:
         raise ValueError(
             f"{type(location.model).__name__} has a rotary embedding of another kind ({type(module).__name__}): "
-            f"rope_patch needs cos and sin of position x inv_freq, one angle per half-split pair ({error})"
+            f"rope_patch needs cos and sin of position x inv_freq, one angle per pair ({error})"
         ) from error
     context = _context_of(location, config)
     tables: Tables = {}
@@ -208,17 +205,18 @@ def check_base(location: RotaryLocation) -> None:
 
 
 def _check_kind(rotary: nn.Module, kind: str | None, inv_freq: Tensor, encoding: Mapping[str, Any]) -> None:
-    """Raise unless calling the module gives cos and sin of position x inv_freq in the half-split layout."""
+    """Raise unless calling the module gives cos and sin of position x inv_freq, in a layout that is known."""
     if not torch.isfinite(inv_freq).all():
         raise ValueError("its table holds numbers that are not finite")
     dynamic = is_dynamic(encoding, rope_type_of(rotary, kind, encoding))
     positions = _PROBES[:, :4] if dynamic else _PROBES  # far positions would change a dynamic table
-    cos, sin = call_rotary(rotary, kind, positions)
-    if cos.shape[-1] != 2 * len(inv_freq):
-        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(inv_freq)} pairs, not two for each")
+    layout, scaling = layout_in_use(rotary, kind), scaling_of(rotary, kind)
+    cos, sin = layout.parts(_call(rotary, kind, positions))
     angles = positions[..., None].float() * inv_freq
-    for name, got, half in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
-        if not torch.allclose(got, torch.cat((half, half), -1) * scaling_of(rotary, kind), atol=1e-5):
+    if cos.shape != layout.spread(angles).shape:
+        raise ValueError(f"its cos has {cos.shape[-1]} features for {len(inv_freq)} pairs, not two for each")
+    for name, got, pairs in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
+        if not torch.allclose(got, layout.spread(pairs) * scaling, atol=1e-5):
             raise ValueError(f"its {name} is another function of the position")
 
 
@@ -226,13 +224,22 @@ _PROBES = torch.tensor([[0, 1, 2, 3, 5, 17, 101, 211]], device="cpu")
 
 
 def call_rotary(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin: (1, positions, rotary_dim) float32 each, from an original module or a patched one."""
+    """Return cos and sin of each pair: (1, positions, pairs) float32, from an original module or a patched one."""
+    return layout_in_use(module, kind).pairs(_call(module, kind, positions))
+
+
+def _call(module: nn.Module, kind: str | None, positions: Tensor) -> Any:
     x = torch.zeros(1, dtype=torch.float32, device=positions.device)
-    returned = module(x, positions) if kind is None else module(x, positions, layer_type=kind)
-    if isinstance(returned, Tensor):
-        raise ValueError("it returns one tensor, of complex numbers or of angles")
-    cos, sin = returned
-    return cos, sin
+    return module(x, positions) if kind is None else module(x, positions, layer_type=kind)
+
+
+def layout_in_use(module: nn.Module, kind: str | None) -> RotaryLayout:
+    """Return how a rotary module, original or patched, lays out cos and sin."""
+    return (
+        module.layout
+        if isinstance(module, PatchedRotary)
+        else layout_of(module, kind, len(original_tables(module)[kind]))
+    )
 
 
 def scaling_of(module: nn.Module, kind: str | None) -> float:
@@ -252,8 +259,8 @@ def keeps_float32(module: nn.Module, kinds: Sequence[str | None]) -> bool:
     positions = torch.zeros(1, 1, dtype=torch.long, device="cpu")
     half = torch.zeros(1, dtype=torch.bfloat16, device="cpu")
     kind = next(iter(kinds))
-    cos, _ = module(half, positions) if kind is None else module(half, positions, layer_type=kind)
-    return bool(cos.dtype == torch.float32)
+    returned = module(half, positions) if kind is None else module(half, positions, layer_type=kind)
+    return bool(layout_in_use(module, kind).parts(returned)[0].dtype == torch.float32)
 
 
 def is_dynamic(encoding: Mapping[str, Any], rope_type: str | None = None) -> bool:

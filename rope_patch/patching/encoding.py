@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rope_patch.patching.base_tables import (
     settings_of,
 )
 from rope_patch.patching.locate import RotaryLocation, original_tables
+from rope_patch.patching.readers import DecoderReaders
 from rope_patch.tables import RotaryTable
 
 
@@ -56,36 +57,71 @@ def encode(location: RotaryLocation, before: Tables, after: Tables, length: int)
         extras.append({READ_GLOBAL: True})
     if settings.get("head_dim", 0) is None:  # Mixtral: transformers' own YaRN multiplies by it
         extras.append({"head_dim": config.hidden_size // config.num_attention_heads})
+    readers = DecoderReaders(location, config)
     final: Tables = {}
-    reason = "the table it rebuilds is another"
     for kind, table in after.items():
         encoding = encoding_of(config, kind)
         dynamic = is_dynamic(encoding, rope_type_of(module, kind, encoding))
         if table is before[kind] and table.rope_parameters is not None and not dynamic:
             final[kind] = table
-            continue
-        for extra, candidate in itertools.product(extras, _encodings(replace(table, max_position_embeddings=length))):
-            parameters = dict(candidate.rope_parameters or {})
-            if kind is not None:
-                parameters = {**settings["rope_parameters"], kind: parameters}
-            trial = settings | extra | {"rope_parameters": parameters}
-            try:
-                rebuilt = original_rotary(type(module), config_with(config, trial))
-            except Exception as error:  # a family refuses a type in its own way: Phi3 takes longrope only
-                reason = f"{type(error).__name__}: {error}"
-                continue
-            if _same_table(rebuilt, candidate):
-                final[kind], settings = candidate, trial
-                break
         else:
-            raise ValueError(
-                f"{type(location.model).__name__} cannot express this table in a config that plain transformers reads; "
-                f"nothing was changed. The last encoding failed with {reason}"
-            )
+            stated = replace(table, max_position_embeddings=length)
+            final[kind], settings = _encode_table(location, readers, stated, [settings | extra for extra in extras])
     return final, settings
 
 
-def _encodings(table: RotaryTable) -> Iterator[RotaryTable]:
+def _encode_table(
+    location: RotaryLocation, readers: DecoderReaders, table: RotaryTable, starts: Sequence[dict[str, Any]]
+) -> tuple[RotaryTable, dict[str, Any]]:
+    """Return a table as a config states it, and the settings that do: the first that the model's own code reads so.
+
+    Args:
+        location: where the model keeps its rotary module.
+        readers: what else reads the config.
+        table: the table.
+        starts: the settings to state it in, in order.
+
+    Raises:
+        ValueError: no config of transformers gives the table, or not without changing what others read.
+    """
+    module, config = base_of(location)
+    kind, name = table.layer_type, type(location.model).__name__
+    reason = "the table it rebuilds is another"
+    for settings, candidate in itertools.product(starts, _encodings(table, readers, encoding_of(config, kind))):
+        parameters = dict(candidate.rope_parameters or {})
+        if kind is not None:
+            parameters = {**settings["rope_parameters"], kind: parameters}
+        trial = settings | {"rope_parameters": parameters}
+        try:
+            trial_config = config_with(config, trial)
+            rebuilt = original_rotary(type(module), trial_config)
+        except Exception as error:  # a family refuses a type in its own way: Phi3 takes longrope only
+            reason = f"{type(error).__name__}: {error}"
+            continue
+        if not _same_table(rebuilt, candidate):
+            continue
+        if (objection := readers.objection(trial_config)) is None:
+            return candidate, trial
+        reason = f"{objection}; a patch changes the table alone"
+        if "mscale_all_dim" in (table.rope_parameters or {}):  # attention would apply a factor of it itself
+            raise ValueError(
+                f"attention of {name} takes its softmax scale from mscale_all_dim, too: {reason}. Leave out mscale and "
+                "mscale_all_dim, or state attention_factor. Nothing was changed"
+            )
+    raise ValueError(
+        f"{name} cannot express this table in a config that plain transformers reads; nothing was changed. The last "
+        f"encoding failed with {reason}"
+    )
+
+
+def _encodings(table: RotaryTable, readers: DecoderReaders, found: Mapping[str, Any]) -> Iterator[RotaryTable]:
+    """Yield the encodings of a table, each as it is and with what other readers of the config may need."""
+    for candidate in _own_encodings(table):
+        for parameters in readers.completed(candidate.rope_parameters or {}, found):
+            yield replace(candidate, rope_parameters=parameters)
+
+
+def _own_encodings(table: RotaryTable) -> Iterator[RotaryTable]:
     if table.rope_parameters is not None:
         yield table
         if table.other_keys:  # a partial factor the family ignores must not be read by the native type
@@ -149,8 +185,8 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
     keys = {base: parameters["rope_theta"]}
     if _SHARE in parameters:
         keys[share] = parameters[_SHARE]
-    if parameters.get("rope_type", "default") != "default":
-        keys["rope_scaling"] = dict(parameters)
+    if parameters.get("rope_type", "default") != "default" or set(parameters) - {"rope_type", "rope_theta", _SHARE}:
+        keys["rope_scaling"] = dict(parameters)  # the sections of several position axes are read there, too
         if model_type == "nemotron":  # version 4 reads nothing but its base
             keys[base] = OLDER_FAIL
     return keys

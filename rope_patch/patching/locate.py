@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -143,50 +140,10 @@ def original_tables(module: nn.Module) -> dict[str | None, Tensor]:
     }
 
 
-def outside_readers(location: RotaryLocation) -> list[str]:
-    """Name the classes that read the config's ``rope_parameters`` besides the rotary embedding.
-
-    DeepSeek's attention takes a scale from it, Ministral 3's a temperature, Moonshine's encoder a table of its own:
-    there, another encoding of a table would change more than the table. The partial factor is a shape, which none
-    changes.
-    """
-    rotary = type(location.module.original if isinstance(location.module, PatchedRotary) else location.module)
-    inside = set(location.decoder.modules())
-    classes = {type(module) for module in inside} - {rotary, PatchedRotary}
-    names = {cls.__name__ for cls in classes if _reads_rope_parameters(cls)}  # type: ignore[arg-type]
-    for module in set(location.model.modules()) - inside:
-        if any(getattr(module, "config", None) is config for config in location.configs) and (
-            original_tables(module) or _reads_rope_parameters(type(module))  # type: ignore[arg-type]
-        ):
-            names.add(type(module).__name__)
-    return sorted(names)
-
-
 def other_tables(location: RotaryLocation) -> list[str]:
     """Return the paths of the rotary modules outside the text decoder, such as an encoder's."""
     inside = set(location.decoder.modules())
     return [name for name, module in location.model.named_modules() if module not in inside and original_tables(module)]
-
-
-@functools.cache
-def _reads_rope_parameters(cls: type) -> bool:
-    if cls.__module__.startswith("torch."):
-        return False
-    try:
-        with _all_locks:  # it parses, which Python 3.11 cannot do in two threads
-            source = inspect.getsource(cls)
-    except (OSError, TypeError):  # made at run time
-        return False
-    if source.count("self.rope_parameters") == 1:  # kept, and never read
-        source = source.replace("self.rope_parameters = config.rope_parameters", "")
-    return any("config.rope_parameters" in line and not _ASKS_ONLY.search(line) for line in source.splitlines())
-
-
-_ASKS_ONLY = re.compile(
-    r"partial_rotary_factor|and \S*rope_parameters$"
-    r"|rope_parameters(\[layer_type\]|\.get\(.rope_theta.\))? is (not )?None"
-)
-"""Lines that take the shape of the heads from ``rope_parameters``, or ask no more than whether they are there."""
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rope_patch.patching.layout import OriginalForward, RotaryLayout, layout_of
 from rope_patch.tables import RotaryTable
 
 
@@ -17,13 +18,21 @@ class PatchedRotary(nn.Module):
     The original ``inv_freq`` is a buffer, which casts, ``to_empty``, sharding and re-initialisation corrupt in silence.
     In this module a table is a tuple of Python numbers; the tensor of them is cached per device, and is neither buffer
     nor parameter. It is called as the original modules are, ``rotary_emb(x, position_ids[, layer_type]) -> (cos,
-    sin)``, and computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table.
+    sin)``, and computes what they compute, in the same float32 operations: ``torch.equal`` for an equal table. Where a
+    family lays cos and sin out in another way than Llama, or has several position axes, its own forward pass is run.
 
     Args:
         tables: one table per layer type of the module; a single one with ``layer_type`` None on unmixed models.
         original: the module it stands in for, kept aside for :meth:`restore <rope_patch.Patch.restore>`.
         precision: ``"float64"`` multiplies positions and frequencies in double, for positions beyond about 1e5.
         keep_float32: return float32 whatever the model computes in, as the original module does (OLMo, ERNIE 4.5).
+
+    Attributes:
+        layout: how cos and sin are laid out.
+        by_original: the forward pass of the original, which is run in its own layout; None in that of Llama.
+
+    Raises:
+        ValueError: ``"float64"`` where the original's forward pass is run.
     """
 
     def __init__(
@@ -44,6 +53,14 @@ class PatchedRotary(nn.Module):
         self._scaling = {kind: float(table.attention_scaling) for kind, table in tables.items()}
         self._cached: dict[Any, Tensor] = {}
         self._original = (original,)  # in a tuple: out of reach of casts and of state_dict
+        kind, table = next(iter(tables.items()))
+        self.layout = layout_of(original, kind, table.pairs)
+        self.by_original = None if self.layout == RotaryLayout() else OriginalForward(original)
+        if self.by_original is not None and precision == "float64":
+            raise ValueError(
+                f"precision='float64' is for the layout of Llama: {type(original).__name__} computes its angles in "
+                "float32 itself. Leave precision out"
+            )
         # What attention code may look up on an original module.
         types = {kind: table.rope_type for kind, table in tables.items()}
         self.rope_type: Any = types.get(None, types)
@@ -81,14 +98,19 @@ class PatchedRotary(nn.Module):
         return super().__getattr__(name)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return cos and sin: (batch, tokens, rotary_dim) each, in the dtype of ``x``, or as ``keep_float32`` says.
+
+        In another :class:`~rope_patch.patching.layout.RotaryLayout` than Llama's it is what the original returns.
 
         Args:
             x: any tensor of the dtype and on the device to compute for.
-            position_ids: (batch, tokens) [tokens].
+            position_ids: (batch, tokens), or (axes, batch, tokens) where there are several position axes [tokens].
             layer_type: which table, on models that have several.
         """
+        if self.by_original is not None:
+            table = self.table(layer_type, x.device)
+            return self.by_original(x, position_ids, layer_type, table, self._scaling[layer_type])
         angles = position_ids[..., None].to(self._angle_dtype) * self.table(layer_type, x.device)
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin, scaling = angles.cos(), angles.sin(), self._scaling[layer_type]

@@ -55,7 +55,7 @@ def check_use(location: RotaryLocation, tables: Mapping[str | None, RotaryTable]
 
 def _reason(location: RotaryLocation, tables: Mapping[str | None, RotaryTable], kind: str | None) -> str | None:
     """Say why a table cannot be patched; None where it can, or where the copy does not tell."""
-    decoder = _without_weights(location.decoder)
+    decoder = without_weights(type(location.decoder), location.decoder.config)
     path = next(name for name, module in location.decoder.named_modules() if module is location.module)
     if decoder is None:
         return None
@@ -77,14 +77,15 @@ def _reason(location: RotaryLocation, tables: Mapping[str | None, RotaryTable], 
     return None
 
 
-def _without_weights(decoder: nn.Module) -> nn.Module | None:
-    config: Any = copy.deepcopy(decoder.config)
+def without_weights(decoder: type[nn.Module], config: Any) -> nn.Module | None:
+    """Return a decoder built from a config on the meta device; None of a class that needs more than its config."""
+    config = copy.deepcopy(config)
     for name in ("quantization_config", "rope_patch"):
         config.__dict__.pop(name, None)
     config._attn_implementation_internal = "eager"  # others may have kernels without a meta form
     try:
         with torch.device("meta"):
-            return type(decoder)(config).eval().requires_grad_(False)
+            return decoder(config).eval().requires_grad_(False)
     except Exception:  # classes that are not made from their config alone
         return None
 

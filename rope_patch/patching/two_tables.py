@@ -61,8 +61,8 @@ class TwoTableRotary(PatchedRotary):
         # In a tuple, so that the model still has one rotary module.
         self._short = (PatchedRotary(short, original, precision, keep_float32=keep_float32),)
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin: (batch, tokens, rotary_dim) each, every row under its own table.
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        """Return what :class:`PatchedRotary` does, cos and sin (batch, tokens, …), every row under its own table.
 
         Args:
             x: as for :class:`PatchedRotary`.
@@ -78,7 +78,9 @@ class TwoTableRotary(PatchedRotary):
             return long
         short = self._short[0](x, position_ids, layer_type)
         rows = self._long_rows(position_ids, x.shape[0] if x.ndim == 3 else position_ids.shape[-2])
-        rows = rows.view(-1, *[1] * (long[0].ndim - 1))
+        rows = rows.view(-1, 1, 1)
+        if isinstance(long, Tensor):  # complex numbers
+            return torch.where(rows, long, short)
         return torch.where(rows, long[0], short[0]), torch.where(rows, long[1], short[1])
 
     @torch.no_grad()

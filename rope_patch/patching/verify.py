@@ -314,14 +314,14 @@ def measure(
         f = frequencies.table_of(table.inv_freq)
         if cos.dtype != torch.float32 or cos.device.type != device.type:
             problems.append(f"[{key}] cos is {cos.dtype} on {cos.device}, expected torch.float32 on {device}")
-        if cos.shape[-1] != 2 * len(f):
-            problems.append(f"[{key}] has {cos.shape[-1] // 2} pairs, the record has {len(f)}")
+        if cos.shape[-1] != len(f):
+            problems.append(f"[{key}] has {cos.shape[-1]} pairs, the record has {len(f)}")
             continue
         angles = positions.cpu()[..., None].double() * f.double()  # on the CPU: not every device has doubles
         # float32 angles carry a relative error of 6e-8; a table off by 1e-5 shows at the far positions
         allowed = 2e-6 + 2e-7 * angles
         for name, got, want in (("cos", cos, angles.cos()), ("sin", sin, angles.sin())):
-            off = (got[..., : len(f)].cpu().double() - want * table.attention_scaling).abs()
+            off = (got.cpu().double() - want * table.attention_scaling).abs()
             if bool((off > allowed * table.attention_scaling).any()) or not bool(torch.isfinite(got).all()):
                 pair = int((off - allowed * table.attention_scaling).flatten(0, 1).max(0).values.argmax())
                 turns = math.atan2(float(sin[0, 1, pair]), float(cos[0, 1, pair]))

@@ -26,7 +26,6 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
-    CohereConfig,
     DeepseekV3Config,
     GPT2Config,
     GptOssConfig,
@@ -60,7 +59,6 @@ MORE = {
     ),
     "phimoe": PhimoeConfig(**SIZE, sliding_window=16, num_local_experts=2),
     # capture refuses these; measure_heads needs no pairs.
-    "cohere": CohereConfig(**SIZE),
     "smollm3": SmolLM3Config(**{**SIZE, "num_hidden_layers": 4}),
     "deepseek_v3": DeepseekV3Config(
         **{**SIZE, "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 16},

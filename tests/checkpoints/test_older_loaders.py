@@ -159,3 +159,10 @@ def test_a_config_given_in_place_of_the_folders_own_is_refused(tmp_path):
     own = rope_patch.checkpoints.load_config(folder)
     own.use_cache = False
     assert torch.equal(logits(rope_patch.load(folder, config=own).eval()), logits(model))
+
+
+def test_the_sections_of_several_position_axes_are_said():
+    """transformers 4 reads them in rope_scaling, and fails without."""
+    sections = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [2, 3, 3]}
+    assert older_keys("qwen2_vl_text", sections) == {"rope_theta": 5e5, "rope_scaling": sections}
+    assert older_keys("llama", {"rope_type": "default", "rope_theta": 5e5}) == {"rope_theta": 5e5}

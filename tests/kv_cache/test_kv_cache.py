@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Cache,
-    CohereConfig,
     DeepseekV3Config,
     DynamicCache,
     GPT2Config,
@@ -599,7 +598,7 @@ def test_unrotated_pairs_are_the_same_before_and_after_rotation():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi", "glm", "gemma4", "phi3-partial"])
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi", "glm", "cohere", "gemma4", "phi3-partial"])
 def test_turning_keys_back_and_forth_leaves_them(name, dtype, monkeypatch):
     monkeypatch.setattr(plans, "fake_quantize", identity)
     model = model_of(name).to(dtype)
@@ -615,7 +614,7 @@ def test_turning_keys_back_and_forth_leaves_them(name, dtype, monkeypatch):
             assert float((layer.keys - layer.raw_keys).abs().max()) <= allowed * size
 
 
-@pytest.mark.parametrize("name", ["phi", "glm", "llama-yarn", "gemma4"])
+@pytest.mark.parametrize("name", ["phi", "glm", "cohere", "llama-yarn", "gemma4"])
 def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
     """What is rounded under ``pre`` has the mean and the largest size that the capture saw before rotation."""
     model = model_for(name)[0]
@@ -896,7 +895,6 @@ def test_logits_of_another_kind_are_refused(argument):
     ("config", "message"),
     [
         (GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2), "found no rotary table in GPT2LMHeadModel"),
-        (CohereConfig(**SIZE), "CohereForCausalLM has a rotary embedding of another kind"),
         (DeepseekV3Config(**SIZE), "layer 0 of DeepseekV3ForCausalLM: its queries are no rotation of what a part of"),
         (SmolLM3Config(**{**SIZE, "num_hidden_layers": 4}), "layer 3 of SmolLM3ForCausalLM: its queries are no"),
         (
@@ -904,7 +902,7 @@ def test_logits_of_another_kind_are_refused(argument):
             "has a dynamic table (rope_type 'dynamic')",
         ),
     ],
-    ids=["no rotary", "interleaved table", "latent attention", "a layer without rotary", "dynamic"],
+    ids=["no rotary", "latent attention", "a layer without rotary", "dynamic"],
 )
 def test_models_that_cannot_be_read(config, message):
     model = refused(config)

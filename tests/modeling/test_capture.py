@@ -17,7 +17,6 @@ from states import FAMILIES, INTERLEAVED, TOKENS, model_of, refused, stored, tex
 from tiny import SIZE, ids, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    CohereConfig,
     DeepseekV3Config,
     GPT2Config,
     SmolLM3Config,
@@ -446,7 +445,6 @@ def test_states_that_are_not_finite_are_named(value):
     ("config", "message"),
     [
         (GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2), "found no rotary table in GPT2LMHeadModel"),
-        (CohereConfig(**SIZE), "CohereForCausalLM has a rotary embedding of another kind"),
         (DeepseekV3Config(**SIZE), "layer 0 of DeepseekV3ForCausalLM: its queries are no rotation of what a part of"),
         (SmolLM3Config(**{**SIZE, "num_hidden_layers": 4}), "layer 3 of SmolLM3ForCausalLM: its queries are no"),
         (
@@ -454,7 +452,7 @@ def test_states_that_are_not_finite_are_named(value):
             "has a dynamic table (rope_type 'dynamic')",
         ),
     ],
-    ids=["no rotary", "interleaved table", "latent attention", "a layer without rotary", "dynamic"],
+    ids=["no rotary", "latent attention", "a layer without rotary", "dynamic"],
 )  # fmt: skip
 def test_models_that_cannot_be_read(config, message):
     with pytest.raises(ValueError, match=re.escape(message)):

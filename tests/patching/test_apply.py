@@ -434,20 +434,6 @@ def test_p_is_not_read_as_the_shape_of_attention(tmp_path):
     assert torch.equal(logits(PhiForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
-def test_families_that_read_the_config_elsewhere_are_refused():
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4}
-    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    groups = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **ranks, **groups, rope_interleave=False))
-    stock = module_of(model)
-    with pytest.raises(ValueError, match=r"reads config\.rope_parameters besides the rotary embedding"):
-        rope_patch.apply(model, "p_rope", p=0.5)
-    assert module_of(model) is stock
-
-
 def test_restoring_a_shared_config_that_says_another_patch():
     first = tiny_model()
     second = type(first)(first.config)
@@ -507,25 +493,15 @@ def test_models_without_a_table_of_this_kind():
         rope_patch.apply(torch.nn.Linear(2, 2), "p_rope")
 
 
-def test_vision_and_multimodal_rotary_are_refused():
-    from transformers import Gemma4VisionConfig, Gemma4VisionModel, Qwen2VLTextConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+def test_vision_rotary_is_refused():
+    from transformers import Gemma4VisionConfig, Gemma4VisionModel
 
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = Gemma4VisionModel(Gemma4VisionConfig(**size, num_key_value_heads=4, head_dim=16))
-    text = Qwen2VLTextModel(
-        Qwen2VLTextConfig(
-            **size,
-            num_key_value_heads=4,
-            vocab_size=64,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        )
-    )
-    for model in (vision, text):
-        before = find_rotary(model).module
-        with pytest.raises(ValueError, match=f"{type(model).__name__} has (a )?rotary embeddings? of another kind"):
-            rope_patch.apply(model, "p_rope")
-        assert find_rotary(model).module is before
+    model = Gemma4VisionModel(Gemma4VisionConfig(**size, num_key_value_heads=4, head_dim=16))
+    before = find_rotary(model).module
+    with pytest.raises(ValueError, match="Gemma4VisionModel has a rotary embedding of another kind"):
+        rope_patch.apply(model, "p_rope")
+    assert find_rotary(model).module is before
 
 
 def test_text_decoder_of_a_multimodal_model():

@@ -19,12 +19,14 @@ from transformers import (
     HunYuanDenseV1Config,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     PhimoeConfig,
     SmolLM3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging
 
 import rope_patch
@@ -90,12 +92,26 @@ def test_a_model_that_was_patched_before_is_looked_at_alike():
 # --- what the model asks of its rotary embedding ----------------------------------------------------------------------
 
 
-def test_several_position_axes_are_refused_though_the_config_names_none():
-    from transformers import Qwen3_5TextConfig
+class SummedAxes(LlamaRotaryEmbedding):
+    """Adds up the positions of three axes: its angles are those of no single one."""
 
-    config = Qwen3_5TextConfig(**SIZE, head_dim=32, layer_types=["full_attention", "full_attention"])
-    assert "mrope_section" not in config.rope_parameters
-    refused(built(config), "rotary embeddings of another kind: its layers give them several position axes")
+    def __call__(self, x, position_ids):
+        return super().__call__(x, torch.stack((position_ids, 0 * position_ids, 0 * position_ids)))
+
+    def forward(self, x, position_ids):
+        return super().forward(x, position_ids.sum(0) if position_ids.ndim == 3 else position_ids)
+
+
+class SummedModel(LlamaModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.rotary_emb = SummedAxes(config)
+
+
+def test_position_axes_that_are_mixed_are_refused():
+    model = LlamaForCausalLM(LlamaConfig(**SIZE)).eval()
+    model.model = SummedModel(model.config).eval()
+    refused(model, "rotary embeddings of another kind: its layers give them several position axes")
 
 
 def test_attributes_that_a_model_reads_on_its_rotary_embedding_are_there():
@@ -205,15 +221,13 @@ def test_a_static_table_that_a_config_calls_dynamic(tmp_path):
 
 
 def test_reasons_name_the_model():
-    from transformers import GptOssConfig, RecurrentGemmaConfig
+    from transformers import RecurrentGemmaConfig
 
     sizes = {key: value for key, value in SIZE.items() if key != "max_position_embeddings"}
     recurrent = RecurrentGemmaConfig(
         **sizes, lru_width=64, attention_window_size=16, block_types=["recurrent", "attention"]
     )
     refused(built(recurrent), "the config of RecurrentGemmaForCausalLM states no max_position_embeddings")
-    oss = built(GptOssConfig(**SIZE, head_dim=16, num_local_experts=2, num_experts_per_tok=1))
-    refused(oss, r"its cos has 8 features for 8 pairs, not two for each")
 
 
 def test_a_decoder_that_is_an_output_layer(tmp_path):

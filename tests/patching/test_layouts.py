@@ -1,0 +1,398 @@
+"""Families that lay cos and sin out in ways of their own, and those with several position axes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from patches import cos_sin, module_of
+from tiny import SIZE, YARN, ids, logits
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    Qwen3_5TextConfig,
+)
+from transformers.models.glm4v.configuration_glm4v import Glm4vTextConfig
+from transformers.models.glm4v.modeling_glm4v import Glm4vTextModel, Glm4vTextRotaryEmbedding
+from transformers.models.hunyuan_vl.configuration_hunyuan_vl import HunYuanVLTextConfig
+from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLRotaryEmbedding, HunYuanVLTextModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding, Qwen2_5_VLTextModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding, Qwen2VLTextModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLTextRotaryEmbedding
+
+import rope_patch
+from rope_patch.modeling.trainable_table import Constraint, TrainableTable
+from rope_patch.patching.layout import OriginalForward, RotaryLayout, layout_of
+
+FOUR = {**SIZE, "num_hidden_layers": 4}
+CONFIGS = {
+    "cohere": CohereConfig(**SIZE),
+    "cohere2": Cohere2Config(**SIZE, sliding_window=16, layer_types=["sliding_attention", "full_attention"]),
+    "gpt_oss": GptOssConfig(
+        **SIZE, head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=16,
+        rope_parameters={**YARN, "factor": 2.0, "truncate": False},
+    ),
+    "llama4": Llama4TextConfig(
+        **FOUR, head_dim=16, num_local_experts=1, intermediate_size_mlp=32, no_rope_layers=[1, 0, 1, 0],
+        attention_chunk_size=32,
+    ),
+    "qwen3_5": Qwen3_5TextConfig(**SIZE, head_dim=32, layer_types=["linear_attention", "full_attention"]),
+}  # fmt: skip
+LAYOUTS = {
+    "cohere": RotaryLayout("neighbours"),
+    "cohere2": RotaryLayout("neighbours"),
+    "gpt_oss": RotaryLayout("once"),
+    "llama4": RotaryLayout("complex"),
+    "qwen3_5": RotaryLayout("halves", axes=3),
+}
+every_family = pytest.mark.parametrize("family", CONFIGS)
+
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+AXES = {
+    "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLTextModel, Qwen2VLRotaryEmbedding),
+    "qwen2_5_vl": (Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, Qwen2_5_VLRotaryEmbedding),
+    "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextModel, Qwen3VLTextRotaryEmbedding),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5TextModel, Qwen3_5TextRotaryEmbedding),
+    "glm4v": (Glm4vTextConfig, Glm4vTextModel, Glm4vTextRotaryEmbedding),
+    # The two features of a pair lie on different axes here.
+    "hunyuan_vl": (HunYuanVLTextConfig, HunYuanVLTextModel, HunYuanVLRotaryEmbedding),
+}
+every_axes = pytest.mark.parametrize("family", AXES)
+OTHERS = {"qwen3_5": {"layer_types": ["full_attention"] * 2}}
+
+
+def model_of(family, **parameters):
+    """A model whose weights and biases are drawn, the same for every table."""
+    config = copy.deepcopy(CONFIGS[family])
+    if parameters:
+        config = type(config).from_dict({**config.to_dict(), "rope_parameters": parameters})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.1 * torch.randn(weights.shape, generator=generator)
+    return model
+
+
+def text_model(family, **parameters):
+    """The text decoder of a model with several position axes, its weights the same for every table."""
+    config, cls, _ = AXES[family]
+    torch.manual_seed(0)
+    return cls(config(**SIZE, head_dim=16, **OTHERS.get(family, {}), rope_parameters={**SECTIONS, **parameters})).eval()
+
+
+def image_positions(batch=2, tokens=24):
+    """Positions (3, batch, tokens) of a text with an image of 4 x 3 patches in it: its axes differ."""
+    time, height, width = (torch.arange(tokens) for _ in range(3))
+    patch = torch.arange(12)
+    time[6:18], height[6:18], width[6:18] = 6, 6 + patch // 3, 6 + patch % 3
+    for axis in (time, height, width):
+        axis[18:] = torch.arange(10, 16)
+    return torch.stack((time, height, width))[:, None].expand(3, batch, tokens)
+
+
+@torch.no_grad()
+def hidden(model, positions=None):
+    return model(input_ids=ids(24), position_ids=positions, use_cache=False).last_hidden_state
+
+
+def equal(one, other):
+    """Whether two rotary modules returned the same: cos and sin, or one complex tensor."""
+    pairs = zip(*(item if isinstance(item, tuple) else (item,) for item in (one, other)), strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+# --- the layout -------------------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_the_layout_is_found(family):
+    model = model_of(family)
+    original = module_of(model)
+    assert layout_of(original, None, len(original.inv_freq)) == LAYOUTS[family]
+    rope_patch.apply(model, "default")
+    assert module_of(model).layout == LAYOUTS[family]
+
+
+def test_cos_of_neighbours_by_hand():
+    """Cohere at position 2 with inv_freq [1, 0.5]: the angles are 2, 2, 1, 1."""
+    config = CohereConfig(**{**SIZE, "hidden_size": 16})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rope_patch.apply(model, "table", values=[1.0, 0.5])
+    cos, sin = cos_sin(model, torch.tensor([[2]]))
+    torch.testing.assert_close(cos[0, 0], torch.tensor([math.cos(2), math.cos(2), math.cos(1), math.cos(1)]))
+    torch.testing.assert_close(sin[0, 0], torch.tensor([math.sin(2), math.sin(2), math.sin(1), math.sin(1)]))
+
+
+def test_axes_by_hand():
+    """Sections [1, 1, 2] at time 1, height 20, width 300, and inv_freq [1, 0.1, 0.01, 0.001].
+
+    Qwen2-VL: pair 0 on time, 1 on height, 2 and 3 on width. Qwen3-VL takes turns: time, height, width, and then time.
+    """
+    positions = torch.tensor([1, 20, 300])[:, None, None]
+    by_family = {"qwen2_vl": [1.0, 2.0, 3.0, 0.3], "qwen3_vl": [1.0, 2.0, 3.0, 0.001]}
+    for family, angles in by_family.items():
+        config, cls, _ = AXES[family]
+        size = {**SIZE, "hidden_size": 32, "head_dim": 8}
+        model = cls(config(**size, rope_parameters={**SECTIONS, "mrope_section": [1, 1, 2]}))
+        rope_patch.apply(model, "table", values=[1.0, 0.1, 0.01, 0.001])
+        cos, sin = cos_sin(model, positions)
+        torch.testing.assert_close(cos[0, 0], torch.tensor(angles * 2).cos())
+        torch.testing.assert_close(sin[0, 0], torch.tensor(angles * 2).sin())
+
+
+def test_a_forward_pass_that_computes_something_else_is_of_no_known_layout():
+    original = copy.deepcopy(module_of(model_of("cohere")))
+    cls = type(original)
+
+    class Squared(cls):
+        def forward(self, x, position_ids):
+            return super().forward(x, position_ids**2)
+
+    original.__class__ = Squared
+    assert layout_of(original, None, 8) == RotaryLayout()  # whose numbers a check finds wrong
+    model = model_of("cohere")
+    model.model.rotary_emb = original
+    with pytest.raises(ValueError, match="CohereForCausalLM has a rotary embedding of another kind"):
+        rope_patch.apply(model, "yarn:factor=4")
+
+
+# --- patches ----------------------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_identity_is_exact(family):
+    model = model_of(family)
+    before = logits(model)
+    for method in ("default", "p_rope:p=1"):
+        with rope_patch.patched(model, method):
+            assert torch.equal(logits(model), before)
+
+
+@every_family
+@pytest.mark.parametrize(("method", "parameters"), [("yarn:factor=4", YARN), ("pi:factor=4", {"rope_type": "linear"})])
+def test_the_effect_is_that_of_transformers_own_type(family, method, parameters):
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    scaled = {**plain, "factor": 4.0, **parameters}
+    model = model_of(family, **plain)
+    before = logits(model)
+    rope_patch.apply(model, method, target_length=256)
+    assert torch.equal(logits(model), logits(model_of(family, **scaled)))
+    assert not torch.allclose(logits(model), before, atol=1e-4)
+
+
+def test_a_checkpoint_with_yarn_of_its_own_is_patched_from_there():
+    """gpt-oss: its YaRN reaches 2 x 64 tokens, and p-RoPE cuts that table."""
+    model = model_of("gpt_oss")
+    found = module_of(model).inv_freq.clone()
+    patch = rope_patch.apply(model, "p_rope:p=0.5")
+    assert torch.equal(patch.after[None].inv_freq, torch.where(torch.arange(8) < 4, found, 0))
+    assert patch.after[None].attention_scaling == pytest.approx(0.1 * math.log(2) + 1)
+    patch.restore()
+    rope_patch.apply(model, "yarn:factor=4:replace_scaling=true", target_length=256)
+    assert torch.equal(logits(model), logits(model_of("gpt_oss", **YARN)))
+
+
+@every_family
+@pytest.mark.parametrize("method", ["yarn:factor=4:replace_scaling=true", "p_rope:p=0.5", "truncated"])
+def test_saved_reloaded_cached_and_restored(family, method, tmp_path):
+    model = model_of(family)
+    model.save_pretrained(tmp_path / "unpatched")  # which writes class and data type into the config
+    before, config, original = logits(model), model.config.to_json_string(), module_of(model)
+    patch = rope_patch.apply(model, method)
+    patched = logits(model)
+    rope_patch.verify(model)
+    model.save_pretrained(tmp_path / "patched")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "patched").eval()), patched)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
+    done = model.generate(ids(12), **options, return_dict_in_generate=True)
+    full = logits(model, done.sequences)[:, 11:-1]
+    torch.testing.assert_close(torch.stack(done.logits, 1), full, rtol=1e-4, atol=1e-4)
+    patch.restore()
+    assert torch.equal(logits(model), before) and module_of(model) is original
+    assert model.config.to_json_string() == config
+
+
+def test_layers_without_rotary_embeddings_are_left_alone():
+    """Llama 4: given the same states, a layer that does not rotate returns the same, to the last bit."""
+    model = model_of("llama4")
+    states, places = torch.randn(1, 12, 64), torch.arange(12)[None]
+
+    def outputs():
+        turn = model.model.rotary_emb(states, places)
+        with torch.no_grad():
+            return [
+                layer(states, attention_mask=None, position_ids=places, position_embeddings=turn)
+                for layer in model.model.layers
+            ]
+
+    before = outputs()
+    rope_patch.apply(model, "pi:factor=4")
+    same = [torch.equal(one, other) for one, other in zip(before, outputs(), strict=True)]
+    assert same == [not rotates for rotates in model.config.no_rope_layers] == [False, True, False, True]
+
+
+@every_family
+def test_two_tables_are_chosen_by_row(family):
+    """Rows of 40 and of 80 tokens: the first as under the short table alone, the second as under the long one."""
+    model = model_of(family)
+    short, long = ids(40), ids(80)
+    with rope_patch.patched(model, "default"):
+        expected_short = logits(model, short)
+    with rope_patch.patched(model, "pi:factor=4"):
+        expected_long, early_long = logits(model, long), logits(model, short)
+    patch = rope_patch.apply(model, short="default", long="pi:factor=4", switch_at=64)
+    rope_patch.verify(model)
+    assert torch.equal(logits(model, short), expected_short) and torch.equal(logits(model, long), expected_long)
+    with patch.reaching([40, 80]):  # two rows of a batch, read to the same place
+        mixed = logits(model, short)
+    torch.testing.assert_close(mixed[0], expected_short[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mixed[1], early_long[1], rtol=1e-5, atol=1e-5)
+    patch.restore()
+
+
+@every_family
+def test_the_table_survives(family):
+    model = model_of(family)
+    rope_patch.apply(model, "yarn:factor=4:replace_scaling=true")
+    places = torch.tensor([[0, 1, 500, 4000]])
+    expected = module_of(model)(torch.zeros(1), places)
+
+    def same(module):
+        return equal(module(torch.zeros(1), places), expected)
+
+    assert same(module_of(copy.deepcopy(model).to(torch.bfloat16).float()))
+    assert same(pickle.loads(pickle.dumps(module_of(model))))
+    assert same(module_of(copy.deepcopy(model).to("meta").to_empty(device="cpu")))
+    model.init_weights()
+    assert same(module_of(model)) and not dict(module_of(model).named_buffers())
+
+
+@every_family
+def test_the_data_type_is_that_of_the_original(family):
+    model = model_of(family)
+    x, places = torch.zeros(1, dtype=torch.bfloat16), torch.arange(5)[None]
+    before = module_of(model)(x, places)
+    rope_patch.apply(model, "default")
+    assert equal(module_of(model)(x, places), before)
+
+
+@pytest.mark.slow
+@every_family
+def test_compiled_in_one_graph(family):
+    model = model_of(family)
+    rope_patch.apply(model, "yarn:factor=4:replace_scaling=true")
+    module, x, places = module_of(model), torch.zeros(1), torch.arange(7)[None]
+    torch._dynamo.reset()
+    assert equal(torch.compile(module, fullgraph=True, backend="eager")(x, places), module(x, places))
+
+
+@every_family
+def test_a_table_that_is_fitted_is_laid_out_alike(family):
+    model = model_of(family)
+    rope_patch.apply(model, "pi:factor=2")
+    module = module_of(model)
+    table = TrainableTable(module, [None], Constraint(scaling=True))
+    x, places = torch.zeros(1), torch.arange(9)[None]
+    got = module.layout.parts(table(x, places))
+    for one, other in zip(got, module.layout.parts(module(x, places)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    sum(part.square().sum() * (i + 1) for i, part in enumerate(got)).backward()
+    assert all(float(p.grad.abs().sum()) > 0 for p in table.parameters())
+
+
+def test_angles_in_double_are_refused():
+    model = model_of("cohere")
+    with pytest.raises(ValueError, match="precision='float64' is for the layout of Llama: CohereRotaryEmbedding"):
+        rope_patch.apply(model, "pi:factor=2", precision="float64")
+    assert type(module_of(model)).__name__ == "CohereRotaryEmbedding"
+
+
+# --- several position axes --------------------------------------------------------------------------------------------
+
+
+@every_axes
+def test_identity_on_text_and_image_positions(family):
+    model = text_model(family)
+    text, image = hidden(model), hidden(model, image_positions())
+    assert not torch.allclose(text, image, atol=1e-5)
+    with rope_patch.patched(model, "default"):
+        assert module_of(model).layout.axes == 3
+        assert torch.equal(hidden(model), text) and torch.equal(hidden(model, image_positions()), image)
+    assert torch.equal(hidden(model, image_positions()), image)
+
+
+@every_axes
+@pytest.mark.parametrize(("method", "kind"), [("yarn:factor=4", "yarn"), ("pi:factor=4", "linear")])
+def test_scaled_tables_are_those_of_transformers_own_class_on_every_axis(family, method, kind):
+    model = text_model(family)
+    scaled = {"rope_type": kind, "factor": 4.0}
+    if kind == "yarn":
+        scaled["original_max_position_embeddings"] = 64
+    expected = text_model(family, **scaled)
+    rope_patch.apply(model, method, target_length=256)
+    assert model.config.rope_parameters["mrope_section"] == [2, 3, 3]
+    for positions in (None, image_positions()):
+        assert torch.equal(hidden(model, positions), hidden(expected, positions))
+    rotary = AXES[family][2](expected.config)
+    for places in (torch.arange(30)[None], image_positions()):
+        for got, want in zip(cos_sin(model, places), rotary(torch.zeros(1), places), strict=True):
+            assert torch.equal(got, want)
+
+
+@every_axes
+def test_methods_keep_the_order_of_pairs_and_folders_reload(family, tmp_path):
+    model = text_model(family)
+    before = hidden(model, image_positions())
+    for method in ("p_rope:p=0.5", "abf:rope_theta=500000", "truncated", "nope"):
+        with rope_patch.patched(model, method) as patch:
+            after = hidden(model, image_positions())
+            assert not torch.allclose(after, before, atol=1e-5)
+            rope_patch.verify(model)
+            folder = tmp_path / patch.method.name
+            model.save_pretrained(folder)
+            assert torch.equal(hidden(type(model).from_pretrained(folder).eval(), image_positions()), after)
+    assert torch.equal(hidden(model, image_positions()), before)
+
+
+def test_a_whole_vision_model(tmp_path):
+    """Qwen2-VL with its vision tower: the text decoder is patched, and the tower left alone."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = {**SIZE, "rope_parameters": SECTIONS}
+    vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "mlp_ratio": 2}
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)).eval()
+    tower = {name: id(module) for name, module in model.model.visual.named_modules()}
+    before = logits(model)
+    with rope_patch.patched(model, "yarn:factor=4", target_length=256):
+        assert not torch.allclose(logits(model), before, atol=1e-5)
+        assert model.config.text_config.rope_parameters["rope_type"] == "yarn"
+        assert {name: id(module) for name, module in model.model.visual.named_modules()} == tower
+        rope_patch.verify(model)
+        rope_patch.save(model, tmp_path)
+        assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval()), logits(model))
+    assert torch.equal(logits(model), before)
+
+
+def test_the_forward_pass_of_the_family_is_run_on_a_stand_in():
+    """Neither the module's own buffers nor what it keeps are read or written."""
+    original = module_of(text_model("qwen3_vl"))
+    state = {name: buffer.clone() for name, buffer in original.named_buffers()}
+    forward = OriginalForward(original)
+    table = original.inv_freq.clone()
+    original.inv_freq.fill_(float("nan"))
+    cos, _ = forward(torch.zeros(1), image_positions(), None, table, 2.0)
+    assert bool(cos.isfinite().all()) and float(cos.max()) == pytest.approx(2.0)
+    assert bool(original.inv_freq.isnan().all())
+    assert torch.equal(original.original_inv_freq, state["original_inv_freq"])

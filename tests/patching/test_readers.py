@@ -1,0 +1,177 @@
+"""Families whose attention reads the config besides the rotary embedding: the table changes, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from patches import module_of
+from tiny import SIZE, YARN, ids, logits, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MiniCPM3Config,
+    Ministral3Config,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import rope_patch
+from rope_patch.exporting.encodings import config_keys
+from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.readers import DecoderReaders
+
+LATENT = {**SIZE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+EXPERTS |= {"first_k_dense_replace": 1}
+MSCALE = {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 2.0, 3.0]}
+CONFIGS = {
+    "deepseek_v2": DeepseekV2Config(**LATENT, **{**EXPERTS, "topk_method": "greedy"}),
+    "deepseek_v3": DeepseekV3Config(**LATENT, **EXPERTS),
+    "deepseek_v3-halves": DeepseekV3Config(**LATENT, **EXPERTS, rope_interleave=False),
+    "deepseek_v2-yarn": DeepseekV2Config(**LATENT, **{**EXPERTS, "topk_method": "greedy"}, rope_parameters=MSCALE),
+    "deepseek_v3-yarn": DeepseekV3Config(**LATENT, **EXPERTS, rope_parameters=MSCALE),
+    "minicpm3": MiniCPM3Config(
+        **LATENT,
+        rope_parameters={
+            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 1.0},
+            **FACTORS,
+        },
+    ),
+    "ministral3": Ministral3Config(
+        **{**SIZE, "max_position_embeddings": 256},
+        head_dim=16,
+        rope_parameters={**MSCALE, "factor": 16.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1},
+    ),
+}
+every_family = pytest.mark.parametrize("family", CONFIGS)
+METHODS = ("p_rope:p=0.5", "abf:factor=50:replace_scaling=true", "yarn:factor=80:replace_scaling=true", "pi:factor=2")
+
+
+def drawn(model):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.1 * torch.randn(weights.shape, generator=generator)
+    return model.eval()
+
+
+def model_of(family, **parameters):
+    config = copy.deepcopy(CONFIGS[family])
+    if parameters:
+        config = type(config).from_dict({**config.to_dict(), "rope_parameters": parameters})
+    torch.manual_seed(0)
+    return drawn(AutoModelForCausalLM.from_config(config))
+
+
+@every_family
+@pytest.mark.parametrize("method", METHODS)
+def test_saved_reloaded_cached_and_restored(family, method, tmp_path):
+    model = model_of(family)
+    model.save_pretrained(tmp_path / "unpatched")  # which writes class and data type into the config
+    before, config = logits(model), model.config.to_json_string()
+    patch = rope_patch.apply(model, method)
+    patched = logits(model)
+    assert not torch.allclose(patched, before, atol=1e-5)
+    rope_patch.verify(model)
+    model.save_pretrained(tmp_path / "patched")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched").eval()
+    assert torch.equal(logits(again), patched)
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "output_logits": True}
+    done = again.generate(ids(30), **options, return_dict_in_generate=True)
+    full = logits(model, done.sequences)[:, 29:-1]
+    torch.testing.assert_close(torch.stack(done.logits, 1), full, rtol=1e-4, atol=1e-4)
+    patch.restore()
+    assert torch.equal(logits(model), before) and model.config.to_json_string() == config
+
+
+@every_family
+def test_identity_is_exact(family):
+    model = model_of(family)
+    before = logits(model)
+    with rope_patch.patched(model, "default"):
+        assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v3-halves", "minicpm3"])
+@pytest.mark.parametrize(("method", "parameters"), [("yarn:factor=4", YARN), ("pi:factor=4", {"rope_type": "linear"})])
+def test_the_effect_is_that_of_transformers_own_type(family, method, parameters):
+    """Without mscale_all_dim the softmax scale does not depend on the type."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    model = model_of(family, **plain)
+    rope_patch.apply(model, method, target_length=256)
+    assert torch.equal(logits(model), logits(model_of(family, **{**plain, "factor": 4.0, **parameters})))
+
+
+def test_the_softmax_scale_is_kept_by_hand(tmp_path):
+    """DeepSeek: (8 + 8)^-0.5 x (0.1 ln 40 + 1)^2, which transformers reads from factor and mscale_all_dim."""
+    by_hand = 0.25 * (0.1 * math.log(40) + 1) ** 2
+    model = model_of("deepseek_v3-yarn")
+    rope_patch.apply(model, "p_rope:p=0.5")
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.rope_parameters["rope_type"] == "longrope"
+    for each in (model, again):
+        assert each.model.layers[0].self_attn.scaling == pytest.approx(by_hand, rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v3-yarn", "deepseek_v2", "minicpm3"])
+def test_a_yarn_whose_mscale_attention_would_apply_itself_is_refused(family):
+    model = model_of(family)
+    before, config, original = logits(model), model.config.to_json_string(), module_of(model)
+    message = (
+        r"mscale_all_dim, too: \w+Attention would be built with a scaling of 0\.51.*Leave out mscale and mscale_all"
+    )
+    with pytest.raises(ValueError, match=message):
+        rope_patch.apply(model, "yarn:factor=80:mscale=1:mscale_all_dim=1:replace_scaling=true")
+    assert torch.equal(logits(model), before) and model.config.to_json_string() == config
+    assert module_of(model) is original
+
+
+def test_what_attention_looks_up_while_it_runs_is_kept():
+    """Ministral 3: a temperature that grows with the position over the original context."""
+    model = model_of("ministral3")
+    for method in METHODS:
+        with rope_patch.patched(model, method):
+            found = model.config.rope_parameters
+            assert (found["llama_4_scaling_beta"], found["original_max_position_embeddings"]) == (0.1, 16)
+
+
+def test_a_temperature_stays_in_what_is_exported():
+    model = model_of("ministral3")
+    patch = rope_patch.apply(model, "p_rope:p=0.5")
+    for everywhere in (False, True):
+        settings = config_keys(find_rotary(model), [*patch.after.values()], everywhere=everywhere)
+        assert settings["rope_parameters"]["original_max_position_embeddings"] == 16
+
+
+def test_a_class_that_reads_the_config_in_an_unknown_way_is_refused():
+    class Reading(LlamaAttention):
+        def forward(self, *args, **kwargs):
+            self.seen = list(self.config.rope_parameters)
+            return super().forward(*args, **kwargs)
+
+    model = tiny_model()
+    model.model.layers[1].self_attn.__class__ = Reading
+    before = logits(model)
+    with pytest.raises(ValueError, match=r"Reading reads config\.rope_parameters in a way that is not known"):
+        rope_patch.apply(model, "p_rope:p=0.5")
+    assert torch.equal(logits(model), before)
+    with rope_patch.patched(model, "default"):  # which changes no config
+        assert torch.equal(logits(model), before)
+
+
+def test_readers_and_what_they_would_do_are_named():
+    location = find_rotary(model_of("deepseek_v3-yarn"))
+    readers = DecoderReaders(location, location.config)
+    assert readers.names == "DeepseekV3Attention"
+    other = copy.deepcopy(location.config)
+    other.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    assert "DeepseekV3Attention would be built with a scaling of 0.25, and it has 0.468" in readers.objection(other)
+    plain = find_rotary(AutoModelForCausalLM.from_config(LlamaConfig(**SIZE)))
+    assert DecoderReaders(plain, plain.config).names == ""
