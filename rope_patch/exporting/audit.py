@@ -18,6 +18,7 @@ from rope_patch.checkpoints.reading import building, config_json, load_config
 from rope_patch.exporting.engines import check
 from rope_patch.exporting.readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.exporting.rules import Built, relative_difference
+from rope_patch.exporting.two_lists import about_two_tables
 from rope_patch.files import is_gguf
 from rope_patch.patching.encoding import OLDER_FAIL, older_keys, text_part
 from rope_patch.patching.locate import find_rotary
@@ -139,7 +140,8 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
     for name in programs:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated.tables, layers, _fix(source, name, stated))
-    return Audit(str(source), found.model_class, found.method, tuple(rows), found.warnings)
+    notes = (*about_two_tables(found.record), *found.warnings)
+    return Audit(str(source), found.model_class, found.method, tuple(rows), notes)
 
 
 def _layers(stated: StatedConfig) -> dict[str | None, tuple[int, ...]]:

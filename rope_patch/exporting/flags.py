@@ -38,6 +38,7 @@ from rope_patch.exporting.encodings import config_keys, with_context
 from rope_patch.exporting.engines import UNVERIFIED
 from rope_patch.exporting.folders import read_tables
 from rope_patch.exporting.readings import PROGRAMS, StatedConfig, reading_of
+from rope_patch.exporting.two_lists import about_two_tables
 from rope_patch.files import is_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.apply import apply
@@ -151,7 +152,8 @@ def flags(
         complete=before,
         tables={table.layer_type: table for table in tables},
     )
-    return WRITERS[program](Wanted(str(source), model, tables, stated))
+    written = WRITERS[program](Wanted(str(source), model, tables, stated))
+    return replace(written, notes=(*written.notes, *about_two_tables(find_rotary(model).record)))
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from rope_patch.checkpoints.offline import check_free, skeleton
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED
 from rope_patch.exporting.folders import export_folder, read_tables
 from rope_patch.exporting.lora import check_adapter, copy_adapter
-from rope_patch.exporting.two_lists import NOTE, two_lists
+from rope_patch.exporting.two_lists import NOTE, about_two_tables, two_lists
 from rope_patch.files import scratch_folder
-from rope_patch.methods import MethodLike, TwoTables
+from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
@@ -185,7 +185,7 @@ def _export(
             overwrite=overwrite,
             on_progress=on_progress,
         )
-        short = _about_two_tables(model)
+        short = about_two_tables(find_rotary(model).record)
         plain = all(table.is_geometric for table in inspect_model(model).tables)
         lost = f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(output)!r}) reads all"
         return _gguf_summary([*short, *([] if plain else [lost])])
@@ -267,7 +267,7 @@ def _folder(
             copy_adapter(source, folder / "adapter")
 
     lists = two_lists(model) if request.form == "two-lists" else None
-    notes += _about_two_tables(model) if lists is None else [NOTE]
+    notes += about_two_tables(find_rotary(model).record) if lists is None else [NOTE]
     return export_folder(
         model,
         weights,
@@ -279,14 +279,6 @@ def _folder(
         notes=notes,
         lists=lists,
     )
-
-
-def _about_two_tables(model: nn.Module) -> list[str]:
-    record = find_rotary(model).record
-    method = None if record is None else record.to_method()
-    if not isinstance(method, TwoTables):
-        return []
-    return [f"texts of up to {method.switch_at} tokens are read under the long table there: rope_patch alone has two"]
 
 
 def _gguf_summary(notes: list[str]) -> dict[str, Any]:

@@ -25,6 +25,14 @@ NOTE = (
 )
 
 
+def about_two_tables(record: PatchRecord | None) -> list[str]:
+    """Return what to know of a patch with two tables where another program reads it; nothing of other patches."""
+    method = None if record is None else record.to_method()
+    if not isinstance(method, TwoTables):
+        return []
+    return [f"texts of up to {method.switch_at} tokens are read under the long table there: rope_patch alone has two"]
+
+
 def two_lists(model: nn.Module) -> dict[str, Any]:
     """Return the config keys that give both tables of a patched model as the short and the long list of ``longrope``.
 

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.exporting import export
+from rope_patch.exporting.audit import audit
+from rope_patch.exporting.flags import flags
 
 METHOD = "abf:factor=8@64"
 
@@ -68,3 +70,10 @@ def test_another_form_says_that_the_short_table_is_left_out(folder, tmp_path):
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), ids(30)),
         logits(rope_patch.load(folder, "abf:factor=8", target_length=256), ids(30)),
     )
+
+
+def test_audit_and_flags_say_that_other_programs_have_the_long_table_alone(folder, tmp_path):
+    rope_patch.save(rope_patch.load(folder, METHOD, target_length=256), tmp_path / "patched")
+    expected = "texts of up to 64 tokens are read under the long table there: rope_patch alone has two"
+    assert expected in audit(tmp_path / "patched").notes
+    assert expected in flags(folder, METHOD, "vllm", target_length=256).notes
