@@ -156,8 +156,8 @@ class Comparison:
         unpatched = [row for row in self.rows if row.method == "default"]
         sentences = [sentence for row in unpatched for sentence in row.scores.warnings(self.trained_length)]
         return sentences + [
-            f"{row.method} reads texts of up to {row.scores.short_window} tokens under its short table: its perplexity "
-            "up to that position is of windows of that length, beyond it of the whole windows"
+            f"{row.method}: perplexity at positions up to {row.scores.short_window} is of windows of that length, "
+            "under the short table; at later ones it is of the whole windows, under the long table"
             for row in self.rows
             if row.scores.short_window
         ]

@@ -100,7 +100,8 @@ def packed_caches(
     """
     if token_ids.ndim != 1 or not len(token_ids) or new_tokens < 1 or rounds < 1:
         raise ValueError("give a prompt of shape (tokens,), and at least one token to decode and one round")
-    config: Any = find_rotary(model).model.config
+    location = find_rotary(model)
+    config: Any = location.model.config
     makers: dict[str, Callable[[], Cache]] = {"": lambda: DynamicCache(config=config)}
     makers |= {name: _maker(model, name) for name in dict.fromkeys(names)}
     seconds: dict[str, list[float]] = {name: [] for name in makers}
@@ -111,7 +112,7 @@ def packed_caches(
             order = list(makers) if turn % 2 else list(reversed(makers))
             for name in order:
                 cache = makers[name]()
-                with reaching(len(token_ids) + new_tokens + 1):
+                with reaching(location.module, len(token_ids) + new_tokens + 1):
                     tokens[name], spent = _decode(model, token_ids, cache, new_tokens)
                 stored[name] = sum(part.numel() * part.element_size() for part in _states(cache))
                 if turn:  # the first one compiles and warms up

@@ -31,13 +31,13 @@ def parse(text: str) -> Method:
     >>> parse("yarn:factor=4@8k").switch_at
     8192
     """
-    long, *rest = text.split("@")
+    long, *rest = (part.strip() for part in text.split("@"))
     if not rest:
         return _parse_chain(text)
-    if len(rest) > 2:
+    if len(rest) > 2 or not long or not rest[-1]:
         raise ValueError(f"expected LONG@LENGTH or LONG@LENGTH@SHORT, got {text!r}")
     short = _parse_chain(rest[1]) if len(rest) == 2 else Default()
-    return TwoTables(_parse_chain(long), short, parse_length(rest[0]) if rest[0].strip() else None)
+    return TwoTables(_parse_chain(long), short, parse_length(rest[0]))
 
 
 def _parse_chain(text: str) -> Method:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -37,8 +38,14 @@ class TwoTables(Method):
     def __post_init__(self) -> None:
         if isinstance(self.long, TwoTables) or isinstance(self.short, TwoTables):
             raise ValueError("a patch has two tables at most: the short and the long method are of one table each")
-        if self.switch_at is not None and self.switch_at < 1:
-            raise ValueError(f"switch_at must be >= 1 token, got {self.switch_at}")
+        if self.switch_at is None:
+            return
+        try:
+            if isinstance(self.switch_at, bool) or operator.index(self.switch_at) < 1:
+                raise TypeError
+        except TypeError:
+            raise ValueError(f"switch_at must be a whole number of tokens >= 1, got {self.switch_at!r}") from None
+        object.__setattr__(self, "switch_at", operator.index(self.switch_at))
 
     @property
     def extends(self) -> bool:  # type: ignore[override]
@@ -100,6 +107,6 @@ class TwoTables(Method):
         return {"method": self.name, **parts, "switch_at": self.switch_at}
 
     def __str__(self) -> str:
-        """Write the method string ``LONG@LENGTH[@SHORT]``; without a length it ends with ``@``."""
+        """Write the method string ``LONG@LENGTH[@SHORT]``; the length is missing where it is still to be filled in."""
         parts = [self.long, "" if self.switch_at is None else self.switch_at, self.short]
         return "@".join(map(str, parts[:2] if self.short == Default() else parts))

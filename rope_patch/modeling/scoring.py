@@ -22,7 +22,7 @@ from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.reach import Reach, cached_tokens, reaching
+from rope_patch.patching.reach import PADDED, Reach, cached_tokens, reaching
 
 CacheFactory = Callable[[], Any]
 
@@ -77,6 +77,7 @@ class Reader:
         packed = weight is None or hasattr(weight, "quant_state")
         # PEFT states the features of a tied head's copy the wrong way round; the weight of one in 4 bits has no shape.
         self.vocabulary: int = self.head.out_features if packed else weight.shape[0]
+        self.rotary = next((part for part in model.modules() if isinstance(part, PatchedRotary)), model)
         self.dynamic = _is_dynamic(model)
         self.device = device_of(model.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
@@ -143,7 +144,7 @@ class Reader:
             before = 0.0 if progress is None else progress.read
             with contextlib.ExitStack() as stack:
                 stack.enter_context(lean_attention(configs))
-                stack.enter_context(reaching(reach, padded=True))
+                stack.enter_context(reaching(self.rotary, reach, slack=PADDED))
                 if progress is not None:
                     stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
                 out = self.call(self.decoder, input_ids=part, past_key_values=past, use_cache=past is not None)

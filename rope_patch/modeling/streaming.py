@@ -59,7 +59,8 @@ def stream(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be >= 1 token, got {chunk}")
     with in_eval_mode(model), contextlib.ExitStack() as stack:
-        root: Any = find_rotary(model).model
+        location = find_rotary(model)
+        root: Any = location.model
         embedding = root.get_input_embeddings()
         if int(rows.min()) < 0 or int(rows.max()) >= embedding.num_embeddings:
             raise ValueError(
@@ -79,7 +80,7 @@ def stream(
             for start in range(0, len(row), size):
                 reader.at(row[start : start + size], number, start)
                 ids = reader.ids[None].to(device_of(embedding))
-                with progress.within_pass(sources.decoder, len(reader.ids)), reaching(len(row)):
+                with progress.within_pass(sources.decoder, len(reader.ids)), reaching(location.module, len(row)):
                     sources.decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
                 reader.check(len(shown) * len(ROLES))
         progress.finish()

@@ -30,6 +30,7 @@ from rope_patch.patching.targets import check_layer_types, choose_layer_types, r
 from rope_patch.patching.two_tables import TwoTableRotary, check_decoder
 from rope_patch.patching.undo import ModelState, Patch, keep_hook, write_config
 from rope_patch.patching.verify import edits_since, measure, method_of
+from rope_patch.tables import RotaryTable
 
 logger = hf_logging.get_logger("rope_patch")
 
@@ -150,8 +151,9 @@ def _apply(
         length = target_length or int(base_config.max_position_embeddings)
         after = {kind: method(table) if kind in chosen else table for kind, table in before.items()}
         short = {kind: method.short_table(before[kind]) for kind in chosen} if isinstance(method, TwoTables) else {}
-        if short:
+        if isinstance(method, TwoTables):
             check_decoder(location.model, location.decoder)
+            warnings += _beyond_the_short_table(method, [before[kind] for kind in chosen])
         after, settings = encode(source, before, after, length)
         if settings["rope_parameters"] != base_config.rope_parameters and (readers := outside_readers(location)):
             raise ValueError(
@@ -186,6 +188,17 @@ def _apply(
         state = ModelState(location)
         _put_in(state, module, settings, record)
     return Patch(method, before, after, record, module, state)
+
+
+def _beyond_the_short_table(method: TwoTables, tables: Sequence[RotaryTable]) -> list[str]:
+    """Return a warning where texts up to the switch are longer than the short table reaches."""
+    reached = min(method.short.reach(table) or table.max_position_embeddings for table in tables)
+    if method.short.extends or method.switch_at is None or method.switch_at <= reached:
+        return []
+    return [
+        f"texts of {reached} to {method.switch_at} tokens are read under the short table, {method.short}, which "
+        f"reaches {reached}: switch_at={reached} reads them under the long one"
+    ]
 
 
 def _check_options(target_length: int | None, replace: bool, keep_edits: bool, precision: str) -> None:

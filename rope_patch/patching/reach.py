@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 Reach = int | Sequence[int] | Tensor
@@ -16,66 +17,66 @@ Reach = int | Sequence[int] | Tensor
 
 
 class Stated(NamedTuple):
-    """What is stated of the sequences that are read.
+    """What is stated of the sequences that a model reads.
 
     Attributes:
-        tokens: the lengths that they will reach: (rows,), or (1,) for all rows [tokens].
-        padded: whether rows may go on behind their length with padding, which no other token sees.
+        rotary: the model's rotary module.
+        tokens: the lengths that the sequences will reach: (rows,), or (1,) for all rows [tokens].
+        slack: how far a pass may read beyond these lengths tokens that no other token sees or that are dropped again:
+            padding on the right, speculated tokens [tokens].
     """
 
+    rotary: nn.Module
     tokens: Tensor
-    padded: bool
+    slack: float
 
 
-_STATED: ContextVar[Stated | None] = ContextVar("rope_patch_reach", default=None)
+_STATED: ContextVar[tuple[Stated, ...]] = ContextVar("rope_patch_reach", default=())
 _MARK = "rope_patch_read_under"
 
 
-class ReadUnder(NamedTuple):
-    """What the rows of a cache were read under.
-
-    Attributes:
-        long: which rows under the long table: (rows,) bool.
-        stated: the lengths that were stated then; None where none were.
-    """
-
-    long: Tensor
-    stated: Stated | None
-
-
 @contextlib.contextmanager
-def reaching(tokens: Reach, *, padded: bool = False) -> Iterator[None]:
-    """State the length that sequences will reach, for all forward passes in a ``with`` block.
+def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0) -> Iterator[None]:
+    """State the length that sequences of one model will reach, for its forward passes in a ``with`` block.
 
-    A model of two tables chooses by it; others take no notice.
+    The block belongs to the thread: a generator that yields inside it leaves the length stated until it goes on.
 
     Args:
+        rotary: the model's rotary module; one of a single table takes no notice.
         tokens: one number for all rows, or one for each [tokens].
-        padded: rows may go on behind their length with padding on the right, which no other token sees. Otherwise a
-            token behind it raises where the table would be another.
+        slack: as of :class:`Stated`; ``math.inf`` for rows that are padded on the right [tokens].
 
     Raises:
         ValueError: no whole numbers above 0, or several axes of them.
 
     Example:
-        >>> with reaching([100, 12000]):
-        ...     stated_reach().tokens
+        >>> rotary = nn.Identity()
+        >>> with reaching(rotary, [100, 12000]):
+        ...     stated_of(rotary).tokens
         tensor([  100, 12000])
     """
-    stated = torch.as_tensor(tokens)
-    whole = not (stated.is_floating_point() or stated.is_complex() or stated.dtype == torch.bool)
-    if not whole or stated.ndim > 1 or not stated.numel() or int(stated.min()) < 1:
-        raise ValueError(f"reaching takes a number of tokens >= 1, or one for each row, got {tokens!r}")
-    token = _STATED.set(Stated(stated.reshape(-1), padded))
+    entry = Stated(rotary, _lengths(tokens), slack)
+    _STATED.set((*_STATED.get(), entry))
     try:
         yield
-    finally:
-        _STATED.reset(token)
+    finally:  # its own entry: blocks of generators end in any order
+        _STATED.set(tuple(other for other in _STATED.get() if other is not entry))
 
 
-def stated_reach() -> Stated | None:
-    """Return the lengths that are stated; None where none are."""
-    return _STATED.get()
+def _lengths(tokens: Reach) -> Tensor:
+    try:
+        stated = torch.as_tensor(tokens)
+        whole = not (stated.is_floating_point() or stated.is_complex() or stated.dtype == torch.bool)
+        if not whole or stated.ndim > 1 or not stated.numel() or int(stated.min()) < 1:
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"reaching takes a number of tokens >= 1, or one for each row, got {tokens!r}") from None
+    return stated.reshape(-1)
+
+
+def stated_of(rotary: nn.Module) -> Stated | None:
+    """Return what was stated last of a model's sequences, by its rotary module; None where nothing was."""
+    return next((entry for entry in reversed(_STATED.get()) if entry.rotary is rotary), None)
 
 
 def cached_tokens(cache: Any) -> int:
@@ -83,15 +84,42 @@ def cached_tokens(cache: Any) -> int:
     return int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
 
 
-def mark(cache: Cache, long: Tensor) -> None:
+class ReadUnder(NamedTuple):
+    """What the rows of a cache were read under.
+
+    Attributes:
+        long: which rows under the long table: (rows,) bool.
+        stated: the lengths that were stated then; None where none were [tokens].
+        keys: of the first layer then: operations on the rows of a cache put others in their place.
+    """
+
+    long: Tensor
+    stated: Tensor | None
+    keys: Tensor | None
+
+
+def mark(cache: Cache, long: Tensor, stated: Stated | None) -> None:
     """Note in a cache which of its rows were read under the long table: (rows,) bool."""
-    setattr(cache, _MARK, ReadUnder(long, _STATED.get()))
+    setattr(cache, _MARK, ReadUnder(long, None if stated is None else stated.tokens, _keys(cache)))
 
 
 def mark_of(cache: Any) -> ReadUnder | None:
-    """Return what the tokens in a cache were read under; None where nobody noted it, or it is empty."""
-    noted = getattr(cache, _MARK, None)
-    return noted if noted is not None and cached_tokens(cache) else None
+    """Return what the tokens in a cache were read under; None where that is not known.
+
+    Where rows of different tables may have been put in another order since, it is not known any more.
+    """
+    noted: ReadUnder | None = getattr(cache, _MARK, None)
+    if noted is None:
+        return None
+    if noted.keys is not None and noted.keys is _keys(cache):
+        return noted
+    uniform = bool((noted.long == noted.long[0]).all())
+    return noted._replace(long=noted.long[:1]) if uniform else None
+
+
+def _keys(cache: Cache) -> Tensor | None:
+    keys = getattr(cache.layers[0], "keys", None) if cache.layers else None
+    return keys if isinstance(keys, Tensor) else None
 
 
 def by_row(values: Tensor, rows: int, what: str) -> Tensor:
@@ -108,3 +136,7 @@ def by_row(values: Tensor, rows: int, what: str) -> Tensor:
     if rows % len(values):
         raise ValueError(f"{len(values)} {what}, and the model is called with {rows} rows")
     return values.repeat_interleave(rows // len(values))
+
+
+PADDED = math.inf
+"""The slack of rows that are padded on the right."""

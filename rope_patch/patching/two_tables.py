@@ -19,12 +19,12 @@ from transformers import Cache, PreTrainedModel
 
 from rope_patch.patching.generation import Generation
 from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.reach import ReadUnder, by_row, cached_tokens, mark, mark_of, stated_reach
+from rope_patch.patching.reach import ReadUnder, Stated, by_row, cached_tokens, mark, mark_of, stated_of
 from rope_patch.tables import RotaryTable
 
 _CACHE: ContextVar[Any] = ContextVar("rope_patch_cache", default=None)
 _MASK: ContextVar[Tensor | None] = ContextVar("rope_patch_mask", default=None)
-_CHOSEN: ContextVar[Tensor | None] = ContextVar("rope_patch_chosen", default=None)
+_CHOSEN: ContextVar[tuple[Tensor, Stated | None] | None] = ContextVar("rope_patch_chosen", default=None)
 
 HOW = (
     "State the length that each sequence will reach before its first token is read, `with patch.reaching(tokens):`; "
@@ -86,22 +86,27 @@ class TwoTableRotary(PatchedRotary):
     @torch.no_grad()
     def _long_rows(self, position_ids: Tensor, rows: int) -> Tensor:
         """Return which rows are read under the long table: (rows,) bool on the device of the positions."""
-        ends = _last_positions(position_ids, _MASK.get()) + 1
-        cache, stated = _CACHE.get(), stated_reach()
+        cache, stated = _CACHE.get(), stated_of(self)
         before, known = cached_tokens(cache), mark_of(cache)
+        ends = _lengths(position_ids, _MASK.get(), before)
+        if before and known is None:
+            raise ValueError(
+                f"past_key_values holds {before} tokens, and under which table they were read is not known: they are "
+                f"of another model, of prefix tuning, built from tensors, or their rows were reordered. {HOW}"
+            )
         if stated is not None:
             chosen = by_row(stated.tokens.to(ends.device) > self.switch_at, rows, "lengths are stated")
-        elif known is not None:
+        elif before and known is not None:
             chosen = by_row(known.long.to(ends.device), rows, "rows are in the cache")
         else:
             chosen = ends > self.switch_at
-        _CHOSEN.set(chosen)
-        if known is not None and stated is not None and known.stated is not stated:
+        _CHOSEN.set((chosen, stated))
+        if before and known is not None and stated is not None and known.stated is not stated.tokens:
             self._check_same_table(known, chosen)
         # Whether anything crosses is looked at where it could: on a GPU the answer has to be waited for.
-        looked_at = before > 0 if stated is None else not stated.padded
-        if looked_at and before + position_ids.shape[-1] > self.switch_at:
-            self._check_no_crossing(chosen, ends, unknown=before > 0 and known is None and stated is None)
+        room = self.switch_at + (0 if stated is None else stated.slack)
+        if (stated is not None or before) and before + position_ids.shape[-1] > room:
+            self._check_no_crossing(chosen, ends, room)
         return chosen
 
     def _check_same_table(self, known: ReadUnder, chosen: Tensor) -> None:
@@ -114,12 +119,11 @@ class TwoTableRotary(PatchedRotary):
                 f"{self.switch_at} tokens: read it again from its start. {HOW}"
             )
 
-    def _check_no_crossing(self, chosen: Tensor, ends: Tensor, *, unknown: bool) -> None:
-        crossing = (ends > self.switch_at) & (torch.ones_like(chosen) if unknown else ~chosen)
-        if bool(crossing.any()):
+    def _check_no_crossing(self, chosen: Tensor, ends: Tensor, room: float) -> None:
+        if bool(((ends > room) & ~chosen).any()):
             raise ValueError(
                 f"a sequence reaches {int(ends.max())} tokens, beyond the {self.switch_at} at which its table changes, "
-                f"and what was read of it before is under {'an unknown' if unknown else 'the short'} table. {HOW}"
+                f"and it was stated not to, or its beginning was read under the short table. {HOW}"
             )
 
     def extra_repr(self) -> str:
@@ -128,17 +132,23 @@ class TwoTableRotary(PatchedRotary):
         return f"{super().extra_repr()}\n{short}"
 
 
-def _last_positions(position_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the last position of each row that is no padding: (rows,), or (1,) where all rows have the same.
+def _lengths(position_ids: Tensor, mask: Tensor | None, before: int) -> Tensor:
+    """Return how long each row is, padding aside: (rows,), or (1,) where all rows are alike [tokens].
 
     Args:
         position_ids: (batch, tokens), (1, tokens) or (axes, batch, tokens) [tokens].
-        mask: (batch, cached and new tokens), 0 at padding; None without.
+        mask: (batch, tokens in all), 0 at padding; None without.
+        before: tokens in the cache.
     """
     positions = position_ids if position_ids.ndim == 2 else position_ids.amax(0)
-    if mask is not None and mask.ndim == 2 and mask.shape[1] >= positions.shape[1]:
-        positions = positions.masked_fill(mask[:, -positions.shape[1] :].to(positions.device) == 0, 0)
-    return positions.amax(1)
+    size = positions.shape[1]
+    if mask is None or mask.ndim != 2 or mask.shape[1] < before + size:
+        return positions.amax(1) + 1
+    mask = mask.to(positions.device) != 0
+    ends = positions.masked_fill(~mask[:, before : before + size], 0).amax(1) + 1
+    # Positions that count the padding on the left, as they do where nobody gave any.
+    padding = (mask[:, : before + size].cumsum(1) == 0).sum(1)
+    return ends - torch.where(positions[:, -1] == before + size - 1, padding, 0)
 
 
 def switch_of(model: nn.Module) -> int | None:
@@ -175,7 +185,7 @@ def attach(model: PreTrainedModel, decoder: nn.Module, rotary: nn.Module) -> Non
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
         if hasattr(model, "generate"):
-            model.generate = Generation(model, rotary.switch_at)  # type: ignore[assignment]
+            model.generate = Generation(model, rotary)  # type: ignore[assignment]
 
 
 def _arguments(decoder: nn.Module) -> list[str]:
@@ -205,4 +215,4 @@ def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         given = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
         cache = next((item for item in given if isinstance(item, Cache)), None)
     if chosen is not None and output is not None and isinstance(cache, Cache):
-        mark(cache, chosen)
+        mark(cache, *chosen)

@@ -107,7 +107,8 @@ class Patch(TableChange):
         """State the length that sequences will reach, for the forward passes of a ``with`` block.
 
         A patch of two tables chooses one for each sequence by it, and keeps to it: state it around all passes that read
-        one sequence through a cache. ``generate`` states it itself, and a pass without a cache shows it.
+        one sequence through a cache. ``generate`` states it itself, and a pass without a cache shows it. The block
+        belongs to the thread: do not yield inside it.
 
         Args:
             tokens: one number for all rows of the batch, or one for each [tokens].
@@ -115,7 +116,7 @@ class Patch(TableChange):
         Raises:
             ValueError: no whole numbers above 0.
         """
-        return reaching(tokens)
+        return reaching(self._module, tokens)
 
     def restore(self) -> None:
         """Undo the patch: the model is as it was before ``apply``.

@@ -306,7 +306,7 @@ def measure(
     for key, table in tables.items():
         kind = None if key == key_of(None) else key
         try:
-            with reaching(reach):
+            with reaching(module, reach):
                 cos, sin = call_rotary(module, kind, positions)
         except Exception as error:
             problems.append(f"[{key}] cannot be called: {error}")

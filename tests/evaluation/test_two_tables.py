@@ -57,7 +57,7 @@ def test_each_prompt_is_read_under_the_table_for_its_length(rows):
 
 def test_a_comparison_says_what_was_measured_on_which_windows(rows):
     (sentence,) = [sentence for sentence in rows[0].warnings if BOTH in sentence]
-    assert "texts of up to 64 tokens under its short table" in sentence
+    assert "at positions up to 64 is of windows of that length, under the short table" in sentence
     assert '"short_window": 64' in rows[0].to_json()
 
 
