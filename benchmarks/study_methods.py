@@ -1,4 +1,4 @@
-"""Which table, untrained or after LoRA? Eight at 2 to 16 times the trained length, three checkpoints, three seeds.
+"""Which table, untrained or after LoRA? Ten at 2 to 16 times the trained length, three checkpoints, three seeds.
 
     python benchmarks/study_methods.py -o benchmarks/results/study_methods.json --figure docs/study.png \\
         --also FOLDER --text FILE
@@ -43,8 +43,10 @@ METHODS = {
     "NTK": "ntk:factor={factor}",
     "ABF": "abf:factor=50",
     "YaRN": "yarn:factor={factor}",
+    "MrRoPE": "mrrope:factor={factor}",
     "p-RoPE": "p_rope:p=0.5",
     "truncated": "truncated:context={trained}",
+    "CoPE": "abf:factor=50+cope",
 }
 FITTED = "fitted"
 SEEDS = (0, 1, 2)
@@ -334,7 +336,7 @@ def main() -> None:
     report = {
         "benchmark": "study_methods",
         "command": command(),
-        "what": "perplexity by bucket and passkeys of eight tables, untrained and after LoRA, each against YaRN's",
+        "what": "perplexity by bucket and passkeys of ten tables, untrained and after LoRA, each against YaRN's",
         "summary": [
             {name: row[name] for name in ("checkpoint", "factor", "lora", "nll_minus_yarn", "passkey_minus_yarn")}
             for row in trained

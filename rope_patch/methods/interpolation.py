@@ -78,6 +78,11 @@ class _ByTurns(Scaling):
             return self.attention_factor
         return frequencies.yarn_scaling(self.stretch)
 
+    def _ramp(self, table: RotaryTable) -> dict[str, Any]:
+        """Return what decides by how much each pair is divided."""
+        ends = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
+        return {"factor": self.stretch, "context": self.context_of(table), **ends}
+
 
 @dataclass(frozen=True)
 class Yarn(_ByTurns, name="yarn"):
@@ -95,15 +100,7 @@ class Yarn(_ByTurns, name="yarn"):
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return the NTK-by-parts table over the base found."""
-        return frequencies.yarn(
-            table.rope_theta,
-            table.rotary_dim,
-            context=self.context_of(table),
-            factor=self.stretch,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-            truncate=self.truncate,
-        )
+        return frequencies.yarn(table.rope_theta, table.rotary_dim, truncate=self.truncate, **self._ramp(table))
 
     def scaling(self, table: RotaryTable) -> float:
         """Return ``attention_factor``, or what YaRN computes from the factor and the ``mscale`` arguments."""
@@ -136,14 +133,7 @@ class MrRope(_ByTurns, name="mrrope"):
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Return MrRoPE-Pro's table over the base found."""
-        return frequencies.mrrope(
-            table.rope_theta,
-            table.rotary_dim,
-            context=self.context_of(table),
-            factor=self.stretch,
-            beta_fast=self.beta_fast,
-            beta_slow=self.beta_slow,
-        )
+        return frequencies.mrrope(table.rope_theta, table.rotary_dim, **self._ramp(table))
 
 
 @dataclass(frozen=True)

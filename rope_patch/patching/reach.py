@@ -65,7 +65,7 @@ def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0) -> Iterator[
 
 def _lengths(tokens: Reach) -> Tensor:
     try:
-        stated = torch.as_tensor(tokens)
+        stated = tokens if isinstance(tokens, Tensor) else torch.as_tensor(tokens, device="cpu")
         whole = not (stated.is_floating_point() or stated.is_complex() or stated.dtype == torch.bool)
         if not whole or stated.ndim > 1 or not stated.numel() or int(stated.min()) < 1:
             raise ValueError

@@ -209,8 +209,10 @@ def test_rows_are_padded_on_the_right_and_padding_is_not_learnt():
     assert batch["input_ids"].shape == (2, 9) and batch["input_ids"][0, 6:].tolist() == [2, 2, 2]
     assert batch["labels"][0, 6:].tolist() == [IGNORED] * 3 and batch["labels"][1, :4].tolist() == [IGNORED] * 4
     assert batch["weights"][0].tolist() == [1.0] * 6 + [0.0] * 3
-    assert batch["position_ids"].tolist() == [[*range(6), 0, 0, 0], [*range(9)]]
+    assert batch["position_ids"].tolist() == [list(range(9))] * 2
     assert bool(batch["attention_mask"].all()), "which keeps positions from being read as packed documents"
+    marked = Collator(mark_padding=True)([example(6, 0), example(9, 1)])["attention_mask"]
+    assert marked.tolist() == [[1] * 6 + [0] * 3, [1] * 9]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_padding_does_not_put_a_short_row_under_the_long_table():
     model, plain = small(), small()
     rope_patch.apply(model, "yarn:factor=4@64", target_length=256)
     tokens = ids(100, batch=1)[0].tolist()
-    batch = Collator()([{"ids": tokens, "index": 0}, {"ids": tokens[:40], "index": 1}])
+    batch = Collator(mark_padding=True)([{"ids": tokens, "index": 0}, {"ids": tokens[:40], "index": 1}])
     inputs = {key: batch[key] for key in ("input_ids", "position_ids", "attention_mask")}
     with torch.no_grad():
         together = model(**inputs, use_cache=False).logits
@@ -104,6 +104,7 @@ def test_the_recipe_gives_the_range_its_rows(tokenizer):
     words = ("data.lengths=128", "patch.target_length=512", "data.positions=randpos")
     assert collator(recipe(*words, "data.position_range=rising"), tokenizer, 40).rows == 40
     assert collator(recipe(*words), tokenizer, 40).rows is None
+    assert collator(recipe(*words), tokenizer, 40, two_tables=True).mark_padding
 
 
 @pytest.mark.parametrize(
