@@ -39,14 +39,14 @@ def older_tables(root: Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 
     logging.set_verbosity(logging.CRITICAL)
-    found: dict[str, Any] = {"version": transformers.__version__}
+    tables_by_folder: dict[str, Any] = {"version": transformers.__version__}
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         try:
             config = AutoConfig.from_pretrained(folder)
             with torch.device("cpu"):
                 model = AutoModelForCausalLM.from_config(config)
         except Exception as error:
-            found[folder.name] = f"{type(error).__name__}: {error}"
+            tables_by_folder[folder.name] = f"{type(error).__name__}: {error}"
             continue
         tables = {}
         for name, module in model.named_modules():
@@ -56,8 +56,8 @@ def older_tables(root: Path) -> dict[str, Any]:
                     module.inv_freq.tolist(),
                     float(module.attention_scaling),
                 )
-        found[folder.name] = tables
-    return found
+        tables_by_folder[folder.name] = tables
+    return tables_by_folder
 
 
 def folders(root: Path) -> Iterator[Path]:
@@ -123,13 +123,13 @@ def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]
 
         return change
 
-    made = {f"{name}-5": newer(scaling) for name, scaling in kinds.items()}
+    configs = {f"{name}-5": newer(scaling) for name, scaling in kinds.items()}
     if family in ("phi", "stablelm"):
-        made["share-5"] = newer({"partial_rotary_factor": 0.75})
-    made |= {f"{name}-4": older(scaling) for name, scaling in kinds.items() if name != "proportional"}
+        configs["share-5"] = newer({"partial_rotary_factor": 0.75})
+    configs |= {f"{name}-4": older(scaling) for name, scaling in kinds.items() if name != "proportional"}
     if nested:
-        made["both-5"] = newer(yarn, both=True)
-    return made
+        configs["both-5"] = newer(yarn, both=True)
+    return configs
 
 
 def _written(folder: Path, config: dict[str, Any]) -> Path:
@@ -152,7 +152,7 @@ def converted_keys(root: Path, sources: Path) -> dict[str, Any]:
     from conversion import ModelBase, get_model_class
     from transformers import __version__
 
-    found: dict[str, Any] = {"version": __version__}
+    tables_by_folder: dict[str, Any] = {"version": __version__}
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         try:
             hparams = ModelBase.load_hparams(folder, False)
@@ -161,12 +161,12 @@ def converted_keys(root: Path, sources: Path) -> dict[str, Any]:
             model.set_gguf_parameters()
             factors = [tensor.tolist() for _, tensor in model.generate_extra_tensors()]
         except Exception as error:
-            found[folder.name] = f"{type(error).__name__}: {error}"
+            tables_by_folder[folder.name] = f"{type(error).__name__}: {error}"
             continue
         keys = {name: part.value for keys in model.gguf_writer.kv_data for name, part in keys.items()}
         named = {name.partition(".")[2]: value for name, value in keys.items() if ".rope." in name}
-        found[folder.name] = named | {"factors": factors[-1] if factors else None}
-    return found
+        tables_by_folder[folder.name] = named | {"factors": factors[-1] if factors else None}
+    return tables_by_folder
 
 
 def in_engine(keys: dict[str, Any], pairs: int) -> tuple[Any, float]:

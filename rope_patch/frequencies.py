@@ -220,13 +220,7 @@ def mrrope(
     *Source*: arXiv:2601.22181, eq. 14 to 16, with the rounding and the bounds of the authors' code
     (github.com/mattian7/mrRoPE at d1a6f31).
 
-    Args:
-        rope_theta: base of the unscaled table.
-        rotary_dim: features that rotate, even.
-        factor: extension factor.
-        context: trained context [tokens].
-        beta_fast: turns above which a pair is left alone.
-        beta_slow: turns below which a pair is fully interpolated.
+    The arguments are those of :func:`yarn`.
     """
     plain = geometric(rope_theta, rotary_dim)
     low, high = _ramp(rope_theta, rotary_dim, context, beta_fast, beta_slow)
@@ -237,42 +231,6 @@ def mrrope(
         return 1.0 if t <= 0 else factor if t >= n else factor ** (t * (t + 1) / (n * (n + 1)))
 
     return plain / table_of([divisor(i) for i in range(len(plain))])
-
-
-def soft_clip(inv_freq: Table, count: int) -> Table:
-    """Return the table with its last ``count`` frequencies faded out by half a cosine.
-
-    The first of them stays whole and the slowest becomes 0; with fewer than two nothing changes. *Source*: CoPE,
-    arXiv:2602.05258; the authors' code is github.com/hrlics/CoPE at ed52ba5.
-
-    >>> [round(f, 6) for f in soft_clip(torch.tensor([1.0, 0.1, 0.01, 0.001]), 3).tolist()]
-    [1.0, 0.1, 0.005, 0.0]
-    """
-    if count <= 1:
-        return inv_freq.clone()
-    kept = torch.ones(len(inv_freq) - count, dtype=torch.float32, device="cpu")
-    faded = 0.5 * (1.0 + torch.cos(torch.linspace(0.0, math.pi, count, dtype=torch.float32, device="cpu")))
-    return inv_freq * torch.cat([kept, faded])
-
-
-def whole_wavelengths(inv_freq: Table) -> Table:
-    """Return the table with every wavelength rounded to a whole number of tokens; unrotated pairs stay 0.
-
-    *Source*: Resonance RoPE, arXiv:2403.00071, sec. 3.
-
-    Raises:
-        ValueError: a wavelength that rounds to 0.
-
-    >>> (2 * math.pi / whole_wavelengths(torch.tensor([1.0, 0.1, 0.0]))).tolist()
-    [6.0, 63.0, inf]
-    """
-    rounded = torch.round(2 * math.pi / zero_unrotated(inv_freq))
-    if not bool((rounded > 0).all()):
-        raise ValueError(
-            f"a wavelength of {2 * math.pi / inv_freq.max().item():.3g} tokens rounds to 0: frequencies must be below "
-            "4 pi rad/token"
-        )
-    return 2 * math.pi / rounded
 
 
 def llama3(inv_freq: Table, *, factor: float, low_freq_factor: float, high_freq_factor: float, context: int) -> Table:

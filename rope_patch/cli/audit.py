@@ -63,12 +63,13 @@ def audit(
 def _print(audited: Any) -> None:
     """Print for people: a block for each layer type, a line for each program, and what to do below."""
     from rope_patch.exporting.readings import PROGRAMS
+    from rope_patch.kv_evaluation.captions import listed
 
     patched = "not patched" if audited.method is None else f"patched, {audited.method}"
     print(f"{audited.model_class}: {patched}")
     for kind in dict.fromkeys(row.layer_type for row in audited.rows):
         rows = [row.to_dict() for row in audited.rows if row.layer_type == kind]
-        print(f"{kind or 'all layers'} ({_layers(rows[0]['layers'])})")
+        print(f"{kind or 'all layers'} ({listed('layer', rows[0]['layers'])})")
         for row in rows:
             known = PROGRAMS.get(row["program"])
             name = f"{known.name if known else 'transformers 5'} ({row['version']})"
@@ -100,19 +101,3 @@ def _table(row: dict[str, Any]) -> str:
         f"table {row['table']}{apart}; {row['pairs']} pairs ({row['unrotated']} unrotated), factor on cos and sin "
         f"{row['attention_scaling']:.6g}, context {row['context']}{short}"
     )
-
-
-def _layers(indices: list[int]) -> str:
-    """Write layer indices as ranges.
-
-    >>> _layers([0, 1, 2, 4])
-    'layers 0-2, 4'
-    """
-    ranges: list[list[int]] = []
-    for index in indices:
-        if ranges and index == ranges[-1][1] + 1:
-            ranges[-1][1] = index
-        else:
-            ranges.append([index, index])
-    written = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
-    return f"layer{'s' * (len(indices) != 1)} {written}"

@@ -168,9 +168,10 @@ class EvalSuite:
         if self.windows:
             options = {"batch": window_batch, "cache": cache, "resume": result_cache}
             score = self._text(model, spec.longest, on_progress=on_progress, **options)
-            short_window = spec.edge_at(switch_of(model) or 0)
-            if 0 < short_window < spec.longest:
-                score = with_beginnings(score, self._text(model, short_window, **options))
+            beginning = spec.edge_at(switch_of(model) or 0)
+            if 0 < beginning < spec.longest:  # otherwise all windows are read under one table
+                score = with_beginnings(score, self._text(model, beginning, **options))
+                short_window = beginning
         answers = {
             task: retrieval(
                 model,

@@ -171,8 +171,8 @@ def _rows(
 ) -> list[AuditRow]:
     if (reason := reading.refused or reading.unverified) is not None:
         verdict = REFUSES if reading.refused else UNVERIFIED
-        remedy = fix if reading.refused else None
-        return [AuditRow(program, kind, layers[kind], verdict, reasons=(reason,), fix=remedy) for kind in tables]
+        needed = fix if reading.refused else None
+        return [AuditRow(program, kind, layers[kind], verdict, reasons=(reason,), fix=needed) for kind in tables]
     return [_row(program, built, tables[kind], layers[kind], fix) for kind, built in reading.tables.items()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -69,4 +70,9 @@ class CoPE(Method, name="cope"):
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Fade the slow end of the table found."""
-        return frequencies.soft_clip(table.inv_freq, round(self.share * table.pairs))
+        count = round(self.share * table.pairs)
+        if count <= 1:
+            return table.inv_freq
+        whole = torch.ones(table.pairs - count, dtype=torch.float32, device="cpu")
+        faded = 0.5 * (1 + torch.cos(torch.linspace(0, math.pi, count, dtype=torch.float32, device="cpu")))
+        return table.inv_freq * torch.cat((whole, faded))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rope_patch import frequencies
@@ -187,6 +189,14 @@ class Resonance(Method, name="resonance"):
     (sheryc/resonance_rope at 4a7f5a7). *Source*: arXiv:2403.00071, sec. 3.
     """
 
+    def check_table(self, table: RotaryTable) -> None:
+        """Refuse one with a wavelength that rounds to 0."""
+        fastest = float(frequencies.wavelength(table.inv_freq).min())
+        if fastest <= 0.5:
+            raise ValueError(
+                f"a wavelength of {fastest:.3g} tokens rounds to 0: frequencies must be below 4 pi rad/token"
+            )
+
     def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Round the wavelengths of the table found."""
-        return frequencies.whole_wavelengths(table.inv_freq)
+        """Round the wavelengths of the table found; unrotated pairs keep theirs, which is infinite."""
+        return 2 * math.pi / torch.round(frequencies.wavelength(table.inv_freq))

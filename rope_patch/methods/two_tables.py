@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from rope_patch.methods.base import Method
 from rope_patch.methods.p_rope import Default
@@ -65,10 +64,6 @@ class TwoTables(Method):
     def __call__(self, table: RotaryTable) -> RotaryTable:
         """Return the long table."""
         return self.long(table)
-
-    def inv_freq(self, table: RotaryTable) -> Tensor:
-        """Return the frequencies of the long table: (pairs,) float32 [rad/token]."""
-        return self.long(table).inv_freq
 
     def short_table(self, table: RotaryTable) -> RotaryTable:
         """Return the short table.

@@ -27,8 +27,8 @@ _MASK: ContextVar[Tensor | None] = ContextVar("rope_patch_mask", default=None)
 _CHOSEN: ContextVar[tuple[Tensor, Stated | None] | None] = ContextVar("rope_patch_chosen", default=None)
 
 HOW = (
-    "State the length that each sequence will reach before its first token is read, `with patch.reaching(tokens):`; "
-    "model.generate states it itself"
+    "State the length that each sequence will reach before its first token is read, `with patch.reaching(tokens):` "
+    "(generate states that of a prompt and its new tokens)"
 )
 
 

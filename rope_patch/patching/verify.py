@@ -298,7 +298,7 @@ def measure(
         tables: by layer type.
         device: to call it on.
         reach: the length that is stated to a module of two tables [tokens].
-        last: the last position that is looked at at least.
+        last: a position that is looked at besides the usual ones [tokens].
     """
     looked_at = sorted({0, 1, 2, 3, 17, 101, 1009, 4093, last})
     positions = torch.tensor([[n for n in looked_at if n < reach]], device=device)
