@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
+from rope_patch.evaluation.intervals import paired_means, paired_shares
 from rope_patch.evaluation.losses import PerplexityResult
-from rope_patch.evaluation.retrieval import RetrievalResult
+from rope_patch.evaluation.retrieval import RetrievalResult, effective_prompts
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.evaluation.tasks import TASKS
 
 LOST = 0.02
 """Share of prompts that a change may lose, as measured, and still be called safe."""
@@ -260,7 +259,7 @@ class Retrieval(Metric):
         return [float(sample.correct) for sample in _prompts_of(result, span).samples(span.stop)]
 
     def interval(self, result: EvalResult, span: Span, confidence: float) -> tuple[float, float]:
-        """Return Wilson's interval, prompts taken as independent."""
+        """Return Wilson's interval over as many independent prompts as the haystacks are worth."""
         return _prompts_of(result, span).interval(span.stop, confidence)
 
     def difference(
@@ -270,7 +269,7 @@ class Retrieval(Metric):
         one, other = _prompts_of(ours, span), _prompts_of(theirs, span)
         a = [sample.correct for sample in one.samples(span.stop)]
         b = [sample.correct for sample in other.samples(span.stop)]
-        count = _independent(one, other, span.stop)
+        count = _independent(one, other, span.stop, confidence)
         return PairedDifference((sum(a) - sum(b)) / len(a), *paired_shares(a, b, confidence, count=count))
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
@@ -305,15 +304,13 @@ def _prompts_of(result: EvalResult, span: Span) -> RetrievalResult:
     return result.retrieval[span.task]
 
 
-def _independent(one: RetrievalResult, other: RetrievalResult, length: int) -> float:
-    """How many independent answers those at a length are worth: the ones of a haystack may hang together."""
-    pairs = [
-        [a.correct - b.correct for a, b in zip(mine.samples, theirs.samples, strict=True)]
-        for mine, theirs in zip(one.cells, other.cells, strict=True)
-        if mine.length == length
+def _independent(one: RetrievalResult, other: RetrievalResult, length: int, confidence: float) -> float:
+    """How many independent pairs of answers those at a length are worth."""
+    haystacks = [
+        [float(a.correct) - float(b.correct) for a, b in zip(mine, theirs, strict=True)]
+        for mine, theirs in zip(one.haystacks(length), other.haystacks(length), strict=True)
     ]
-    haystacks = list(zip(*pairs, strict=True))
-    return float(len(haystacks)) if TASKS[one.task].joined else independent_count(haystacks)
+    return effective_prompts(one.task, haystacks, confidence)
 
 
 # --- numbers as text --------------------------------------------------------------------------------------------------
