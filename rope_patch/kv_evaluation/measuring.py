@@ -18,12 +18,13 @@ from rope_patch.evaluation.compare import named
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.result_cache import finite, key
 from rope_patch.evaluation.spec import EvalSpec
-from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
+from rope_patch.kv_evaluation.noise import PASSES, noise_floor
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence, Limits
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
@@ -151,6 +152,7 @@ def measure(
                 errors=layer_errors,
                 prediction=_prediction(patched.capture, layer_errors, setting.limits.context),
                 mitigation_of=mitigation_of,
+                noise=_noise(setting, patched, scheme, scores, stage) if name in quantizing else {},
             )
         )
     if quantizing and not full_states:  # every comparison was finished before
@@ -322,6 +324,33 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
 def readings(layers: int) -> int:
     """Return how often :func:`measure_attribution` reads its windows: whole, each part, each layer, named pairs."""
     return 5 + layers
+
+
+def _noise(
+    setting: Setting, patched: MethodInPlace, scheme: Scheme, scores: EvalResult, stage: str
+) -> Mapping[int, float]:
+    """Measure how far the loss of the first window moves by rounding alone, by length [nats/token]."""
+    window, result_cache, mark = setting.suite.windows[0], setting.result_cache, ""
+    if result_cache is not None:
+        about = {"model": fingerprint(setting.model), "ids": _sha(window.ids), "lengths": list(setting.lengths)}
+        mark = key(kind="noise", cache=_identity(setting, patched, scheme), chunk=setting.chunk, **about)
+        if mark in result_cache:
+            setting.on_progress(stage, PASSES * len(window.ids))
+            return {int(length): moved for length, moved in result_cache[mark].items()}
+    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
+        moved = noise_floor(
+            setting.model,
+            window,
+            None if scores.short_window else scores.perplexity,  # which was read in two parts, under two tables
+            lengths=setting.lengths,
+            edges=setting.spec.edges,
+            chunk=setting.chunk,
+            cache=factory,
+            on_progress=setting.reports(stage),
+        )
+    if result_cache is not None:
+        result_cache[mark] = {str(length): value for length, value in moved.items()}
+    return moved
 
 
 def _prediction(
