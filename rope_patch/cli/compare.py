@@ -36,6 +36,7 @@ from rope_patch.cli.options import (
     Json,
     LayerTypes,
     Lengths,
+    LongPPL,
     Methods,
     Mode,
     Model,
@@ -43,6 +44,7 @@ from rope_patch.cli.options import (
     Report,
     Samples,
     Seed,
+    ShortContext,
     Tasks,
     Text,
     Threads,
@@ -85,6 +87,18 @@ def compare(
     text: Text = None,
     haystack: Haystack = "noise",
     chat_template: ChatTemplate = "auto",
+    longppl: LongPPL = False,
+    short_context: ShortContext = None,
+    evaluator: Annotated[
+        str | None,
+        typer.Option(
+            "--longppl-evaluator",
+            metavar="MODEL",
+            help="For LongPPL: another model that chooses the tokens, of the same tokenizer and a longer context. By "
+            "default it is MODEL without a patch, within its own context.",
+            show_default=False,
+        ),
+    ] = None,
     layer_types: LayerTypes = None,
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
@@ -114,6 +128,7 @@ def compare(
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.patching.targets import for_target
+    from rope_patch.patching.verify import trained_length
 
     if report:
         from rope_patch.reports import comparison as page
@@ -131,11 +146,15 @@ def compare(
         text=None if text is None else str(text),
         haystack=str(read_haystack(haystack)),
         chat_template=chat_template,
+        longppl=longppl,
+        short_context=short_context,
         bucket=bucket,
         chunk=chunk,
         batch_tokens=batch_tokens,
         seed=seed,
     )
+    if evaluator is not None and not longppl:
+        raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
     _check_adapter(adapter, model)
     prepare(threads)
     with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
@@ -146,8 +165,17 @@ def compare(
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         if budget is not None or not as_json:
             suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE)
-        total, stage = len(compared) * suite.tokens, ", ".join(tasks)
+        chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
+        choosing = suite.tokens_to_choose(trained_length(chooser))
+        total, stage = choosing + len(compared) * suite.tokens, ", ".join(tasks)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
+            if evaluator is not None:
+                suite.choose_key_tokens(
+                    chooser,
+                    resume=output / RESULT_CACHE,
+                    on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens),
+                )
+            del chooser
             comparison = engine.compare(
                 loaded.eval(),
                 tokenizer,
@@ -174,16 +202,31 @@ def _planned(
 ) -> Any:
     """Return a suite that fits into the time, and print how long it takes."""
     from rope_patch.evaluation.compare import pace_of
+    from rope_patch.evaluation.key_tokens import tokens_of_spec
     from rope_patch.evaluation.spec import SCALABLE
     from rope_patch.modeling.budget import SAFETY
+    from rope_patch.patching.verify import trained_length
 
     about = [str(methods[0]), suite.spec.to_dict()]
     (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
+    context = trained_length(model)
+
+    def seconds(spec: Any, windows: int | None = None) -> float:
+        choosing = pace.seconds(tokens_of_spec(spec, context, windows), context)
+        return float(choosing + len(methods) * spec.seconds(pace, windows))
+
     if budget is not None:
-        most = SAFETY * budget / len(methods)
-        suite = suite_within(suite, most, SCALABLE, lambda spec: spec.seconds(pace), "--budget")
-    say_estimate(len(methods) * suite.tokens, len(methods) * suite.spec.seconds(pace, len(suite.windows)))
+        suite = suite_within(suite, SAFETY * budget, SCALABLE, seconds, "--budget")
+    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
+    say_estimate(tokens, seconds(suite.spec, len(suite.windows)))
     return suite
+
+
+def _evaluator(source: str, tokenizer: Any, device: str, dtype: str) -> Any:
+    """Load another model that chooses the tokens of LongPPL."""
+    if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"--longppl-evaluator {source} has another vocabulary than MODEL: choose one of the same")
+    return load_model(source, None, device, dtype)
 
 
 def _check_adapter(adapter: str | None, model: str) -> None:
@@ -236,6 +279,12 @@ def print_table(comparison: Any) -> None:
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
         table.add_row(row.method, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+    if (keys := comparison.rows[0].scores.key_tokens) is not None:
+        print(f"LongPPL: {keys}")
+    if (effective := comparison.effective_lengths()) is not None:
+        print(effective.explanation)
+        for row in comparison.rows:
+            print(f"  {row.method}: {effective.of(row.method)}")
     for sentence in comparison.warnings:
         print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):

@@ -296,3 +296,9 @@ def fingerprint(model: nn.Module) -> str:
                 sample = flat if len(flat) <= 1024 else flat[:: len(flat) // 32]
                 digest.update(str(sample.to("cpu").tolist()).encode())
     return digest.hexdigest()
+
+
+def name_of(model: nn.Module) -> str:
+    """Return what a model's config calls it, without the folder it lies in."""
+    config: Any = model.config
+    return str(getattr(config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]
