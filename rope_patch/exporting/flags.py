@@ -101,6 +101,7 @@ class Wanted:
             ValueError: it does not, with the reason.
         """
         complete = dict(self.stated.complete) | dict(settings)
+        complete.pop("original_max_position_embeddings", None)  # vLLM's own limit, which --max-model-len lifts
         reading = reading_of(program, replace(self.stated, complete=complete))
         name = f"{PROGRAMS[program].name} {PROGRAMS[program].version}"
         if reading.refused is not None:
@@ -167,6 +168,10 @@ def _vllm(wanted: Wanted) -> Flags:
 
 
 def _sglang(wanted: Wanted) -> Flags:
+    if wanted.stated.model_type == "olmo3":
+        raise ValueError(
+            "SGLang 0.5.23 cannot run olmo3 with it: its class for OLMo fails on a table for each layer type"
+        )
     settings = wanted.settings(everywhere=True)
     merged = settings | {"rope_parameters": wanted.stated.complete["rope_parameters"] | settings["rope_parameters"]}
     shown = wanted.shown_by("sglang", merged)
@@ -178,11 +183,17 @@ def _quoted(settings: Mapping[str, Any]) -> str:
     return shlex.quote(json.dumps(settings, sort_keys=True))
 
 
-_GRAPHS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-"""Families whose graph in llama.cpp takes the base, the factor and YaRN from the context, not from tensors."""
+_GRAPHS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
+"""Families whose graph in llama.cpp takes the base, the factor and YaRN from the context, not from tensors. That of
+Gemma 2 does so in every other layer: the sliding ones keep what the file says (``llama_model::get_rope_freq_base``)."""
 
 
 def _llama_cpp(wanted: Wanted) -> Flags:
+    if wanted.stated.model_type == "gemma2":
+        raise ValueError(
+            "llama.cpp's options do not reach the sliding layers of gemma2, every other one: these keep the base and "
+            "the scale of the file. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes another base for all of them"
+        )
     if wanted.stated.model_type not in _GRAPHS:
         raise ValueError(
             f"whether llama.cpp's graph for {wanted.stated.model_type} obeys its options was never checked"
