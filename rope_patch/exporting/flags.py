@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.gguf_table import read_gguf
+from rope_patch.checkpoints.gguf_table import graph_of, read_gguf
 from rope_patch.checkpoints.offline import skeleton
 from rope_patch.checkpoints.reading import config_json
 from rope_patch.exporting.encodings import config_keys, with_context
@@ -225,8 +225,7 @@ def _llama_cpp(wanted: Wanted) -> Flags:
     if rebuilt is None:
         raise ValueError(
             f"llama.cpp's options cannot express this table ({table.rope_type}): they know a base, linear scaling and "
-            "YaRN with a factor on cos and sin of its own. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it "
-            "into a GGUF file"
+            f"YaRN with a factor on cos and sin of its own. {_in_a_file(wanted.stated.model_type)}"
         )
     options |= {"--ctx-size": wanted.context}
     lines = tuple(
@@ -238,9 +237,18 @@ def _llama_cpp(wanted: Wanted) -> Flags:
     notes = (
         ()
         if is_gguf(wanted.source)
-        else ("for a GGUF file of this checkpoint without factors or a scaling of its own",)
+        else ("use them with a GGUF file of this checkpoint that holds no rotary factors and no scaling",)
     )
     return Flags("llama.cpp", lines, options, (rebuilt,), shown, notes)
+
+
+def _in_a_file(model_type: str) -> str:
+    """Return how a GGUF file can hold a table that no option expresses, or that it cannot."""
+    try:
+        graph_of(model_type)
+    except ValueError as error:
+        return str(error)
+    return "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a GGUF file"
 
 
 def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable | None:

@@ -253,7 +253,7 @@ def _yarn(
         beta_slow=parameters.get("beta_slow") or 1,
         truncate=truncate,
     )
-    extrapolated = parameters.get("extrapolation_factor", 1.0)
+    extrapolated = float(parameters.get("extrapolation_factor", 1.0))
     if extrapolated == 1.0 or not dialect.extrapolates:
         return inv_freq
     reasons.append("it obeys extrapolation_factor, which transformers does not know")

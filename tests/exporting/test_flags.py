@@ -223,3 +223,11 @@ def test_a_context_outside_the_table_does_not_matter_beside_max_model_len(tmp_pa
     tiny_model("phi3").save_pretrained(tmp_path / "phi3")
     written = flags(tmp_path / "phi3", "pi:factor=4", "vllm", target_length=256)
     assert option(written.lines, "--max-model-len") == "256"
+
+
+def test_no_file_is_promised_where_a_graph_reads_no_factors(base, tmp_path):
+    tiny_model("qwen2").save_pretrained(tmp_path / "qwen2")
+    with pytest.raises(ValueError, match="graph for qwen2 reads no rotary factors"):
+        flags(tmp_path / "qwen2", "p_rope:p=0.5", "llama.cpp", target_length=256)
+    with pytest.raises(ValueError, match=r"rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a GGUF file"):
+        flags(base, "p_rope:p=0.5", "llama.cpp", target_length=256)
