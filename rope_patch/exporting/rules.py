@@ -258,7 +258,7 @@ def _yarn(
         return inv_freq
     reasons.append("it obeys extrapolation_factor, which transformers does not know")
     plain = frequencies.geometric(theta, rotary_dim)
-    return extrapolated * inv_freq + (1 - extrapolated) * plain / parameters["factor"]
+    return extrapolated * inv_freq + (1 - extrapolated) * plain / float(parameters["factor"])
 
 
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:
