@@ -14,8 +14,8 @@ from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker, chat_turns
-from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
+from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory
@@ -160,7 +160,7 @@ class EvalSuite:
             TypeError: no model, such as the name of one.
         """
         spec = self.spec
-        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
+        result_cache = open_cache(resume)
         score = None
         short_window = 0
         if window_batch is None:
