@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ BEAT = 2.0
 """Time between two signs of life of a process [s]."""
 SILENCE = 40.0
 """How long a process may give no sign of life before the others stop [s]."""
+HEARD = 3
+"""Beats within which the other processes hear of a failure, unless they are busy loading a model."""
 POLL = 0.02
 """Time between two looks for something that is waited for [s]."""
 
@@ -126,15 +129,21 @@ class Peers:
         with contextlib.suppress(RuntimeError, OSError):
             self.store.set(f"{_ALIVE}/{self.rank}", _LEFT)
 
-    def wait_for_others(self) -> None:
+    def wait_for_others(self, most: float = math.inf) -> None:
         """Wait until all others have left: the first process may hold the store that they read.
+
+        Args:
+            most: time to wait [s].
 
         Raises:
             ConnectionError: a process failed, or gives no sign of life.
         """
+        began = time.monotonic()
         for rank in range(self.size):
             while rank != self.rank and self.get(f"{_ALIVE}/{rank}") != _LEFT.encode():
                 self.check()
+                if time.monotonic() - began > most:
+                    return
                 time.sleep(POLL)
 
     @contextlib.contextmanager
@@ -196,6 +205,12 @@ def peers() -> Peers | None:
     return _peers
 
 
+def forget() -> None:
+    """Let go of the group that is left."""
+    global _peers
+    _peers = None
+
+
 @contextlib.contextmanager
 def connected() -> Iterator[int]:
     """Join the processes of ``torchrun`` or ``accelerate launch`` for the length of a ``with`` block.
@@ -220,7 +235,11 @@ def connected() -> Iterator[int]:
             group.wait_for_others()
     except BaseException as error:
         group.fail(error)
+        if group.rank == 0 and not isinstance(error, ConnectionError):
+            with contextlib.suppress(ConnectionError):  # the others are to hear why
+                group.wait_for_others(HEARD * BEAT)
         raise
     finally:
         group.leave()
+        forget()
         torch.distributed.destroy_process_group()

@@ -90,6 +90,8 @@ def together(call: Callable[[int], None], folder: Path, count: int = 2, ends: tu
             GradientState._reset_state()
             call(rank)
             os._exit(0)
+        except SystemExit as stopped:
+            os._exit(int(stopped.code or 0))
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -51,6 +51,7 @@ from rope_patch.cli.options import (
     resumable,
     tokens,
 )
+from rope_patch.cli.processes import working_together
 from rope_patch.packaged import name_of
 
 
@@ -112,7 +113,7 @@ def compare(
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.files import folder_to_write, write_atomically
+    from rope_patch.files import write_atomically
     from rope_patch.patching.targets import for_target
 
     if report:
@@ -138,7 +139,7 @@ def compare(
     )
     _check_adapter(adapter, model)
     prepare(threads)
-    with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
+    with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         loaded, notes = _with_adapter(loaded, model, adapter)
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
@@ -147,7 +148,10 @@ def compare(
         if budget is not None or not as_json:
             suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE)
         total, stage = len(compared) * suite.tokens, ", ".join(tasks)
-        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
+        with (
+            resumable(output / RESULT_CACHE),
+            progress_bar(total, stage, hidden=as_json or not first) as (_, on_progress),
+        ):
             comparison = engine.compare(
                 loaded.eval(),
                 tokenizer,
@@ -158,6 +162,8 @@ def compare(
                 resume=output / RESULT_CACHE,
                 on_progress=on_progress,
             )
+    if not first:
+        return
     comparison = replace(comparison, environment=comparison.environment | notes)
     write_atomically(output / "comparison.json", comparison.to_json())
     if report:
@@ -174,15 +180,18 @@ def _planned(
 ) -> Any:
     """Return a suite that fits into the time, and print how long it takes."""
     from rope_patch.evaluation.compare import pace_of
+    from rope_patch.evaluation.sharing import ways
     from rope_patch.evaluation.spec import SCALABLE
     from rope_patch.modeling.budget import SAFETY
 
     about = [str(methods[0]), suite.spec.to_dict()]
+    processes = ways(model)
     (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
     if budget is not None:
-        most = SAFETY * budget / len(methods)
+        most = SAFETY * budget * processes / len(methods)
         suite = suite_within(suite, most, SCALABLE, lambda spec: spec.seconds(pace), "--budget")
-    say_estimate(len(methods) * suite.tokens, len(methods) * suite.spec.seconds(pace, len(suite.windows)))
+    seconds = len(methods) * suite.spec.seconds(pace, len(suite.windows)) / processes
+    say_estimate(len(methods) * suite.tokens, seconds, f" on {processes} processes" if processes > 1 else "")
     return suite
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import run
 from evaluated import check_cache, compared
 from forks import together
 from prompting import HAY
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch import peers
+from rope_patch.cli.app import main
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.text import builtin_text
@@ -25,6 +28,7 @@ from rope_patch.processes import from_first
 
 pytestmark = pytest.mark.slow
 
+LLAMA = str(rope_patch.data_path("assets") / "llama")
 TEXT = builtin_text("heldout").text[:20_000]
 ASKED = {"lengths": (64, 128), "samples": 3, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
 GRID = {
@@ -39,9 +43,8 @@ IDS = torch.arange(600) % 900 + 40
 
 @pytest.fixture(scope="module")
 def bundled():
-    folder = rope_patch.data_path("assets") / "llama"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(LLAMA)
 
 
 def slowly(*_):
@@ -181,3 +184,33 @@ def test_a_killed_process_stops_the_other_and_the_rerun_reads_only_what_is_missi
         fresh = compare_with(model, tokenizer, None)
     assert resumed.to_json() == fresh.to_json()
     assert sum(ids.numel() for ids in read) < 0.9 * sum(ids.numel() for ids in whole)
+
+
+# --- the command
+
+
+def words(output):
+    grid = ["--methods", "default yarn:factor=4", "--lengths", "64", "--windows", "5", "--samples", "2"]
+    return ["compare", LLAMA, *grid, "--batch-tokens", "128", "--depths", "0.5", "--no-report", "--output", str(output)]
+
+
+def command(output):
+    sys.argv = ["rope-patch", *words(output)]
+    main()
+
+
+def test_the_command_joins_the_processes_and_the_first_alone_prints_and_writes(tmp_path):
+    said = together(lambda rank: command(tmp_path / "two"), tmp_path)
+    run(*words(tmp_path / "one"))
+    assert "on 2 processes" in said[0] and "passkey 64" in said[0]
+    assert said[1] == ""
+    one, two = ((tmp_path / name / "comparison.json").read_text() for name in ("one", "two"))
+    assert one == two and sorted(p.name for p in (tmp_path / "two").iterdir()) == ["comparison.json", "finished.jsonl"]
+
+
+def test_an_error_of_the_first_process_is_the_end_of_the_others_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "BEAT", 0.5)
+    (tmp_path / "file").write_text("")
+    first, second = together(lambda rank: command(tmp_path / "file"), tmp_path, ends=(2, 2))
+    assert "is a file: give a folder to write" in first
+    assert "error: in process 0 of 2: FileExistsError" in second
