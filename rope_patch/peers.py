@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
+import json
 import math
 import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -191,6 +193,8 @@ def _no_store(error: BaseException) -> str:
 
 
 _peers: Peers | None = None
+_begun: collections.Counter[str] = collections.Counter()
+"""How often this process has begun each piece of work."""
 
 
 def peers() -> Peers | None:
@@ -203,6 +207,32 @@ def peers() -> Peers | None:
     if _peers is None or _peers.store is not store:
         _peers = Peers(store, rank, size)
     return _peers
+
+
+def begin(what: str) -> str:
+    """Return a name for a piece of work that is the same in all processes that begin it as often."""
+    _begun[what] += 1
+    return f"rope_patch/{what}/{_begun[what]}"
+
+
+def told_by_first(what: str, make: Callable[[], Any]) -> Any:
+    """Return the JSON value that the first process makes, within :func:`connected`.
+
+    Args:
+        what: it is, for messages.
+        make: returns it; called in the first process alone.
+
+    Raises:
+        ConnectionError: in the others: the first process failed, or is no more.
+    """
+    group = peers()
+    if group is None:
+        return make()
+    name = begin(what)
+    if group.rank == 0:
+        with processes.alone():
+            group.put(name, json.dumps(make()))
+    return json.loads(group.wait(name, what))
 
 
 def forget() -> None:

@@ -221,19 +221,18 @@ def paces_of(
     from rope_patch.evaluation.result_cache import ResultCache, key
     from rope_patch.modeling.budget import Pace
     from rope_patch.modeling.scoring import fingerprint
-    from rope_patch.processes import from_first
-
-    if budget is None:
-        return from_first(lambda: list(measure()))
+    from rope_patch.peers import told_by_first
 
     def known() -> list[Any]:
+        if budget is None:
+            return [astuple(pace) for pace in measure()]
         cache = ResultCache(finished)
         name = key(what="pace", model=fingerprint(model), budget=budget, about=about)
         if name not in cache:
             cache[name] = [astuple(pace) for pace in measure()]
         return list(cache[name])
 
-    return [Pace(*pace) for pace in from_first(known)]
+    return [Pace(*pace) for pace in told_by_first("the pace of the model", known)]
 
 
 def say_estimate(tokens: int, seconds: float, more: str = "") -> None:

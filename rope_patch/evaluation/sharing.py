@@ -24,16 +24,13 @@ from torch import nn
 
 from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.peers import POLL, Peers, peers
+from rope_patch.peers import POLL, Peers, begin, peers
 from rope_patch.processes import processes
 
 T = TypeVar("T")
 
 SAVING = 1.0
 """How often the first process looks for what the others have finished while it reads itself [s]."""
-
-_calls: collections.Counter[str] = collections.Counter()
-"""How often this process has begun each piece of shared work."""
 
 
 def is_whole(model: nn.Module) -> bool:
@@ -92,7 +89,7 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
     group = None if resume is None or isinstance(resume, SharedCache) else peers()
     if group is None:
         return ResultCache(resume) if isinstance(resume, str | Path) else resume
-    call = _begin("result cache")
+    call = begin("result cache")
     path = str(Path(resume).absolute()) if isinstance(resume, str | Path) else ""
     if group.rank == 0:
         try:
@@ -288,7 +285,7 @@ class _Shared(Generic[T]):
 
     def __init__(self, job: Job[T], group: Peers, about: Any) -> None:
         self.job, self.group = job, group
-        self.call = _begin(hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32])
+        self.call = begin(hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32])
         self.saved: set[int] = set()
         self.looked = time.monotonic()
 
@@ -367,9 +364,3 @@ class _Shared(Generic[T]):
                     kept[name] = value
             if values is not None:
                 self.saved.add(number)
-
-
-def _begin(what: str) -> str:
-    """Return a name for a piece of work that is the same in all processes that begin it as often."""
-    _calls[what] += 1
-    return f"rope_patch/{what}/{_calls[what]}"
