@@ -174,8 +174,7 @@ def test_a_killed_process_stops_the_other_and_the_rerun_reads_only_what_is_missi
     message = together(call, tmp_path, ends=ends)[1 - dying]
     assert ("process 1 of 2 (counted from 0) has given no sign of life for" if dying else "is no more") in message
     assert "run the same command again" in message
-    kept = len(ResultCache(cache))
-    assert kept >= 3
+    assert len(ResultCache(cache)) >= 2, "a batch was finished before"
     with spy_ids(model) as read:
         resumed = compare_with(model, tokenizer, cache)
     assert sum(ids.shape[1] == 128 for ids in read) and len(ResultCache(cache)) == 2 * (5 + 2 * 3)
