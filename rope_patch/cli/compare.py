@@ -53,6 +53,7 @@ from rope_patch.cli.options import (
     resumable,
     tokens,
 )
+from rope_patch.cli.processes import working_together
 from rope_patch.packaged import name_of
 
 
@@ -126,7 +127,7 @@ def compare(
     from rope_patch.evaluation import compare as engine
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.files import folder_to_write, write_atomically
+    from rope_patch.files import write_atomically
     from rope_patch.patching.targets import for_target
     from rope_patch.patching.verify import trained_length
 
@@ -157,7 +158,7 @@ def compare(
         raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
     _check_adapter(adapter, model)
     prepare(threads)
-    with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
+    with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         loaded, notes = _with_adapter(loaded, model, adapter)
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
@@ -168,7 +169,10 @@ def compare(
         chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
         choosing = suite.tokens_to_choose(trained_length(chooser))
         total, stage = choosing + len(compared) * suite.tokens, ", ".join(tasks)
-        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
+        with (
+            resumable(output / RESULT_CACHE),
+            progress_bar(total, stage, hidden=as_json or not first) as (_, on_progress),
+        ):
             if evaluator is not None:
                 suite.choose_key_tokens(
                     chooser,
@@ -186,6 +190,8 @@ def compare(
                 resume=output / RESULT_CACHE,
                 on_progress=on_progress,
             )
+    if not first:
+        return
     comparison = replace(comparison, environment=comparison.environment | notes)
     write_atomically(output / "comparison.json", comparison.to_json())
     if report:
@@ -203,11 +209,13 @@ def _planned(
     """Return a suite that fits into the time, and print how long it takes."""
     from rope_patch.evaluation.compare import pace_of
     from rope_patch.evaluation.key_tokens import tokens_of_spec
+    from rope_patch.evaluation.sharing import ways
     from rope_patch.evaluation.spec import SCALABLE
     from rope_patch.modeling.budget import SAFETY
     from rope_patch.patching.verify import trained_length
 
     about = [str(methods[0]), suite.spec.to_dict()]
+    processes = ways(model)
     (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
     context = trained_length(model)
 
@@ -216,9 +224,10 @@ def _planned(
         return float(choosing + len(methods) * spec.seconds(pace, windows))
 
     if budget is not None:
-        suite = suite_within(suite, SAFETY * budget, SCALABLE, seconds, "--budget")
+        suite = suite_within(suite, SAFETY * budget * processes, SCALABLE, seconds, "--budget")
     tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
-    say_estimate(tokens, seconds(suite.spec, len(suite.windows)))
+    several = f" on {processes} processes" if processes > 1 else ""
+    say_estimate(tokens, seconds(suite.spec, len(suite.windows)) / processes, several)
     return suite
 
 

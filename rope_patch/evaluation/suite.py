@@ -21,8 +21,8 @@ from rope_patch.evaluation.key_tokens import (
 from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker, chat_turns
-from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
+from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory, name_of
@@ -192,7 +192,7 @@ class EvalSuite:
                 short_context=self.spec.short_context or default_short_context(context),
                 batch_tokens=self.spec.batch_tokens,
                 evaluator=f"{type(model).__name__} {name_of(model)}".strip(),
-                result_cache=ResultCache(resume) if isinstance(resume, str | Path) else resume,
+                result_cache=open_cache(resume),
                 on_progress=on_progress,
             )
         return self.key_tokens
@@ -222,7 +222,7 @@ class EvalSuite:
             TypeError: no model, such as the name of one.
         """
         spec = self.spec
-        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
+        result_cache = open_cache(resume)
         if spec.longppl and self.key_tokens is None:
             self.choose_key_tokens(model, resume=result_cache)
         score = None

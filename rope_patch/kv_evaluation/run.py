@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import environment, named, under
-from rope_patch.evaluation.result_cache import ResultCache
+from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.packed import check_packed, packed_caches
@@ -150,7 +150,7 @@ def kv_check(
     record = find_rotary(model).record
     centred = mitigate or any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
-    result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
+    result_cache = open_cache(resume)
     setting = Setting(model, suite, limits, result_cache, on_progress, min(attributed, len(suite.windows)), on_more)
     patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
     if suite.spec.longppl and suite.key_tokens is None:
