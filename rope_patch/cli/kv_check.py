@@ -140,7 +140,7 @@ def kv_check(
     exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
     continue: finished work is saved in the output folder.
 
-    Presets: none, kivi-2, kivi-4, kvquant-4, int8-token, int4-token, fp8, nf4.
+    Presets: none, kivi-2, kivi-4, kivi-2-window, kivi-4-window, kvquant-4, int8-token, int4-token, fp8, nf4.
 
     Example: **rope-patch kv-check ./llama --schemes "kivi-2 int4-token fp8" --methods "default yarn:factor=4"
     --lengths "4k 16k" -o ./kv**

@@ -102,14 +102,15 @@ def print_presets() -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from rope_patch.kv_cache.schemes import FORMATS, PRESETS, Scheme, effective_bits
 
     table = Table(
-        *("preset", "text", f"bits at head_dim {HEAD_DIM}: keys", "values", "source"),
+        *("preset", Column("text", no_wrap=True), f"bits at head_dim {HEAD_DIM}: keys", "values", "source"),
         box=box.SIMPLE_HEAD,
-        caption="Parts may be added to a preset: kivi-2;sinks=4. A text is k=SIDE;v=SIDE;residual=N;sinks=N;skip=0+27, "
+        caption="Parts may be added to a preset: kivi-2;sinks=4. A text is "
+        "k=SIDE;v=SIDE;residual=N;flush=N;sinks=N;skip=0+27, "
         f"a side FORMAT.AXIS.SWITCH…: formats {', '.join(FORMATS)}; axes token, tokenN, channelN, tensorN; switches "
         "sym, pre, centre, centreall, hadamard, keep8, keep16. Bits without sinks and residual window.",
         caption_justify="left",

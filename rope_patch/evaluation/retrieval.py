@@ -16,12 +16,12 @@ from torch import nn
 from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.documents import check_tokenizer
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
-from rope_patch.evaluation.intervals import wilson
+from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker, chat_turns
 from rope_patch.evaluation.result_cache import key
 from rope_patch.evaluation.sharing import Job, open_cache, ways
 from rope_patch.evaluation.spec import check_retrieval
-from rope_patch.evaluation.tasks import Task, find_task
+from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
 
@@ -136,10 +136,17 @@ class RetrievalResult:
         samples = self.samples(length)
         return sum(sample.correct for sample in samples) / len(samples)
 
+    def haystacks(self, length: int) -> list[tuple[Sample, ...]]:
+        """Return what was asked at a length of each haystack, by depth."""
+        self.samples(length)  # names the lengths where there is none such
+        return list(zip(*(cell.samples for cell in self.cells if cell.length == length), strict=True))
+
     def interval(self, length: int, confidence: float = 0.95) -> tuple[float, float]:
-        """Return the Wilson interval of :meth:`accuracy`, prompts taken as independent."""
-        samples = self.samples(length)
-        return wilson(sum(sample.correct for sample in samples), len(samples), confidence)
+        """Return Wilson's interval of :meth:`accuracy` over as many independent prompts as the haystacks are worth."""
+        haystacks = self.haystacks(length)
+        right = [[float(sample.correct) for sample in haystack] for haystack in haystacks]
+        count = effective_prompts(self.task, right, confidence)
+        return wilson(int(sum(map(sum, right))), len(self.samples(length)), confidence, count=count)
 
     def first_choice(self, length: int) -> float:
         """Return the share of answers at a length whose tokens are all first choice when the right answer is read."""
@@ -154,6 +161,17 @@ class RetrievalResult:
     def to_json(self) -> str:
         """Return the result as JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+
+def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidence: float) -> float:
+    """Return how many independent prompts those of some haystacks are worth: the ones of a haystack may be alike.
+
+    Args:
+        task: its name; where one question asks for all needles of a haystack, they are worth one prompt.
+        haystacks: a value of each prompt, by haystack.
+        confidence: of the interval that the count is for.
+    """
+    return float(len(haystacks)) if TASKS[task].joined else effective_count(haystacks, confidence)
 
 
 # Many parameters: each is a choice of its own; EvalSpec and EvalSuite hold them for whoever evaluates more than once.

@@ -248,13 +248,14 @@ def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[flo
     for layer in (layer for layer in patched.capture.layers if layer.keys_of == layer.index):
         plan = plans[layer.index]
         kept_pairs = 0 if plan.kept_features is None else int(plan.kept_features.sum()) // 2
-        for side_bits, side, states in zip(bits, (plan.key, plan.value), (layer.key, layer.value), strict=True):
+        sides = (("key", plan.key, layer.key), ("value", plan.value, layer.value))
+        for side_bits, (name, side, states) in zip(bits, sides, strict=True):
             heads, width = states.mean.shape
             own = effective_bits(side, head_dim=width, heads=heads, kept_pairs=kept_pairs)
             side_bits.append(own)
             for length in setting.lengths:
                 held = min(length, plan.window or length)
-                end = plan.sinks + max(0, length - plan.residual - plan.sinks) // side.block * side.block
+                end = plan.frozen(name, length + bool(plan.flush))  # what the next query reads is what is stored
                 rounded = max(0, end - max(plan.sinks, length - held)) if side.format != "none" else 0
                 stored[length] += heads * width * (own * rounded + full * (held - rounded))
                 elements[length] += heads * width * held

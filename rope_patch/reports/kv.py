@@ -158,7 +158,8 @@ def _schemes(check: KVCheck) -> Section:
         "mean of unrotated pairs away, which softmax does not see; centreall that of all pairs as they are stored, "
         "averaged over their rotations, and before rotation (pre) the mean there, which is added when read; keep8 "
         "keeps the pairs under the frequency bound in 8 bits; hadamard mixes features before rounding. The "
-        "residual window and sinks, the latest and first tokens, stay in full precision."
+        "residual window and sinks, the latest and first tokens, stay in full precision; with a flush keys wait in "
+        "full precision until there are so many, are then quantized together, and the window is of values alone."
     )
     caption = (
         "Effective bits per element of the quantized part, 16-bit scales and zero points included, mean over layers "
@@ -174,7 +175,7 @@ def _explained(row: CheckRow) -> SchemeRow:
         Cell(row.scheme_text, mark="text"),
         Cell(number_text(row.key_bits)),
         Cell(number_text(row.value_bits)),
-        Cell(str(scheme.residual)),
+        Cell(str(scheme.residual), f"flush {scheme.flush}" if scheme.flush else ""),
         Cell(str(scheme.sinks)),
         Cell("a mitigation" if row.mitigation_of else preset.source if preset else "given as a text", mark="long"),
     ]
@@ -300,8 +301,9 @@ def _how(check: KVCheck) -> Section:
         [
             "Schemes are simulated, not packed: keys and values are rounded to what a format can hold and back, so "
             "nothing here says what memory or time a scheme saves. The rounding is exactly that of decoding: every "
-            "query sees in full precision what has not left the residual window when its token is read, its sinks and "
-            "an unfinished block, and everything else as its format holds it, in text as in prompts and answers. "
+            "query sees in full precision what its scheme has not quantized when its token is read (the residual "
+            "window, keys that wait for a flush, sinks, an unfinished block), and everything else as its format holds "
+            "it, in text as in prompts and answers. "
             "Scales and zero points are float32, also where the model computes in half precision; packed caches store "
             "16 bits of each, as the bits are counted here.",
             "Full precision is read by the model’s own attention, a scheme by this package’s. In half precision the "
