@@ -52,6 +52,8 @@ from rope_patch.cli.options import (
     tokens,
 )
 from rope_patch.cli.processes import working_together
+from rope_patch.cli.shards import Merge, ShardOption, check_options, merged, outline_of
+from rope_patch.cli.shards import measure as measure_shard
 from rope_patch.packaged import name_of
 
 
@@ -90,6 +92,8 @@ def compare(
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
     budget: Budget = None,
+    shard: ShardOption = None,
+    merge: Merge = (),
     batch_tokens: Annotated[
         int, tokens("--batch-tokens", "The largest number of tokens that are read as one batch.")
     ] = 16384,
@@ -139,29 +143,39 @@ def compare(
     )
     _check_adapter(adapter, model)
     prepare(threads)
+    part = check_options(shard, merge, budget, "--json" if as_json else None)
     with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
-        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-        loaded, notes = _with_adapter(loaded, model, adapter)
+        tokenizer, outline = load_tokenizer(model), outline_of(model, adapter) if part or merge else None
+        if merge and outline is not None:  # their results are all there
+            loaded, notes = outline, dict[str, str]()
+        else:
+            loaded, notes = _with_adapter(load_model(model, None, device, dtype), model, adapter)
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        if budget is not None or not as_json:
-            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE)
-        total, stage = len(compared) * suite.tokens, ", ".join(tasks)
-        with (
-            resumable(output / RESULT_CACHE),
-            progress_bar(total, stage, hidden=as_json or not first) as (_, on_progress),
-        ):
-            comparison = engine.compare(
-                loaded.eval(),
-                tokenizer,
-                compared,
-                suite,
-                layer_types=layer_types,
-                freeze_at=freeze_at,
-                resume=output / RESULT_CACHE,
-                on_progress=on_progress,
-            )
+        if not merge and (budget is not None or not as_json):
+            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE, part.count if part else 1)
+        total, stage = len(compared) * suite.tokens // (part.count if part else 1), ", ".join(tasks)
+        hidden = as_json or not first or bool(merge)
+        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=hidden) as (bar, on_progress):
+            if merge:
+                comparison = merged(loaded, suite, compared, merge, output, patch)
+            elif part is not None:
+                measure_shard(loaded.eval(), outline, suite, compared, part, output, patch, notes, on_progress)
+                bar.total = bar.n
+            else:
+                comparison = engine.compare(
+                    loaded.eval(),
+                    tokenizer,
+                    compared,
+                    suite,
+                    **patch,
+                    resume=output / RESULT_CACHE,
+                    on_progress=on_progress,
+                )
+    if part is not None:
+        print(f"shard {shard} is in {output}; when all are measured, join them with --merge") if first else None
+        return
     if not first:
         return
     comparison = replace(comparison, environment=comparison.environment | notes)
@@ -176,7 +190,7 @@ def compare(
 
 
 def _planned(
-    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path
+    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path, shards: int
 ) -> Any:
     """Return a suite that fits into the time, and print how long it takes."""
     from rope_patch.evaluation.compare import pace_of
@@ -191,7 +205,9 @@ def _planned(
         most = SAFETY * budget * processes / len(methods)
         suite = suite_within(suite, most, SCALABLE, lambda spec: spec.seconds(pace), "--budget")
     seconds = len(methods) * suite.spec.seconds(pace, len(suite.windows)) / processes
-    say_estimate(len(methods) * suite.tokens, seconds, f" on {processes} processes" if processes > 1 else "")
+    say_estimate(
+        len(methods) * suite.tokens // shards, seconds / shards, f" on {processes} processes" if processes > 1 else ""
+    )
     return suite
 
 

@@ -28,6 +28,7 @@ from rope_patch.peers import POLL, Peers, begin, peers
 from rope_patch.processes import processes
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SAVING = 1.0
 """How often the first process looks for what the others have finished while it reads itself [s]."""
@@ -159,6 +160,22 @@ def only(shard: Shard) -> Iterator[None]:
         yield
     finally:
         _shard = before
+
+
+def longest_first(model: nn.Module) -> bool:
+    """Return whether the longest prompts are read first: of several processes none is left with them at the end.
+
+    The batches of shards are counted in one order, however many processes read them.
+    """
+    return ways(model) > 1 or _shard is not None
+
+
+def whole(measure: Callable[..., R], *arguments: Any, **options: Any) -> R | None:
+    """Return what a function measures; None where only a shard of it is measured here."""
+    try:
+        return measure(*arguments, **options)
+    except Incomplete:
+        return None
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
