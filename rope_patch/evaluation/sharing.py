@@ -101,9 +101,9 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
             raise
         group.put(call, json.dumps([path, values, ""]))
         return SharedCache(first, values)
-    theirs, values, error = json.loads(group.wait(call, "a result cache"))
-    if error:
-        raise ValueError(error)
+    theirs, values, message = json.loads(group.wait(call, "a result cache"))
+    if message:
+        raise ValueError(message)
     if theirs != path:
         raise ValueError(
             f"the processes keep results in one file, which the first writes: got {path or 'a mapping'} here and "
