@@ -54,6 +54,8 @@ from rope_patch.cli.options import (
     tokens,
 )
 from rope_patch.cli.processes import working_together
+from rope_patch.cli.shards import Merge, ShardOption, check_options, merged, outline_of
+from rope_patch.cli.shards import measure as measure_shard
 from rope_patch.packaged import name_of
 
 
@@ -104,6 +106,8 @@ def compare(
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
     budget: Budget = None,
+    shard: ShardOption = None,
+    merge: Merge = (),
     batch_tokens: Annotated[
         int, tokens("--batch-tokens", "The largest number of tokens that are read as one batch.")
     ] = 16384,
@@ -156,22 +160,31 @@ def compare(
     )
     if evaluator is not None and not longppl:
         raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
+    if longppl and (shard or merge):
+        raise ValueError(
+            "LongPPL is measured in one run, whose model chooses the tokens: leave --shard and --merge out"
+        )
     _check_adapter(adapter, model)
     prepare(threads)
+    part = check_options(shard, merge, budget, "--json" if as_json else None)
     with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
-        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-        loaded, notes = _with_adapter(loaded, model, adapter)
+        tokenizer, outline = load_tokenizer(model), outline_of(model, adapter) if part or merge else None
+        if merge and outline is not None:  # their results are all there
+            loaded, notes = outline, dict[str, str]()
+        else:
+            loaded, notes = _with_adapter(load_model(model, None, device, dtype), model, adapter)
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        if budget is not None or not as_json:
-            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE)
+        if not merge and (budget is not None or not as_json):
+            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE, part.count if part else 1)
         chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
-        choosing = suite.tokens_to_choose(trained_length(chooser))
-        total, stage = choosing + len(compared) * suite.tokens, ", ".join(tasks)
+        total = suite.tokens_to_choose(trained_length(chooser))
+        total += len(compared) * suite.tokens // (part.count if part else 1)
+        hidden = as_json or not first or bool(merge)
         with (
             resumable(output / RESULT_CACHE),
-            progress_bar(total, stage, hidden=as_json or not first) as (_, on_progress),
+            progress_bar(total, ", ".join(tasks), hidden=hidden) as (bar, on_progress),
         ):
             if evaluator is not None:
                 suite.choose_key_tokens(
@@ -180,16 +193,24 @@ def compare(
                     on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens),
                 )
             del chooser
-            comparison = engine.compare(
-                loaded.eval(),
-                tokenizer,
-                compared,
-                suite,
-                layer_types=layer_types,
-                freeze_at=freeze_at,
-                resume=output / RESULT_CACHE,
-                on_progress=on_progress,
-            )
+            if merge:
+                comparison = merged(loaded, suite, compared, merge, output, patch)
+            elif part is not None:
+                measure_shard(loaded.eval(), outline, suite, compared, part, output, patch, notes, on_progress)
+                bar.total = bar.n
+            else:
+                comparison = engine.compare(
+                    loaded.eval(),
+                    tokenizer,
+                    compared,
+                    suite,
+                    **patch,
+                    resume=output / RESULT_CACHE,
+                    on_progress=on_progress,
+                )
+    if part is not None:
+        print(f"shard {shard} is in {output}; when all are measured, join them with --merge") if first else None
+        return
     if not first:
         return
     comparison = replace(comparison, environment=comparison.environment | notes)
@@ -204,7 +225,7 @@ def compare(
 
 
 def _planned(
-    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path
+    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path, shards: int
 ) -> Any:
     """Return a suite that fits into the time, and print how long it takes."""
     from rope_patch.evaluation.compare import pace_of
@@ -225,9 +246,9 @@ def _planned(
 
     if budget is not None:
         suite = suite_within(suite, SAFETY * budget * processes, SCALABLE, seconds, "--budget")
-    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
+    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens // shards
     several = f" on {processes} processes" if processes > 1 else ""
-    say_estimate(tokens, seconds(suite.spec, len(suite.windows)) / processes, several)
+    say_estimate(tokens, seconds(suite.spec, len(suite.windows)) / processes / shards, several)
     return suite
 
 

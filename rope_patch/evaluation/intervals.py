@@ -120,7 +120,7 @@ def effective_count(groups: Sequence[Sequence[float]], confidence: float = 0.95)
     z = float(stats.norm.ppf((1 + confidence) / 2))
     if total == 1 or len({value for group in groups for value in group}) == 1:
         exact = 1 - ((1 - confidence) / 2) ** (1 / total)
-        return z * z * (1 - exact) / exact
+        return float(z * z * (1 - exact) / exact)
     return independent_count(groups) * (z / float(stats.t.ppf((1 + confidence) / 2, total - 1))) ** 2
 
 

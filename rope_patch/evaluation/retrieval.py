@@ -19,7 +19,7 @@ from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker, chat_turns
 from rope_patch.evaluation.result_cache import key
-from rope_patch.evaluation.sharing import Job, open_cache, ways
+from rope_patch.evaluation.sharing import Job, longest_first, open_cache
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
@@ -253,8 +253,7 @@ def retrieval(
     )
 
     def batches() -> Iterator[list[_Haystack]]:
-        # Among several processes the longest come first, so that none is left with them at the end.
-        for length in lengths if ways(model) == 1 else sorted(lengths, reverse=True):
+        for length in sorted(lengths, reverse=True) if longest_first(model) else lengths:
             size = max(1, batch_tokens // length)
             for low in range(0, samples, size):
                 group = range(low, min(low + size, samples))

@@ -28,6 +28,7 @@ from rope_patch.peers import POLL, Peers, begin, peers
 from rope_patch.processes import processes
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 SAVING = 1.0
 """How often the first process looks for what the others have finished while it reads itself [s]."""
@@ -100,9 +101,9 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
             raise
         group.put(call, json.dumps([path, values, ""]))
         return SharedCache(first, values)
-    theirs, values, error = json.loads(group.wait(call, "a result cache"))
-    if error:
-        raise ValueError(error)
+    theirs, values, message = json.loads(group.wait(call, "a result cache"))
+    if message:
+        raise ValueError(message)
     if theirs != path:
         raise ValueError(
             f"the processes keep results in one file, which the first writes: got {path or 'a mapping'} here and "
@@ -162,7 +163,7 @@ def only(shard: Shard) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole() -> Iterator[None]:
+def all_batches() -> Iterator[None]:
     """Read all batches within a ``with`` block, also within :func:`only`: for what the other measurements need."""
     global _shard
     before, _shard = _shard, None
@@ -170,6 +171,22 @@ def whole() -> Iterator[None]:
         yield
     finally:
         _shard = before
+
+
+def longest_first(model: nn.Module) -> bool:
+    """Return whether the longest prompts are read first: of several processes none is left with them at the end.
+
+    The batches of shards are counted in one order, however many processes read them.
+    """
+    return ways(model) > 1 or _shard is not None
+
+
+def whole(measure: Callable[..., R], *arguments: Any, **options: Any) -> R | None:
+    """Return what a function measures; None where only a shard of it is measured here."""
+    try:
+        return measure(*arguments, **options)
+    except Incomplete:
+        return None
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
