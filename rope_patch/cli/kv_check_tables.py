@@ -31,7 +31,8 @@ def print_check(checked: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from rope_patch.evaluation.metrics import relative, spans_at
+    from rope_patch.evaluation.metrics import spans_at
+    from rope_patch.evaluation.numbers import relative
     from rope_patch.kv_evaluation.captions import windows_of
 
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.losses import SCHEMA, DocumentSums, PerplexityResult, Window
-from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.evaluation.result_cache import key
+from rope_patch.evaluation.sharing import Job, open_cache
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
@@ -74,25 +76,26 @@ def perplexity(
         raise ValueError(f"batch must be >= 1, got {batch}")
     known = cache_identity(cache, resume is not None)
     reader = Reader(model)
-    result_cache: MutableMapping[str, Any] = {}
-    if resume is not None:
-        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
-    identity = {"edges": edges, "chunk": chunk, "model": fingerprint(model) if resume is not None else ""} | known
+    result_cache = open_cache(resume)
+    settings = {"edges": edges, "chunk": chunk} | known
+    identity = settings | {"model": fingerprint(model) if resume is not None else ""}
     tally = DocumentSums(edges)
+
+    def score(items: list[Window], size: int, report: Callable[[int], None]) -> list[dict[str, Any]]:
+        progress = Progress(size, report, reads=len(items) * max(len(item.ids) for item in items))
+        return _score(reader, items, edges, chunk if chunk < window else None, cache, progress)
+
+    job = Job(
+        score=score,
+        name=lambda item: _key(item, identity),
+        tokens=lambda item: item.stop - item.start,
+        result_cache=result_cache,
+        on_progress=on_progress,
+        about={"what": "perplexity", "window": window, "stride": stride, "batch": batch} | settings,
+    )
     with in_eval_mode(model):
-        for group in _batched(_windows(documents, window, stride, tally, reader), batch):
-            names = [_key(item, identity) if resume is not None else str(i) for i, item in enumerate(group)]
-            # Equal windows have one name, and are scored once.
-            todo = {name: item for name, item in zip(names, group, strict=True) if name not in result_cache}
-            reads = len(todo) * max((len(item.ids) for item in todo.values()), default=0)
-            progress = Progress(sum(item.stop - item.start for item in group), on_progress, reads=reads)
-            parts = _score(reader, list(todo.values()), edges, chunk if chunk < window else None, cache, progress)
-            fresh = dict(zip(todo, parts, strict=True))
-            for item, name in zip(group, names, strict=True):
-                if resume is not None and name not in result_cache:
-                    result_cache[name] = fresh[name]
-                tally.add(item, result_cache[name] if name in result_cache else fresh[name])
-            progress.finish()
+        for item, part in job.read(model, _batched(_windows(documents, window, stride, tally, reader), batch)):
+            tally.add(item, part)
     return tally.result(window=window, stride=stride, chunk=chunk)
 
 
@@ -140,7 +143,7 @@ def _windows(
             ids = reader.check(document.ids)
         except ValueError as error:
             raise ValueError(str(error) if number == 0 else f"{document.name}: {error}") from None
-        checked = TokenDocument(document.name, ids, document.ends, document.prefix)
+        checked = replace(document, ids=ids)
         start, done = 0, 1  # the first token is never predicted
         while done < size:
             stop = min(start + window, size)
@@ -158,7 +161,9 @@ def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
 
 def _key(item: Window, identity: dict[str, Any]) -> str:
     ids = hashlib.sha256(item.ids.cpu().numpy().tobytes()).hexdigest()
-    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **identity)
+    keys = item.key_tokens
+    chosen = {} if keys is None else {"key_tokens": torch.nonzero(keys).flatten().tolist()}
+    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **chosen, **identity)
 
 
 def _score(
@@ -170,8 +175,6 @@ def _score(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Sums by bucket of each window: JSON values, as they are kept."""
-    if not group:
-        return []
     rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]
@@ -185,12 +188,12 @@ def _score(
                 f"the loss at position {at} of window {item.start}:{item.stop} of {item.source.name} is not finite: "
                 "NaN or infinite logits, try float32"
             )
-        sums, counts = [], []
-        for start, stop in itertools.pairwise(edges):
-            inside = loss[max(start, low) : max(min(stop, size), low, start)]
-            sums.append(float(inside.sum()))
-            counts.append(len(inside))
-        sums_of_windows.append(
-            {"nll": sums, "tokens": counts, "total_nll": float(part.sum()), "total_tokens": len(part)}
-        )
+        slices = [slice(max(a, low), max(min(b, size), low, a)) for a, b in itertools.pairwise(edges)]
+        sums: dict[str, Any] = {"nll": [float(loss[at].sum()) for at in slices]}
+        sums["tokens"] = [len(loss[at]) for at in slices]
+        sums |= {"total_nll": float(part.sum()), "total_tokens": len(part)}
+        if item.key_tokens is not None:
+            of_keys = [loss[at][item.key_tokens[at]] for at in slices]
+            sums |= {"key_nll": [float(one.sum()) for one in of_keys], "key_tokens": [len(one) for one in of_keys]}
+        sums_of_windows.append(sums)
     return sums_of_windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +18,8 @@ from rope_patch.evaluation.documents import check_tokenizer
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker, chat_turns
-from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.evaluation.result_cache import key
+from rope_patch.evaluation.sharing import Job, longest_first, open_cache
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
@@ -231,11 +232,9 @@ def retrieval(
     else:
         maker = PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
     stops = _stops(model, tokenizer)
-    result_cache: MutableMapping[str, Any] | None = None
-    identity: dict[str, Any] = cache_identity(cache, resume is not None)
-    if resume is not None:
-        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
-        identity |= {"stops": sorted(stops), "chunk": chunk, "model": fingerprint(model)}
+    result_cache = open_cache(resume)
+    settings = cache_identity(cache, resume is not None) | {"stops": sorted(stops), "chunk": chunk}
+    identity = settings | {"model": fingerprint(model) if resume is not None else ""}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
@@ -243,19 +242,32 @@ def retrieval(
     first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
-    questioner = _Questioner(
-        reader, tokenizer, find_task(task, mode), chunk, cache, stops, result_cache, identity, on_progress
+    questioner = _Questioner(reader, tokenizer, find_task(task, mode), chunk, cache, stops, identity)
+    job = Job(
+        score=questioner.ask,
+        name=questioner.key,
+        tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
+        result_cache=result_cache,
+        on_progress=on_progress,
+        about={"what": "retrieval", "task": task, "mode": mode, "seed": seed, "samples": samples} | settings,
     )
-    cells = []
-    with in_eval_mode(model):
-        for length in lengths:
-            columns: list[list[Sample]] = []  # of each haystack, by depth
+
+    def batches() -> Iterator[list[_Haystack]]:
+        for length in sorted(lengths, reverse=True) if longest_first(model) else lengths:
             size = max(1, batch_tokens // length)
             for low in range(0, samples, size):
                 group = range(low, min(low + size, samples))
-                columns += questioner([prompts_of(length, i) if i else first[length] for i in group])
-            for i, depth in enumerate(depths):
-                cells.append(RetrievalCell(length, depth, tuple(column[i] for column in columns)))
+                yield [_Haystack(length, prompts_of(length, i) if i else first[length]) for i in group]
+
+    columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # of each haystack, by depth
+    with in_eval_mode(model):
+        for item, column in job.read(model, batches()):
+            columns[item.length].append([Sample(**sample) for sample in column])
+    cells = [
+        RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
+        for length in lengths
+        for i, depth in enumerate(depths)
+    ]
     hay = maker.haystack
     return RetrievalResult(
         task=task,
@@ -272,8 +284,16 @@ def retrieval(
 
 
 @dataclass(frozen=True, eq=False)
+class _Haystack:
+    """The prompts that share a haystack, and their length [tokens]."""
+
+    length: int
+    prompts: Sequence[Prompt]
+
+
+@dataclass(frozen=True, eq=False)
 class _Questioner:
-    """Asks the prompts of haystacks, but for those whose samples are in the result cache."""
+    """Asks the prompts of haystacks."""
 
     reader: Reader
     tokenizer: Any
@@ -281,33 +301,18 @@ class _Questioner:
     chunk: int | None
     cache: CacheFactory | None
     stops: Sequence[int]
-    result_cache: MutableMapping[str, Any] | None
     identity: Mapping[str, Any]
-    on_progress: Callable[[int], None]
 
-    def __call__(self, haystacks: Sequence[Sequence[Prompt]]) -> list[list[Sample]]:
-        """Return the samples of each haystack, by depth."""
-        result_cache = self.result_cache
-        if result_cache is None:
-            return self._ask(haystacks)
-        names = [self._key(prompts) for prompts in haystacks]
-        todo = {name: prompts for name, prompts in zip(names, haystacks, strict=True) if name not in result_cache}
-        fresh = dict(zip(todo, self._ask(list(todo.values())), strict=True))
-        for name, samples in fresh.items():
-            result_cache[name] = [asdict(sample) for sample in samples]
-        for name, prompts in zip(names, haystacks, strict=True):
-            if name not in todo:
-                self.on_progress(sum(len(prompt.ids) for prompt in prompts))
-        return [fresh[name] if name in fresh else [Sample(**entry) for entry in result_cache[name]] for name in names]
-
-    def _key(self, prompts: Sequence[Prompt]) -> str:
-        asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
+    def key(self, haystack: _Haystack) -> str:
+        """Return the name of the samples of a haystack."""
+        asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in haystack.prompts]
         return key(what="retrieval", schema=SCHEMA, prompts=asked, **self.identity)
 
-    def _ask(self, haystacks: Sequence[Sequence[Prompt]]) -> list[list[Sample]]:
-        """Ask the prompts of several haystacks side by side; those whose answers differ in length go alone."""
-        if not haystacks:
-            return []
+    def ask(
+        self, several: Sequence[_Haystack], size: int, on_progress: Callable[[int], None]
+    ) -> list[list[dict[str, Any]]]:
+        """Return the samples of each haystack, by depth; those whose answers differ in length are asked alone."""
+        haystacks = [haystack.prompts for haystack in several]
         shapes = {tuple(prompt.answer for prompt in prompts) for prompts in haystacks}
         groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
         graded = []
@@ -318,11 +323,12 @@ class _Questioner:
                 chunk=self.chunk,
                 cache=self.cache,
                 stops=self.stops,
-                on_progress=self.on_progress,
+                on_progress=on_progress,
             )
             for prompts, given in zip(group, zip(*answers, strict=True), strict=True):
                 pairs = zip(prompts, given, strict=True)
-                graded.append([s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)])
+                samples = [s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)]
+                graded.append([asdict(sample) for sample in samples])
         return graded
 
 

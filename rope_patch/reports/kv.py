@@ -10,16 +10,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from rope_patch.evaluation.metrics import (
-    LOST,
-    METRICS,
-    Metric,
-    PairedDifference,
-    Span,
-    number_text,
-    relative,
-    spans_at,
-)
+from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, Span, spans_at
+from rope_patch.evaluation.numbers import number_text, relative
 from rope_patch.files import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.captions import counted, spans, windows_of
@@ -133,8 +125,9 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
         f"At {length} tokens: perplexity at positions below, {', '.join(check.spec.tasks)} in prompts of that length "
         f"({'; '.join(check.prompts(length))}). Noise: how far the perplexity of one window moves when its embeddings "
         f"are perturbed by {PERTURBATION:g} of their size (in half precision by the last place): the mean over n "
-        "windows moves about 1/√n as far, and a smaller change tells nothing. KL of the next token’s distribution, full precision to quantized, "
-        f"and how often both prefer the same token, at all positions of {_windows(check.compared, max(check.lengths))}."
+        "windows moves about 1/√n as far, and a smaller change tells nothing. KL of the next token’s distribution, "
+        "full precision to quantized, and how often both prefer the same token, at all positions of "
+        f"{_windows(check.compared, max(check.lengths))}."
     )
     return SchemeTable(f"{length} tokens", caption, columns, lines)
 

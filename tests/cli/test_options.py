@@ -24,7 +24,7 @@ BUNDLED = rope_patch.data_path("assets") / "llama"
 COMMANDS = get_command(app).commands
 TOKENS = {
     *("--length", "--lengths", "--trained-length", "--target-length", "--freeze-at", "--chunk", "--batch-tokens"),
-    *("--context", "--window", "--tokens", "--bucket", "--row-length", "--switch-at"),
+    *("--context", "--window", "--tokens", "--bucket", "--row-length", "--switch-at", "--short-context"),
 }
 OWN = {  # what a command says of an option in words of its own, because it is about something else there
     "--length": {"plan", "theory"},
@@ -136,7 +136,7 @@ def test_auto_is_the_gpu_of_this_process_or_else_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == "cuda:0"
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert choose_device("auto") == "cuda:3"
+    assert choose_device("auto") == choose_device("cuda") == "cuda:3"
     assert choose_device("cuda:1") == "cuda:1"
 
 
