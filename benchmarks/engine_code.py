@@ -75,6 +75,16 @@ def longest(folder: str | Path) -> int:
     return int(_vllm_config(str(folder)).max_model_len)
 
 
+def longest_of_sglang(folder: str | Path) -> int:
+    """Return the context that SGLang derives from a folder's config [tokens]."""
+    _sglang_registry()
+    from sglang.srt.utils.hf_transformers.common import get_context_length
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    config = get_config(str(folder), trust_remote_code=False, model_override_args={})
+    return int(get_context_length(config.get_text_config()))
+
+
 def _vllm_config(folder: str, overrides: dict[str, Any] | None = None) -> Any:
     from vllm.config import ModelConfig
 

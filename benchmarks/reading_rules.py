@@ -17,6 +17,7 @@ part of the report.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -91,6 +92,7 @@ def folders(root: Path) -> Iterator[Path]:
 def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     """Return configs as others write them."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    lists = [2.0] * (32 // {"phi": 2, "stablelm": 4, "gpt_neox": 4}.get(family, 1))
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     kinds = {
         "yarn": yarn,
@@ -98,8 +100,16 @@ def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]
         "yarn-mscale": yarn | {"mscale": 0.7, "mscale_all_dim": 0.5},
         "yarn-attn": yarn | {"attn_factor": 1.25},
         "yarn-ramp": yarn | {"truncate": False, "beta_fast": 16.0},
+        "yarn-half": yarn | {"extrapolation_factor": 0.5},
+        "yarn-short": yarn | {"factor": 2.0},
+        "yarn-unset": {"rope_type": "yarn", "factor": 3.7},
+        "yarn-two-names": yarn | {"type": "linear"},
+        "longrope": {"rope_type": "longrope", "short_factor": lists, "long_factor": lists},
+        "leftover": {"rope_type": "default", "factor": 2.0},
+        "llama3-unset": llama3,
         "llama3": llama3 | {"original_max_position_embeddings": 128},
         "linear": {"rope_type": "linear", "factor": 2.0},
+        "linear-whole": {"rope_type": "linear", "factor": 5},
         "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     }
     nested = family in ("gemma3_text", "olmo3")
@@ -127,6 +137,10 @@ def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]
     if family in ("phi", "stablelm"):
         configs["share-5"] = newer({"partial_rotary_factor": 0.75})
     configs |= {f"{name}-4": older(scaling) for name, scaling in kinds.items() if name != "proportional"}
+    if family in ("llama", "mistral", "phi3", "qwen2"):
+        kept = newer({"rope_type": "proportional", "partial_rotary_factor": 0.5})
+        configs["share-inside-5"] = newer(yarn | {"partial_rotary_factor": 0.5})
+        configs["share-outside-5"] = lambda config: kept(config) | {"partial_rotary_factor": 0.5}
     if nested:
         configs["both-5"] = newer(yarn, both=True)
     return configs
@@ -210,6 +224,7 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
             theirs = read_there[folder.name]
             if isinstance(theirs, str):
                 raise RuntimeError(theirs)
+        context = context_of(program, folder) if program in ("vllm", "vllm-0.29", "sglang") else 0
         for row in rows:
             if row.built is None:
                 continue
@@ -232,6 +247,7 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
                 expected = torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
                 worst = max(worst, float((cos_sin - expected).abs().max()))
                 compared = True
+                check_lengths(program, folder, context, row.built)
                 continue
             if other.shape != ours.shape:
                 raise ValueError(f"WRONG: {len(other)} pairs, the rule says {len(ours)}")
@@ -246,6 +262,24 @@ def verdict(program: str, folder: Path, given: argparse.Namespace, read_there: d
         reason = _named(error, folder)
         return {"verdict": "equal" if said == "refuses" and "WRONG" not in reason else "WRONG", "reason": reason}
     return {"verdict": "equal" if worst <= 1e-5 else "WRONG", "difference": worst, "said": said}
+
+
+def check_lengths(program: str, folder: Path, context: int, built: Any) -> None:
+    """Raise unless an engine derives the context that the rule says, and holds no more positions."""
+    if context != built.context:
+        raise ValueError(f"WRONG: a context of {context}, the rule says {built.context}")
+    if built.positions is None:
+        return
+    with contextlib.suppress(IndexError):
+        engine_tables_of(program, folder, built.positions + 1)
+        raise ValueError(f"WRONG: it holds more than {built.positions} positions")
+
+
+def context_of(program: str, folder: Path) -> int:
+    """Return the context that an engine derives, as it does before it builds a layer, which changes SGLang's config."""
+    import engine_code
+
+    return int((engine_code.longest_of_sglang if program == "sglang" else engine_code.longest)(folder))
 
 
 def _named(error: Exception, folder: Path) -> str:

@@ -81,10 +81,12 @@ def graph_of(model_type: str) -> Graph:
     Raises:
         ValueError: its graph reads no factors, or it was never checked.
     """
-    if model_type in _NO_FACTORS:
+    if model_type in _NO_FACTORS:  # no option reaches the sliding layers of Gemma 2, and no file those of Gemma 3 alone
+        option = "give the engine --rope-freq-base"
+        file = "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a file"
         raise ValueError(
             f"llama.cpp's graph for {model_type} reads no rotary factors (seen at {CHECKED}), so no GGUF can carry "
-            "this table. A plain table of another base needs none: give the engine --rope-freq-base"
+            f"this table. A plain table of another base needs none: {option if model_type == 'gemma3_text' else file}"
         )
     if model_type not in GRAPHS:
         raise ValueError(

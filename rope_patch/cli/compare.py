@@ -36,6 +36,7 @@ from rope_patch.cli.options import (
     Json,
     LayerTypes,
     Lengths,
+    LongPPL,
     Methods,
     Mode,
     Model,
@@ -43,6 +44,7 @@ from rope_patch.cli.options import (
     Report,
     Samples,
     Seed,
+    ShortContext,
     Tasks,
     Text,
     Threads,
@@ -52,7 +54,7 @@ from rope_patch.cli.options import (
     tokens,
 )
 from rope_patch.cli.processes import working_together
-from rope_patch.cli.shards import Merge, ShardOption, check_options, merged, outline_of
+from rope_patch.cli.shards import Merge, ShardOption, check_options, joined, outline_of
 from rope_patch.cli.shards import measure as measure_shard
 from rope_patch.packaged import name_of
 
@@ -88,6 +90,18 @@ def compare(
     text: Text = None,
     haystack: Haystack = "noise",
     chat_template: ChatTemplate = "auto",
+    longppl: LongPPL = False,
+    short_context: ShortContext = None,
+    evaluator: Annotated[
+        str | None,
+        typer.Option(
+            "--longppl-evaluator",
+            metavar="MODEL",
+            help="For LongPPL: another model that chooses the tokens, of the same tokenizer and a longer context. By "
+            "default it is MODEL without a patch, within its own context.",
+            show_default=False,
+        ),
+    ] = None,
     layer_types: LayerTypes = None,
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
@@ -115,10 +129,12 @@ def compare(
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
+    from rope_patch.evaluation.shards import compare_joined
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import write_atomically
     from rope_patch.patching.targets import for_target
+    from rope_patch.patching.verify import trained_length
 
     if report:
         from rope_patch.reports import comparison as page
@@ -136,11 +152,15 @@ def compare(
         text=None if text is None else str(text),
         haystack=str(read_haystack(haystack)),
         chat_template=chat_template,
+        longppl=longppl,
+        short_context=short_context,
         bucket=bucket,
         chunk=chunk,
         batch_tokens=batch_tokens,
         seed=seed,
     )
+    if evaluator is not None and not longppl:
+        raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
     _check_adapter(adapter, model)
     prepare(threads)
     part = check_options(shard, merge, budget, "--json" if as_json else None)
@@ -155,11 +175,21 @@ def compare(
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         if not merge and (budget is not None or not as_json):
             suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE, part.count if part else 1)
-        total, stage = len(compared) * suite.tokens // (part.count if part else 1), ", ".join(tasks)
+        chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
+        choosing = suite.tokens_to_choose(trained_length(chooser))
+        total, stage = choosing + len(compared) * suite.tokens // (part.count if part else 1), ", ".join(tasks)
         hidden = as_json or not first or bool(merge)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=hidden) as (bar, on_progress):
+            shards = joined(suite, compared, merge, output, patch) if merge else []
+            if evaluator is not None:
+                suite.choose_key_tokens(
+                    chooser,
+                    resume=output / RESULT_CACHE,
+                    on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens),
+                )
+            del chooser
             if merge:
-                comparison = merged(loaded, suite, compared, merge, output, patch)
+                comparison = compare_joined(loaded, suite, compared, shards, output / RESULT_CACHE)
             elif part is not None:
                 measure_shard(loaded.eval(), outline, suite, compared, part, output, patch, notes, on_progress)
                 bar.total = bar.n
@@ -194,21 +224,34 @@ def _planned(
 ) -> Any:
     """Return a suite that fits into the time, and print how long it takes."""
     from rope_patch.evaluation.compare import pace_of
+    from rope_patch.evaluation.key_tokens import tokens_of_spec
     from rope_patch.evaluation.sharing import ways
     from rope_patch.evaluation.spec import SCALABLE
     from rope_patch.modeling.budget import SAFETY
+    from rope_patch.patching.verify import trained_length
 
     about = [str(methods[0]), suite.spec.to_dict()]
     processes = ways(model)
     (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
+    context = trained_length(model)
+
+    def seconds(spec: Any, windows: int | None = None, parts: int = 1) -> float:
+        choosing = pace.seconds(tokens_of_spec(spec, context, windows), context)
+        return float(choosing + len(methods) * spec.seconds(pace, windows) / parts)
+
     if budget is not None:
-        most = SAFETY * budget * processes / len(methods)
-        suite = suite_within(suite, most, SCALABLE, lambda spec: spec.seconds(pace), "--budget")
-    seconds = len(methods) * suite.spec.seconds(pace, len(suite.windows)) / processes
-    say_estimate(
-        len(methods) * suite.tokens // shards, seconds / shards, f" on {processes} processes" if processes > 1 else ""
-    )
+        suite = suite_within(suite, SAFETY * budget * processes, SCALABLE, seconds, "--budget")
+    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens // shards
+    several = f" on {processes} processes" if processes > 1 else ""
+    say_estimate(tokens, seconds(suite.spec, len(suite.windows), shards) / processes, several)
     return suite
+
+
+def _evaluator(source: str, tokenizer: Any, device: str, dtype: str) -> Any:
+    """Load another model that chooses the tokens of LongPPL."""
+    if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"--longppl-evaluator {source} has another vocabulary than MODEL: choose one of the same")
+    return load_model(source, None, device, dtype)
 
 
 def _check_adapter(adapter: str | None, model: str) -> None:
@@ -261,6 +304,12 @@ def print_table(comparison: Any) -> None:
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
         table.add_row(row.method, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
+    if (keys := comparison.rows[0].scores.key_tokens) is not None:
+        print(f"LongPPL: {keys}")
+    if (effective := comparison.effective_lengths()) is not None:
+        print(effective.explanation)
+        for row in comparison.rows:
+            print(f"  {row.method}: {effective.of(row.method)}")
     for sentence in comparison.warnings:
         print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):

@@ -299,6 +299,23 @@ Windows = Annotated[
         show_default=False,
     ),
 ]
+LongPPL = Annotated[
+    bool,
+    typer.Option(
+        "--longppl/--no-longppl",
+        help="Measure LongPPL too (arXiv:2410.23771): the perplexity over the tokens that the unpatched model predicts "
+        "well only with a long context. They are chosen once, which takes several times as long as reading the text.",
+    ),
+]
+ShortContext = Annotated[
+    int | None,
+    tokens(
+        "--short-context",
+        "For LongPPL: the context that the model's own is compared with, an eighth to a half of it. By default 4096, "
+        "or a quarter of the model's context if that is less, but at least an eighth.",
+        show_default=False,
+    ),
+]
 Chunk = Annotated[
     int | None,
     tokens(

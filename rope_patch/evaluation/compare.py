@@ -17,6 +17,7 @@ from torch import nn
 
 from rope_patch import __version__
 from rope_patch.checkpoints.gguf import weights_in_file
+from rope_patch.evaluation.effective_length import EffectiveLengths, effective_lengths
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.sharing import open_cache
@@ -24,6 +25,7 @@ from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite
 from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.modeling.budget import Pace, pace_of_reading
+from rope_patch.modeling.scoring import name_of
 from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.targets import for_target
@@ -167,6 +169,15 @@ class Comparison:
         """Return the table, metric by metric, with the differences that are significant."""
         return [self._column(metric, span) for metric in METRICS.values() for span in metric.spans(self.spec)]
 
+    def effective_lengths(self) -> EffectiveLengths | None:
+        """Return up to which length each method does as well as the unpatched model at its trained length.
+
+        None where the unpatched model (``"default"``) was not measured, or not within its trained length.
+        """
+        if "patch before" in self.environment:
+            return None
+        return effective_lengths({row.method: row.scores for row in self.rows}, self.trained_length, self.confidence)
+
     def difference(
         self, method: str, other: str, metric: str, stop: int, start: int = 0, task: str | None = None
     ) -> Difference:
@@ -229,10 +240,10 @@ class Comparison:
         head |= {"spec": self.spec.to_dict(), "spec_sha256": self.spec.sha256, "seed": self.spec.seed}
         names = ("trained_length", "text", "text_name", "python_version", "confidence", "environment")
         head |= {name: getattr(self, name) for name in names}
-        columns = [finite(asdict(column)) for column in self.columns()]
-        return json.dumps(
-            {**head, "warnings": self.warnings, "columns": columns, "rows": rows}, indent=1, allow_nan=False
-        )
+        head |= {"warnings": self.warnings, "columns": [finite(asdict(column)) for column in self.columns()]}
+        effective = self.effective_lengths()
+        head["effective_lengths"] = None if effective is None else asdict(effective)
+        return json.dumps({**head, "rows": rows}, indent=1, allow_nan=False)
 
 
 def compare(
@@ -256,7 +267,8 @@ def compare(
         tokenizer: its tokenizer.
         methods: what to compare; ``"default"`` is the model as it is. A factor that is left out is taken from the
             longest length.
-        spec: what is measured, or a suite of it with texts in memory.
+        spec: what is measured, or a suite of it with texts in memory. The key tokens of LongPPL are chosen by the
+            unpatched model, unless the suite's are chosen already.
         layer_types: which tables are patched; as :func:`rope_patch.apply` chooses by default.
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
         resume: file (or mapping) in which finished windows and haystacks are kept: after Ctrl-C or a crash the same
@@ -282,6 +294,14 @@ def compare(
         with under(model, method, record is not None, shared):
             pass
     result_cache = open_cache(resume)
+    if suite.spec.longppl and suite.key_tokens is None:
+        with named("LongPPL"):
+            suite.choose_key_tokens(
+                model,
+                resume=result_cache,
+                on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens),
+                **shared,
+            )
     rows = []
     for name, method in zip(names, resolved, strict=True):
         with under(model, method, record is not None, shared) as tables, named(name):
@@ -315,12 +335,6 @@ def pace_of(model: nn.Module, method: Method, suite: EvalSuite, **options: Any) 
     spec = suite.spec
     with under(model, method, find_rotary(model).record is not None, options), named(str(method)):
         return pace_of_reading(model, spec.longest, rows=min(spec.rows, max(1, len(suite.windows))), chunk=spec.chunk)
-
-
-def name_of(model: nn.Module) -> str:
-    """Return what a model's config calls it, without the folder it lies in."""
-    config: Any = model.config
-    return str(getattr(config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]
 
 
 def environment(model: nn.Module) -> dict[str, str]:

@@ -34,17 +34,20 @@ class TokenDocument:
         ends: (tokens,) int64, the byte of the UTF-8 text at which each token ends; None when the tokenizer does not
             tell. Of tokens that share a character the first counts its bytes.
         prefix: the special tokens put in front.
+        key_tokens: (tokens,) bool, those that LongPPL is measured on; None where none were chosen.
     """
 
     name: str
     ids: Tensor
     ends: Tensor | None = None
     prefix: tuple[int, ...] = ()
+    key_tokens: Tensor | None = None
 
     def beginning(self, length: int) -> TokenDocument:
         """Return the first tokens of the document [tokens]."""
         ends = None if self.ends is None else self.ends[:length]
-        return TokenDocument(self.name, self.ids[:length], ends, self.prefix)
+        key_tokens = None if self.key_tokens is None else self.key_tokens[:length]
+        return TokenDocument(self.name, self.ids[:length], ends, self.prefix, key_tokens)
 
 
 Source = str | Path | Corpus | Iterable[Any]

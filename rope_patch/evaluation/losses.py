@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -55,6 +56,8 @@ class DocumentScore:
         total_tokens: scored, in a bucket or not.
         total_nll: their sum [nats].
         bytes: UTF-8 bytes of the scored tokens; None when the tokens came without their text.
+        key_tokens: how many of the scored tokens are key tokens, by bucket; empty where none were chosen.
+        key_nll: sum of their negative log-likelihoods, by bucket [nats].
     """
 
     name: str
@@ -63,6 +66,8 @@ class DocumentScore:
     total_tokens: int
     total_nll: float
     bytes: int | None
+    key_tokens: tuple[int, ...] = ()
+    key_nll: tuple[float, ...] = ()
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -147,6 +152,7 @@ def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> Pe
         replace(
             document,
             nll=(*first.nll, *document.nll[len(first.nll) :]),
+            key_nll=(*first.key_nll, *document.key_nll[len(first.key_nll) :]),
             total_nll=document.total_nll - sum(document.nll[: len(first.nll)]) + sum(first.nll),
         )
         for document, first in zip(whole.documents, beginnings.documents, strict=True)
@@ -174,6 +180,11 @@ class Window:
         """Its tokens."""
         return self.source.ids[self.start : self.stop]
 
+    @property
+    def key_tokens(self) -> Tensor | None:
+        """Which of its tokens are key tokens."""
+        return None if self.source.key_tokens is None else self.source.key_tokens[self.start : self.stop]
+
     def bytes_between(self, low: int, high: int) -> int | None:
         """Return the UTF-8 bytes of the tokens from ``low`` up to ``high``; None when they came without their text."""
         ends = self.source.ends
@@ -194,15 +205,18 @@ class DocumentSums:
         """Add a window, with its losses and tokens by bucket and in all."""
         size = item.bytes_between(item.scored, item.stop)
         total = (part["total_tokens"], part["total_nll"])
+        keys: dict[str, Any] = {name: tuple(part[name]) for name in ("key_tokens", "key_nll") if name in part}
         self.count += 1
         self.prefix = item.source.prefix
         name = item.source.name
         before = self.documents.get(item.document)
         if len(self.documents) < 2:
             at = f"{name}[{item.start}:{item.stop}]"
-            self.windows.append(DocumentScore(at, tuple(part["tokens"]), tuple(part["nll"]), *total, size))
+            self.windows.append(DocumentScore(at, tuple(part["tokens"]), tuple(part["nll"]), *total, size, **keys))
         if before is None:
-            self.documents[item.document] = DocumentScore(name, tuple(part["tokens"]), tuple(part["nll"]), *total, size)
+            self.documents[item.document] = DocumentScore(
+                name, tuple(part["tokens"]), tuple(part["nll"]), *total, size, **keys
+            )
             return
         self.documents[item.document] = DocumentScore(
             name,
@@ -211,6 +225,7 @@ class DocumentSums:
             before.total_tokens + total[0],
             before.total_nll + total[1],
             None if size is None or before.bytes is None else before.bytes + size,
+            **{name: tuple(map(operator.add, getattr(before, name), values)) for name, values in keys.items()},
         )
 
     def result(self, *, window: int, stride: int, chunk: int) -> PerplexityResult:

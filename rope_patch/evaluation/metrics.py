@@ -1,4 +1,4 @@
-"""The metrics: of each its values, its direction, its paired difference and how it is written.
+"""The metrics that are measured of a model.
 
 Tables, reports and verdicts go through :data:`METRICS`, so that a metric that is entered there appears in all of them.
 """
@@ -7,167 +7,37 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Iterator
 
-from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
+from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares, ratio_of_sums
 from rope_patch.evaluation.losses import PerplexityResult
+from rope_patch.evaluation.metric import Metric, PairedDifference, Span, VerdictKind
+from rope_patch.evaluation.numbers import number_text, percent, perplexity_text, relative
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.spec import EvalSpec
-from rope_patch.evaluation.suite import EvalResult
+from rope_patch.evaluation.suite import ANSWERED, EvalResult
 from rope_patch.evaluation.tasks import TASKS
+
+__all__ = [
+    "LOST",
+    "METRICS",
+    "LongPerplexity",
+    "Metric",
+    "PairedDifference",
+    "Perplexity",
+    "Retrieval",
+    "Span",
+    "spans_at",
+]
 
 LOST = 0.02
 """Share of prompts that a change may lose, as measured, and still be called safe."""
 
-VerdictKind = Literal["safe", "unsafe", "undecided"]
+EFFECTIVE_RETRIEVAL = 0.9
+"""Share of what the unpatched model answers at its trained length that a method must answer at its effective length."""
 
-
-@dataclass(frozen=True)
-class Span:
-    """What one value of a metric is measured over.
-
-    Attributes:
-        metric: its name.
-        stop: one past the last position, or the length of the prompts [tokens].
-        start: first position [tokens]; None for prompts.
-        task: of the prompts; None for text.
-    """
-
-    metric: str
-    stop: int
-    start: int | None = None
-    task: str | None = None
-
-
-class PairedDifference(NamedTuple):
-    """A difference between two results of the same windows or prompts, with its interval.
-
-    Attributes:
-        estimate: the one minus the other.
-        low: lower end of the interval.
-        high: upper end.
-    """
-
-    estimate: float
-    low: float
-    high: float
-
-    @property
-    def significant(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.low > 0 or self.high < 0
-
-
-class Metric(ABC):
-    """One number that is measured of a model.
-
-    Attributes:
-        name: key of :data:`METRICS`, and of results as JSON.
-        unit: of its differences.
-        difference_name: what they are called in JSON; its name by default.
-        lower_is_better: its direction.
-    """
-
-    name: ClassVar[str]
-    unit: ClassVar[str]
-    lower_is_better: ClassVar[bool]
-    difference_name: ClassVar[str] = ""
-
-    @abstractmethod
-    def spans(self, spec: EvalSpec) -> list[Span]:
-        """Return what a comparison shows of it: its columns."""
-
-    @abstractmethod
-    def at(self, spec: EvalSpec, length: int) -> list[Span]:
-        """Return what tells how a model does at one length [tokens]."""
-
-    @abstractmethod
-    def values(self, result: EvalResult, span: Span) -> Sequence[float]:
-        """Return the value of each unit, a window or a prompt; two results of one spec have the same units."""
-
-    def value(self, result: EvalResult, span: Span) -> float:
-        """Return the value that is shown: by default the mean over the units."""
-        values = self.values(result, span)
-        return math.fsum(values) / len(values)
-
-    def interval(self, result: EvalResult, span: Span, confidence: float) -> tuple[float, float] | None:
-        """Return an interval of the value itself; None where the metric has none."""
-        return None
-
-    def difference(
-        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
-    ) -> PairedDifference:
-        """Return how one result differs from another: by default Student's interval over the paired units."""
-        a, b = self.values(ours, span), self.values(theirs, span)
-        estimate = math.fsum(a) / len(a) - math.fsum(b) / len(b)
-        return PairedDifference(estimate, *paired_means(a, b, confidence))
-
-    def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
-        """Return whether a change is harmless.
-
-        By default one that is significantly for the worse is unsafe, and one that is not for the worse at all is safe.
-
-        Args:
-            change: from what the model did before.
-            tolerance: rise of perplexity that is accepted, relative.
-        """
-        worse = change if self.lower_is_better else PairedDifference(-change.estimate, -change.high, -change.low)
-        return "unsafe" if worse.low > 0 else "safe" if worse.estimate <= 0 else "undecided"
-
-    def heading(self, span: Span) -> str:
-        """Return the head of a column in a printed table."""
-        return f"{self.name} {self.span_text(span)}"
-
-    def title(self, span: Span, *, of_differences: bool = False) -> str:
-        """Return what stands above neighbouring columns in a report.
-
-        Args:
-            span: of one of them.
-            of_differences: the columns hold differences.
-        """
-        of = f", {span.task}," if span.task else ""
-        return f"{self.name.capitalize()}{of} at {'length' if span.start is None else 'positions'} [tokens]" + (
-            f", {self.unit}" if of_differences else ""
-        )
-
-    def span_text(self, span: Span) -> str:
-        """Return positions or length as text [tokens]."""
-        return str(span.stop) if span.start is None else f"{span.start}–{span.stop}"
-
-    def format(self, value: float) -> str:
-        """Return a value for a printed table."""
-        return f"{value:.2f}"
-
-    def format_long(self, value: float) -> str:
-        """Return a value for a report."""
-        return number_text(value)
-
-    def format_difference(self, value: float) -> str:
-        """Return a difference, or an end of its interval, with its sign."""
-        return number_text(value, 2, sign=True)
-
-    def relative_change(self, value: float) -> float:
-        """Return a difference, or an end of its interval, as tables state it: by default as it is."""
-        return value
-
-    def format_change(self, value: float) -> str:
-        """Return what :meth:`relative_change` gives, for a report."""
-        return number_text(value, 2, sign=True)
-
-    def label(self, spec: EvalSpec, span: Span) -> str:
-        """Return its name, with the task where a spec has several."""
-        return f"{self.name} of {span.task}" if span.task and len(spec.tasks) > 1 else self.name
-
-    def estimate_text(self, change: PairedDifference) -> str:
-        """Return the estimate of a change for a sentence."""
-        return f"{change.estimate:+.2f}"
-
-    def describe(self, change: PairedDifference) -> str:
-        """Return a change for a sentence, with its interval."""
-        return f"{change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
+EFFECTIVE_PERPLEXITY = 1.05
+"""The perplexity at an effective length, as a multiple of the unpatched model's at its trained length, at most."""
 
 
 class Perplexity(Metric):
@@ -177,6 +47,7 @@ class Perplexity(Metric):
     unit = "nats/token"
     difference_name = "nll"
     lower_is_better = True
+    by_position = True
 
     def spans(self, spec: EvalSpec) -> list[Span]:
         """Return the positions between the lengths."""
@@ -197,6 +68,19 @@ class Perplexity(Metric):
     def value(self, result: EvalResult, span: Span) -> float:
         """Return the perplexity over all tokens."""
         return _text_of(result).between(span.start or 0, span.stop)
+
+    def held(self, spec: EvalSpec, reference: EvalResult, length: int) -> bool:
+        """Tell whether windows of text were read."""
+        return spec.windows != 0
+
+    def holds(
+        self, ours: EvalResult, span: Span, reference: EvalResult, reference_span: Span, confidence: float
+    ) -> bool | None:
+        """Tell whether the interval of the change of perplexity, paired over windows, lies below 5 %."""
+        one, other = self.values(ours, span), self.values(reference, reference_span)
+        low, high = paired_means(one, other, confidence)
+        limit = math.log(EFFECTIVE_PERPLEXITY)
+        return True if high < limit else False if low >= limit else None
 
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
         """Return safe where the whole interval lies below the tolerance, unsafe where it lies above."""
@@ -240,6 +124,63 @@ class Perplexity(Metric):
         return f"{percent(change.estimate)} ({ends if known else 'no interval from one window'})"
 
 
+class LongPerplexity(Perplexity):
+    """Perplexity over key tokens alone, those that need a long context; differences are those of their loss."""
+
+    name = "longppl"
+    unit = "nats/key token"
+    difference_name = "key_nll"
+
+    def spans(self, spec: EvalSpec) -> list[Span]:
+        """Return the positions between the lengths, where it is measured."""
+        return super().spans(spec) if spec.longppl else []
+
+    def held(self, spec: EvalSpec, reference: EvalResult, length: int) -> bool:
+        """Return False: few windows have key tokens at two lengths, so that these cannot be compared in pairs."""
+        return False
+
+    def at(self, spec: EvalSpec, length: int) -> list[Span]:
+        """Return the positions below the length, where it is measured."""
+        return super().at(spec, length) if spec.longppl else []
+
+    def values(self, result: EvalResult, span: Span) -> list[float]:
+        """Return the mean loss over the key tokens of each window that has some [nats/token]."""
+        return [nll / tokens for nll, tokens in self._sums(result, span)]
+
+    def value(self, result: EvalResult, span: Span) -> float:
+        """Return the perplexity over all key tokens; nan where there are none."""
+        sums = self._sums(result, span)
+        tokens = sum(count for _, count in sums)
+        return 1 + relative(math.fsum(nll for nll, _ in sums) / tokens) if tokens else math.nan
+
+    def difference(
+        self, ours: EvalResult, theirs: EvalResult, span: Span, confidence: float = 0.95
+    ) -> PairedDifference:
+        """Return the difference of the mean loss, with the interval of a ratio: windows differ in their key tokens."""
+        a, b = self._sums(ours, span), self._sums(theirs, span)
+        differences = [mine - other for (mine, _), (other, _) in zip(a, b, strict=True)]
+        return PairedDifference(*ratio_of_sums(differences, [tokens for _, tokens in a], confidence))
+
+    def heading(self, span: Span) -> str:
+        """Return the head of a column in a printed table."""
+        return f"LongPPL {span.start}-{span.stop}"
+
+    def title(self, span: Span, *, of_differences: bool = False) -> str:
+        """Return what stands above neighbouring columns in a report."""
+        return f"LongPPL at positions [tokens]{f', {self.unit}' if of_differences else ''}"
+
+    def _sums(self, result: EvalResult, span: Span) -> list[tuple[float, int]]:
+        """Loss and number of the key tokens of each window that has some."""
+        if result.key_tokens is None:
+            raise ValueError("LongPPL was not measured: give longppl=True")
+        score = _text_of(result)
+        inside = score.inside(span.start or 0, span.stop)
+        sums = [
+            (math.fsum(d.key_nll[i] for i in inside), sum(d.key_tokens[i] for i in inside)) for d in score.documents
+        ]
+        return [(nll, tokens) for nll, tokens in sums if tokens]
+
+
 class Retrieval(Metric):
     """Share of the prompts that are answered exactly."""
 
@@ -273,6 +214,18 @@ class Retrieval(Metric):
         count = _independent(one, other, span.stop)
         return PairedDifference((sum(a) - sum(b)) / len(a), *paired_shares(a, b, confidence, count=count))
 
+    def held(self, spec: EvalSpec, reference: EvalResult, length: int) -> bool:
+        """Tell whether the unpatched model answers each task at the length, so that a share of that says something."""
+        return all(self.value(reference, span) >= ANSWERED for span in self.at(spec, length))
+
+    def holds(
+        self, ours: EvalResult, span: Span, reference: EvalResult, reference_span: Span, confidence: float
+    ) -> bool | None:
+        """Tell whether the interval of the share answered lies above 90 % of what the unpatched model answers."""
+        low, high = self.interval(ours, span, confidence)
+        limit = EFFECTIVE_RETRIEVAL * self.value(reference, reference_span)
+        return True if low > limit else False if high <= limit else None
+
     def verdict(self, change: PairedDifference, tolerance: float) -> VerdictKind:
         """Return unsafe where prompts were significantly lost, safe where at most :data:`LOST` of them were."""
         return "unsafe" if change.high < 0 else "safe" if change.estimate >= -LOST else "undecided"
@@ -282,7 +235,7 @@ class Retrieval(Metric):
         return f"{span.task} {span.stop}"
 
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in (Perplexity(), Retrieval())}
+METRICS: dict[str, Metric] = {metric.name: metric for metric in (Perplexity(), LongPerplexity(), Retrieval())}
 """Every metric by name, in the order of their columns."""
 
 
@@ -314,36 +267,3 @@ def _independent(one: RetrievalResult, other: RetrievalResult, length: int) -> f
     ]
     haystacks = list(zip(*pairs, strict=True))
     return float(len(haystacks)) if TASKS[one.task].joined else independent_count(haystacks)
-
-
-# --- numbers as text --------------------------------------------------------------------------------------------------
-
-
-def relative(nats: float) -> float:
-    """Return a change of perplexity as a share of it, from one of the loss [nats/token]."""
-    return math.expm1(nats) if nats < 700 else math.inf
-
-
-def percent(nats: float) -> str:
-    """Return a change of the loss as one of perplexity.
-
-    >>> percent(math.log(1.5)), percent(20.0)
-    ('+50.0%', 'over +1000%')
-    """
-    share = relative(nats)
-    return f"{share:+.1%}" if share < 10 else "over +1000%"
-
-
-def perplexity_text(value: float) -> str:
-    """Return a perplexity with three or four digits that count."""
-    if not math.isfinite(value):
-        return number_text(value)
-    return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}" if value < 1e6 else f"{value:.2e}"
-
-
-def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
-    """Return a number for people: a true minus, ∞ where there is no end, a dash where there is no value."""
-    if math.isnan(value):
-        return "–"
-    text = f"{value:{'+' if sign else ''}z.{digits}f}".replace("inf", "∞")
-    return text.replace("-", "−")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,7 +143,7 @@ def _windows(
             ids = reader.check(document.ids)
         except ValueError as error:
             raise ValueError(str(error) if number == 0 else f"{document.name}: {error}") from None
-        checked = TokenDocument(document.name, ids, document.ends, document.prefix)
+        checked = replace(document, ids=ids)
         start, done = 0, 1  # the first token is never predicted
         while done < size:
             stop = min(start + window, size)
@@ -160,7 +161,9 @@ def _batched(windows: Iterator[Window], size: int) -> Iterator[list[Window]]:
 
 def _key(item: Window, identity: dict[str, Any]) -> str:
     ids = hashlib.sha256(item.ids.cpu().numpy().tobytes()).hexdigest()
-    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **identity)
+    keys = item.key_tokens
+    chosen = {} if keys is None else {"key_tokens": torch.nonzero(keys).flatten().tolist()}
+    return key(what="perplexity", schema=SCHEMA, ids=ids, first=item.scored - item.start, **chosen, **identity)
 
 
 def _score(
@@ -185,12 +188,12 @@ def _score(
                 f"the loss at position {at} of window {item.start}:{item.stop} of {item.source.name} is not finite: "
                 "NaN or infinite logits, try float32"
             )
-        sums, counts = [], []
-        for start, stop in itertools.pairwise(edges):
-            inside = loss[max(start, low) : max(min(stop, size), low, start)]
-            sums.append(float(inside.sum()))
-            counts.append(len(inside))
-        sums_of_windows.append(
-            {"nll": sums, "tokens": counts, "total_nll": float(part.sum()), "total_tokens": len(part)}
-        )
+        slices = [slice(max(a, low), max(min(b, size), low, a)) for a, b in itertools.pairwise(edges)]
+        sums: dict[str, Any] = {"nll": [float(loss[at].sum()) for at in slices]}
+        sums["tokens"] = [len(loss[at]) for at in slices]
+        sums |= {"total_nll": float(part.sum()), "total_tokens": len(part)}
+        if item.key_tokens is not None:
+            of_keys = [loss[at][item.key_tokens[at]] for at in slices]
+            sums |= {"key_nll": [float(one.sum()) for one in of_keys], "key_tokens": [len(one) for one in of_keys]}
+        sums_of_windows.append(sums)
     return sums_of_windows

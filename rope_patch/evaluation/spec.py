@@ -27,7 +27,8 @@ WINDOWS = 16
 """Windows of text by default, where the text has room for so many."""
 
 
-_WHOLE = {"samples": False, "seed": False, "batch_tokens": False, "windows": True, "bucket": True, "chunk": True}
+_WHOLE = {"samples": False, "seed": False, "batch_tokens": False}
+_WHOLE |= dict.fromkeys(("windows", "short_context", "bucket", "chunk"), True)
 """Fields that are whole numbers, and whether they may be None."""
 
 
@@ -58,6 +59,10 @@ class EvalSpec:
         haystack: ``"noise"``, ``"builtin"``, or a file or folder; None for the text of perplexity itself.
         chat_template: whether prompts go through the tokenizer's chat template: ``"on"``, ``"off"``, or ``"auto"``,
             which is on where there is one.
+        longppl: measure LongPPL too, the perplexity over the tokens that the unpatched model predicts well only with a
+            long context; see :mod:`rope_patch.evaluation.key_tokens`.
+        short_context: the context that LongPPL compares with the model's own, an eighth to a half of it; None for 4096,
+            or a quarter of the model's where that is less, but at least an eighth [tokens].
         bucket: width of the position buckets of the perplexity curve; None for a sixteenth of the longest length
             [tokens].
         chunk: tokens per forward pass, which bounds memory; None for whole windows and prompts [tokens].
@@ -81,6 +86,8 @@ class EvalSpec:
     text: str | None = None
     haystack: str | None = HAYSTACK
     chat_template: str = "auto"
+    longppl: bool = False
+    short_context: int | None = None
     bucket: int | None = None
     chunk: int | None = None
     batch_tokens: int = 16384
@@ -109,10 +116,15 @@ class EvalSpec:
         for name, value, least in (
             ("windows", self.windows, 0),
             ("bucket", self.bucket, 1),
+            ("short_context", self.short_context, 1),
             ("batch_tokens", self.batch_tokens, 1),
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
+        if self.short_context is not None and not self.longppl:
+            raise ValueError("short_context is of LongPPL: give longppl=True (--longppl) too, or leave it out")
+        if self.longppl and self.windows == 0:
+            raise ValueError("LongPPL is measured on windows of text: give windows >= 1")
         if self.chat_template not in CHAT_TEMPLATES:
             raise ValueError(f"chat_template must be one of {', '.join(CHAT_TEMPLATES)}, got {self.chat_template!r}")
         object.__setattr__(self, "lengths", tuple(sorted(lengths)))

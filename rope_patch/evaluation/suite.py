@@ -11,15 +11,23 @@ from torch import nn
 
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
 from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.key_tokens import (
+    KeyTokens,
+    as_trained,
+    choose_key_tokens,
+    default_short_context,
+    tokens_of_spec,
+)
 from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker, chat_turns
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
-from rope_patch.evaluation.sharing import open_cache, whole
+from rope_patch.evaluation.sharing import if_complete, open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.text import Corpus, builtin_text
-from rope_patch.modeling.scoring import CacheFactory
+from rope_patch.modeling.scoring import CacheFactory, name_of
 from rope_patch.patching.two_tables import switch_of
+from rope_patch.patching.verify import trained_length
 
 ANSWERED = 0.75
 """Share of prompts within its trained length that an unpatched model must answer for scores beyond it to say much."""
@@ -35,12 +43,14 @@ class EvalResult:
         retrieval: by length and depth, of each task.
         short_window: under a patch with two tables, the length of the windows whose perplexity is stated for positions
             up to it: those are read under the short table; 0 where there is one table [tokens].
+        key_tokens: what LongPPL is measured on; None where it is not measured.
     """
 
     spec: EvalSpec
     perplexity: PerplexityResult | None
     retrieval: Mapping[str, RetrievalResult]
     short_window: int = 0
+    key_tokens: KeyTokens | None = None
 
     def warnings(self, trained_length: int) -> list[str]:
         """Return what to know of an unpatched model that does not answer within its trained length, a sentence a task.
@@ -63,8 +73,10 @@ class EvalResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores as JSON values, without the spec."""
-        short = {"short_window": self.short_window} if self.short_window else {}
-        return short | {
+        more: dict[str, Any] = {"short_window": self.short_window} if self.short_window else {}
+        if self.key_tokens is not None:
+            more["key_tokens"] = asdict(self.key_tokens)
+        return more | {
             "perplexity": None if self.perplexity is None else asdict(self.perplexity),
             "retrieval": {task: asdict(result) for task, result in self.retrieval.items()},
         }
@@ -96,6 +108,7 @@ class EvalSuite:
         prompts: makes the prompts, each once.
         text_name: what the text is.
         text_sha256: digest of the text; "" where none is read.
+        key_tokens: what LongPPL is measured on; None until it is chosen.
         python_version: whose files the built-in texts are made of; None for texts of the user's own.
 
     Raises:
@@ -116,6 +129,7 @@ class EvalSuite:
         self.text_name = _name(source)
         self.windows: list[TokenDocument] = []
         self.text_sha256 = ""
+        self.key_tokens: KeyTokens | None = None
         if spec.windows != 0:
             self.windows, self.text_sha256 = spread_windows(tokenizer, source, spec.longest, spec.windows)
         self.prompts = CachedPromptMaker(
@@ -134,6 +148,54 @@ class EvalSuite:
     def tokens(self) -> int:
         """Tokens that one run reads, for a progress bar."""
         return self.spec.tokens_to_read(len(self.windows))
+
+    def tokens_to_choose(self, context: int) -> int:
+        """Return how many tokens :meth:`choose_key_tokens` reads; 0 where LongPPL is not measured.
+
+        Args:
+            context: of the evaluator, as :func:`~rope_patch.patching.verify.trained_length` returns it [tokens].
+        """
+        return tokens_of_spec(self.spec, context, len(self.windows))
+
+    def choose_key_tokens(
+        self,
+        model: nn.Module,
+        *,
+        context: int | None = None,
+        resume: str | Path | MutableMapping[str, Any] | None = None,
+        on_progress: Callable[[int], None] = lambda tokens: None,
+        **patch: Any,
+    ) -> KeyTokens:
+        """Choose the tokens that LongPPL is measured on, once for all models that are run afterwards.
+
+        The evaluator is the model without its patch and without its adapter. :meth:`run` calls this with the first
+        model that it is given; call it yourself where the models differ in their weights, or to choose with another
+        model of the same tokenizer.
+
+        Args:
+            model: the evaluator, patched or not.
+            context: that it was trained at, which it is never read beyond; by default as its config states it [tokens].
+            resume: as for :meth:`run`.
+            on_progress: as for :meth:`run`.
+            **patch: ``layer_types`` and ``freeze_at``, as :func:`rope_patch.apply` takes them.
+
+        Raises:
+            ValueError: a short context that does not fit, ids that the model does not know, or logits that are not
+                finite.
+        """
+        context = trained_length(model) if context is None else context
+        with as_trained(model, **patch):
+            self.windows, self.key_tokens = choose_key_tokens(
+                model,
+                self.windows,
+                context=context,
+                short_context=self.spec.short_context or default_short_context(context),
+                batch_tokens=self.spec.batch_tokens,
+                evaluator=f"{type(model).__name__} {name_of(model)}".strip(),
+                result_cache=open_cache(resume),
+                on_progress=on_progress,
+            )
+        return self.key_tokens
 
     def run(
         self,
@@ -164,6 +226,8 @@ class EvalSuite:
         """
         spec = self.spec
         result_cache = open_cache(resume)
+        if spec.longppl and self.key_tokens is None:
+            self.choose_key_tokens(model, resume=result_cache)
         score = None
         short_window = 0
         if window_batch is None:
@@ -195,13 +259,13 @@ class EvalSuite:
                 on_progress=on_progress,
             )
 
-        answers = {task: result for task in spec.tasks if (result := whole(asked, task)) is not None}
-        return EvalResult(spec, score, answers, short_window)
+        answers = {task: result for task in spec.tasks if (result := if_complete(asked, task)) is not None}
+        return EvalResult(spec, score, answers, short_window, self.key_tokens)
 
     def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult | None:
         """Score the beginnings of all windows, of a length that is an edge of the spec's buckets [tokens]."""
         spec = self.spec
-        return whole(
+        return if_complete(
             perplexity,
             model,
             [window.beginning(length) for window in self.windows],

@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 
 from rope_patch import frequencies
-from rope_patch.checkpoints.gguf_table import read_gguf
+from rope_patch.checkpoints.gguf_table import graph_of, read_gguf
 from rope_patch.checkpoints.offline import skeleton
 from rope_patch.checkpoints.reading import config_json
 from rope_patch.exporting.encodings import config_keys, with_context
@@ -101,6 +101,7 @@ class Wanted:
             ValueError: it does not, with the reason.
         """
         complete = dict(self.stated.complete) | dict(settings)
+        complete.pop("original_max_position_embeddings", None)  # vLLM's own limit, which --max-model-len lifts
         reading = reading_of(program, replace(self.stated, complete=complete))
         name = f"{PROGRAMS[program].name} {PROGRAMS[program].version}"
         if reading.refused is not None:
@@ -167,6 +168,10 @@ def _vllm(wanted: Wanted) -> Flags:
 
 
 def _sglang(wanted: Wanted) -> Flags:
+    if wanted.stated.model_type == "olmo3":
+        raise ValueError(
+            "SGLang 0.5.23 cannot run olmo3 with it: its class for OLMo fails on a table for each layer type"
+        )
     settings = wanted.settings(everywhere=True)
     merged = settings | {"rope_parameters": wanted.stated.complete["rope_parameters"] | settings["rope_parameters"]}
     shown = wanted.shown_by("sglang", merged)
@@ -178,11 +183,17 @@ def _quoted(settings: Mapping[str, Any]) -> str:
     return shlex.quote(json.dumps(settings, sort_keys=True))
 
 
-_GRAPHS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-"""Families whose graph in llama.cpp takes the base, the factor and YaRN from the context, not from tensors."""
+_GRAPHS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
+"""Families whose graph in llama.cpp takes the base, the factor and YaRN from the context, not from tensors. That of
+Gemma 2 does so in every other layer: the sliding ones keep what the file says (``llama_model::get_rope_freq_base``)."""
 
 
 def _llama_cpp(wanted: Wanted) -> Flags:
+    if wanted.stated.model_type == "gemma2":
+        raise ValueError(
+            "llama.cpp's options do not reach the sliding layers of gemma2, every other one: these keep the base and "
+            "the scale of the file. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes another base for all of them"
+        )
     if wanted.stated.model_type not in _GRAPHS:
         raise ValueError(
             f"whether llama.cpp's graph for {wanted.stated.model_type} obeys its options was never checked"
@@ -214,8 +225,7 @@ def _llama_cpp(wanted: Wanted) -> Flags:
     if rebuilt is None:
         raise ValueError(
             f"llama.cpp's options cannot express this table ({table.rope_type}): they know a base, linear scaling and "
-            "YaRN with a factor on cos and sin of its own. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it "
-            "into a GGUF file"
+            f"YaRN with a factor on cos and sin of its own. {_in_a_file(wanted.stated.model_type)}"
         )
     options |= {"--ctx-size": wanted.context}
     lines = tuple(
@@ -227,9 +237,18 @@ def _llama_cpp(wanted: Wanted) -> Flags:
     notes = (
         ()
         if is_gguf(wanted.source)
-        else ("for a GGUF file of this checkpoint without factors or a scaling of its own",)
+        else ("use them with a GGUF file of this checkpoint that holds no rotary factors and no scaling",)
     )
     return Flags("llama.cpp", lines, options, (rebuilt,), shown, notes)
+
+
+def _in_a_file(model_type: str) -> str:
+    """Return how a GGUF file can hold a table that no option expresses, or that it cannot."""
+    try:
+        graph_of(model_type)
+    except ValueError as error:
+        return str(error)
+    return "rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a GGUF file"
 
 
 def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable | None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch import frequencies
+from rope_patch.exporting.contexts import StatedContext, kind_of
 from rope_patch.exporting.engines import ENGINES
 from rope_patch.exporting.rules import DIALECTS, SHARE, Built, RefusesError, build
 from rope_patch.tables import RotaryTable
@@ -48,6 +49,12 @@ _OLDER = {
     "gpt_neox": (1e4, 0.25),
 }
 """The base and the share of a head that transformers 4.57.1 takes where a config states none."""
+
+_PHI3_CONTEXT = 4096
+"""``original_max_position_embeddings`` of a Phi-3 whose config.json states none, in transformers 4 [tokens]."""
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What llama.cpp's converter takes where a config leaves it out."""
 
 _NO_KEYS = ("gemma", "gemma2")
 """Families whose converter in llama.cpp writes nothing of the table, not even its base."""
@@ -111,6 +118,13 @@ class StatedConfig:
         every: Mapping[str, Any] = self.complete["rope_parameters"]
         return every if kind is None else every[kind]
 
+    @property
+    def whole_context(self) -> StatedContext:
+        """What the whole config says of its context."""
+        original = self.complete.get("original_max_position_embeddings")
+        every = tuple(self.parameters(kind) for kind in self.tables)
+        return StatedContext(self.context, every, None not in self.tables, self.model_type, original)
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -155,7 +169,7 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
 
 
 def _switches(parameters: Mapping[str, Any]) -> bool:
-    kind = parameters.get("rope_type", "default")
+    kind = kind_of(parameters)
     if kind == "longrope":
         return bool(parameters["short_factor"] != parameters["long_factor"])
     return bool(kind == "dynamic")
@@ -171,30 +185,50 @@ def _plain(theta: float, rotary_dim: int, context: int, *reasons: str, attention
 
 def _vllm(program: str, stated: StatedConfig, kind: str | None) -> Built:
     parameters, head_dim = stated.parameters(kind), stated.head_dim(kind)
+    older, newer = parameters.get("type"), parameters.get("rope_type")
+    if older is not None and older != newer and (older, newer) not in (("su", "longrope"), ("mrope", "default")):
+        raise RefusesError(f"it fails where rope_type and its older name type disagree: {newer!r} and {older!r}")
     share = parameters.get(SHARE, 1.0)
-    built = build(parameters, int(head_dim * share), stated.context, DIALECTS[program], head_dim=head_dim)
+    built = build(
+        parameters,
+        int(head_dim * share),
+        stated.context,
+        DIALECTS[program],
+        head_dim=head_dim,
+        stated=stated.whole_context,
+    )
     if len(built.inv_freq) != stated.tables[kind].pairs:
         reason = f"it obeys {SHARE} {share:g}, which transformers ignores on {stated.model_type}"
-        return Built(built.inv_freq, built.attention_scaling, built.context, built.positions, (reason, *built.reasons))
+        return replace(built, reasons=(reason, *built.reasons))
     return built
 
 
+_TOP_SHARE = ("llama", "mistral", "phi3", "phi", "stablelm")
+"""Families on which SGLang rotates a share of a head, which it looks for at the top of config.json alone."""
+
+
 def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
-    parameters, table = stated.parameters(kind), stated.tables[kind]
-    if (stated.model_type, kind) in ENGINES["sglang"].base_only:
-        scaled = parameters.get("rope_type", "default") != "default"
-        where = f"the {kind} layers of {stated.model_type}" if kind else f"{stated.model_type} models"
-        reasons = [f"it reads nothing but rope_theta on {where}, and computes plain RoPE"] * scaled
-        dims = table.rotary_dim
-        if stated.model_type in ("phi", "stablelm"):
-            share = stated.raw.get(SHARE, _OLDER[stated.model_type][1])
-            dims = int(stated.head_dim(kind) * share)
-            if share != parameters.get(SHARE, 1.0):
-                reasons.append(f"it reads {SHARE} at the top of config.json alone, and takes {share:g}")
-        return _plain(parameters["rope_theta"], dims, stated.context, *reasons)
-    if stated.model_type == "gemma3_text":  # its model calls transformers' own functions, on one dictionary
+    parameters, table, family = stated.parameters(kind), stated.tables[kind], stated.model_type
+    if family == "gemma3_text" and kind != SLIDING:  # its model calls transformers' own functions, on one dictionary
         return build(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
-    return build(parameters, table.rotary_dim, stated.context, DIALECTS[program])
+    dialect, head_dim = DIALECTS[program], stated.head_dim(kind)
+    share = stated.raw.get(SHARE, _OLDER[family][1]) if family in _TOP_SHARE else 1.0
+    dims, reasons = int(head_dim * share), []
+    if kind_of(parameters) == "proportional" and (family, kind) not in ENGINES["sglang"].base_only:
+        dims = head_dim  # every pair is in that table, and the share says how many of them turn
+        if share < 1.0:
+            parameters, dialect = {**parameters, SHARE: share}, replace(dialect, proportional_share=True)
+    if dims != table.rotary_dim:
+        where = f"reads {SHARE} at the top of config.json alone" if family in _TOP_SHARE else f"reads no {SHARE}"
+        reasons.append(f"it {where}, and takes {share:g}")
+    if (family, kind) not in ENGINES["sglang"].base_only:
+        built = build(parameters, dims, stated.context, dialect, stated=stated.whole_context)
+        return replace(built, reasons=(*reasons, *built.reasons))
+    if kind_of(parameters) != "default":
+        where = f"the {kind} layers of {family}" if kind else f"{family} models"
+        reasons.append(f"it reads nothing but rope_theta on {where}, and computes plain RoPE")
+    context, why = dialect.context(stated.whole_context)
+    return _plain(parameters["rope_theta"], dims, context, *reasons, *why)
 
 
 # --- transformers 4, which reads keys at the top of config.json ------------------------------------------------------
@@ -206,9 +240,7 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
     names = ("rotary_emb_base", "rotary_pct") if family == "gpt_neox" else ("rope_theta", SHARE)
     theta, share = raw.get(names[0], base), raw.get(names[1], share)
     missing = "rope_theta" not in raw and names[0] not in raw
-    scaling = raw.get("rope_scaling") or {"rope_type": "default"}
-    if family == "phi3" and len(scaling) != 3 and "rope_scaling" in raw:
-        raise RefusesError("it takes a rope_scaling of Phi-3 with three keys alone, and fails on this one")
+    scaling = _older_scaling(raw, family)
     if kind == SLIDING:
         scaling = {"rope_type": "default"}
         if family == "gemma3_text":
@@ -226,13 +258,55 @@ def _older(program: str, stated: StatedConfig, kind: str | None) -> Built:
         reasons.append("it reads rope_scaling at the top of config.json, which is not there, and scales nothing")
     dims = int(stated.head_dim(kind) * share)
     parameters = {**scaling, "rope_theta": theta}
-    if scaling.get("rope_type") == "longrope":
+    if kind_of(scaling) == "longrope":
         parameters.pop("original_max_position_embeddings", None)
         if original := raw.get("original_max_position_embeddings"):
             parameters["original_max_position_embeddings"] = original
+        elif scaling.get("attention_factor") is None and scaling.get("factor") is None:
+            raise RefusesError(
+                "it fails on a longrope without factor, attention_factor, or original_max_position_embeddings at the "
+                "top of config.json"
+            )
     context = int(raw.get("max_position_embeddings", stated.context))
     built = build(parameters, dims, context, DIALECTS[program])
     return Built(built.inv_freq, built.attention_scaling, context, None, (*reasons, *built.reasons))
+
+
+_TYPE_WINS = ("llama", "qwen2", "qwen3", "phi", "stablelm", "gpt_neox")
+"""Families on which transformers 4 obeys ``type`` where ``rope_type`` is there, too."""
+
+_OLDER_KEYS = {
+    "linear": {"factor"},
+    "yarn": {"factor"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "longrope": {"short_factor", "long_factor"},
+}
+"""The keys without which transformers 4 fails on a rope type."""
+
+
+def _older_scaling(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return the scaling that transformers 4 reads.
+
+    Raises:
+        RefusesError: it fails on it.
+    """
+    scaling = raw.get("rope_scaling")
+    if not scaling:
+        return {"rope_type": "default"}
+    if family == "phi3":  # which takes its table by the older names alone
+        if set(scaling) != {"type", "short_factor", "long_factor"} or scaling["type"] not in ("longrope", "su", "yarn"):
+            raise RefusesError(
+                "it takes a rope_scaling of Phi-3 with the three keys type, short_factor and long_factor alone, and "
+                "fails on this one"
+            )
+        return {**scaling, "type": "longrope"}
+    if family in _TYPE_WINS and "type" in scaling:
+        scaling = {**scaling, "rope_type": scaling["type"]}
+    if family in ("gemma3_text", "olmo3") and "rope_type" not in scaling:
+        raise RefusesError(f"it fails on a rope_scaling of {family} without rope_type")
+    if missing := _OLDER_KEYS.get(kind_of(scaling), set()) - set(scaling):
+        raise RefusesError(f"it fails on a {kind_of(scaling)} without {' and '.join(sorted(missing))}")
+    return dict(scaling)
 
 
 # --- llama.cpp, by way of the keys that its converter writes ---------------------------------------------------------
@@ -248,10 +322,17 @@ def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
     if not any(name in parameters for name in (FULL, SLIDING)):
         local = raw.get("rope_local_base_freq")
         parameters = {**parameters, SLIDING: {"rope_theta": local}} if local is not None else parameters
+        if "type" in parameters:  # rope_scaling has gone through transformers 4 before the converter reads it
+            wins = family in _TYPE_WINS and not raw.get("rope_parameters")
+            parameters["rope_type"] = parameters["type"] if wins else parameters.get("rope_type", parameters["type"])
         for key in ("rope_theta", SHARE, "original_max_position_embeddings"):
             if raw.get(key) is not None:
                 parameters.setdefault(key, raw[key])
     full = {"rope_theta": 1e6 if family == "gemma3_text" else 1e4, **(parameters.get(FULL) or parameters)}
+    if "rope_type" not in full:  # the older name, which it reads where all layers share one dictionary
+        full.pop("type", None)
+    if full.get("rope_type") == "yarn" and "original_max_position_embeddings" not in full:
+        raise RefusesError("its converter fails on YaRN without original_max_position_embeddings")
     sliding = parameters.get(SLIDING) or {}
     if kind == SLIDING:
         default = 1e4 if family == "gemma3_text" else full["rope_theta"]
@@ -259,17 +340,23 @@ def _llama_cpp(program: str, stated: StatedConfig, kind: str | None) -> Built:
         said = ["its sliding layers are plain: it has no keys for their scaling"] * scaled
         return _plain(sliding.get("rope_theta", default), stated.head_dim(kind), context, *said)
     if family == "phi3":
-        return _phi3_converted(full, table, context)
+        return _phi3_converted(full, raw, table, context)
     dialect = DIALECTS[program]
     if full.get("rope_type") == "llama3" and family in ("llama", "mistral"):  # whose converter writes factors
         dialect = replace(dialect, types=dialect.types | {"llama3"}, ignored=dialect.ignored - {"llama3"})
+        full = {**_LLAMA3, **full}
     return build(full, stated.head_dim(kind), context, dialect)
 
 
-def _phi3_converted(parameters: Mapping[str, Any], table: RotaryTable, context: int) -> Built:
+def _phi3_converted(parameters: Mapping[str, Any], raw: Mapping[str, Any], table: RotaryTable, context: int) -> Built:
     """Return what the converter's factors for Phi-3 give: its own factor on cos and sin, and no other type."""
     if "original_max_position_embeddings" not in parameters:
-        raise RefusesError("its converter fails on a Phi-3 config without original_max_position_embeddings")
+        try:
+            _older_scaling(raw, "phi3")
+        except RefusesError:  # then the converter reads config.json itself
+            missing = "its converter fails on a Phi-3 config without original_max_position_embeddings"
+            raise RefusesError(missing) from None
+        parameters = {**parameters, "original_max_position_embeddings": _PHI3_CONTEXT}
     if parameters.get("rope_type", "default") != "longrope":
         return _plain(
             parameters["rope_theta"], table.rotary_dim, context, "its converter reads longrope alone on Phi-3"

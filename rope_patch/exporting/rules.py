@@ -14,13 +14,15 @@ computed here with what their own code computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from rope_patch import frequencies
+from rope_patch.exporting import contexts
+from rope_patch.exporting.contexts import Derived, StatedContext, as_stated, kind_of
 from rope_patch.tables import RotaryTable
 
 SHARE = "partial_rotary_factor"
@@ -43,8 +45,10 @@ class Dialect:
         proportional_share: whether it obeys the share of ``proportional``.
         zero_share: whether it takes a share of 0.
         truncates: whether it obeys ``truncate`` of YaRN; otherwise the ends of the ramp are always rounded.
+        extrapolates: whether it obeys ``extrapolation_factor`` of YaRN, which transformers does not know.
+        whole_factors: whether it takes a factor of ``linear`` that is an integer.
         counts_positions: whether it holds tables of as many positions as it computes from the type, and no more.
-        multiplies: rope types whose ``factor`` it multiplies the stated context by.
+        context: what it takes the context to be.
     """
 
     types: frozenset[str]
@@ -54,15 +58,16 @@ class Dialect:
     proportional_share: bool = True
     zero_share: bool = True
     truncates: bool = True
+    extrapolates: bool = False
+    whole_factors: bool = True
     counts_positions: bool = True
-    multiplies: frozenset[str] = frozenset()
+    context: Callable[[StatedContext], Derived] = as_stated
 
 
 TOLERANCE = 1e-5
 """Relative: what float32 and another order of operations make of one formula."""
 
 _ALL = frozenset({"default", "linear", "llama3", "yarn", "longrope", "proportional"})
-_STRETCHED = frozenset({"linear", "proportional"})
 _SHORT_LONG = frozenset({"short_mscale", "long_mscale"})
 
 DIALECTS: dict[str, Dialect] = {
@@ -83,21 +88,26 @@ DIALECTS: dict[str, Dialect] = {
         yarn_keys=frozenset({"attention_factor", *_MSCALE}),
         longrope_keys=_SHORT_LONG,
         zero_share=False,
-        multiplies=_STRETCHED,
+        whole_factors=False,
+        context=contexts.vllm,
     ),
     "vllm-0.29": Dialect(
         _ALL,
         yarn_keys=frozenset({"attn_factor", "apply_yarn_scaling"}),
         longrope_keys=_SHORT_LONG,
         zero_share=False,
-        multiplies=_STRETCHED,
+        extrapolates=True,
+        whole_factors=False,
+        context=contexts.vllm_029,
     ),
     "sglang": Dialect(
         _ALL,
         yarn_keys=frozenset({"attn_factor", *_MSCALE}),
         longrope_keys=_SHORT_LONG,
         proportional_share=False,
-        multiplies=_STRETCHED,
+        extrapolates=True,
+        whole_factors=False,
+        context=contexts.sglang,
     ),
     "llama.cpp": Dialect(
         frozenset({"default", "linear", "yarn"}),
@@ -153,7 +163,13 @@ def relative_difference(theirs: Tensor, ours: Tensor) -> float | None:
 
 
 def build(
-    parameters: Mapping[str, Any], rotary_dim: int, context: int, dialect: Dialect, *, head_dim: int | None = None
+    parameters: Mapping[str, Any],
+    rotary_dim: int,
+    context: int,
+    dialect: Dialect,
+    *,
+    head_dim: int | None = None,
+    stated: StatedContext | None = None,
 ) -> Built:
     """Build the table of one dictionary of ``rope_parameters`` as a program does.
 
@@ -163,12 +179,13 @@ def build(
         context: ``max_position_embeddings`` of the config [tokens].
         dialect: of :data:`DIALECTS`.
         head_dim: features of a head, over which ``proportional`` is computed; by default ``rotary_dim``.
+        stated: what the whole config says of its context; by default what this dictionary says of it.
 
     Raises:
         RefusesError: the program raises.
         KeyError: a key is missing without which neither it nor transformers can build the type.
     """
-    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    kind = kind_of(parameters)
     theta = parameters["rope_theta"]
     if not isinstance(theta, int | float) or isinstance(theta, bool):
         raise RefusesError(f"the base of its table is {theta!r}, which is no number, and it fails on it")
@@ -182,20 +199,27 @@ def build(
     if kind == "yarn":
         inv_freq = _yarn(parameters, float(theta), rotary_dim, context, dialect, reasons)
         attention = _yarn_factor(parameters, dialect, reasons)
-        positions = int(parameters["factor"] * _original(parameters, context))
+        positions = math.ceil(parameters["factor"] * _original(parameters, context))
         if dialect.counts_positions and positions < context:
             reasons.append(
                 f"its table holds factor times original_max_position_embeddings, {positions} positions, and no more"
             )
     elif kind == "longrope":
+        lists, pairs = len(parameters["long_factor"]), rotary_dim // 2
+        if lists != pairs:
+            raise RefusesError(f"it rotates {pairs} pairs, and fails on the {lists} factors of longrope")
         inv_freq = frequencies.longrope(float(theta), parameters["long_factor"])
+        positions = max(context, _original(parameters, context))
         attention = _longrope_factor(parameters, context, dialect, reasons)
     elif kind == "proportional":
         inv_freq = _proportional(parameters, float(theta), head_dim or rotary_dim, dialect, reasons)
     else:
         inv_freq = frequencies.geometric(float(theta), rotary_dim)
         if kind == "linear":
+            if isinstance(parameters["factor"], int) and not dialect.whole_factors:
+                raise RefusesError("it fails on a factor of linear that is an integer: write 4.0 and not 4")
             inv_freq = inv_freq / parameters["factor"]
+            positions = math.ceil(context * parameters["factor"])
         elif kind == "llama3":
             inv_freq = frequencies.llama3(
                 inv_freq,
@@ -204,13 +228,9 @@ def build(
                 high_freq_factor=parameters["high_freq_factor"],
                 context=_original(parameters, context),
             )
-    stretched = context
-    if kind in dialect.multiplies and parameters.get("factor", 1.0) != 1.0:
-        stretched = int(context * parameters["factor"])
-        reasons.append(f"it multiplies the context that the config states by the factor of {kind}")
-        positions = max(positions, stretched)
+    served, why = dialect.context(stated or StatedContext(context, (parameters,)))
     counted = positions if dialect.counts_positions else None
-    return Built(frequencies.zero_unrotated(inv_freq), attention, stretched, counted, tuple(reasons))
+    return Built(frequencies.zero_unrotated(inv_freq), attention, served, counted, (*reasons, *why))
 
 
 def _original(parameters: Mapping[str, Any], context: int) -> int:
@@ -224,7 +244,7 @@ def _yarn(
     if not truncate and not dialect.truncates:
         reasons.append("it rounds the ends of YaRN's ramp, whatever truncate says")
         truncate = True
-    return frequencies.yarn(
+    inv_freq = frequencies.yarn(
         theta,
         rotary_dim,
         factor=parameters["factor"],
@@ -233,6 +253,12 @@ def _yarn(
         beta_slow=parameters.get("beta_slow") or 1,
         truncate=truncate,
     )
+    extrapolated = float(parameters.get("extrapolation_factor", 1.0))
+    if extrapolated == 1.0 or not dialect.extrapolates:
+        return inv_freq
+    reasons.append("it obeys extrapolation_factor, which transformers does not know")
+    plain = frequencies.geometric(theta, rotary_dim)
+    return extrapolated * inv_freq + (1 - extrapolated) * plain / float(parameters["factor"])
 
 
 def _yarn_factor(parameters: Mapping[str, Any], dialect: Dialect, reasons: list[str]) -> float:

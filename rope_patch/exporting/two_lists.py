@@ -30,7 +30,10 @@ def about_two_tables(record: PatchRecord | None) -> list[str]:
     method = None if record is None else record.to_method()
     if not isinstance(method, TwoTables):
         return []
-    return [f"texts of up to {method.switch_at} tokens are read under the long table there: rope_patch alone has two"]
+    return [
+        f"the method has two tables, one of them for texts of up to {method.switch_at} tokens; other programs use the "
+        "long table for all texts"
+    ]
 
 
 def two_lists(model: nn.Module) -> dict[str, Any]:

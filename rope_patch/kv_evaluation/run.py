@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rope_patch.evaluation.calibration import calibration
-from rope_patch.evaluation.compare import environment, name_of, named, under
+from rope_patch.evaluation.compare import environment, named, under
 from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite, as_suite
@@ -39,6 +39,7 @@ from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, find_verdict
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.capture import capture
+from rope_patch.modeling.scoring import name_of
 from rope_patch.modeling.statistics import Capture
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.targets import for_target
@@ -152,6 +153,8 @@ def kv_check(
     result_cache = open_cache(resume)
     setting = Setting(model, suite, limits, result_cache, on_progress, min(attributed, len(suite.windows)), on_more)
     patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
+    if suite.spec.longppl and suite.key_tokens is None:
+        suite.choose_key_tokens(model, resume=result_cache, **options)
     means = _check_all(setting, patches, asked, calibration_rows)
     rows, captures = _measure_all(setting, patches, asked, means, mitigate)
     return KVCheck(

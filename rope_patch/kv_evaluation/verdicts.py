@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rope_patch.evaluation.metrics import METRICS, PairedDifference, VerdictKind, percent, spans_at
+from rope_patch.evaluation.metric import VerdictKind
+from rope_patch.evaluation.metrics import METRICS, PairedDifference, spans_at
+from rope_patch.evaluation.numbers import percent
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.schemes import FORMATS
 from rope_patch.kv_evaluation.attribution import Attribution, attribute

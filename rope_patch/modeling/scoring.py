@@ -302,3 +302,9 @@ def fingerprint(model: nn.Module) -> str:
                 digest.update(str(sample.to("cpu").tolist()).encode())
     own = digest.hexdigest()
     return str(getattr(model, "rope_patch_fingerprints", {}).get(own, own))
+
+
+def name_of(model: nn.Module) -> str:
+    """Return what a model's config calls it, without the folder it lies in."""
+    config: Any = model.config
+    return str(getattr(config, "name_or_path", "") or "").rstrip("/").rpartition("/")[2]

@@ -12,7 +12,7 @@ from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.outliers import RATIO, feature_maps, scatter
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.views import HeadView
-from rope_patch.evaluation.metrics import number_text
+from rope_patch.evaluation.numbers import number_text
 from rope_patch.plots import analysis as plots_analysis
 from rope_patch.plots import outliers as plots_outliers
 from rope_patch.plots.analysis import PAIRS, feature_map, heat_maps, pair_lines, pair_map, spread

@@ -12,7 +12,7 @@ from rope_patch.analysis.decomposition import Decomposition, decompose, rotate, 
 from rope_patch.analysis.heads import Heads
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.sinks import Sinks
-from rope_patch.evaluation.metrics import number_text
+from rope_patch.evaluation.numbers import number_text
 from rope_patch.modeling.statistics import LayerCapture
 from rope_patch.plots import outliers as plots_outliers
 from rope_patch.reports.analysis_captions import token_text

@@ -11,7 +11,7 @@ from rope_patch.analysis.heads import FAR, MAJORITY, LayerHeads
 from rope_patch.analysis.outliers import RATIO, OutlierPair
 from rope_patch.analysis.recall import recall
 from rope_patch.analysis.result import Analysis
-from rope_patch.evaluation.metrics import number_text, perplexity_text
+from rope_patch.evaluation.numbers import number_text, perplexity_text
 from rope_patch.modeling.statistics import Capture
 from rope_patch.reports.analysis_captions import all_heads, named, relative, spans_of, token_text
 from rope_patch.reports.blocks import AnalysisTable, TextCell

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.evaluation.compare import Column, Comparison, Row
-from rope_patch.evaluation.metrics import METRICS, number_text, perplexity_text
+from rope_patch.evaluation.metrics import METRICS
+from rope_patch.evaluation.numbers import number_text, perplexity_text
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
@@ -121,6 +122,8 @@ def _section(comparison: Comparison) -> dict[str, Any]:
         "unjoined": [task for task in comparison.spec.tasks if not TASKS[task].joined],
         "several": len(rows) > 1,
         "shortened": [(name, row.method) for name, row in zip(names, rows, strict=True) if name != row.method],
+        "effective": comparison.effective_lengths(),
+        "short_of": {row.method: name for name, row in zip(names, rows, strict=True)},
         "groups": _groups(columns),
         "difference_groups": _groups(columns, of_differences=True),
         "scores": _by_row(names, [_scores(comparison, column) for column in columns]),
@@ -156,6 +159,8 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
                 f"{score.tokens} tokens scored",
             ),
         ]
+    if scores.key_tokens is not None:
+        facts.append(("LongPPL", str(scores.key_tokens)))
     return [
         *facts,
         (

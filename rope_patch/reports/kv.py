@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, Span, number_text, spans_at
+from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, Span, spans_at
+from rope_patch.evaluation.numbers import number_text
 from rope_patch.files import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.captions import counted, spans, windows_of

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rope_patch.analysis.outliers import RATIO
-from rope_patch.evaluation.metrics import Metric, Span, number_text, spans_at
+from rope_patch.evaluation.metrics import Metric, Span, spans_at
+from rope_patch.evaluation.numbers import number_text
 from rope_patch.frequencies import wavelength
 from rope_patch.kv_evaluation.measuring import ERRORS
 from rope_patch.kv_evaluation.results import KVCheck, answered

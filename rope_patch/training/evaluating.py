@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tqdm import tqdm
 
+from rope_patch.evaluation.key_tokens import KeyTokens
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.metrics import METRICS, PairedDifference
 from rope_patch.evaluation.result_cache import ResultCache, finite
@@ -88,6 +89,7 @@ def to_json(result: RecipeScores) -> dict[str, Any]:
     return {
         "retrieval": asdict(result.retrieval),
         "perplexity": None if result.perplexity is None else asdict(result.perplexity),
+        "key_tokens": None if result.scores.key_tokens is None else asdict(result.scores.key_tokens),
     }
 
 
@@ -160,9 +162,12 @@ def from_json(values: dict[str, Any], spec: EvalSpec) -> EvalResult:
     if text is not None:
         buckets = tuple(Bucket(**bucket) for bucket in text["buckets"])
         documents = tuple(
-            DocumentScore(**{**document, "tokens": tuple(document["tokens"]), "nll": tuple(document["nll"])})
-            for document in text["documents"]
+            DocumentScore(**cast("dict[str, Any]", {k: tuple(v) if isinstance(v, list) else v for k, v in one.items()}))
+            for one in text["documents"]
         )
         parts = {"buckets": buckets, "documents": documents, "prefix": tuple(text["prefix"])}
         perplexity = PerplexityResult(**{**text, **parts})
-    return EvalResult(spec, perplexity, {retrieval.task: retrieval})
+    keys = values.get("key_tokens")
+    return EvalResult(
+        spec, perplexity, {retrieval.task: retrieval}, key_tokens=None if keys is None else KeyTokens(**keys)
+    )

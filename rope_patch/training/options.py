@@ -233,6 +233,8 @@ class EvaluationOptions:
         text: file or folder for perplexity; by default held-out text that ships with CPython.
         haystack: ``noise``, ``builtin``, a file or folder.
         chat_template: ``on``, ``off``, or ``auto``: prompts go through the tokenizer's chat template where it has one.
+        longppl: measure LongPPL too, over the tokens that the model without patch and adapter predicts well only with
+            a long context. They are chosen before the first evaluation, which takes several times as long as one.
         task: retrieval task.
         mode: ``single`` (one needle per prompt) or ``multikey``, which reads less text for as many questions.
         chunk: tokens per forward pass; bounds memory.
@@ -249,6 +251,7 @@ class EvaluationOptions:
     text: str | None = None
     haystack: str = "noise"
     chat_template: str = "auto"
+    longppl: bool = False
     task: str = "passkey"
     mode: Literal["single", "multikey"] = "single"
     chunk: int | None = None

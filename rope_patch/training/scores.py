@@ -58,7 +58,9 @@ class RecipeScores:
         for metric in reversed(METRICS.values()):
             for span in metric.spans(self.scores.spec):
                 place = str(span.stop) if span.start is None else f"{span.start}_{span.stop}"
-                numbers[f"{metric.name}_{place}"] = metric.value(self.scores, span)
+                value = metric.value(self.scores, span)
+                if not math.isnan(value):  # positions without a key token have no LongPPL
+                    numbers[f"{metric.name}_{place}"] = value
         return numbers
 
 
@@ -85,6 +87,7 @@ class RecipeEvaluator:
             text=options.text,
             haystack=options.haystack,
             chat_template=options.chat_template,
+            longppl=options.longppl,
             bucket=max(lengths),
             chunk=options.chunk,
             seed=SEED + options.seed,

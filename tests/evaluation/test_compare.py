@@ -233,7 +233,7 @@ def test_differences_are_asked_for_by_name():
     assert found.estimate == -1 and found.significant
     with pytest.raises(ValueError, match=r"^no method 'c' in this comparison. Known: a, b$"):
         result.difference("c", "a", "retrieval", 16)
-    with pytest.raises(ValueError, match="metric must be one of perplexity, retrieval, got 'speed'"):
+    with pytest.raises(ValueError, match="metric must be one of perplexity, longppl, retrieval, got 'speed'"):
         result.difference("b", "a", "speed", 16)
     with pytest.raises(ValueError, match="not made of whole buckets"):
         result.difference("b", "a", "perplexity", 9)

@@ -291,7 +291,8 @@ def test_perplexity_as_json():
     assert read["schema"] == 2 and read["stderr"] is None
     read["buckets"] = tuple(Bucket(**bucket) for bucket in read["buckets"])
     read["documents"] = tuple(
-        DocumentScore(**{**d, "tokens": tuple(d["tokens"]), "nll": tuple(d["nll"])}) for d in read["documents"]
+        DocumentScore(**{name: tuple(v) if isinstance(v, list) else v for name, v in d.items()})
+        for d in read["documents"]
     )
     read["prefix"] = tuple(read["prefix"])
     assert PerplexityResult(**read) == result

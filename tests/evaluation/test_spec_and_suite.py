@@ -55,8 +55,10 @@ def test_every_field_of_a_spec_is_part_of_its_digest():
         "batch_tokens": 10,
         "seed": 1,
     }
-    assert set(changes) == set(base.to_dict())
     digests = {EvalSpec(**{"lengths": [256], name: value}).sha256 for name, value in changes.items()}
+    changes |= {"longppl": True, "short_context": 8}  # the second is of the first
+    digests |= {EvalSpec([256], longppl=True, short_context=short).sha256 for short in (None, 8)}
+    assert set(changes) == set(base.to_dict())
     assert len(digests | {base.sha256}) == len(changes) + 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from commands import fail
-from tiny import ARCHITECTURES, SIZE, YARN, tiny_model
+from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
 from transformers import AutoModelForCausalLM, GraniteConfig
 from typer.testing import CliRunner
 
@@ -82,7 +82,7 @@ def test_a_longrope_factor_is_ignored_by_every_vllm(tmp_path):
 
 
 def test_p_rope_that_sglang_reads_as_plain_is_caught(tmp_path):
-    folder = patched(tmp_path / "p", "p_rope:p=0.5")
+    folder = patched(tmp_path / "p", "p_rope:p=0.5", "qwen2")
     row = rows(folder, "sglang")[None]
     assert (row.verdict, row.difference) == ("differs", 1.0)
     plain = torch.tensor([10000.0 ** (-i / 8) for i in range(8)])  # 8 pairs, every one of which rotates
@@ -94,7 +94,7 @@ def test_p_rope_that_sglang_reads_as_plain_is_caught(tmp_path):
 
 def test_scaled_sliding_layers_of_gemma_3_are_caught(tmp_path):
     folder = patched(tmp_path / "both", "pi:factor=4", "gemma3", layer_types=("full_attention", "sliding_attention"))
-    assert {row.verdict for row in rows(folder, "vllm").values()} == {"differs"}  # which multiplies the context
+    assert {row.verdict for row in rows(folder, "vllm").values()} == {"agrees"}
     read = rows(folder, "sglang")
     assert read["full_attention"].verdict == "agrees"
     sliding = read["sliding_attention"]
@@ -151,6 +151,77 @@ def test_a_context_that_is_multiplied_is_a_difference(tmp_path):
         assert (row.verdict, row.difference, row.built.context) == ("differs", 0.0, 1024), program
 
 
+def test_a_share_that_sglang_looks_for_at_the_top_alone(tmp_path):
+    # as its own code built them: of these, half the pairs turn where config.json states the share outside, too
+    top = patched(tmp_path / "top", "p_rope:p=0.5")
+    assert json.loads((top / "config.json").read_text())["partial_rotary_factor"] == 0.5
+    assert verdicts(top)["sglang"] == "agrees"
+    yarn = YARN | {"partial_rotary_factor": 0.5}
+    inside = written(tmp_path / "inside", rope_parameters=yarn, max_position_embeddings=256)
+    row = rows(inside, "sglang")[None]
+    assert (row.verdict, len(row.built.inv_freq)) == ("differs", 8)  # of 16 features; transformers 5 builds 4 pairs
+    assert "at the top of config.json alone" in " ".join(row.reasons)
+
+
+def test_the_context_that_a_program_serves(tmp_path):
+    """Numbers of vLLM's and SGLang's own code for such configs."""
+    linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    nested = {"full_attention": linear, "sliding_attention": local}
+    gemma = written(tmp_path / "gemma", "gemma3", rope_parameters=nested, max_position_embeddings=512)
+    assert {row.built.context for row in rows(gemma, "vllm").values()} == {512}  # as every published Gemma 3 has it
+    recipe = written(tmp_path / "recipe", "qwen2", rope_parameters=YARN)  # as Qwen's documentation has it
+    assert [rows(recipe, name)[None].built.context for name in ("vllm", "vllm-0.29", "sglang")] == [64, 256, 64]
+    assert rows(recipe, "vllm-0.29")[None].verdict == "differs"
+    leftover = written(tmp_path / "leftover", rope_parameters=local | {"factor": 2.0})
+    assert [rows(leftover, name)[None].built.context for name in ("vllm", "vllm-0.29", "sglang")] == [128] * 3
+    lists = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
+    phi = written(tmp_path / "phi", "phi3", rope_parameters=lists, max_position_embeddings=256)
+    row = rows(phi, "vllm")[None]
+    assert (row.built.context, row.built.positions) == (64, 256)
+    assert "unless --max-model-len says more" in " ".join(row.reasons)
+    third = written(tmp_path / "third", rope_parameters=YARN | {"factor": 3.7}, max_position_embeddings=236)
+    assert rows(third, "vllm")[None].built.positions == 237  # 236.8
+
+
+def test_what_programs_fail_on(tmp_path):
+    whole = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}
+    folder = written(tmp_path / "whole", rope_parameters=whole)
+    for name in ("vllm", "vllm-0.29", "sglang"):
+        row = rows(folder, name)[None]
+        assert (row.verdict, "write 4.0" in row.reasons[0]) == ("refuses", True), name
+    two = YARN | {"type": "linear"}
+    assert rows(written(tmp_path / "two", rope_parameters=two), "vllm")[None].verdict == "refuses"
+    unset = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    assert rows(written(tmp_path / "unset", rope_parameters=unset), "llama.cpp")[None].verdict == "refuses"
+    older = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    folder = written(tmp_path / "older", rope_parameters=None, rope_theta=1e4, rope_scaling=older)
+    assert "original_max_position_embeddings" in rows(folder, "transformers-4")[None].reasons[0]
+    lists = {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
+    folder = written(tmp_path / "lists", rope_parameters=None, rope_theta=1e4, rope_scaling=lists)
+    assert rows(folder, "transformers-4")[None].verdict == "refuses"
+
+
+def test_keys_that_only_engines_know(tmp_path):
+    half = YARN | {"extrapolation_factor": 0.5}
+    folder = written(tmp_path / "half", rope_parameters=half, max_position_embeddings=256)
+    found = {name: rows(folder, name)[None] for name in ("vllm", "vllm-0.29", "sglang", "llama.cpp")}
+    assert {name: row.verdict for name, row in found.items()} == {
+        "vllm": "agrees",
+        "vllm-0.29": "differs",
+        "sglang": "differs",
+        "llama.cpp": "agrees",
+    }
+    # the fastest pair: half of it is interpolated by 4, and half is left
+    assert found["sglang"].built.inv_freq[0] == pytest.approx(0.5 * 1 + 0.5 / 4)
+
+
+def test_llama_cpp_reads_the_older_name_of_a_type(tmp_path):
+    llama3 = {key: value for key, value in LLAMA3.items() if key != "rope_type"} | {"type": "llama3"}
+    folder = written(tmp_path / "named", rope_parameters=llama3)
+    assert rows(folder, "llama.cpp")[None].verdict == "agrees"
+
+
 def test_llama_cpp_reads_what_its_converter_writes(tmp_path):
     folder = written(tmp_path / "yarn", rope_parameters=YARN | {"attention_factor": 1.5}, max_position_embeddings=256)
     row = rows(folder, "llama.cpp")[None]
@@ -200,7 +271,7 @@ def invoke(*words: str | Path) -> Any:
 
 
 def test_the_exit_status_says_whether_they_agree(tmp_path):
-    folder = patched(tmp_path / "p", "p_rope:p=0.5")
+    folder = patched(tmp_path / "p", "p_rope:p=0.5", "qwen2")
     assert invoke(folder, "--engine", "vllm").exit_code == 0
     differs = invoke(folder, "--engine", "vllm", "--engine", "sglang")
     assert differs.exit_code == 3

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 from commands import fail, run
-from tiny import tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from tiny import SIZE, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Olmo3Config
 
 import rope_patch
 from rope_patch.exporting import export
@@ -187,3 +187,47 @@ def test_wrong_arguments_say_what_to_do(base, tmp_path, monkeypatch, capsys):
     assert "unknown program 'tgi'. Known: vllm, sglang, llama.cpp" in said
     rope_patch.checkpoints.offline.patch_folder(base, "abf", tmp_path / "patched")
     assert "is patched already" in fail(monkeypatch, capsys, "flags", tmp_path / "patched", "abf", "--for", "vllm")
+
+
+@pytest.mark.parametrize("method", ["abf", "pi:factor=4", "yarn:factor=4"])
+def test_options_that_reach_every_other_layer_are_refused(method, tmp_path):
+    """llama.cpp's models/gemma2.cpp takes base and scale of sliding layers from the file, whatever is on its line."""
+    tiny_model("gemma2").save_pretrained(tmp_path / "gemma2")
+    with pytest.raises(ValueError, match="do not reach the sliding layers of gemma2"):
+        flags(tmp_path / "gemma2", method, "llama.cpp", target_length=256)
+    tiny_model("gemma").save_pretrained(tmp_path / "gemma")
+    assert flags(tmp_path / "gemma", method, "llama.cpp", target_length=256).lines
+
+
+def test_sglang_cannot_take_the_two_tables_of_olmo_3(tmp_path):
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    AutoModelForCausalLM.from_config(Olmo3Config(**SIZE, **layers)).save_pretrained(tmp_path / "olmo3")
+    with pytest.raises(ValueError, match="fails on a table for each layer type"):
+        flags(tmp_path / "olmo3", "yarn:factor=4", "sglang", target_length=256)
+
+
+def test_a_share_that_sglang_does_not_see_is_refused(tmp_path):
+    """Its code fails there: 6 factors, and 8 pairs of features that it rotates."""
+    share = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    tiny_model("phi3", partial_rotary_factor=0.75, rope_parameters=share).save_pretrained(tmp_path / "phi3")
+    path = tmp_path / "phi3" / "config.json"
+    config = json.loads(path.read_text())
+    assert flags(tmp_path / "phi3", "pi:factor=4", "sglang", target_length=256).lines
+    del config["partial_rotary_factor"]  # it stays in rope_parameters, where transformers 5 reads it
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="6 factors of longrope"):
+        flags(tmp_path / "phi3", "pi:factor=4", "sglang", target_length=256)
+
+
+def test_a_context_outside_the_table_does_not_matter_beside_max_model_len(tmp_path):
+    tiny_model("phi3").save_pretrained(tmp_path / "phi3")
+    written = flags(tmp_path / "phi3", "pi:factor=4", "vllm", target_length=256)
+    assert option(written.lines, "--max-model-len") == "256"
+
+
+def test_no_file_is_promised_where_a_graph_reads_no_factors(base, tmp_path):
+    tiny_model("qwen2").save_pretrained(tmp_path / "qwen2")
+    with pytest.raises(ValueError, match="graph for qwen2 reads no rotary factors"):
+        flags(tmp_path / "qwen2", "p_rope:p=0.5", "llama.cpp", target_length=256)
+    with pytest.raises(ValueError, match=r"rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a GGUF file"):
+        flags(base, "p_rope:p=0.5", "llama.cpp", target_length=256)

@@ -65,7 +65,7 @@ def test_what_two_lists_cannot_say_is_refused(folder, tmp_path, options, message
 
 def test_another_form_says_that_the_short_table_is_left_out(folder, tmp_path):
     written = export(folder, tmp_path / "out", to="hf", method=METHOD, target_length=256)
-    assert any("texts of up to 64 tokens are read under the long table there" in note for note in written["notes"])
+    assert any("other programs use the long table for all texts" in note for note in written["notes"])
     assert torch.equal(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), ids(30)),
         logits(rope_patch.load(folder, "abf:factor=8", target_length=256), ids(30)),
@@ -74,6 +74,7 @@ def test_another_form_says_that_the_short_table_is_left_out(folder, tmp_path):
 
 def test_audit_and_flags_say_that_other_programs_have_the_long_table_alone(folder, tmp_path):
     rope_patch.save(rope_patch.load(folder, METHOD, target_length=256), tmp_path / "patched")
-    expected = "texts of up to 64 tokens are read under the long table there: rope_patch alone has two"
+    expected = "the method has two tables, one of them for texts of up to 64 tokens; other programs use the long table "
+    expected += "for all texts"
     assert expected in audit(tmp_path / "patched").notes
     assert expected in flags(folder, METHOD, "vllm", target_length=256).notes

@@ -1,0 +1,137 @@
+"""The effective length: up to which length a method does as well as the unpatched model at its trained length."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rope_patch.evaluation.intervals import wilson
+from rope_patch.evaluation.metrics import EFFECTIVE_PERPLEXITY, EFFECTIVE_RETRIEVAL, METRICS, Metric, Span
+from rope_patch.evaluation.suite import EvalResult
+
+UNPATCHED = "default"
+"""The method that leaves a model as it is."""
+
+
+@dataclass(frozen=True)
+class EffectiveLength:
+    """Up to which length one metric of a method holds.
+
+    Attributes:
+        method: as a method string.
+        metric: a key of :data:`~rope_patch.evaluation.metrics.METRICS`.
+        length: the longest measured length at which, and at all shorter ones, the metric is shown to hold; None where
+            it is not shown at the shortest one [tokens].
+        next_length: the next measured length; None where the metric holds at all of them [tokens].
+        fails: at ``next_length`` the metric is shown not to hold; otherwise the samples do not suffice to tell.
+    """
+
+    method: str
+    metric: str
+    length: int | None
+    next_length: int | None
+    fails: bool
+
+    def __str__(self) -> str:
+        """Return the length as text, with what is known of the next one.
+
+        >>> str(EffectiveLength("yarn:factor=4", "retrieval", 4096, 8192, fails=False))
+        '4096 (8192 not shown)'
+        """
+        if self.next_length is None:
+            return f"{self.length} or more"
+        if self.length is None:
+            return f"below {self.next_length}" if self.fails else f"not shown at {self.next_length}"
+        return f"{self.length} ({self.next_length} {'too long' if self.fails else 'not shown'})"
+
+
+@dataclass(frozen=True)
+class EffectiveLengths:
+    """The effective length of every method in every metric that has one: retrieval and perplexity.
+
+    A method holds at a length if the lower end of the interval of its retrieval lies above 90 % of what the unpatched
+    model answers at its trained length, for every task; and if the upper end of that of its perplexity, at positions
+    from the length before, lies below 105 % of the unpatched model's: at the same positions within the trained length,
+    since text is harder to predict at its beginning, and beyond it at the last positions within. RULER's effective
+    length (Hsieh et al. 2024, arXiv:2404.06654) is a similar measure, against a fixed score and without intervals.
+
+    Attributes:
+        reference: the longest measured length within the trained one [tokens].
+        lengths: by method and metric.
+        confidence: of the intervals.
+        prompts: how many were asked at each length of each task.
+        depths: how many depths they were asked at.
+    """
+
+    reference: int
+    lengths: tuple[EffectiveLength, ...]
+    confidence: float
+    prompts: int
+    depths: int
+
+    @property
+    def explanation(self) -> str:
+        """What an effective length is, and what to do where the prompts do not suffice, as sentences."""
+        sentence = (
+            f"Effective length: up to it retrieval is above {EFFECTIVE_RETRIEVAL:.0%}, and perplexity below "
+            f"{EFFECTIVE_PERPLEXITY:.0%}, of the unpatched model's at {self.reference} tokens, by the "
+            f"{self.confidence:.0%} intervals at every length measured."
+        )
+        needed = next(n for n in itertools.count(1) if wilson(n, n, self.confidence)[0] > EFFECTIVE_RETRIEVAL)
+        if self.prompts < needed and any(one.metric == "retrieval" and not one.fails for one in self.lengths):
+            samples = -(-needed // self.depths)
+            sentence += (
+                f" {self.prompts} prompts at a length cannot show that of retrieval, even if all are answered; "
+                f"{needed} can (samples={samples}, --samples {samples})."
+            )
+        return sentence
+
+    def of(self, method: str) -> str:
+        """Return the effective lengths of a method, a metric each, for a sentence."""
+        return ", ".join(f"{one.metric} {one}" for one in self.lengths if one.method == method)
+
+
+def effective_lengths(
+    scores: Mapping[str, EvalResult], trained_length: int, confidence: float = 0.95
+) -> EffectiveLengths | None:
+    """Return the effective length of every method; None without the unpatched model or a length it was trained at.
+
+    Args:
+        scores: by method string, of one spec; that of the unpatched model is ``"default"``.
+        trained_length: of the model [tokens].
+        confidence: of the intervals.
+    """
+    unpatched = scores.get(UNPATCHED)
+    if unpatched is None:
+        return None
+    spec = unpatched.spec
+    within = [length for length in spec.lengths if length <= trained_length]
+    if not within:
+        return None
+    lengths = [
+        _effective(metric, method, result, unpatched, max(within), confidence)
+        for method, result in scores.items()
+        for metric in METRICS.values()
+        if metric.held(spec, unpatched, max(within))
+    ]
+    return EffectiveLengths(max(within), tuple(lengths), confidence, len(spec.depths) * spec.samples, len(spec.depths))
+
+
+def _effective(
+    metric: Metric, method: str, result: EvalResult, unpatched: EvalResult, reference: int, confidence: float
+) -> EffectiveLength:
+    reached = None
+    for length in result.spec.lengths:
+        other = min(length, reference) if metric.by_position else reference
+        spans = zip(_spans(metric, result, length), _spans(metric, result, other), strict=True)
+        verdicts = [metric.holds(result, span, unpatched, theirs, confidence) for span, theirs in spans]
+        if not all(verdicts):
+            return EffectiveLength(method, metric.name, reached, length, fails=False in verdicts)
+        reached = length
+    return EffectiveLength(method, metric.name, reached, None, fails=False)
+
+
+def _spans(metric: Metric, result: EvalResult, length: int) -> list[Span]:
+    """What a metric is measured over at a length alone, without what lies before it."""
+    return [span for span in metric.spans(result.spec) if span.stop == length]

@@ -1,0 +1,283 @@
+"""Key tokens: those that a model predicts well only with a long context. LongPPL is the perplexity over them.
+
+*Source*: Fang et al. (2024), LongPPL, arXiv:2410.23771; reference code PKU-ML/LongPPL at 1decd2a. Where we differ: a
+text longer than the evaluator's own context is read in windows of that context, so that the evaluator is never used
+beyond it; the special tokens of a text stand in front of every window; the short context is scaled for short models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.result_cache import key
+from rope_patch.evaluation.sharing import Job, whole
+from rope_patch.evaluation.spec import WINDOWS, EvalSpec
+from rope_patch.methods import Default
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.progress import Progress
+from rope_patch.modeling.scoring import Reader, fingerprint, losses
+from rope_patch.patching.apply import patched
+
+GAIN = 2.0
+"""A key token's loss is so much lower with the long context than with the short one [nats]."""
+
+LOSS = 2.0
+"""A key token's loss with the long context lies below this [nats]."""
+
+SHORT_CONTEXT = 4096
+"""The short context of the paper; models with a context below four times this take a quarter of theirs [tokens]."""
+
+SHARED = 4
+"""A window is moved on by a quarter of the context, whose tokens share what stands before, as in the paper's code."""
+
+
+@dataclass(frozen=True)
+class KeyTokens:
+    """Which tokens LongPPL is measured on, and who chose them.
+
+    Attributes:
+        evaluator: class and name of the model that chose them.
+        context: the most tokens it read at once [tokens].
+        short_context: the context that it was compared with [tokens].
+        tokens: how many key tokens the windows hold.
+        scored: how many tokens the windows hold that perplexity is measured on.
+        sha256: of their positions.
+    """
+
+    evaluator: str
+    context: int
+    short_context: int
+    tokens: int
+    scored: int
+    sha256: str
+
+    @property
+    def share(self) -> float:
+        """Share of the scored tokens that are key tokens."""
+        return self.tokens / self.scored
+
+    def __str__(self) -> str:
+        """Return who chose how many, as a sentence.
+
+        >>> str(KeyTokens("llama", 8192, 2048, 120, 8000, ""))
+        '120 of 8000 tokens (1.5 %) are key tokens, chosen by llama: 8192 tokens of context against 2048'
+        """
+        return (
+            f"{self.tokens} of {self.scored} tokens ({100 * self.share:.1f} %) are key tokens, chosen by "
+            f"{self.evaluator}: {self.context} tokens of context against {self.short_context}"
+        )
+
+
+def default_short_context(context: int) -> int:
+    """Return the short context that goes with a long one: 4096 tokens, but an eighth to a quarter of the long one.
+
+    >>> [default_short_context(context) for context in (256, 8192, 32768, 131072)]
+    [64, 2048, 4096, 16384]
+    """
+    return max(context // 8, min(SHORT_CONTEXT, context // 4), 1)
+
+
+def check_short_context(context: int, short_context: int) -> None:
+    """Raise where a short context is not an eighth to a half of the long one.
+
+    Args:
+        context: of the evaluator [tokens].
+        short_context: to be compared with it [tokens].
+
+    Raises:
+        ValueError: outside these bounds, which it names.
+    """
+    low, high = -(-context // 8), context // 2
+    if not max(1, low) <= short_context <= high:
+        raise ValueError(
+            f"the short context must be an eighth to a half of the evaluator's {context} tokens, {low} to {high}, got "
+            f"{short_context}"
+        )
+
+
+def tokens_to_choose(length: int, context: int, short_context: int) -> int:
+    """Return how many tokens are read to choose the key tokens of one window of text.
+
+    Args:
+        length: of the window [tokens].
+        context: of the evaluator [tokens].
+        short_context: that it is compared with [tokens].
+
+    >>> tokens_to_choose(1024, 1024, 256)  # once whole, and 12 times 320 tokens
+    4864
+    """
+    spans = _spans(length, context, context // SHARED) + _short_spans(length, short_context)
+    return sum(stop - start for start, stop in spans)
+
+
+def tokens_of_spec(spec: EvalSpec, context: int, windows: int | None = None) -> int:
+    """Return how many tokens are read to choose the key tokens of an evaluation; 0 where LongPPL is not measured.
+
+    Args:
+        spec: what is measured.
+        context: of the evaluator [tokens].
+        windows: that the text has room for; by default those asked for.
+
+    Raises:
+        ValueError: a short context that does not fit.
+    """
+    if not spec.longppl:
+        return 0
+    short_context = spec.short_context or default_short_context(context)
+    check_short_context(context, short_context)
+    asked = WINDOWS if spec.windows is None else spec.windows
+    return (asked if windows is None else windows) * tokens_to_choose(spec.longest, context, short_context)
+
+
+@contextlib.contextmanager
+def as_trained(model: Any, **options: Any) -> Iterator[None]:
+    """Read a model without its patch and without its PEFT adapter, as long as a ``with`` block lasts.
+
+    Args:
+        model: a causal language model of transformers; an adapter that was merged, or full fine-tuning, stays.
+        **options: ``layer_types`` and ``freeze_at``, as :func:`rope_patch.apply` takes them.
+    """
+    adapter = getattr(model, "disable_adapter", None)
+    with patched(model, Default(), replace=True, **options), adapter() if adapter else contextlib.nullcontext():
+        yield
+
+
+@torch.no_grad()
+def choose_key_tokens(
+    model: Any,
+    windows: Sequence[TokenDocument],
+    *,
+    context: int,
+    short_context: int,
+    batch_tokens: int,
+    evaluator: str,
+    result_cache: MutableMapping[str, Any] | None = None,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> tuple[list[TokenDocument], KeyTokens]:
+    """Choose the key tokens of windows of text: those whose loss falls by 2 nats with the long context, to below 2.
+
+    Args:
+        model: the evaluator, a causal language model of transformers.
+        windows: of text, with the special tokens in front.
+        context: that the evaluator was trained at; it never reads more at once [tokens].
+        short_context: that it is compared with [tokens].
+        batch_tokens: tokens read side by side, at most; a single window may be longer [tokens].
+        evaluator: its name in the results.
+        result_cache: of finished windows.
+        on_progress: called with the number of tokens just read.
+
+    Returns:
+        The windows with their key tokens marked, and what was chosen.
+
+    Raises:
+        ValueError: a short context that does not fit, or logits that are not finite.
+    """
+    check_short_context(context, short_context)
+    reader = Reader(model)
+    settings: dict[str, Any] = {"context": context, "short": short_context, "gain": GAIN, "loss": LOSS}
+    identity = settings if result_cache is None else settings | {"model": fingerprint(model)}
+
+    def name(window: TokenDocument) -> str:
+        ids = hashlib.sha256(window.ids.cpu().numpy().tobytes()).hexdigest()
+        return key(what="key tokens", ids=ids, prefix=len(window.prefix), **identity)
+
+    def score(one: list[TokenDocument], size: int, report: Callable[[int], None]) -> list[list[int]]:
+        progress = Progress(size, report)
+        return [_positions(reader, window, context, short_context, batch_tokens, progress) for window in one]
+
+    job = Job(
+        score=score,
+        name=name,
+        tokens=lambda window: tokens_to_choose(len(window.ids), context, short_context),
+        result_cache=result_cache,
+        on_progress=on_progress,
+        about={"what": "key tokens"} | settings,
+    )
+    marked, chosen = [], []
+    with in_eval_mode(model), whole():
+        for window, positions in job.read(model, [[window] for window in windows]):
+            mask = torch.zeros(len(window.ids), dtype=torch.bool)
+            mask[torch.tensor(positions, dtype=torch.long)] = True
+            marked.append(replace(window, key_tokens=mask))
+            chosen.append(positions)
+    return marked, KeyTokens(
+        evaluator=evaluator,
+        context=context,
+        short_context=short_context,
+        tokens=sum(map(len, chosen)),
+        scored=sum(len(window.ids) - 1 for window in windows),
+        sha256=hashlib.sha256(json.dumps(chosen).encode()).hexdigest(),
+    )
+
+
+def _positions(
+    reader: Reader, window: TokenDocument, context: int, short_context: int, batch_tokens: int, progress: Progress
+) -> list[int]:
+    """Positions of the key tokens of one window."""
+    size = len(reader.check(window.ids))
+    full = _losses(reader, window, _spans(size, context, context // SHARED), batch_tokens, progress)
+    short = _losses(reader, window, _short_spans(size, short_context), batch_tokens, progress)
+    scored = torch.isfinite(short)
+    bad = (~torch.isfinite(full[1:])) | (~scored[1:] & (torch.arange(1, size) >= short_context))
+    if bool(bad.any()):
+        at = 1 + int(bad.long().argmax())
+        raise ValueError(
+            f"the loss at position {at} of {window.name} is not finite: NaN or infinite logits, try float32"
+        )
+    keys = scored & (short - full > GAIN) & (full < LOSS)
+    return [int(i) for i in torch.nonzero(keys).flatten()]
+
+
+def _spans(size: int, context: int, step: int) -> list[tuple[int, int]]:
+    """Where windows of a context begin and end that are moved on by ``step`` until they reach the end [tokens]."""
+    spans = [(0, min(context, size))]
+    while spans[-1][1] < size:
+        start = spans[-1][0] + step
+        spans.append((start, min(start + context, size)))
+    return spans
+
+
+def _short_spans(size: int, short_context: int) -> list[tuple[int, int]]:
+    """The same for the short context, which stands before the tokens that share it; none where there are no others."""
+    step = max(1, short_context // SHARED)
+    return _spans(size, short_context + step, step) if size > short_context else []
+
+
+def _losses(
+    reader: Reader, window: TokenDocument, spans: Sequence[tuple[int, int]], batch_tokens: int, progress: Progress
+) -> Tensor:
+    """Loss of each token in the first span that reaches it (tokens,) float64 [nats]; nan where no span does.
+
+    Every span but the first begins with the special tokens of the text, in place of as many of its own.
+    """
+    nll = torch.full((len(window.ids),), math.nan, dtype=torch.float64)
+    prefix = window.ids[: len(window.prefix)]
+    done = 1  # the first token is never predicted
+    rows, first, kept = [], [], []
+    for start, stop in spans:
+        own = window.ids[start:stop].clone()
+        if start:
+            own[: len(prefix)] = prefix
+        rows.append(own)
+        first.append(max(done, start + 1) - start)
+        kept.append((start, stop))
+        done = stop
+    count = 1 if reader.dynamic else max(1, batch_tokens // max(map(len, rows), default=1))
+    for low in range(0, len(rows), count):
+        group = slice(low, low + count)
+        padded = torch.nn.utils.rnn.pad_sequence(rows[group], batch_first=True)
+        sizes = [len(row) for row in rows[group]]
+        table, _ = losses(reader, padded, first[group], lengths=sizes, progress=progress)
+        for (start, stop), at, row in zip(kept[group], first[group], table, strict=True):
+            nll[start + at : stop] = row[at : stop - start]
+    return nll

@@ -1,0 +1,89 @@
+"""How long a text other programs take from a config: some multiply the stated context, some leave a part of it out.
+
+*Sources*: vLLM 0.29.0 and 0.33.0 ``config/model.py``, ``_get_and_verify_max_len``; SGLang 0.5.23
+``srt/utils/hf_transformers/common.py``, ``get_context_length``. Each function returns the context that the program
+serves by default, and a sentence where that is not the stated one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MULTIPLIED = "it multiplies the context that the config states by the factor of"
+
+
+@dataclass(frozen=True)
+class StatedContext:
+    """What a config says of its context.
+
+    Attributes:
+        length: ``max_position_embeddings`` [tokens].
+        parameters: every dictionary of ``rope_parameters``: one, or one for each layer type.
+        nested: whether there is one for each layer type.
+        model_type: of the text decoder.
+        original: ``original_max_position_embeddings`` outside ``rope_parameters``; None where it is not there [tokens].
+    """
+
+    length: int
+    parameters: tuple[Mapping[str, Any], ...]
+    nested: bool = False
+    model_type: str = ""
+    original: int | None = None
+
+
+Derived = tuple[int, tuple[str, ...]]
+
+
+def kind_of(parameters: Mapping[str, Any]) -> str:
+    """Return the rope type, under its name of transformers 5 or 4."""
+    return str(parameters.get("rope_type", parameters.get("type", "default")))
+
+
+def as_stated(stated: StatedContext) -> Derived:
+    """Return the context as it is stated: transformers, llama.cpp."""
+    return stated.length, ()
+
+
+def vllm(stated: StatedContext, *, stretches_yarn: bool = False) -> Derived:
+    """Return the context of vLLM; with ``stretches_yarn`` of 0.29.0, which derives another one from YaRN.
+
+    >>> vllm(StatedContext(1024, ({"rope_type": "default", "factor": 2.0},)))[0]
+    2048
+    """
+    length, factor, reasons = float(stated.length), 1.0, []
+    for parameters in () if "gemma3" in stated.model_type else stated.parameters:
+        kind = kind_of(parameters)
+        if kind in ("longrope", "llama3") or (kind == "yarn" and not stretches_yarn):
+            continue
+        factor = parameters.get("factor", factor) or 1.0
+        if kind == "yarn":
+            length = float(parameters.get("original_max_position_embeddings") or stated.length)
+            if int(length * factor) != stated.length:
+                reasons.append("of YaRN it takes factor times original_max_position_embeddings to be the context")
+        elif factor != 1.0:
+            reasons.append(f"{_MULTIPLIED} {kind}")
+    length *= factor
+    if stated.original and any(kind_of(parameters) == "longrope" for parameters in stated.parameters):
+        if stated.original != int(length):
+            reasons.append(
+                f"it serves the {stated.original} tokens of original_max_position_embeddings under longrope, unless "
+                "--max-model-len says more"
+            )
+        length = float(stated.original)
+    return int(length), tuple(reasons)
+
+
+def vllm_029(stated: StatedContext) -> Derived:
+    """Return the context of vLLM 0.29.0."""
+    return vllm(stated, stretches_yarn=True)
+
+
+def sglang(stated: StatedContext) -> Derived:
+    """Return the context of SGLang, which looks for a factor only where all layers share one dictionary."""
+    parameters = {} if stated.nested else stated.parameters[0]
+    factor, kind = parameters.get("factor") or 1.0, kind_of(parameters)
+    if factor == 1.0 or kind == "llama3" or "original_max_position_embeddings" in parameters:
+        return stated.length, ()
+    return int(factor * stated.length), (f"{_MULTIPLIED} {kind}",)

@@ -1,0 +1,89 @@
+"""Effective lengths of results that are made up."""
+
+from __future__ import annotations
+
+import pytest
+from evaluated import answered, result_of
+
+from rope_patch.evaluation.effective_length import effective_lengths
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+
+LENGTHS = (8, 16, 32)
+
+
+def scores(answers, losses):
+    """Results of one model: how many of 40 prompts it answers at each length, and the loss of each window there."""
+    sizes = (7, 8, 16)
+    documents = [
+        DocumentScore(f"w{i}", sizes, tuple(n * x for n, x in zip(sizes, row, strict=True)), 31, sum(row), None)
+        for i, row in enumerate(zip(*losses, strict=True))
+    ]
+    edges = zip((0, 8, 16), LENGTHS, sizes, strict=True)
+    buckets = tuple(Bucket(a, b, n * len(documents), 1.0, 0.1) for a, b, n in edges)
+    text = PerplexityResult(1.0, 0.1, 31, None, len(documents), 32, 32, 32, (), 0, buckets, tuple(documents))
+    cells = tuple(
+        RetrievalCell(n, 0.5, tuple(answered("1", "1", i < right, 1.0, -1.0) for i in range(40)))
+        for n, right in zip(LENGTHS, answers, strict=True)
+    )
+    return result_of(text, RetrievalResult("passkey", "single", cells, 0, "text", "", None, ()))
+
+
+SAME = [[2.0, 2.1, 1.9]] * 3
+UNPATCHED = scores([40, 40, 0], [*SAME[:2], [5.0, 5.1, 4.9]])
+
+
+def by_metric(result, trained_length=16):
+    found = effective_lengths({"default": UNPATCHED, "yarn": result}, trained_length)
+    return {one.metric: one for one in found.lengths if one.method == "yarn"}
+
+
+def test_a_method_that_answers_all_prompts_reaches_the_longest():
+    """40 of 40: the lower end of Wilson's interval is .912, above .9."""
+    assert str(by_metric(scores([40, 40, 40], SAME))["retrieval"]) == "32 or more"
+
+
+def test_one_lost_prompt_of_forty_is_not_enough_to_say():
+    """39 of 40: .871 to .996."""
+    found = by_metric(scores([40, 39, 40], SAME))["retrieval"]
+    assert (found.length, found.next_length, found.fails) == (8, 16, False) and str(found) == "8 (16 not shown)"
+
+
+def test_half_of_the_prompts_is_too_few():
+    found = by_metric(scores([40, 20, 40], SAME))["retrieval"]
+    assert str(found) == "8 (16 too long)"
+    assert str(by_metric(scores([0, 40, 40], SAME))["retrieval"]) == "below 8"
+
+
+def test_perplexity_holds_within_five_percent_of_the_unpatched_model():
+    """.04 nats are 4.1 %, in all windows; .05 are 5.13 %."""
+    near = [[x + 0.04 for x in row] for row in SAME]
+    assert str(by_metric(scores([40] * 3, near))["perplexity"]) == "32 or more"
+    far = [*SAME[:2], [x + 0.05 for x in SAME[2]]]
+    assert str(by_metric(scores([40] * 3, far))["perplexity"]) == "16 (32 too long)"
+    mixed = [*SAME[:2], [2.0 + 0.3, 2.1 - 0.3, 1.9 + 0.1]]
+    assert str(by_metric(scores([40] * 3, mixed))["perplexity"]) == "16 (32 not shown)"
+
+
+def test_perplexity_is_compared_at_the_same_positions_within_the_trained_length():
+    """The beginning of a text is hard for any model: a loss of 3 there is no loss of the method."""
+    hard = [[3.0, 3.1, 2.9], *SAME[1:]]
+    found = effective_lengths({"default": scores([40] * 3, hard), "yarn": scores([40] * 3, hard)}, 16)
+    assert {str(one) for one in found.lengths if one.metric == "perplexity"} == {"32 or more"}
+
+
+def test_nothing_is_said_of_tasks_that_the_unpatched_model_fails():
+    weak = scores([40, 20, 0], SAME)
+    found = effective_lengths({"default": weak, "yarn": scores([40] * 3, SAME)}, 16)
+    assert {one.metric for one in found.lengths} == {"perplexity"}
+
+
+@pytest.mark.parametrize(("name", "trained"), [("pi", 16), ("default", 4)])
+def test_none_without_the_unpatched_model_within_its_trained_length(name, trained):
+    assert effective_lengths({name: UNPATCHED}, trained) is None
+
+
+def test_the_explanation_says_how_many_prompts_suffice():
+    found = effective_lengths({"default": scores([40, 39, 0], SAME)}, 16)
+    assert "can (samples=" not in found.explanation, "40 prompts can: the model lost one"
+    assert "of the unpatched model's at 16 tokens" in found.explanation

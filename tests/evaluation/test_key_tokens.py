@@ -1,0 +1,173 @@
+"""Key tokens against an evaluator that reads every context by itself, and LongPPL over them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scored import bold_model
+from tiny import ids
+
+import rope_patch
+from rope_patch.evaluation.compare import compare
+from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.key_tokens import choose_key_tokens, tokens_to_choose
+from rope_patch.evaluation.metrics import METRICS, Span
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.patching.apply import patched
+
+
+@pytest.fixture(scope="module")
+def llama():
+    folder = str(rope_patch.data_path("assets") / "llama")
+    from transformers import AutoTokenizer
+
+    return rope_patch.load(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+def chosen(model, window, context, short, **options):
+    settings = {"batch_tokens": 64, "evaluator": "model"} | options
+    (marked,), keys = choose_key_tokens(model, [window], context=context, short_context=short, **settings)
+    return marked.key_tokens.nonzero().flatten().tolist(), keys
+
+
+@torch.no_grad()
+def loss_of(model, row, start, position):
+    """Loss of one token given those from ``start`` on, by the whole model."""
+    logits = model(row[None, start:position]).logits[0, -1].float()
+    return float(torch.nn.functional.cross_entropy(logits, row[position]))
+
+
+def by_hand(model, row, context, short):
+    """Key tokens, one context at a time: a quarter of a context is shared by the tokens that follow it."""
+    keys = []
+    for t in range(short, len(row)):
+        own = (t - short) // (short // 4) * (short // 4)
+        far = 0 if t < context else (t - context) // (context // 4) * (context // 4) + context // 4
+        full, less = loss_of(model, row, far, t), loss_of(model, row, own, t)
+        if less - full > 2 and full < 2:
+            keys.append(t)
+    return keys
+
+
+def copying_row(length=96):
+    """Random tokens, said again: a model that copies needs the far ones."""
+    return torch.cat([ids(length // 2, 1)[0]] * 2)
+
+
+def test_key_tokens_are_those_of_the_paper_and_the_evaluator_stays_within_its_context(llama):
+    model, tokenizer = llama
+    text = rope_patch.data_path("assets").joinpath("domains", "english.txt").read_text()
+    row = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:320])
+    sizes = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    keys, _ = chosen(model, TokenDocument("text", row), 256, 40)
+    hook.remove()
+    assert max(length for _, length in sizes) == 256
+    assert sum(rows * length for rows, length in sizes) >= tokens_to_choose(320, 256, 40)
+    assert keys == by_hand(model, row, 256, 40) and keys
+
+
+def test_the_special_tokens_stand_in_front_of_every_context():
+    model, seen = bold_model(), []
+    row = ids(64, 1)[0]
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.extend(kwargs["input_ids"].tolist()), with_kwargs=True
+    )
+    chosen(model, TokenDocument("text", row, None, (int(row[0]),)), 64, 16)
+    hook.remove()
+    assert {one[0] for one in seen} == {int(row[0])}
+
+
+def test_finished_windows_are_not_read_again():
+    model, window, cache, read = bold_model(), TokenDocument("text", ids(64, 1)[0]), {}, []
+    first = chosen(model, window, 64, 16, result_cache=cache)
+    model.model.forward = None  # cannot be read any more
+    assert chosen(model, window, 64, 16, result_cache=cache, on_progress=read.append) == first
+    assert sum(read) == tokens_to_choose(64, 64, 16)
+
+
+@pytest.mark.parametrize("short", [7, 33])
+def test_a_short_context_is_an_eighth_to_a_half(short):
+    with pytest.raises(ValueError, match=f"an eighth to a half of the evaluator's 64 tokens, 8 to 32, got {short}"):
+        chosen(bold_model(), TokenDocument("text", ids(64, 1)[0]), 64, short)
+
+
+def test_longppl_is_the_perplexity_over_the_key_tokens():
+    model, rows = bold_model(), ids(40, 2)
+    masks = [torch.zeros(40, dtype=torch.bool) for _ in rows]
+    masks[0][[3, 30]], masks[1][[25, 26, 27]] = True, True
+    windows = [
+        TokenDocument(f"w{i}", row, key_tokens=mask) for i, (row, mask) in enumerate(zip(rows, masks, strict=True))
+    ]
+    result = perplexity(model, windows, window=40, buckets=(0, 20, 40))
+    with torch.no_grad():
+        logits = model(rows).logits.float()
+    nll = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    nll = nll.view(2, 39)
+    assert [d.key_tokens for d in result.documents] == [(1, 1), (0, 3)]
+    keys = [nll[0, 29], *nll[1, 24:27]]  # the loss of the token at position 30 stands at 29
+    scores = EvalResult(EvalSpec([20, 40], longppl=True), result, {}, key_tokens=object())
+    span = Span("longppl", 40, 20)
+    assert METRICS["longppl"].value(scores, span) == pytest.approx(math.exp(sum(keys) / 4), rel=1e-5)
+    with pytest.raises(ValueError, match="LongPPL was not measured"):
+        METRICS["longppl"].value(EvalResult(EvalSpec([20, 40]), result, {}), span)
+
+
+def test_windows_with_more_key_tokens_weigh_more_in_a_difference(llama):
+    """Losses 1 and 4 over 1 and 3 tokens: (1 + 4) / 4 = 1.25 each; the deviations are -.25 and .25, so that the
+    interval is 12.706 * sqrt(2 * (.0625 + .0625)) / 4 = 1.588 wide to each side."""
+    from rope_patch.evaluation.intervals import ratio_of_sums
+
+    mean, low, high = ratio_of_sums([1.0, 4.0], [1, 3])
+    assert (mean, high - mean) == pytest.approx((1.25, 1.588), rel=1e-3) and mean - low == pytest.approx(high - mean)
+    assert ratio_of_sums([1.0], [2]) == (0.5, -math.inf, math.inf)
+    assert math.isnan(ratio_of_sums([], [])[0])
+
+
+def test_all_methods_of_a_comparison_share_the_key_tokens_of_the_unpatched_model(llama):
+    model, tokenizer = llama
+    spec = EvalSpec([256, 512], windows=2, samples=1, depths=[0.5], longppl=True)
+    with patched(model, "yarn:factor=2"):  # whatever the model is patched with
+        alone = EvalSuite(spec, tokenizer).choose_key_tokens(model)
+    result = compare(model, tokenizer, ["pi", "default"], spec)
+    assert {row.scores.key_tokens for row in result.rows} == {alone}
+    assert alone.context == 256 and alone.short_context == 64
+    columns = {(c.metric, c.stop): c for c in result.columns()}
+    assert columns["longppl", 512].values[0] > columns["longppl", 512].values[1]
+    assert columns["longppl", 256].values[1] < columns["perplexity", 256].values[1]
+
+
+def test_an_adapter_does_not_choose(llama):
+    from peft import LoraConfig, get_peft_model
+
+    model = bold_model()
+    window = TokenDocument("text", copying_row())
+    spec = EvalSpec([96], windows=1, samples=1, depths=[0.5], longppl=True, short_context=24)
+    suite = EvalSuite(spec, llama[1])
+    suite.windows = [window]
+    before = suite.choose_key_tokens(model, context=96)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.fill_(1.0)
+    assert suite.choose_key_tokens(adapted, context=96).sha256 == before.sha256 and before.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"short_context": 64}, "short_context is of LongPPL"),
+        ({"longppl": True, "windows": 0}, "LongPPL is measured on windows of text"),
+        ({"longppl": True, "short_context": 0}, "short_context must be >= 1, got 0"),
+    ],
+)
+def test_a_spec_says_what_longppl_needs(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvalSpec([256], **options)
