@@ -256,7 +256,7 @@ def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None
     from dataclasses import replace
 
     from rope_patch.evaluation.spec import SCALABLE
-    from rope_patch.kv_evaluation.measuring import COMPARED
+    from rope_patch.kv_evaluation.setting import COMPARED
     from rope_patch.modeling.budget import SAFETY, default_tokens
 
     whole = replace(suite.spec, windows=len(suite.windows))

@@ -293,6 +293,7 @@ class KVCheck:
                     change = metric.difference(row.scores, base.scores, span, self.limits.confidence)
                     entry[f"{metric.difference_name or name}_change"] = change
             if row.divergence is not None:
+                entry["nll_noise"] = row.noise.get(length)
                 entry["verdict"] = asdict(self.verdict(row, length))
             document["lengths"][str(length)] = entry
         document["errors"] = [

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, Span, spans_at
-from rope_patch.evaluation.numbers import number_text
+from rope_patch.evaluation.numbers import number_text, relative
 from rope_patch.files import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.captions import counted, spans, windows_of
+from rope_patch.kv_evaluation.noise import PERTURBATION
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.reports import kv_pictures as pictures
@@ -98,7 +99,7 @@ def _answers(check: KVCheck) -> SchemeTable:
 def _table(check: KVCheck, length: int) -> SchemeTable:
     metrics = list(spans_at(check.spec, length))
     heads = [head for metric, span in metrics for head in (_head(metric, span), "Change")]
-    columns = ("Scheme", "Bits", *heads, "KL [nats/token]", "Top choice kept", "Verdict")
+    columns = ("Scheme", "Bits", *heads, "Noise", "KL [nats/token]", "Top choice kept", "Verdict")
     lines = []
     for method in check.methods:
         base = check.of(method)[0]
@@ -106,13 +107,15 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
             values = [Cell(metric.format_long(metric.value(row.scores, span))) for metric, span in metrics]
             if row.divergence is None:
                 cells = [Cell("16"), *(cell for value in values for cell in (value, Cell("–")))]
-                cells += [Cell("–"), Cell("–"), Cell("", mark="text")]
+                cells += [Cell("–"), Cell("–"), Cell("–"), Cell("", mark="text")]
                 lines.append(SchemeRow(f"{method}: full precision", cells, "first"))
                 continue
             cells = [_bits(row, length)]
             for value, (metric, span) in zip(values, metrics, strict=True):
                 change = metric.difference(row.scores, base.scores, span, check.limits.confidence)
                 cells += [value, _change(metric, change)]
+            noise = row.noise.get(length, math.nan)
+            cells += [Cell(f"±{number_text(100 * relative(noise))} %" if noise == noise else "–")]
             cells += [Cell(number_text(row.divergence.kl, 4)), Cell(f"{number_text(100 * row.divergence.top1, 1)} %")]
             verdict = check.verdict(row, length)
             idle = verdict.kind == "undecided" and check.idle(row, length)
@@ -120,8 +123,11 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
             lines.append(SchemeRow(_called(row), cells, "mitigation" if row.mitigation_of is not None else ""))
     caption = (
         f"At {length} tokens: perplexity at positions below, {', '.join(check.spec.tasks)} in prompts of that length "
-        f"({'; '.join(check.prompts(length))}). KL of the next token’s distribution, full precision to quantized, "
-        f"and how often both prefer the same token, at all positions of {_windows(check.compared, max(check.lengths))}."
+        f"({'; '.join(check.prompts(length))}). Noise: how far the perplexity of one window moves when its embeddings "
+        f"are perturbed by {PERTURBATION:g} of their size (in half precision by the last place): the mean over n "
+        "windows moves about 1/√n as far, and a smaller change tells nothing. KL of the next token’s distribution, "
+        f"full precision to quantized, and how often both prefer the same token, at "
+        f"all positions of {_windows(check.compared, max(check.lengths))}."
     )
     return SchemeTable(f"{length} tokens", caption, columns, lines)
 
