@@ -30,7 +30,7 @@ from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.mitigations import mitigations
-from rope_patch.kv_evaluation.noise import perturbed
+from rope_patch.kv_evaluation.noise import noise_floor, perturbed
 from rope_patch.kv_evaluation.reading import CheckReading, pace_of, tokens_to_measure
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import find_schemes
@@ -112,22 +112,24 @@ def test_divergence_is_the_mean_kl_of_whole_distributions(tokenizer, checked):
 
 
 @torch.no_grad()
-def test_noise_is_the_largest_difference_between_a_loss_and_two_of_perturbed_embeddings(tokenizer, checked):
+def test_noise_is_the_largest_difference_of_three_passes(tokenizer, checked, monkeypatch):
+    """By hand, with a perturbation so large that the differences show."""
     model, check = checked
+    assert check.rows[0].noise == {} and set(check.rows[1].noise) == set(LENGTHS) and check.rows[1].noise[40] < 0.1
+    monkeypatch.setattr("rope_patch.kv_evaluation.noise.PERTURBATION", 0.1)
     (window, *_), _ = spread_windows(tokenizer, TEXT, 56, 3)
-    ids = window.ids[None]
-    embedded = model.get_input_embeddings()(ids)
+    embedded = model.get_input_embeddings()(window.ids[None])
     inputs = [embedded]
     for seed in range(2):
         drawn = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        inputs.append((embedded.double() * (1 + 1e-7 * drawn)).float())
-    assert not torch.equal(inputs[0], inputs[1]) and not torch.equal(inputs[1], inputs[2])
-    with quantized(model, SCHEMES[0]):
+        inputs.append((embedded.double() * (1 + 0.1 * drawn)).float())
+    with quantized(model, SCHEMES[0]) as factory:
         logits = [model(inputs_embeds=each, use_cache=False).logits[0].double() for each in inputs]
-    losses = [torch.nn.functional.cross_entropy(each[:39], ids[0, 1:40]) for each in logits]
-    row = check.of("default")[1]
-    assert row.noise[40] == pytest.approx(float(max(losses) - min(losses)), abs=2e-6)
-    assert check.rows[0].noise == {} and set(row.noise) == set(LENGTHS) and row.noise[40] >= 0
+        whole = perplexity(model, [window], window=56, buckets=[0, 40, 56], cache=factory)
+        options = {"lengths": LENGTHS, "edges": (0, 40, 56), "chunk": None, "cache": factory}
+        found = noise_floor(model, window, whole, **options, on_progress=lambda tokens: None)
+    losses = [float(torch.nn.functional.cross_entropy(each[:39], window.ids[1:40])) for each in logits]
+    assert found[40] == pytest.approx(max(losses) - min(losses), rel=1e-3) and found[40] > 1e-3
 
 
 def test_half_precision_is_perturbed_by_its_last_place():
