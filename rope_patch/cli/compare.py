@@ -54,7 +54,7 @@ from rope_patch.cli.options import (
     tokens,
 )
 from rope_patch.cli.processes import working_together
-from rope_patch.cli.shards import Merge, ShardOption, check_options, merged, outline_of
+from rope_patch.cli.shards import Merge, ShardOption, check_options, joined, outline_of
 from rope_patch.cli.shards import measure as measure_shard
 from rope_patch.packaged import name_of
 
@@ -129,6 +129,7 @@ def compare(
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
+    from rope_patch.evaluation.shards import compare_joined
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import write_atomically
@@ -160,10 +161,6 @@ def compare(
     )
     if evaluator is not None and not longppl:
         raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
-    if longppl and (shard or merge):
-        raise ValueError(
-            "LongPPL is measured in one run, whose model chooses the tokens: leave --shard and --merge out"
-        )
     _check_adapter(adapter, model)
     prepare(threads)
     part = check_options(shard, merge, budget, "--json" if as_json else None)
@@ -179,13 +176,11 @@ def compare(
         if not merge and (budget is not None or not as_json):
             suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE, part.count if part else 1)
         chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
-        total = suite.tokens_to_choose(trained_length(chooser))
-        total += len(compared) * suite.tokens // (part.count if part else 1)
+        choosing = suite.tokens_to_choose(trained_length(chooser))
+        total, stage = choosing + len(compared) * suite.tokens // (part.count if part else 1), ", ".join(tasks)
         hidden = as_json or not first or bool(merge)
-        with (
-            resumable(output / RESULT_CACHE),
-            progress_bar(total, ", ".join(tasks), hidden=hidden) as (bar, on_progress),
-        ):
+        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=hidden) as (bar, on_progress):
+            shards = joined(suite, compared, merge, output, patch) if merge else []
             if evaluator is not None:
                 suite.choose_key_tokens(
                     chooser,
@@ -194,7 +189,7 @@ def compare(
                 )
             del chooser
             if merge:
-                comparison = merged(loaded, suite, compared, merge, output, patch)
+                comparison = compare_joined(loaded, suite, compared, shards, output / RESULT_CACHE)
             elif part is not None:
                 measure_shard(loaded.eval(), outline, suite, compared, part, output, patch, notes, on_progress)
                 bar.total = bar.n
@@ -240,15 +235,15 @@ def _planned(
     (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
     context = trained_length(model)
 
-    def seconds(spec: Any, windows: int | None = None) -> float:
+    def seconds(spec: Any, windows: int | None = None, parts: int = 1) -> float:
         choosing = pace.seconds(tokens_of_spec(spec, context, windows), context)
-        return float(choosing + len(methods) * spec.seconds(pace, windows))
+        return float(choosing + len(methods) * spec.seconds(pace, windows) / parts)
 
     if budget is not None:
         suite = suite_within(suite, SAFETY * budget * processes, SCALABLE, seconds, "--budget")
     tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens // shards
     several = f" on {processes} processes" if processes > 1 else ""
-    say_estimate(tokens, seconds(suite.spec, len(suite.windows)) / processes / shards, several)
+    say_estimate(tokens, seconds(suite.spec, len(suite.windows), shards) / processes, several)
     return suite
 
 

@@ -115,14 +115,14 @@ def measure(
     )
 
 
-def merged(
-    model: Any, suite: Any, methods: Sequence[Any], parts: Sequence[Path], output: Path, patch: Mapping[str, Any]
-) -> Any:
-    """Return the comparison of all shards, whose results are written to the output folder."""
-    from rope_patch.evaluation.shards import check_asked, compare_joined, join, read_shards
+def joined(
+    suite: Any, methods: Sequence[Any], parts: Sequence[Path], output: Path, patch: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Write the results of all shards into the output folder, and return what they say of themselves."""
+    from rope_patch.evaluation.shards import check_asked, join, read_shards
 
     records = read_shards(parts)
     about = {"methods": [str(method) for method in methods], "patch": dict(patch), "spec": suite.spec.to_dict()}
     check_asked(records, about | {"text": suite.text_sha256, "haystack": suite.prompts.haystack.sha256})
     join(parts, output / RESULT_CACHE)
-    return compare_joined(model, suite, methods, records, output / RESULT_CACHE)
+    return records

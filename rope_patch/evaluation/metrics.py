@@ -164,6 +164,10 @@ class LongPerplexity(Perplexity):
         """Return the head of a column in a printed table."""
         return f"LongPPL {span.start}-{span.stop}"
 
+    def format(self, value: float) -> str:
+        """Return a perplexity with one decimal, a dash where no key token is."""
+        return "–" if math.isnan(value) else super().format(value)
+
     def title(self, span: Span, *, of_differences: bool = False) -> str:
         """Return what stands above neighbouring columns in a report."""
         return f"LongPPL at positions [tokens]{f', {self.unit}' if of_differences else ''}"

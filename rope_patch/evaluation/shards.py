@@ -12,8 +12,9 @@ from torch import nn
 
 from rope_patch.errors import read_json
 from rope_patch.evaluation.compare import Comparison, compare, environment, under
+from rope_patch.evaluation.key_tokens import as_trained
 from rope_patch.evaluation.result_cache import ResultCache
-from rope_patch.evaluation.sharing import Shard, only
+from rope_patch.evaluation.sharing import Incomplete, Shard, only
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.files import write_atomically
 from rope_patch.methods import Method
@@ -46,7 +47,7 @@ def parse_shard(text: str) -> Shard:
 
 
 def identities(model: nn.Module, methods: Sequence[Method], patch: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fingerprint of a model under each method.
+    """Return the fingerprint of a model under each method, and without any.
 
     Args:
         model: a loaded one, or one without weights, whose fingerprints are of its config alone.
@@ -57,7 +58,8 @@ def identities(model: nn.Module, methods: Sequence[Method], patch: Mapping[str, 
     for method in methods:
         with under(model, method, again, dict(patch)):
             digests[str(method)] = fingerprint(model)
-    return digests
+    with as_trained(model, **patch):  # which chooses the key tokens of LongPPL
+        return digests | {"": fingerprint(model)}
 
 
 def describe(
@@ -212,6 +214,8 @@ def compare_joined(
     try:
         with only(nothing):
             comparison = compare(model, suite.tokenizer, methods, suite, resume=cache, **first["patch"])
+    except Incomplete:
+        raise ValueError("the key tokens of LongPPL are missing: run one of the shards again") from None
     finally:
         del model.rope_patch_fingerprints
     if nothing.missing:

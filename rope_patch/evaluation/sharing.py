@@ -162,17 +162,6 @@ def only(shard: Shard) -> Iterator[None]:
         _shard = before
 
 
-@contextlib.contextmanager
-def all_batches() -> Iterator[None]:
-    """Read all batches within a ``with`` block, also within :func:`only`: for what the other measurements need."""
-    global _shard
-    before, _shard = _shard, None
-    try:
-        yield
-    finally:
-        _shard = before
-
-
 def longest_first(model: nn.Module) -> bool:
     """Return whether the longest prompts are read first: of several processes none is left with them at the end.
 
@@ -181,12 +170,27 @@ def longest_first(model: nn.Module) -> bool:
     return ways(model) > 1 or _shard is not None
 
 
-def whole(measure: Callable[..., R], *arguments: Any, **options: Any) -> R | None:
+def if_complete(measure: Callable[..., R], *arguments: Any, **options: Any) -> R | None:
     """Return what a function measures; None where only a shard of it is measured here."""
     try:
         return measure(*arguments, **options)
     except Incomplete:
         return None
+
+
+@contextlib.contextmanager
+def whole() -> Iterator[None]:
+    """Read all batches within a ``with`` block, also within :func:`only`: for what the other measurements need.
+
+    Where shards are joined nothing is read, and what is not in the result cache raises :class:`Incomplete`.
+    """
+    global _shard
+    before = _shard
+    _shard = Shard(0, 1) if before is not None and before.number == 0 else None
+    try:
+        yield
+    finally:
+        _shard = before
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

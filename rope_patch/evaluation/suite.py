@@ -22,7 +22,7 @@ from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker, chat_turns
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
-from rope_patch.evaluation.sharing import open_cache, whole
+from rope_patch.evaluation.sharing import if_complete, open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory, name_of
@@ -259,13 +259,13 @@ class EvalSuite:
                 on_progress=on_progress,
             )
 
-        answers = {task: result for task in spec.tasks if (result := whole(asked, task)) is not None}
+        answers = {task: result for task in spec.tasks if (result := if_complete(asked, task)) is not None}
         return EvalResult(spec, score, answers, short_window, self.key_tokens)
 
     def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult | None:
         """Score the beginnings of all windows, of a length that is an edge of the spec's buckets [tokens]."""
         spec = self.spec
-        return whole(
+        return if_complete(
             perplexity,
             model,
             [window.beginning(length) for window in self.windows],

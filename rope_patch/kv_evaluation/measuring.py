@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -15,13 +16,14 @@ from rope_patch import frequencies
 from rope_patch.evaluation.compare import named
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.result_cache import finite, key
+from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
-from rope_patch.kv_evaluation.noise import measure_noise
-from rope_patch.kv_evaluation.setting import MethodInPlace, Setting, digest_of, identity
+from rope_patch.kv_evaluation.noise import PASSES, noise_floor
+from rope_patch.kv_evaluation.setting import ERRORS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
@@ -29,8 +31,6 @@ from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
 from rope_patch.modeling.statistics import Capture
 
-ERRORS = 2048
-"""Tokens of the text at which attention errors are taken, at most [tokens]."""
 SLICE = 256
 
 
@@ -75,7 +75,7 @@ def measure(
                 errors=layer_errors,
                 prediction=_prediction(patched.capture, layer_errors, setting.limits.context),
                 mitigation_of=mitigation_of,
-                noise=measure_noise(setting, patched, scheme, scores, stage) if name in quantizing else {},
+                noise=_noise(setting, patched, scheme, scores, stage) if name in quantizing else {},
             )
         )
     if quantizing and not full_states:  # every comparison was finished before
@@ -89,7 +89,7 @@ def measure(
 def means_of(setting: Setting, calibration_rows: Tensor, stage: str) -> dict[int, Tensor]:
     """Return the mean key of each head before rotation, by layer; the stage is reported with the tokens."""
     mark = (
-        key(kind="means", model=fingerprint(setting.model), ids=digest_of(calibration_rows))
+        key(kind="means", model=fingerprint(setting.model), ids=_sha(calibration_rows))
         if setting.result_cache is not None
         else ""
     )
@@ -113,8 +113,8 @@ def _errors(
     if setting.result_cache is None:
         return attention_errors(setting.model, ids, schemes, **options) if schemes else {}
     long = {index: mask.tolist() for index, mask in patched.long_pairs.items()}
-    about = {"kind": "errors", "model": fingerprint(setting.model), "ids": digest_of(ids), "long": long}
-    marks = {name: key(**about, cache=identity(setting, patched, scheme)) for name, scheme in schemes.items()}
+    about = {"kind": "errors", "model": fingerprint(setting.model), "ids": _sha(ids), "long": long}
+    marks = {name: key(**about, cache=_identity(setting, patched, scheme)) for name, scheme in schemes.items()}
     fresh = {name: scheme for name, scheme in schemes.items() if marks[name] not in setting.result_cache}
     measured = attention_errors(setting.model, ids, fresh, **options) if fresh else {}
     setting.on_progress(stage, len(ids) * (len(schemes) - len(fresh)))
@@ -126,6 +126,15 @@ def _errors(
         name: tuple(LayerErrors(layer, *map(_tensor, rest)) for layer, *rest in setting.result_cache[mark])
         for name, mark in marks.items()
     }
+
+
+def _identity(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> str:
+    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
+        return factory.identity
+
+
+def _sha(ids: Tensor) -> str:
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -187,10 +196,10 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
     reads = readings(len(patched.capture.layers))
     mark = ""
     if setting.result_cache is not None:
-        about = {"model": fingerprint(model), "ids": [digest_of(window.ids) for window in windows]}
+        about = {"model": fingerprint(model), "ids": [_sha(window.ids) for window in windows]}
         mark = key(
             kind="attribution",
-            cache=identity(setting, patched, scheme),
+            cache=_identity(setting, patched, scheme),
             chunk=setting.chunk,
             limit=setting.limits.tolerance,
             **about,
@@ -240,6 +249,33 @@ def readings(layers: int) -> int:
     return 5 + layers
 
 
+def _noise(
+    setting: Setting, patched: MethodInPlace, scheme: Scheme, scores: EvalResult, stage: str
+) -> Mapping[int, float]:
+    """Measure how far the loss of the first window moves by rounding alone, by length [nats/token]."""
+    window, result_cache, mark = setting.suite.windows[0], setting.result_cache, ""
+    if result_cache is not None:
+        about = {"model": fingerprint(setting.model), "ids": _sha(window.ids), "lengths": list(setting.lengths)}
+        mark = key(kind="noise", cache=_identity(setting, patched, scheme), chunk=setting.chunk, **about)
+        if mark in result_cache:
+            setting.on_progress(stage, PASSES * len(window.ids))
+            return {int(length): moved for length, moved in result_cache[mark].items()}
+    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
+        moved = noise_floor(
+            setting.model,
+            window,
+            None if scores.short_window else scores.perplexity,  # which was read in two parts, under two tables
+            lengths=setting.lengths,
+            edges=setting.spec.edges,
+            chunk=setting.chunk,
+            cache=factory,
+            on_progress=setting.reports(stage),
+        )
+    if result_cache is not None:
+        result_cache[mark] = {str(length): value for length, value in moved.items()}
+    return moved
+
+
 def _prediction(
     captured: Capture, errors: Sequence[LayerErrors], context: int | None
 ) -> tuple[float | None, float | None]:
@@ -272,8 +308,8 @@ def _divergence(setting: Setting, patched: MethodInPlace, scheme: Scheme, full: 
     """
     model, chunk, result_cache = setting.model, setting.chunk, setting.result_cache
     ids = setting.compared
-    about = {"model": fingerprint(model), "ids": digest_of(ids), "chunk": chunk} if result_cache is not None else {}
-    mark = key(kind="divergence", cache=identity(setting, patched, scheme), **about)
+    about = {"model": fingerprint(model), "ids": _sha(ids), "chunk": chunk} if result_cache is not None else {}
+    mark = key(kind="divergence", cache=_identity(setting, patched, scheme), **about)
     if result_cache is not None and mark in result_cache:
         setting.on_progress(stage, ids.numel())
         return Divergence(**result_cache[mark])

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.result_cache import key
-from rope_patch.evaluation.suite import EvalResult
-from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.setting import MethodInPlace, Setting, digest_of, identity
-from rope_patch.modeling.scoring import CacheFactory, fingerprint
+from rope_patch.modeling.scoring import CacheFactory
 
 PERTURBATION = 1e-7
 """Of embeddings, relative; in half precision the last place of the data type, which is all that it can hold."""
@@ -91,30 +86,3 @@ def noise_floor(
         losses = [sum(one.nll[i] for i in inside) / sum(one.tokens[i] for i in inside) for one in first]
         found[length] = max(losses) - min(losses)
     return found
-
-
-def measure_noise(
-    setting: Setting, patched: MethodInPlace, scheme: Scheme, scores: EvalResult, stage: str
-) -> Mapping[int, float]:
-    """Measure how far the loss of the first window moves by rounding alone, by length [nats/token]."""
-    window, result_cache, mark = setting.suite.windows[0], setting.result_cache, ""
-    if result_cache is not None:
-        about = {"model": fingerprint(setting.model), "ids": digest_of(window.ids), "lengths": list(setting.lengths)}
-        mark = key(kind="noise", cache=identity(setting, patched, scheme), chunk=setting.chunk, **about)
-        if mark in result_cache:
-            setting.on_progress(stage, PASSES * len(window.ids))
-            return {int(length): moved for length, moved in result_cache[mark].items()}
-    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
-        moved = noise_floor(
-            setting.model,
-            window,
-            None if scores.short_window else scores.perplexity,  # which was read in two parts, under two tables
-            lengths=setting.lengths,
-            edges=setting.spec.edges,
-            chunk=setting.chunk,
-            cache=factory,
-            on_progress=setting.reports(stage),
-        )
-    if result_cache is not None:
-        result_cache[mark] = {str(length): value for length, value in moved.items()}
-    return moved

@@ -15,10 +15,10 @@ from rope_patch.evaluation.compare import under
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.measuring import ERRORS, readings
+from rope_patch.kv_evaluation.measuring import readings
 from rope_patch.kv_evaluation.mitigations import mitigations
 from rope_patch.kv_evaluation.noise import PASSES
-from rope_patch.kv_evaluation.setting import COMPARED
+from rope_patch.kv_evaluation.setting import COMPARED, ERRORS
 from rope_patch.methods import Method
 from rope_patch.modeling.budget import MEASURING, Pace, pace_of_reading
 from rope_patch.patching.locate import find_rotary

@@ -23,13 +23,7 @@ from rope_patch.kv_cache.packed import check_packed, packed_caches
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import long_keys
-from rope_patch.kv_evaluation.measuring import (
-    means_of,
-    measure,
-    measure_attribution,
-    possible,
-    readings,
-)
+from rope_patch.kv_evaluation.measuring import means_of, measure, measure_attribution, possible, readings
 from rope_patch.kv_evaluation.mitigations import mitigations
 from rope_patch.kv_evaluation.reading import tokens_to_measure
 from rope_patch.kv_evaluation.results import KVCheck

@@ -1,9 +1,8 @@
-"""What a check of quantized caches measures on: a model, its windows and prompts, and a method that is in place."""
+"""What is measured, on what, and where the results are kept."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.kv_cache.cache import quantized
-from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.verdicts import Limits
 from rope_patch.modeling.statistics import Capture
 from rope_patch.tables import RotaryTable
 
 COMPARED = 2
 """Windows whose distributions are compared, and whose statistics tell radii and outliers."""
+ERRORS = 2048
+"""Tokens of the text at which attention errors are taken, at most [tokens]."""
 
 
 @dataclass(eq=False)
@@ -92,14 +91,3 @@ class MethodInPlace:
     def plan_options(self, setting: Setting) -> dict[str, Any]:
         """Return what :func:`~rope_patch.kv_cache.plans.plan_layers` needs besides the scheme."""
         return {"means": self.means, "context": setting.limits.context}
-
-
-def identity(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> str:
-    """Return what tells the caches of a scheme from others, for keys of the result cache."""
-    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
-        return factory.identity
-
-
-def digest_of(ids: Tensor) -> str:
-    """Return the digest of token ids, for keys of the result cache."""
-    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()

@@ -128,8 +128,8 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
         f"({'; '.join(check.prompts(length))}). Noise: how far the perplexity of one window moves when its embeddings "
         f"are perturbed by {PERTURBATION:g} of their size (in half precision by the last place): the mean over n "
         "windows moves about 1/√n as far, and a smaller change tells nothing. KL of the next token’s distribution, "
-        "full precision to quantized, and how often both prefer the same token, at all positions of "
-        f"{_windows(check.compared, max(check.lengths))}."
+        f"full precision to quantized, and how often both prefer the same token, at "
+        f"all positions of {_windows(check.compared, max(check.lengths))}."
     )
     return SchemeTable(f"{length} tokens", caption, columns, lines)
 

@@ -30,14 +30,14 @@ pytestmark = pytest.mark.slow
 
 LLAMA = str(rope_patch.data_path("assets") / "llama")
 TEXT = builtin_text("heldout").text[:20_000]
-ASKED = {"lengths": (64, 128), "samples": 3, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
+ASKED = {"lengths": (64, 128), "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
 GRID = {
     **ASKED,
     "windows": 5,
     "batch_tokens": 256,
 }  # two windows at a time, then one; all haystacks of 64 tokens at once
 METHODS = ["default", "yarn:factor=4"]
-CHECK = {**ASKED, "windows": 3, "samples": 1, "tolerance": 0.0}
+CHECK = {**ASKED, "lengths": (64,), "windows": 3, "samples": 1, "tolerance": 0.0}  # so that costs are attributed
 IDS = torch.arange(600) % 900 + 40
 
 
@@ -177,8 +177,8 @@ def test_a_killed_process_stops_the_other_and_the_rerun_reads_only_what_is_missi
     assert len(ResultCache(cache)) >= 2, "a batch was finished before"
     with spy_ids(model) as read:
         resumed = compare_with(model, tokenizer, cache)
-    assert sum(ids.shape[1] == 128 for ids in read) and len(ResultCache(cache)) == 2 * (5 + 2 * 3)
-    assert len(cache.read_text().splitlines()) == 2 * (5 + 2 * 3), "nothing is written twice"
+    assert sum(ids.shape[1] == 128 for ids in read) and len(ResultCache(cache)) == 2 * (5 + 2 * 2)
+    assert len(cache.read_text().splitlines()) == 2 * (5 + 2 * 2), "nothing is written twice"
     with spy_ids(model) as whole:
         fresh = compare_with(model, tokenizer, None)
     assert resumed.to_json() == fresh.to_json()
