@@ -20,7 +20,7 @@ TASKS = ["passkey_512", "rope_ppl_256"]
 
 
 def to_six_digits(value):
-    """What JSON holds of a value, numbers to six digits: rows read side by side differ in the eighth from rows alone."""
+    """What JSON holds of a value, numbers to six digits: rows side by side differ from rows alone in the eighth."""
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
