@@ -1,0 +1,243 @@
+"""``rope-patch extend``: parsing and printing only; what takes long to import waits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rope_patch.cli.loading import (
+    check_device,
+    check_dtype,
+    check_paths,
+    load_model,
+    load_tokenizer,
+    paces_of,
+    prepare,
+    progress_bar,
+    read_haystack,
+)
+from rope_patch.cli.options import (
+    Budget,
+    ChatTemplate,
+    Chunk,
+    Device,
+    Dtype,
+    Force,
+    Haystack,
+    Import,
+    Json,
+    Methods,
+    Mode,
+    Model,
+    NewFolder,
+    Report,
+    Seed,
+    Tasks,
+    Text,
+    Threads,
+    command_line,
+    items,
+    print_json,
+    resumable,
+    tokens,
+    value_of,
+)
+from rope_patch.cli.processes import working_together
+
+NOTHING = 4
+"""Exit status where no method can be chosen and nothing is written."""
+METHODS = ("yarn", "ntk", "abf", "mrrope", "cope", "llama3", "p_rope")
+
+
+def _recipe(context: typer.Context, path: Path | None) -> Path | None:
+    """Take the options of a file as defaults of the command."""
+    if path is not None:
+        from rope_patch.extending.options import read_options
+
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {str(path)!r}")
+        values = {name: value for name, value in read_options(path).items() if value is not None}
+        if "depths" in values:
+            values["depths"] = " ".join(map(str, values["depths"]))
+        context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+# Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
+def extend(
+    model: Model,
+    length: Annotated[int, tokens("--length", "The context length to reach.", show_default=False)],
+    output: NewFolder,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            metavar="FILE",
+            is_eager=True,
+            callback=_recipe,
+            help="The extend.yaml of an earlier run: its options are the defaults of this one.",
+            show_default=False,
+        ),
+    ] = None,
+    methods: Methods = METHODS,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="By which share perplexity may rise within the context that the model was trained at: 0.01 is 1 %.",
+        ),
+    ] = 0.01,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Let a rotary table compete that is fitted to text first.")
+    ] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train the best method with LoRA, and decide by the trained model.")
+    ] = False,
+    train_text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="With --train: a file, a folder or the hub id of a dataset. By default text that ships with Python.",
+            show_default=False,
+        ),
+    ] = None,
+    train_rows: Annotated[
+        int | None,
+        typer.Option(
+            metavar="COUNT",
+            help="With --train: the number of rows. By default 200, or as many as half of --budget has time for.",
+            show_default=False,
+        ),
+    ] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            parser=value_of("--to", items),
+            metavar="ENGINES",
+            help="The engines to export to as well, separated by spaces: gguf (llama.cpp), vllm, sglang.",
+            show_default=False,
+        ),
+    ] = "",
+    budget: Budget = None,
+    tasks: Tasks = ("passkey",),
+    mode: Mode = "single",
+    text: Text = None,
+    haystack: Haystack = "noise",
+    chat_template: ChatTemplate = "auto",
+    chunk: Chunk = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the steps with their tokens and times, and stop.")
+    ] = False,
+    finish_now: Annotated[
+        bool,
+        typer.Option(
+            "--finish-now",
+            help="Choose by what an interrupted run has finished, without a training, and write that.",
+        ),
+    ] = False,
+    force: Force = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: Seed = 0,
+    threads: Threads = None,
+    report: Report = True,
+    imports: Import = None,
+    as_json: Json = False,
+) -> None:
+    """Bring a checkpoint to a longer context: measure methods, choose one, write the checkpoint and check it.
+
+    All methods are measured on little text, the better half on more, until one is ahead. The output folder is a
+    checkpoint that plain transformers loads, with a model card that shows the scores before and after, and
+    **report.html**. If no method reaches the length without losing quality at short texts, nothing is written, the
+    command says what would help, and the exit status is 4. If it is interrupted, run it again to continue.
+
+    Example: **rope-patch extend ./llama --length 32k -o ./llama-32k --budget 30m**
+    """
+    from rope_patch.checkpoints.offline import check_free
+    from rope_patch.extending.options import ExtendOptions
+    from rope_patch.extending.run import CACHE, Run
+    from rope_patch.files import write_atomically
+
+    if report:
+        from rope_patch.reports import comparison as page
+    check_dtype(dtype)
+    check_device(device)
+    check_paths(text)
+    options = ExtendOptions(
+        model=model,
+        length=length,
+        methods=tuple(methods),
+        tolerance=tolerance,
+        fit=fit,
+        train=train,
+        train_text=train_text,
+        train_rows=train_rows,
+        to=tuple(to),
+        budget=budget,
+        tasks=tuple(tasks),
+        mode=mode,
+        text=None if text is None else str(text),
+        haystack=str(read_haystack(haystack)),
+        chat_template=chat_template,
+        chunk=chunk,
+        seed=seed,
+    )
+    check_free(output, force)
+    prepare(threads)
+    work = output.with_name(f"{output.name}.work")
+    with working_together(work, [CACHE, "comparison.json"]) as first:
+        say = (lambda sentence: print(sentence, file=sys.stderr)) if first else (lambda sentence: None)
+        loaded = load_model(model, None, device, dtype)
+        run = Run(loaded, load_tokenizer(model), options, output, say)
+        pace = None
+        if dry_run or budget is not None or train:
+            (pace,) = paces_of(loaded, budget, work / CACHE, ["extend", length, mode], lambda: [run.pace()])
+        rounds, training = run.plan(pace)
+        if pace is not None:
+            for line in run.describe(rounds, training, pace):
+                say(line)
+        if dry_run:
+            return
+        total = sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds)
+        with resumable(work / CACHE), progress_bar(int(total), hidden=as_json or not first) as (_, on_progress):
+            run.on_progress = on_progress
+            outcome = run.finish(overwrite=force, finish_now=finish_now, pace=pace)
+    if not first:
+        return
+    folder = outcome.output or outcome.work
+    if report:
+        page.write(folder / "report.html", [outcome.comparison], command=command_line(), title="A longer context")
+    if as_json:
+        print_json(
+            {"output": None if outcome.output is None else str(output), "chosen": outcome.verdict.method}
+            | {"reason": outcome.verdict.reason, "advice": list(outcome.verdict.advice)}
+        )
+    else:
+        _print(outcome)
+    if outcome.output is None:
+        write_atomically(outcome.work / "verdict.txt", outcome.verdict.reason + "\n")
+        raise typer.Exit(NOTHING)
+
+
+def _print(outcome: Any) -> None:
+    """Print the scores and what came of them."""
+    from rope_patch.cli.compare import print_table
+
+    print_table(outcome.comparison)
+    print(outcome.verdict.reason)
+    for one in outcome.verdict.judged:
+        for failure in one.failures:
+            print(f"  {one.method}: {failure}")
+    if outcome.output is None:
+        print("nothing was written. What would help:")
+        for sentence in outcome.verdict.advice:
+            print(f"  {sentence}")
+        print(f"the measurements are in {outcome.work}, and a changed command uses them again")
+        return
+    print(f"wrote {outcome.output}: AutoModelForCausalLM.from_pretrained({str(outcome.output)!r}) loads it")
+    for path in outcome.exports:
+        print(f"wrote {path}")

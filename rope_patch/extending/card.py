@@ -1,0 +1,116 @@
+"""The model card of an extended checkpoint: what was done, its scores before and after, and how it is used."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from rope_patch import __version__
+from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+from rope_patch.evaluation.metrics import METRICS, Span, spans_at
+from rope_patch.extending.options import UNPATCHED
+
+if TYPE_CHECKING:
+    from rope_patch.evaluation.compare import Comparison
+    from rope_patch.extending.run import Extended, Run
+
+TEMPLATE = """---
+{head}---
+# {base}, {length} tokens
+
+`{base}`, trained at {trained_length} tokens, with the rotary table of `{method}` for {length}.
+{training}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
+```
+
+Plain transformers loads it: in a process without rope_patch the logits were equal, bit for bit.
+
+## Why this method
+
+{reason}.
+
+Measured and not chosen: {others}.
+
+## Scores
+
+{scores}
+
+Changes are against the model before, on the same windows and prompts, with 95 % intervals. {population}
+{effective}
+## How it was made
+
+```bash
+rope-patch extend --recipe extend.yaml
+```
+
+`extend.yaml` holds the options, `rope_patch_extend.json` the choices and their evidence. rope_patch {version}.
+{exports}"""
+
+
+def card(run: Run, outcome: Extended, exports: list[Path]) -> str:
+    """Return the card.
+
+    Args:
+        run: of the options.
+        outcome: what was chosen, and its scores.
+        exports: files and folders for other engines.
+    """
+    options, verdict, comparison = run.options, outcome.verdict, outcome.comparison
+    base = Path(options.model).name if Path(options.model).exists() else options.model
+    head = {"library_name": "transformers", "tags": ["rope_patch", "long-context"]}
+    if not Path(options.model).exists() and options.model.count("/") == 1:
+        head["base_model"] = options.model
+    method = str(verdict.method)
+    training = outcome.training
+    done = "" if training is None else f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
+    others = [row.method for row in comparison.rows if row.method not in (UNPATCHED, method)]
+    effective = comparison.effective_lengths()
+    lengths = ""
+    if effective is not None:
+        lengths = f"\n{effective.explanation}\n\n" + "".join(
+            f"- {name}: {effective.of(name)}\n" for name in (UNPATCHED, method)
+        )
+    return TEMPLATE.format(
+        head=yaml.safe_dump(head, sort_keys=False),
+        base=base,
+        length=options.length,
+        trained_length=run.trained_length,
+        method=method.removesuffix(" after training"),
+        training=done,
+        reason=verdict.reason,
+        others=", ".join(f"`{name}`" for name in others) or "nothing else",
+        scores=scores(comparison, method),
+        population=f"{OF_WINDOWS} {OF_PROMPTS}",
+        effective=lengths,
+        version=__version__,
+        exports=f"\nExported beside it: {', '.join(f'`{path.name}`' for path in exports)}.\n" if exports else "",
+    )
+
+
+def scores(comparison: Comparison, method: str) -> str:
+    """Return the scores before and after as a Markdown table, at every length."""
+    rows = {row.method: row.scores for row in comparison.rows}
+    lines = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
+    for length in comparison.lengths:
+        for metric, span in spans_at(comparison.spec, length):
+            before, after = metric.value(rows[UNPATCHED], span), metric.value(rows[method], span)
+            change = metric.difference(rows[method], rows[UNPATCHED], span)
+            if metric is METRICS["retrieval"]:
+                text = f"{change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
+            else:
+                text = metric.describe(change) if math.isfinite(change.estimate) else "–"
+            lines.append(f"| {_what(span)} | {metric.format(before)} | {metric.format(after)} | {text} |")
+    return "\n".join(lines)
+
+
+def _what(span: Span) -> str:
+    if span.task is not None:
+        return f"{span.task} prompts of {span.stop} tokens that are answered"
+    return f"{span.metric} at positions {span.start or 0} to {span.stop}"

@@ -1,0 +1,367 @@
+"""``rope_patch.extend``: look, measure, choose, adapt, write, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.checkpoints.offline import check_free
+from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
+from rope_patch.evaluation.spec import LEAST_WINDOWS
+from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.extending.adapting import Training, plan_training, train
+from rope_patch.extending.choosing import Judge, Verdict
+from rope_patch.extending.options import UNPATCHED, ExtendOptions
+from rope_patch.extending.rounds import Round, cost_of, rounds_within
+from rope_patch.extending.writing import write_folder
+from rope_patch.files import write_atomically
+from rope_patch.methods import as_method
+from rope_patch.modeling.budget import SAFETY, Pace, default_tokens, duration_text
+from rope_patch.patching.locate import PatchError, find_rotary
+from rope_patch.patching.targets import for_target
+from rope_patch.patching.verify import inspect_model, trained_length
+
+CACHE = "finished.jsonl"
+ROUNDS = "rounds.json"
+MEASURING = 0.4
+"""Share of a budget that is for measuring where a training follows; half is for the training."""
+TRAINING = 0.5
+
+
+@dataclass(frozen=True)
+class Extended:
+    """What came of it.
+
+    Attributes:
+        output: the folder that was written; None where no method could be chosen.
+        verdict: which method was chosen, and why; or why none was.
+        comparison: the scores of the last round, and of the adapted model where one was trained.
+        training: what was trained on; None where nothing was.
+        exports: files and folders for other engines.
+        work: folder of the finished measurements, which may be deleted.
+    """
+
+    output: Path | None
+    verdict: Verdict
+    comparison: Comparison
+    training: Training | None
+    exports: tuple[Path, ...]
+    work: Path
+
+
+def extend(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    length: int,
+    output: str | Path,
+    overwrite: bool = False,
+    finish_now: bool = False,
+    pace: Pace | None = None,
+    on_step: Callable[[str], None] = lambda sentence: None,
+    on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
+    **options: Any,
+) -> Extended:
+    """Find the method that brings a model to a longer context, and write a checkpoint that plain transformers loads.
+
+    Candidates are measured by successive halving: all of them on little text and few prompts, the better half on twice
+    as much, until two are left and told apart. Chosen is the one that answers the most prompts at the target length;
+    between those that nothing tells apart, the lowest perplexity there decides, and then whether every loader knows
+    its formula. It must not raise perplexity within the trained context by more than the tolerance. Where no method
+    will do, nothing is written, and the verdict says what would help.
+
+    Finished work is kept in ``OUTPUT.work``: after Ctrl-C or a crash the same call goes on where it was.
+
+    Args:
+        model: a causal language model that is not patched; it is left as it was.
+        tokenizer: its tokenizer.
+        length: the context to reach [tokens].
+        output: folder to write; new or empty unless ``overwrite``.
+        overwrite: write into a folder that holds files.
+        finish_now: choose by the rounds that an earlier call finished, and measure and train no more.
+        pace: at which the model reads; measured where a budget is given and this is not.
+        on_step: called with a sentence about each step.
+        on_progress: called with a stage and the tokens that were just read.
+        **options: of :class:`~rope_patch.extending.options.ExtendOptions`.
+
+    Raises:
+        ValueError: a bad option or method, or a model that reaches the length already: before anything is measured.
+        PatchError: a model that is patched.
+        RuntimeError: what was written does not give the same logits in plain transformers.
+
+    Example:
+        ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
+    """
+    name = options.pop("model", None) or str(getattr(model.config, "name_or_path", "")) or type(model).__name__
+    run = Run(model, tokenizer, ExtendOptions(model=name, length=length, **options), Path(output), on_step, on_progress)
+    check_free(run.output, overwrite)
+    return run.finish(overwrite=overwrite, finish_now=finish_now, pace=pace)
+
+
+class Run:
+    """One run: what its steps share.
+
+    Args:
+        model: to be extended.
+        tokenizer: its tokenizer.
+        options: of the run.
+        output: folder to write.
+        on_step: called with a sentence about each step.
+        on_progress: called with a stage and the tokens that were just read.
+
+    Raises:
+        ValueError: what cannot be measured or patched.
+        PatchError: a model that is patched.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        options: ExtendOptions,
+        output: Path,
+        on_step: Callable[[str], None] = lambda sentence: None,
+        on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
+    ) -> None:
+        self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
+        self.on_step, self.on_progress = on_step, on_progress
+        self.work = output.with_name(f"{output.name}.work")
+        record = find_rotary(model).record
+        if record is not None:
+            raise PatchError(
+                f"the model is patched already, with {record.to_method()}: give the checkpoint before the patch, or undo "
+                "it with rope_patch.restore (rope-patch restore)"
+            )
+        self.trained_length = trained_length(model)
+        if options.length <= self.trained_length:
+            raise ValueError(
+                f"the model is trained at {self.trained_length} tokens, so {options.length} need no patch: give a longer "
+                "length"
+            )
+        if options.train and "." in type(model).__module__ and type(model).__module__.startswith("peft"):
+            raise ValueError("an adapter is on the model already: merge it first, or leave train out")
+        self.methods = [str(for_target(model, as_method(m), options.length)) for m in options.methods]
+        if len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods must differ from each other, got {', '.join(self.methods)}")
+        lengths = (self.trained_length, options.length)
+        largest = options.spec(lengths, windows=64, samples=64)
+        try:
+            self.suite = EvalSuite(largest, tokenizer)
+        except ValueError:  # the text has no room for so many windows
+            self.suite = EvalSuite(replace(largest, windows=None), tokenizer)
+        if len(self.suite.windows) < LEAST_WINDOWS:
+            raise ValueError(
+                f"the text has room for {len(self.suite.windows)} windows of {options.length} tokens, and {LEAST_WINDOWS} "
+                "are needed: give a longer one (text, --text)"
+            )
+
+    # --- look and plan
+
+    def look(self) -> None:
+        """Say what the model is."""
+        inspection = inspect_model(self.model)
+        self.on_step(
+            f"{self.options.model}: {inspection.model_class}, trained at {self.trained_length} tokens; to reach: "
+            f"{self.options.length} ({self.options.length / self.trained_length:g} times)"
+        )
+        for warning in inspection.warnings:
+            self.on_step(f"note: {warning}")
+
+    def pace(self) -> Pace:
+        """Measure how fast the model reads."""
+        return pace_of(self.model, as_method(UNPATCHED), self.suite)
+
+    def plan(self, pace: Pace | None) -> tuple[tuple[Round, ...], Training | None]:
+        """Return the rounds and the training.
+
+        Args:
+            pace: at which the model reads; None without a budget and a training.
+        """
+        options, candidates = self.options, len(self.methods) + options_fit(self.options)
+        if options.budget is None or pace is None:
+            rounds = rounds_within(candidates, default_tokens(self.model), self.tokens_of)
+        else:
+            share = MEASURING if options.train else 1.0
+            rounds = rounds_within(
+                candidates, SAFETY * share * options.budget, lambda w, s: self.seconds_of(pace, w, s)
+            )
+        rounds = tuple(self._capped(rounds))
+        if not options.train or pace is None:
+            return rounds, None
+        seconds = None if options.budget is None else TRAINING * options.budget
+        return rounds, plan_training(self.model, options, self.trained_length, pace, seconds)
+
+    def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:
+        """Yield rounds no larger than the suite; one that would only repeat the round before is left out."""
+        before = None
+        for one in rounds:
+            windows, samples = min(one.windows, len(self.suite.windows)), min(one.samples, self.suite.spec.samples)
+            capped = replace(one, windows=windows, samples=samples)
+            if capped != before:
+                yield capped
+            before = capped
+
+    def tokens_of(self, windows: int, samples: int) -> float:
+        """Return the tokens that one method reads of so many windows and haystacks."""
+        spec = self.suite.spec
+        prompts = replace(spec, samples=max(samples, 1), windows=0).tokens_to_read(0) if samples else 0
+        return windows * spec.longest + prompts / (len(spec.depths) if spec.mode == "multikey" else 1)
+
+    def seconds_of(self, pace: Pace, windows: int, samples: int) -> float:
+        """Return how long one method takes for so many windows and haystacks [s]."""
+        prompts = replace(self.suite.spec, samples=max(samples, 1)).seconds(pace, 0) if samples else 0.0
+        return pace.seconds(windows * self.suite.spec.longest, self.suite.spec.longest) + prompts
+
+    def describe(self, rounds: Sequence[Round], training: Training | None, pace: Pace) -> list[str]:
+        """Return the steps of a run with their tokens and times, a line each."""
+        lines, done = [], (0, 0)
+        for number, one in enumerate(rounds, 1):
+            methods = one.candidates + 1
+            new = one.windows - done[0], one.samples - done[1]
+            tokens, seconds = methods * self.tokens_of(*new), methods * self.seconds_of(pace, *new)
+            lines.append(
+                f"round {number}: {methods} methods, {one.windows} windows and {one.samples} haystacks for each task and "
+                f"length, {tokens:,.0f} tokens, {duration_text(seconds)}"
+            )
+            done = one.windows, one.samples
+        if training is not None:
+            lines.append(f"training: {training}, {training.tokens:,} tokens, {duration_text(training.seconds)}")
+            again = self.tokens_of(*done), self.seconds_of(pace, *done)
+            lines.append(f"the adapted model: {again[0]:,.0f} tokens, {duration_text(again[1])}")
+        return lines
+
+    # --- measure
+
+    def measure(self, rounds: Sequence[Round]) -> Comparison:
+        """Measure the rounds, or those that are finished, and return the comparison of the last."""
+        left, finished = list(self.methods), []
+        if self.options.fit:
+            left.append(self.fitted())
+        comparison = None
+        for number, one in enumerate(rounds, 1):
+            suite = self.suite.smaller(one.windows, one.samples)
+            self.on_step(
+                f"round {number} of {len(rounds)}: {', '.join(short(m) for m in left)}; {one.windows} windows, "
+                f"{one.samples} haystacks"
+            )
+            comparison = compare(
+                self.model,
+                self.tokenizer,
+                [UNPATCHED, *left],
+                suite,
+                resume=self.work / CACHE,
+                on_progress=self.on_progress,
+            )
+            finished.append({"methods": left, "windows": one.windows, "samples": one.samples})
+            write_atomically(self.work / ROUNDS, json.dumps(finished, indent=1))
+            judge = Judge(comparison, self.options.tolerance)
+            order = [judged.method for judged in judge.order(left)]
+            if len(left) <= 2 and all(judge.ahead(order[0], other) for other in order[1:]):
+                break
+            if number < len(rounds):
+                left = order[: rounds[number].candidates]
+        assert comparison is not None
+        return comparison
+
+    def fitted(self) -> str:
+        """Fit a table to text at skipped positions, and return it as a method string."""
+        from rope_patch.fitting import Objective, fit
+
+        self.on_step("fitting a table to text, with the weights as they are")
+        patch = fit(
+            self.model,
+            self.tokenizer,
+            target_length=self.options.length,
+            objective=Objective(positions="pose"),
+            resume=self.work / CACHE,
+            on_progress=self.on_progress,
+        )
+        patch.restore()
+        return str(patch.method)
+
+    def rounds_before(self) -> tuple[Round, ...]:
+        """Return the rounds that an earlier run finished.
+
+        Raises:
+            ValueError: there is none.
+        """
+        path = self.work / ROUNDS
+        if not path.is_file():
+            raise ValueError(f"no round is finished in {self.work}: run without finish_now (--finish-now) first")
+        return tuple(Round(len(r["methods"]), r["windows"], r["samples"]) for r in json.loads(path.read_text()))
+
+    # --- choose, adapt, write
+
+    def finish(self, *, overwrite: bool, finish_now: bool, pace: Pace | None) -> Extended:
+        """Do all steps that are left."""
+        options = self.options
+        self.look()
+        if finish_now:
+            rounds, training = self.rounds_before(), None
+        else:
+            if pace is None and (options.budget is not None or options.train):
+                pace = self.pace()
+            rounds, training = self.plan(pace)
+        self.work.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.work / "extend.yaml", options.to_yaml())
+        comparison = self.measure(rounds)
+        judge, methods = Judge(comparison, options.tolerance), [row.method for row in comparison.rows[1:]]
+        verdict = judge.choose(methods, conditions=training is None)
+        adapter = None
+        if training is not None and verdict.method is not None:
+            adapter, comparison, verdict = self.adapt(verdict.method, training, comparison)
+        write_atomically(self.work / "comparison.json", comparison.to_json())
+        self.on_step(f"chosen: {verdict.reason}" if verdict.method else f"nothing is written: {verdict.reason}")
+        if verdict.method is None:
+            return Extended(None, verdict, comparison, training, (), self.work)
+        outcome = Extended(self.output, verdict, comparison, training, (), self.work)
+        exports = write_folder(self, outcome, adapter, overwrite=overwrite)
+        return replace(outcome, exports=tuple(exports))
+
+    def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Verdict]:
+        """Train an adapter under a method and measure it beside the unadapted model."""
+        from rope_patch.checkpoints.save_load import load
+
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        self.on_step(f"training under {short(method)}: {training}, about {duration_text(training.seconds)}")
+        with elsewhere(self.model):
+            adapter = train(self.options.model, method, self.options, training, dtype, self.work)
+        adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
+        suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)
+        name = f"{method} after training"
+        self.on_step("measuring the adapted model")
+        scores = suite.run(adapted, resume=self.work / CACHE, on_progress=lambda tokens: self.on_progress(name, tokens))
+        tables = inspect_model(adapted).tables
+        comparison = replace(comparison, rows=(*comparison.rows, Row(name, scores, tables)))
+        return adapter, comparison, Judge(comparison, self.options.tolerance).choose([name])
+
+
+def options_fit(options: ExtendOptions) -> int:
+    """Return how many fitted tables compete."""
+    return int(options.fit)
+
+
+def short(method: str, most: int = 40) -> str:
+    """Return a method string for a line; one of a table names every number."""
+    return method if len(method) <= most else f"{method[:most]}…"
+
+
+@contextmanager
+def elsewhere(model: Any) -> Iterator[None]:
+    """Keep a model in the CPU's memory within a ``with`` block, so that another has room on the GPU."""
+    device = model.device
+    if device.type != "cpu":
+        model.to("cpu")
+        torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            model.to(device)
