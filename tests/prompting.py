@@ -26,3 +26,15 @@ def bold(family="llama", **changes):
         changes["vocab_size_per_layer_input"] = recipe.VOCABULARY
     special = {"bos_token_id": recipe.BOS, "eos_token_id": recipe.EOS, "pad_token_id": recipe.PAD}
     return tiny_model(family, vocab_size=recipe.VOCABULARY, initializer_range=0.2, **special, **changes)
+
+
+ROOM = {
+    "cwe": 750,
+    "fwe": 100,
+    "json_kv": 400,
+    "niah_multikey_3": 400,
+    "passage_retrieval": 1000,
+    "qa2": 100,
+    "qa3": 150,
+}
+"""Tokens more than other tasks that the prompts of a task need where it is asked for at five depths."""
