@@ -26,7 +26,7 @@ from measuring import command, environment, random_ids, random_llama, ratio, spr
 from rope_patch.kv_cache.cache import quantized
 
 SHAPE = {"vocab": 4000, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2}
-SCHEMES = ("int4-token", "kivi-2", "k=int4.channel32.pre;v=int4.token32;residual=32;sinks=4", "fp8")
+SCHEMES = ("int4-token", "kivi-2-window", "k=int4.channel32.pre;v=int4.token32;residual=32;sinks=4", "fp8")
 BAR, CLOSE = 10.0, 1e-5
 
 

@@ -19,6 +19,8 @@ PATIENCE = timedelta(minutes=1), timedelta(minutes=30)
 _DONE = "done"
 _pieces: collections.Counter[str] = collections.Counter()
 """How often this process has begun each named piece of work; processes that work together have the same counts."""
+_alone = 0
+"""How many blocks of :func:`alone` this process is in."""
 
 
 def processes() -> tuple[int, int]:
@@ -26,6 +28,25 @@ def processes() -> tuple[int, int]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let this process evaluate by itself within a ``with`` block: the others share none of its windows and prompts.
+
+    For the first process where the others wait for it, and for processes that evaluate different models.
+    """
+    global _alone
+    _alone += 1
+    try:
+        yield
+    finally:
+        _alone -= 1
+
+
+def is_alone() -> bool:
+    """Return whether this process is in a block of :func:`alone`."""
+    return _alone > 0
 
 
 def from_first(make: Callable[[], T]) -> T:
@@ -37,13 +58,14 @@ def from_first(make: Callable[[], T]) -> T:
         RuntimeError: in the others, with what the first one raised.
     """
     rank, size = processes()
-    if size == 1:
+    if size == 1 or is_alone():
         return make()
     message: list[Any] = [None, None]
     failed: Exception | None = None
     if rank == 0:
         try:
-            message[0] = make()
+            with alone():
+                message[0] = make()
         except Exception as error:
             failed, message[1] = error, f"{type(error).__name__}: {error}"
     torch.distributed.broadcast_object_list(message)
@@ -79,7 +101,8 @@ def first_alone(name: str) -> Iterator[bool]:
         _wait(store, key, name)
         return
     try:
-        yield True
+        with alone():
+            yield True
     except BaseException as error:
         store.set(key, f"{type(error).__name__}: {error}")
         raise

@@ -59,10 +59,11 @@ def forked(call, stop: int | None = None, within: Path | None = None, at=None, k
         os._exit(77)
 
 
-def together(call: Callable[[int], None], folder: Path, count: int = 2) -> list[str]:
+def together(call: Callable[[int], None], folder: Path, count: int = 2, ends: tuple[int, ...] = ()) -> list[str]:
     """Run a call in so many forked processes, which torchrun's variables make one group, and return what each wrote.
 
-    They have all modules already, where new interpreters would import them anew for seconds each.
+    Their exit statuses must be ``ends``, by default 0; that of a signal is negative. They have all modules already,
+    where new interpreters would import them anew for seconds each.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -89,10 +90,12 @@ def together(call: Callable[[int], None], folder: Path, count: int = 2) -> list[
             GradientState._reset_state()
             call(rank)
             os._exit(0)
+        except SystemExit as stopped:
+            os._exit(int(stopped.code or 0))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
     ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
     texts = [page.read_text() for page in pages]
-    assert not any(ended), "\n".join(text[-3000:] for text in texts)
+    assert ended == list(ends or [0] * count), "\n".join(text[-3000:] for text in texts)
     return texts

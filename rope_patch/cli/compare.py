@@ -53,6 +53,9 @@ from rope_patch.cli.options import (
     resumable,
     tokens,
 )
+from rope_patch.cli.processes import working_together
+from rope_patch.cli.shards import Merge, ShardOption, check_options, joined, outline_of
+from rope_patch.cli.shards import measure as measure_shard
 from rope_patch.packaged import name_of
 
 
@@ -103,6 +106,8 @@ def compare(
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
     budget: Budget = None,
+    shard: ShardOption = None,
+    merge: Merge = (),
     batch_tokens: Annotated[
         int, tokens("--batch-tokens", "The largest number of tokens that are read as one batch.")
     ] = 16384,
@@ -124,9 +129,10 @@ def compare(
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
+    from rope_patch.evaluation.shards import compare_joined
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.files import folder_to_write, write_atomically
+    from rope_patch.files import write_atomically
     from rope_patch.patching.targets import for_target
     from rope_patch.patching.verify import trained_length
 
@@ -157,18 +163,24 @@ def compare(
         raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
     _check_adapter(adapter, model)
     prepare(threads)
-    with folder_to_write(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]):
-        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
-        loaded, notes = _with_adapter(loaded, model, adapter)
+    part = check_options(shard, merge, budget, "--json" if as_json else None)
+    with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
+        tokenizer, outline = load_tokenizer(model), outline_of(model, adapter) if part or merge else None
+        if merge and outline is not None:  # their results are all there
+            loaded, notes = outline, dict[str, str]()
+        else:
+            loaded, notes = _with_adapter(load_model(model, None, device, dtype), model, adapter)
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        if budget is not None or not as_json:
-            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE)
+        if not merge and (budget is not None or not as_json):
+            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE, part.count if part else 1)
         chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
         choosing = suite.tokens_to_choose(trained_length(chooser))
-        total, stage = choosing + len(compared) * suite.tokens, ", ".join(tasks)
-        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=as_json) as (_, on_progress):
+        total, stage = choosing + len(compared) * suite.tokens // (part.count if part else 1), ", ".join(tasks)
+        hidden = as_json or not first or bool(merge)
+        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=hidden) as (bar, on_progress):
+            shards = joined(suite, compared, merge, output, patch) if merge else []
             if evaluator is not None:
                 suite.choose_key_tokens(
                     chooser,
@@ -176,16 +188,26 @@ def compare(
                     on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens),
                 )
             del chooser
-            comparison = engine.compare(
-                loaded.eval(),
-                tokenizer,
-                compared,
-                suite,
-                layer_types=layer_types,
-                freeze_at=freeze_at,
-                resume=output / RESULT_CACHE,
-                on_progress=on_progress,
-            )
+            if merge:
+                comparison = compare_joined(loaded, suite, compared, shards, output / RESULT_CACHE)
+            elif part is not None:
+                measure_shard(loaded.eval(), outline, suite, compared, part, output, patch, notes, on_progress)
+                bar.total = bar.n
+            else:
+                comparison = engine.compare(
+                    loaded.eval(),
+                    tokenizer,
+                    compared,
+                    suite,
+                    **patch,
+                    resume=output / RESULT_CACHE,
+                    on_progress=on_progress,
+                )
+    if part is not None:
+        print(f"shard {shard} is in {output}; when all are measured, join them with --merge") if first else None
+        return
+    if not first:
+        return
     comparison = replace(comparison, environment=comparison.environment | notes)
     write_atomically(output / "comparison.json", comparison.to_json())
     if report:
@@ -198,27 +220,30 @@ def compare(
 
 
 def _planned(
-    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path
+    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path, shards: int
 ) -> Any:
     """Return a suite that fits into the time, and print how long it takes."""
     from rope_patch.evaluation.compare import pace_of
     from rope_patch.evaluation.key_tokens import tokens_of_spec
+    from rope_patch.evaluation.sharing import ways
     from rope_patch.evaluation.spec import SCALABLE
     from rope_patch.modeling.budget import SAFETY
     from rope_patch.patching.verify import trained_length
 
     about = [str(methods[0]), suite.spec.to_dict()]
+    processes = ways(model)
     (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
     context = trained_length(model)
 
-    def seconds(spec: Any, windows: int | None = None) -> float:
+    def seconds(spec: Any, windows: int | None = None, parts: int = 1) -> float:
         choosing = pace.seconds(tokens_of_spec(spec, context, windows), context)
-        return float(choosing + len(methods) * spec.seconds(pace, windows))
+        return float(choosing + len(methods) * spec.seconds(pace, windows) / parts)
 
     if budget is not None:
-        suite = suite_within(suite, SAFETY * budget, SCALABLE, seconds, "--budget")
-    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
-    say_estimate(tokens, seconds(suite.spec, len(suite.windows)))
+        suite = suite_within(suite, SAFETY * budget * processes, SCALABLE, seconds, "--budget")
+    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens // shards
+    several = f" on {processes} processes" if processes > 1 else ""
+    say_estimate(tokens, seconds(suite.spec, len(suite.windows), shards) / processes, several)
     return suite
 
 

@@ -56,6 +56,7 @@ from rope_patch.cli.options import (
     tokens,
     value_of,
 )
+from rope_patch.cli.processes import working_together
 from rope_patch.packaged import name_of
 
 
@@ -139,7 +140,7 @@ def kv_check(
     exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
     continue: finished work is saved in the output folder.
 
-    Presets: none, kivi-2, kivi-4, kvquant-4, int8-token, int4-token, fp8, nf4.
+    Presets: none, kivi-2, kivi-4, kivi-2-window, kivi-4-window, kvquant-4, int8-token, int4-token, fp8, nf4.
 
     Example: **rope-patch kv-check ./llama --schemes "kivi-2 int4-token fp8" --methods "default yarn:factor=4"
     --lengths "4k 16k" -o ./kv**
@@ -149,7 +150,7 @@ def kv_check(
     from rope_patch.evaluation.calibration import calibration
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.files import folder_to_write, write_atomically
+    from rope_patch.files import write_atomically
     from rope_patch.kv_evaluation import run as engine
     from rope_patch.kv_evaluation.reading import CheckReading, pace_of
     from rope_patch.kv_evaluation.verdicts import Limits
@@ -179,7 +180,7 @@ def kv_check(
     check_device(device)
     prepare(threads)
     files = ["kv-check.json", "kv-check.csv", *["kv-check.html"] * report]
-    with folder_to_write(output, [*files, RESULT_CACHE]):
+    with working_together(output, [*files, RESULT_CACHE]) as first:
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
@@ -199,7 +200,7 @@ def kv_check(
         if pace is not None:
             _say(reading, planned, attributed, pace)
         total = reading.tokens(planned)
-        with resumable(finished), progress_bar(total, hidden=as_json) as (bar, on_progress):
+        with resumable(finished), progress_bar(total, hidden=as_json or not first) as (bar, on_progress):
 
             def on_more(count: int) -> None:  # which schemes are unsafe is not known before
                 bar.total += count
@@ -221,6 +222,8 @@ def kv_check(
             )
             checked = replace(checked, model=name_of(model))
             bar.total = bar.n
+    if not first:
+        return
     # What took long is out before the page, whose failure costs nothing then.
     write_atomically(output / "kv-check.json", checked.to_json())
     write_atomically(output / "kv-check.csv", csv_of(checked.table()))
@@ -253,7 +256,7 @@ def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None
     from dataclasses import replace
 
     from rope_patch.evaluation.spec import SCALABLE
-    from rope_patch.kv_evaluation.measuring import COMPARED
+    from rope_patch.kv_evaluation.setting import COMPARED
     from rope_patch.modeling.budget import SAFETY, default_tokens
 
     whole = replace(suite.spec, windows=len(suite.windows))

@@ -32,6 +32,7 @@ def print_check(checked: Any) -> None:
     from rich.table import Table
 
     from rope_patch.evaluation.metrics import spans_at
+    from rope_patch.evaluation.numbers import relative
     from rope_patch.kv_evaluation.captions import windows_of
 
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -50,7 +51,7 @@ def print_check(checked: Any) -> None:
             # The intervals of prompts are in the files: with several tasks the table would not fit a screen.
             for head in (_head(metric, span), "change", *["interval"] * (span.task is None)):
                 table.add_column(head, justify="right", no_wrap=True)
-        for head in ("KL", "top-1"):
+        for head in ("noise", "KL", "top-1"):
             table.add_column(head, justify="right", no_wrap=True)
         table.add_column("verdict", no_wrap=True)
         for method in checked.methods:
@@ -70,7 +71,8 @@ def print_check(checked: Any) -> None:
                 verdict = checked.verdict(row, length).kind
                 word = "rounds nothing" if verdict == "undecided" and checked.idle(row, length) else verdict
                 name = f"  {row.scheme.removeprefix(row.mitigation_of)}" if row.mitigation_of else row.scheme
-                divergence = (f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}")
+                noise = f"±{100 * relative(row.noise[length]):.2f} %" if length in row.noise else ""
+                divergence = (noise, f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}")
                 table.add_row("", escape(name), *cells, *divergence, f"[{colors[verdict]}]{word}[/]")
             table.add_section()
         console.print(table)
@@ -82,6 +84,10 @@ def print_check(checked: Any) -> None:
     print(
         f"{windows_of(checked.windows, max(checked.lengths))}; {calibration}; "
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
+    )
+    print(
+        "noise: how far the perplexity of one window moves when its embeddings are perturbed by their last digits; "
+        "the mean over n windows moves about 1/√n as far, and a smaller change tells nothing"
     )
     for length in checked.lengths:
         for line in checked.prompts(length):
@@ -102,14 +108,15 @@ def print_presets() -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from rope_patch.kv_cache.schemes import FORMATS, PRESETS, Scheme, effective_bits
 
     table = Table(
-        *("preset", "text", f"bits at head_dim {HEAD_DIM}: keys", "values", "source"),
+        *("preset", Column("text", no_wrap=True), f"bits at head_dim {HEAD_DIM}: keys", "values", "source"),
         box=box.SIMPLE_HEAD,
-        caption="Parts may be added to a preset: kivi-2;sinks=4. A text is k=SIDE;v=SIDE;residual=N;sinks=N;skip=0+27, "
+        caption="Parts may be added to a preset: kivi-2;sinks=4. A text is "
+        "k=SIDE;v=SIDE;residual=N;flush=N;sinks=N;skip=0+27, "
         f"a side FORMAT.AXIS.SWITCH…: formats {', '.join(FORMATS)}; axes token, tokenN, channelN, tensorN; switches "
         "sym, pre, centre, centreall, hadamard, keep8, keep16. Bits without sinks and residual window.",
         caption_justify="left",

@@ -55,6 +55,11 @@ def check_device(device: str) -> None:
     if device == BALANCED:
         if not torch.cuda.is_available():
             raise ValueError("no device 'balanced': torch sees no GPU to spread a model over")
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(
+                "device 'balanced' spreads one model over all GPUs of one process, and several are started here: run "
+                "the command by itself, or let each process have a whole model with --device auto"
+            )
         if importlib.util.find_spec("accelerate") is None:
             raise ImportError("device 'balanced' spreads a model with accelerate: pip install accelerate")
         return
@@ -76,10 +81,13 @@ def check_device(device: str) -> None:
 
 
 def choose_device(device: str) -> str:
-    """Return a device for torch: ``"auto"`` is the GPU of this process where there is one, and the CPU elsewhere."""
+    """Return a device for torch: ``"auto"`` is the GPU of this process where there is one, and the CPU elsewhere.
+
+    Under ``torchrun`` and ``accelerate launch`` each process has a GPU of its own, and ``"cuda"`` means that one.
+    """
     import torch
 
-    if device != "auto":
+    if device not in ("auto", "cuda"):
         return device
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
 
@@ -213,14 +221,18 @@ def paces_of(
     from rope_patch.evaluation.result_cache import ResultCache, key
     from rope_patch.modeling.budget import Pace
     from rope_patch.modeling.scoring import fingerprint
+    from rope_patch.peers import told_by_first
 
-    if budget is None:
-        return list(measure())
-    cache = ResultCache(finished)
-    name = key(what="pace", model=fingerprint(model), budget=budget, about=about)
-    if name not in cache:
-        cache[name] = [astuple(pace) for pace in measure()]
-    return [Pace(*pace) for pace in cache[name]]
+    def known() -> list[Any]:
+        if budget is None:
+            return [astuple(pace) for pace in measure()]
+        cache = ResultCache(finished)
+        name = key(what="pace", model=fingerprint(model), budget=budget, about=about)
+        if name not in cache:
+            cache[name] = [astuple(pace) for pace in measure()]
+        return list(cache[name])
+
+    return [Pace(*pace) for pace in told_by_first("the pace of the model", known)]
 
 
 def say_estimate(tokens: int, seconds: float, more: str = "") -> None:

@@ -19,7 +19,8 @@ from rope_patch import __version__
 from rope_patch.checkpoints.gguf import weights_in_file
 from rope_patch.evaluation.effective_length import EffectiveLengths, effective_lengths
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
-from rope_patch.evaluation.result_cache import ResultCache, finite
+from rope_patch.evaluation.result_cache import finite
+from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite
 from rope_patch.methods import Default, Method, MethodLike
@@ -292,7 +293,7 @@ def compare(
     for method in resolved:  # a method that does not fit this model fails before the first is measured
         with under(model, method, record is not None, shared):
             pass
-    result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
+    result_cache = open_cache(resume)
     if suite.spec.longppl and suite.key_tokens is None:
         with named("LongPPL"):
             suite.choose_key_tokens(

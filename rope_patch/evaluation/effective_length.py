@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rope_patch.evaluation.intervals import wilson
+from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.metrics import EFFECTIVE_PERPLEXITY, EFFECTIVE_RETRIEVAL, METRICS, Metric, Span
 from rope_patch.evaluation.suite import EvalResult
 
@@ -60,14 +60,14 @@ class EffectiveLengths:
         reference: the longest measured length within the trained one [tokens].
         lengths: by method and metric.
         confidence: of the intervals.
-        prompts: how many were asked at each length of each task.
-        depths: how many depths they were asked at.
+        samples: haystacks of each length and task.
+        depths: how many depths each was asked at.
     """
 
     reference: int
     lengths: tuple[EffectiveLength, ...]
     confidence: float
-    prompts: int
+    samples: int
     depths: int
 
     @property
@@ -78,14 +78,18 @@ class EffectiveLengths:
             f"{EFFECTIVE_PERPLEXITY:.0%}, of the unpatched model's at {self.reference} tokens, by the "
             f"{self.confidence:.0%} intervals at every length measured."
         )
-        needed = next(n for n in itertools.count(1) if wilson(n, n, self.confidence)[0] > EFFECTIVE_RETRIEVAL)
-        if self.prompts < needed and any(one.metric == "retrieval" and not one.fails for one in self.lengths):
-            samples = -(-needed // self.depths)
+        needed = next(n for n in itertools.count(1) if self._lower_end(n) > EFFECTIVE_RETRIEVAL)
+        if self.samples < needed and any(one.metric == "retrieval" and not one.fails for one in self.lengths):
             sentence += (
-                f" {self.prompts} prompts at a length cannot show that of retrieval, even if all are answered; "
-                f"{needed} can (samples={samples}, --samples {samples})."
+                f" Prompts of {self.samples} haystacks cannot show that of retrieval, even if all are answered: it "
+                f"takes {needed} (samples={needed}, --samples {needed})."
             )
         return sentence
+
+    def _lower_end(self, samples: int) -> float:
+        """Return the lower end of the interval of retrieval where all prompts are answered."""
+        count = effective_count([[1.0] * self.depths] * samples, self.confidence)
+        return wilson(samples, samples, self.confidence, count=count)[0]
 
     def of(self, method: str) -> str:
         """Return the effective lengths of a method, a metric each, for a sentence."""
@@ -115,7 +119,7 @@ def effective_lengths(
         for metric in METRICS.values()
         if metric.held(spec, unpatched, max(within))
     ]
-    return EffectiveLengths(max(within), tuple(lengths), confidence, len(spec.depths) * spec.samples, len(spec.depths))
+    return EffectiveLengths(max(within), tuple(lengths), confidence, spec.samples, len(spec.depths))
 
 
 def _effective(

@@ -19,16 +19,22 @@ def widening(before: int, after: int) -> float:
     return ends[0] / ends[1]
 
 
-def wilson(correct: int, asked: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(correct: int, asked: int, confidence: float = 0.95, *, count: float | None = None) -> tuple[float, float]:
     """Return Wilson's score interval of a share.
 
     *Source*: Wilson (1927).
+
+    Args:
+        correct: answers that are right.
+        asked: all answers.
+        confidence: of the interval.
+        count: how many independent answers these are worth (:func:`effective_count`); their number by default.
 
     Example:
         >>> [round(x, 3) for x in wilson(25, 25)]
         [0.867, 1.0]
     """
-    low, high = _wilson(correct / asked, asked, confidence)
+    low, high = _wilson(correct / asked, asked if count is None else count, confidence)
     return max(0.0, low), min(1.0, high)
 
 
@@ -44,7 +50,7 @@ def paired_shares(
         ours: answers that are right.
         theirs: the same questions, answered by another.
         confidence: of the interval.
-        count: how many independent questions these are worth; their number by default.
+        count: how many independent questions these are worth (:func:`effective_count`); their number by default.
 
     Raises:
         ValueError: of different lengths, or empty.
@@ -85,12 +91,46 @@ def _wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
+def effective_count(groups: Sequence[Sequence[float]], confidence: float = 0.95) -> float:
+    """Return the number of independent answers with which an interval of a share covers what it says over groups.
+
+    The answers of a group, such as those of one haystack, may be alike, and how alike they are is estimated from few
+    groups. So the estimate of :func:`independent_count` is lowered by the square of the normal quantile over Student's,
+    with one degree of freedom less than groups. *Source*: Korn and Graubard (1998), Survey Methodology 24, 193-201.
+
+    Where no value differs from another nothing tells how alike a group is: groups then count once, and such that
+    Wilson's interval of none of them is the exact one of Clopper and Pearson (1934). A bootstrap or Student's interval
+    over groups would have no width there, and a permutation of signs has no 95 % interval below six groups.
+    ``benchmarks/interval_coverage.py`` simulates all of these.
+
+    Args:
+        groups: of equal size; differences of paired answers where the interval is of a difference.
+        confidence: of the interval that the count is for.
+
+    Example:
+        >>> groups = [[1, 1, 1], [0, 0, 1], [1, 1, 1], [1, 0, 1]]
+        >>> round(independent_count(groups), 1), round(effective_count(groups), 1)
+        (8.4, 3.2)
+        >>> round(effective_count([[1, 1, 1]] * 4), 1)
+        2.5
+    """
+    total = len(groups)
+    if len(groups[0]) == 1:
+        return float(total)
+    z = float(stats.norm.ppf((1 + confidence) / 2))
+    if total == 1 or len({value for group in groups for value in group}) == 1:
+        exact = 1 - ((1 - confidence) / 2) ** (1 / total)
+        return float(z * z * (1 - exact) / exact)
+    return independent_count(groups) * (z / float(stats.t.ppf((1 + confidence) / 2, total - 1))) ** 2
+
+
 def independent_count(groups: Sequence[Sequence[float]]) -> float:
     """Return how many independent values groups of values that hang together are worth (their design effect).
 
     Between the number of groups (all of a group alike) and the number of values (no more alike than others).
     *Source*: Kish (1965), Survey Sampling, section 5.4, with the intraclass correlation from a one-way analysis of
-    variance. An estimate, and a rough one below ten groups; values that are all equal count as unrelated.
+    variance. An estimate, and a rough one below ten groups, which :func:`effective_count` allows for; values that are
+    all equal count as unrelated.
 
     Args:
         groups: of equal size.
@@ -139,6 +179,8 @@ def ratio_of_sums(sums: Sequence[float], sizes: Sequence[int], confidence: float
 
 def paired_means(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Return Student's interval of ``mean(ours - theirs)`` over the same documents; infinite for a single one.
+
+    Differences as skewed as exponential ones are held in 87 % of draws with 4 windows, in 94 % with 50.
 
     Raises:
         ValueError: of different lengths, or empty.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.result_cache import key
+from rope_patch.evaluation.sharing import Job, whole
 from rope_patch.evaluation.spec import WINDOWS, EvalSpec
 from rope_patch.methods import Default
 from rope_patch.modeling.modes import in_eval_mode
@@ -183,25 +184,29 @@ def choose_key_tokens(
     """
     check_short_context(context, short_context)
     reader = Reader(model)
-    identity: dict[str, Any] = {"context": context, "short": short_context, "gain": GAIN, "loss": LOSS}
-    if result_cache is not None:
-        identity["model"] = fingerprint(model)
+    settings: dict[str, Any] = {"context": context, "short": short_context, "gain": GAIN, "loss": LOSS}
+    identity = settings if result_cache is None else settings | {"model": fingerprint(model)}
+
+    def name(window: TokenDocument) -> str:
+        ids = hashlib.sha256(window.ids.cpu().numpy().tobytes()).hexdigest()
+        return key(what="key tokens", ids=ids, prefix=len(window.prefix), **identity)
+
+    def score(one: list[TokenDocument], size: int, report: Callable[[int], None]) -> list[list[int]]:
+        progress = Progress(size, report)
+        return [_positions(reader, window, context, short_context, batch_tokens, progress) for window in one]
+
+    job = Job(
+        score=score,
+        name=name,
+        tokens=lambda window: tokens_to_choose(len(window.ids), context, short_context),
+        result_cache=result_cache,
+        on_progress=on_progress,
+        about={"what": "key tokens"} | settings,
+    )
     marked, chosen = [], []
-    with in_eval_mode(model):
-        for window in windows:
-            ids = reader.check(window.ids)
-            size = tokens_to_choose(len(ids), context, short_context)
-            name = key(what="key tokens", ids=hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest(), **identity)
-            if result_cache is None or name not in result_cache:
-                progress = Progress(size, on_progress)
-                positions = _positions(reader, window, context, short_context, batch_tokens, progress)
-                if result_cache is not None:
-                    result_cache[name] = positions
-                progress.finish()
-            else:
-                positions = result_cache[name]
-                on_progress(size)
-            mask = torch.zeros(len(ids), dtype=torch.bool)
+    with in_eval_mode(model), whole():
+        for window, positions in job.read(model, [[window] for window in windows]):
+            mask = torch.zeros(len(window.ids), dtype=torch.bool)
             mask[torch.tensor(positions, dtype=torch.long)] = True
             marked.append(replace(window, key_tokens=mask))
             chosen.append(positions)
@@ -219,7 +224,7 @@ def _positions(
     reader: Reader, window: TokenDocument, context: int, short_context: int, batch_tokens: int, progress: Progress
 ) -> list[int]:
     """Positions of the key tokens of one window."""
-    size = len(window.ids)
+    size = len(reader.check(window.ids))
     full = _losses(reader, window, _spans(size, context, context // SHARED), batch_tokens, progress)
     short = _losses(reader, window, _short_spans(size, short_context), batch_tokens, progress)
     scored = torch.isfinite(short)

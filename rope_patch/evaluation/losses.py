@@ -157,7 +157,7 @@ def with_beginnings(whole: PerplexityResult, beginnings: PerplexityResult) -> Pe
         )
         for document, first in zip(whole.documents, beginnings.documents, strict=True)
     ]
-    nll, stderr, tokens = _mean([(document.total_tokens, document.total_nll) for document in documents])
+    nll, stderr, tokens = mean_per_token([(document.total_tokens, document.total_nll) for document in documents])
     buckets = (*beginnings.buckets, *whole.buckets[len(beginnings.buckets) :])
     bits = None if whole.bits_per_byte is None else whole.bits_per_byte * nll / whole.nll
     return replace(
@@ -242,13 +242,13 @@ class DocumentSums:
         units = list(self.documents.values()) if len(self.documents) > 1 else self.windows
         if not units:
             raise ValueError(f"nothing to score: {self.skipped} documents, none with two tokens")
-        nll, stderr, tokens = _mean([(u.total_tokens, u.total_nll) for u in units])
+        nll, stderr, tokens = mean_per_token([(u.total_tokens, u.total_nll) for u in units])
         buckets = []
         for i, (start, stop) in enumerate(itertools.pairwise(self.edges)):
             part = [(u.tokens[i], u.nll[i]) for u in units if u.tokens[i]]
             if not part:
                 continue
-            mean, error, count = _mean(part)
+            mean, error, count = mean_per_token(part)
             buckets.append(Bucket(start, stop, count, mean, error))
         sizes = [u.bytes for u in units]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
@@ -269,7 +269,7 @@ class DocumentSums:
         )
 
 
-def _mean(parts: Sequence[tuple[int, float]]) -> tuple[float, float | None, int]:
+def mean_per_token(parts: Sequence[tuple[int, float]]) -> tuple[float, float | None, int]:
     """Mean per token, its standard error over units of unequal size (linearised ratio), and the tokens.
 
     *Source*: Cochran, Sampling Techniques (1977), section 2.11. For units of equal size it is the usual one.

@@ -9,14 +9,13 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares, ratio_of_sums
+from rope_patch.evaluation.intervals import paired_means, paired_shares, ratio_of_sums
 from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.metric import Metric, PairedDifference, Span, VerdictKind
 from rope_patch.evaluation.numbers import number_text, percent, perplexity_text, relative
-from rope_patch.evaluation.retrieval import RetrievalResult
+from rope_patch.evaluation.retrieval import RetrievalResult, effective_prompts
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import ANSWERED, EvalResult
-from rope_patch.evaluation.tasks import TASKS
 
 __all__ = [
     "LOST",
@@ -165,6 +164,10 @@ class LongPerplexity(Perplexity):
         """Return the head of a column in a printed table."""
         return f"LongPPL {span.start}-{span.stop}"
 
+    def format(self, value: float) -> str:
+        """Return a perplexity with one decimal, a dash where no key token is."""
+        return "–" if math.isnan(value) else super().format(value)
+
     def title(self, span: Span, *, of_differences: bool = False) -> str:
         """Return what stands above neighbouring columns in a report."""
         return f"LongPPL at positions [tokens]{f', {self.unit}' if of_differences else ''}"
@@ -201,7 +204,7 @@ class Retrieval(Metric):
         return [float(sample.correct) for sample in _prompts_of(result, span).samples(span.stop)]
 
     def interval(self, result: EvalResult, span: Span, confidence: float) -> tuple[float, float]:
-        """Return Wilson's interval, prompts taken as independent."""
+        """Return Wilson's interval over as many independent prompts as the haystacks are worth."""
         return _prompts_of(result, span).interval(span.stop, confidence)
 
     def difference(
@@ -211,7 +214,7 @@ class Retrieval(Metric):
         one, other = _prompts_of(ours, span), _prompts_of(theirs, span)
         a = [sample.correct for sample in one.samples(span.stop)]
         b = [sample.correct for sample in other.samples(span.stop)]
-        count = _independent(one, other, span.stop)
+        count = _independent(one, other, span.stop, confidence)
         return PairedDifference((sum(a) - sum(b)) / len(a), *paired_shares(a, b, confidence, count=count))
 
     def held(self, spec: EvalSpec, reference: EvalResult, length: int) -> bool:
@@ -258,12 +261,10 @@ def _prompts_of(result: EvalResult, span: Span) -> RetrievalResult:
     return result.retrieval[span.task]
 
 
-def _independent(one: RetrievalResult, other: RetrievalResult, length: int) -> float:
-    """How many independent answers those at a length are worth: the ones of a haystack may hang together."""
-    pairs = [
-        [a.correct - b.correct for a, b in zip(mine.samples, theirs.samples, strict=True)]
-        for mine, theirs in zip(one.cells, other.cells, strict=True)
-        if mine.length == length
+def _independent(one: RetrievalResult, other: RetrievalResult, length: int, confidence: float) -> float:
+    """How many independent pairs of answers those at a length are worth."""
+    haystacks = [
+        [float(a.correct) - float(b.correct) for a, b in zip(mine, theirs, strict=True)]
+        for mine, theirs in zip(one.haystacks(length), other.haystacks(length), strict=True)
     ]
-    haystacks = list(zip(*pairs, strict=True))
-    return float(len(haystacks)) if TASKS[one.task].joined else independent_count(haystacks)
+    return effective_prompts(one.task, haystacks, confidence)

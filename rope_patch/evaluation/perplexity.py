@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.losses import SCHEMA, DocumentSums, PerplexityResult, Window
-from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.evaluation.result_cache import key
+from rope_patch.evaluation.sharing import Job, open_cache
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
@@ -75,25 +76,26 @@ def perplexity(
         raise ValueError(f"batch must be >= 1, got {batch}")
     known = cache_identity(cache, resume is not None)
     reader = Reader(model)
-    result_cache: MutableMapping[str, Any] = {}
-    if resume is not None:
-        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
-    identity = {"edges": edges, "chunk": chunk, "model": fingerprint(model) if resume is not None else ""} | known
+    result_cache = open_cache(resume)
+    settings = {"edges": edges, "chunk": chunk} | known
+    identity = settings | {"model": fingerprint(model) if resume is not None else ""}
     tally = DocumentSums(edges)
+
+    def score(items: list[Window], size: int, report: Callable[[int], None]) -> list[dict[str, Any]]:
+        progress = Progress(size, report, reads=len(items) * max(len(item.ids) for item in items))
+        return _score(reader, items, edges, chunk if chunk < window else None, cache, progress)
+
+    job = Job(
+        score=score,
+        name=lambda item: _key(item, identity),
+        tokens=lambda item: item.stop - item.start,
+        result_cache=result_cache,
+        on_progress=on_progress,
+        about={"what": "perplexity", "window": window, "stride": stride, "batch": batch} | settings,
+    )
     with in_eval_mode(model):
-        for group in _batched(_windows(documents, window, stride, tally, reader), batch):
-            names = [_key(item, identity) if resume is not None else str(i) for i, item in enumerate(group)]
-            # Equal windows have one name, and are scored once.
-            todo = {name: item for name, item in zip(names, group, strict=True) if name not in result_cache}
-            reads = len(todo) * max((len(item.ids) for item in todo.values()), default=0)
-            progress = Progress(sum(item.stop - item.start for item in group), on_progress, reads=reads)
-            parts = _score(reader, list(todo.values()), edges, chunk if chunk < window else None, cache, progress)
-            fresh = dict(zip(todo, parts, strict=True))
-            for item, name in zip(group, names, strict=True):
-                if resume is not None and name not in result_cache:
-                    result_cache[name] = fresh[name]
-                tally.add(item, result_cache[name] if name in result_cache else fresh[name])
-            progress.finish()
+        for item, part in job.read(model, _batched(_windows(documents, window, stride, tally, reader), batch)):
+            tally.add(item, part)
     return tally.result(window=window, stride=stride, chunk=chunk)
 
 
@@ -173,8 +175,6 @@ def _score(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Sums by bucket of each window: JSON values, as they are kept."""
-    if not group:
-        return []
     rows = torch.nn.utils.rnn.pad_sequence([item.ids for item in group], batch_first=True)
     first = [item.scored - item.start for item in group]
     sizes = [len(item.ids) for item in group]

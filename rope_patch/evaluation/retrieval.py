@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -17,11 +17,12 @@ from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
-from rope_patch.evaluation.intervals import wilson
+from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
-from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.evaluation.result_cache import key
+from rope_patch.evaluation.sharing import Job, longest_first, open_cache
 from rope_patch.evaluation.spec import check_retrieval
-from rope_patch.evaluation.tasks import Task, find_task
+from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
 
@@ -138,10 +139,17 @@ class RetrievalResult:
         samples = self.samples(length)
         return sum(sample.correct for sample in samples) / len(samples)
 
+    def haystacks(self, length: int) -> list[tuple[Sample, ...]]:
+        """Return what was asked at a length of each haystack, by depth."""
+        self.samples(length)  # names the lengths where there is none such
+        return list(zip(*(cell.samples for cell in self.cells if cell.length == length), strict=True))
+
     def interval(self, length: int, confidence: float = 0.95) -> tuple[float, float]:
-        """Return the Wilson interval of :meth:`accuracy`, prompts taken as independent."""
-        samples = self.samples(length)
-        return wilson(sum(sample.correct for sample in samples), len(samples), confidence)
+        """Return Wilson's interval of :meth:`accuracy` over as many independent prompts as the haystacks are worth."""
+        haystacks = self.haystacks(length)
+        right = [[float(sample.correct) for sample in haystack] for haystack in haystacks]
+        count = effective_prompts(self.task, right, confidence)
+        return wilson(int(sum(map(sum, right))), len(self.samples(length)), confidence, count=count)
 
     def first_choice(self, length: int) -> float:
         """Return the share of answers at a length whose tokens are all first choice when the right answer is read."""
@@ -156,6 +164,17 @@ class RetrievalResult:
     def to_json(self) -> str:
         """Return the result as JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+
+def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidence: float) -> float:
+    """Return how many independent prompts those of some haystacks are worth: the ones of a haystack may be alike.
+
+    Args:
+        task: its name; where one question asks for all needles of a haystack, they are worth one prompt.
+        haystacks: a value of each prompt, by haystack.
+        confidence: of the interval that the count is for.
+    """
+    return float(len(haystacks)) if TASKS[task].joined else effective_count(haystacks, confidence)
 
 
 # Many parameters: each is a choice of its own; EvalSpec and EvalSuite hold them for whoever evaluates more than once.
@@ -217,11 +236,9 @@ def retrieval(
     else:
         maker = PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
     stops = _stops(model, tokenizer)
-    result_cache: MutableMapping[str, Any] | None = None
-    identity: dict[str, Any] = cache_identity(cache, resume is not None)
-    if resume is not None:
-        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
-        identity |= {"stops": sorted(stops), "chunk": chunk, "model": fingerprint(model)}
+    result_cache = open_cache(resume)
+    settings = cache_identity(cache, resume is not None) | {"stops": sorted(stops), "chunk": chunk}
+    identity = settings | {"model": fingerprint(model) if resume is not None else ""}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
@@ -229,19 +246,32 @@ def retrieval(
     first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
     for prompt in itertools.chain(*first.values()):
         _check(reader, prompt)
-    questioner = _Questioner(
-        reader, tokenizer, find_task(task, mode), chunk, cache, stops, result_cache, identity, on_progress
+    questioner = _Questioner(reader, tokenizer, find_task(task, mode), chunk, cache, stops, identity)
+    job = Job(
+        score=questioner.ask,
+        name=questioner.key,
+        tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
+        result_cache=result_cache,
+        on_progress=on_progress,
+        about={"what": "retrieval", "task": task, "mode": mode, "seed": seed, "samples": samples} | settings,
     )
-    cells = []
-    with in_eval_mode(model):
-        for length in lengths:
-            columns: list[list[Sample]] = []  # of each haystack, by depth
+
+    def batches() -> Iterator[list[_Haystack]]:
+        for length in sorted(lengths, reverse=True) if longest_first(model) else lengths:
             size = max(1, batch_tokens // length)
             for low in range(0, samples, size):
                 group = range(low, min(low + size, samples))
-                columns += questioner([prompts_of(length, i) if i else first[length] for i in group])
-            for i, depth in enumerate(depth for prompt in first[length] for depth in prompt.depths):
-                cells.append(RetrievalCell(length, depth, tuple(column[i] for column in columns)))
+                yield [_Haystack(length, prompts_of(length, i) if i else first[length]) for i in group]
+
+    columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # of each haystack, by depth
+    with in_eval_mode(model):
+        for item, column in job.read(model, batches()):
+            columns[item.length].append([Sample(**sample) for sample in column])
+    cells = [
+        RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
+        for length in lengths
+        for i, depth in enumerate(depth for prompt in first[length] for depth in prompt.depths)
+    ]
     hay = maker.haystack
     return RetrievalResult(
         task=task,
@@ -258,8 +288,16 @@ def retrieval(
 
 
 @dataclass(frozen=True, eq=False)
+class _Haystack:
+    """The prompts that share a haystack, and their length [tokens]."""
+
+    length: int
+    prompts: Sequence[Prompt]
+
+
+@dataclass(frozen=True, eq=False)
 class _Questioner:
-    """Asks the prompts of haystacks, but for those whose samples are in the result cache."""
+    """Asks the prompts of haystacks."""
 
     reader: Reader
     tokenizer: Any
@@ -267,33 +305,18 @@ class _Questioner:
     chunk: int | None
     cache: CacheFactory | None
     stops: Sequence[int]
-    result_cache: MutableMapping[str, Any] | None
     identity: Mapping[str, Any]
-    on_progress: Callable[[int], None]
 
-    def __call__(self, haystacks: Sequence[Sequence[Prompt]]) -> list[list[Sample]]:
-        """Return the samples of each haystack, by depth."""
-        result_cache = self.result_cache
-        if result_cache is None:
-            return self._ask(haystacks)
-        names = [self._key(prompts) for prompts in haystacks]
-        todo = {name: prompts for name, prompts in zip(names, haystacks, strict=True) if name not in result_cache}
-        fresh = dict(zip(todo, self._ask(list(todo.values())), strict=True))
-        for name, samples in fresh.items():
-            result_cache[name] = [asdict(sample) for sample in samples]
-        for name, prompts in zip(names, haystacks, strict=True):
-            if name not in todo:
-                self.on_progress(sum(len(prompt.ids) for prompt in prompts))
-        return [fresh[name] if name in fresh else [Sample(**entry) for entry in result_cache[name]] for name in names]
-
-    def _key(self, prompts: Sequence[Prompt]) -> str:
-        asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in prompts]
+    def key(self, haystack: _Haystack) -> str:
+        """Return the name of the samples of a haystack."""
+        asked = [(prompt.ids, prompt.answer, prompt.parts, prompt.ends) for prompt in haystack.prompts]
         return key(what="retrieval", schema=SCHEMA, prompts=asked, **self.identity)
 
-    def _ask(self, haystacks: Sequence[Sequence[Prompt]]) -> list[list[Sample]]:
-        """Ask the prompts of several haystacks side by side; those whose answers differ in length go alone."""
-        if not haystacks:
-            return []
+    def ask(
+        self, several: Sequence[_Haystack], size: int, on_progress: Callable[[int], None]
+    ) -> list[list[dict[str, Any]]]:
+        """Return the samples of each haystack, by depth; those whose answers differ in length are asked alone."""
+        haystacks = [haystack.prompts for haystack in several]
         shapes = {tuple(prompt.answer for prompt in prompts) for prompts in haystacks}
         groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
         graded = []
@@ -304,11 +327,12 @@ class _Questioner:
                 chunk=self.chunk,
                 cache=self.cache,
                 stops=self.stops,
-                on_progress=self.on_progress,
+                on_progress=on_progress,
             )
             for prompts, given in zip(group, zip(*answers, strict=True), strict=True):
                 pairs = zip(prompts, given, strict=True)
-                graded.append([s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)])
+                samples = [s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)]
+                graded.append([asdict(sample) for sample in samples])
         return graded
 
 

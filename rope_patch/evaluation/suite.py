@@ -22,8 +22,8 @@ from rope_patch.evaluation.key_tokens import (
 from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker
-from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
+from rope_patch.evaluation.sharing import if_complete, open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory, name_of
@@ -193,7 +193,7 @@ class EvalSuite:
                 short_context=self.spec.short_context or default_short_context(context),
                 batch_tokens=self.spec.batch_tokens,
                 evaluator=f"{type(model).__name__} {name_of(model)}".strip(),
-                result_cache=ResultCache(resume) if isinstance(resume, str | Path) else resume,
+                result_cache=open_cache(resume),
                 on_progress=on_progress,
             )
         return self.key_tokens
@@ -218,12 +218,15 @@ class EvalSuite:
                 its content: the same call goes on where it was. With a ``cache`` only if that has an ``identity``.
             on_progress: called with the number of tokens just read, after each layer.
 
+        Returns:
+            The scores; within :func:`~rope_patch.evaluation.sharing.only` without those that are not measured in whole.
+
         Raises:
             ValueError: logits that are not finite, or token ids that the model does not know.
             TypeError: no model, such as the name of one.
         """
         spec = self.spec
-        result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
+        result_cache = open_cache(resume)
         if spec.longppl and self.key_tokens is None:
             self.choose_key_tokens(model, resume=result_cache)
         score = None
@@ -235,10 +238,12 @@ class EvalSuite:
             score = self._text(model, spec.longest, on_progress=on_progress, **options)
             beginning = spec.edge_at(switch_of(model) or 0)
             if 0 < beginning < spec.longest:  # otherwise all windows are read under one table
-                score = with_beginnings(score, self._text(model, beginning, **options))
+                first = self._text(model, beginning, **options)
+                score = with_beginnings(score, first) if score is not None and first is not None else None
                 short_window = beginning
-        answers = {
-            task: retrieval(
+
+        def asked(task: str) -> RetrievalResult:
+            return retrieval(
                 model,
                 self.tokenizer,
                 task,
@@ -254,14 +259,15 @@ class EvalSuite:
                 resume=result_cache,
                 on_progress=on_progress,
             )
-            for task in spec.tasks
-        }
+
+        answers = {task: result for task in spec.tasks if (result := if_complete(asked, task)) is not None}
         return EvalResult(spec, score, answers, short_window, self.key_tokens)
 
-    def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult:
+    def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult | None:
         """Score the beginnings of all windows, of a length that is an edge of the spec's buckets [tokens]."""
         spec = self.spec
-        return perplexity(
+        return if_complete(
+            perplexity,
             model,
             [window.beginning(length) for window in self.windows],
             window=length,

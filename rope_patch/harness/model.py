@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -142,7 +143,7 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
             pretrained, kwargs = _base_and_adapter(pretrained, kwargs)
         if not isinstance(pretrained, str):
             self._refuse_unknown(kwargs, set(inspect.signature(HFLM.__init__).parameters))
-        super().__init__(pretrained, **kwargs)
+        self._split_over_processes(pretrained, kwargs)
         record = read_record(self.peft) if self.peft else None
         if requested is not None and record is not None:
             raise ValueError(f"the adapter {self.peft} was trained under {record.to_method()}: leave method= out")
@@ -161,6 +162,19 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
             means = key_means(self.model, calibration(self.tokenizer, self.model)) if scheme.key.centre else None
             self._stack = contextlib.ExitStack()  # for as long as this object lives
             self.maker = self._stack.enter_context(quantized(self.model, scheme, means=means))
+
+    def _split_over_processes(self, pretrained: Any, arguments: dict[str, Any]) -> None:
+        """Load the model as HFLM does, one in each process of ``torchrun`` or ``accelerate launch``.
+
+        HFLM splits the requests where a machine has two GPUs or more, and numbers the processes of each machine alone;
+        here they are split wherever there are several processes, which are numbered over all machines.
+        """
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.accelerator.is_available():
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # accelerate joins processes on CPUs only when told
+        super().__init__(pretrained, **arguments)
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None and accelerator.num_processes > 1:
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
     # --- loading: what HFLM would pass on, take or report in its own way
 

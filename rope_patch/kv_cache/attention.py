@@ -152,8 +152,7 @@ def _frozen(store: QuantizedLayer, name: str, visible_tokens: Tensor, places: Te
     masks = []
     for pad in pads:
         base = store.plan.sinks + pad
-        ends = base + ((places - base) // side.block + 1) * side.block  # where the block of each key ends
-        masks.append((places >= base) & (ends <= visible_tokens - store.plan.residual))
+        masks.append((places >= base) & (places < store.plan.frozen(name, visible_tokens, pad)))
     return torch.stack(masks)[:, None]
 
 

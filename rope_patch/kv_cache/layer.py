@@ -88,7 +88,7 @@ class QuantizedLayer(DynamicLayer):
         return self.keys, self.values
 
     def freeze(self, visible_tokens: int) -> None:
-        """Quantize the blocks outside the residual window of a query that sees ``visible_tokens`` tokens."""
+        """Quantize the blocks that a query reads quantized, which sees ``visible_tokens`` tokens."""
         sides = (("key", self.plan.key), ("value", self.plan.value))
         for name, side in sides:
             if side.format == "none":
@@ -102,7 +102,7 @@ class QuantizedLayer(DynamicLayer):
     def _freeze(self, name: str, side: Side, visible_tokens: int, pad: int, rows: slice) -> None:
         place = (name, rows.start or 0)
         done, size, base = self.frozen.get(place, 0), side.block, self.plan.sinks + pad
-        ready = max(0, visible_tokens - self.plan.residual - base) // size
+        ready = (self.plan.frozen(name, visible_tokens, pad) - base) // size
         if ready <= done:
             return
         low, high = base + done * size, base + ready * size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.sources import Sources, find_sources, split_pairs
 from rope_patch.patching.locate import find_rotary
 
+Tokens = TypeVar("Tokens", int, Tensor)
 PROBE = 8
 KEPT_IN_8 = Side("int8", "token", symmetric=True)
 
@@ -35,6 +36,7 @@ class LayerPlan:
         key: how keys are quantized.
         value: how values are.
         residual: latest tokens in full precision [tokens].
+        flush: keys that are quantized at a time, as :class:`~rope_patch.kv_cache.schemes.Scheme` says [tokens].
         sinks: first tokens in full precision [tokens].
         pairs: of the table.
         interleaved: layout of the pairs.
@@ -51,6 +53,7 @@ class LayerPlan:
     key: Side
     value: Side
     residual: int
+    flush: int
     sinks: int
     pairs: int
     interleaved: bool
@@ -64,6 +67,22 @@ class LayerPlan:
     def shifted(self) -> bool:
         """Whether all keys are stored less a constant that softmax drops."""
         return self.mean is not None and not self.key.pre
+
+    def frozen(self, name: str, visible_tokens: Tokens, pad: int = 0) -> Tokens:
+        """Return where the quantized tokens end that a query reads; they begin behind the sinks.
+
+        Args:
+            name: ``"key"`` or ``"value"``.
+            visible_tokens: that the query sees, its own included.
+            pad: tokens that its row is padded with on the left.
+        """
+        side, base = (self.key if name == "key" else self.value), self.sinks + pad
+        if self.flush:
+            waiting = visible_tokens - base - 1
+            count = waiting // self.flush * self.flush if name == "key" else waiting - self.residual
+        else:
+            count = visible_tokens - base - self.residual
+        return base + (count > 0) * (count // side.block * side.block)
 
     def shift(self, keys: Tensor) -> Tensor:
         """Return new keys (rows, heads, tokens, head_dim) as they are stored, sinks and residual included."""
@@ -172,6 +191,7 @@ def plan_layers(
             key=key,
             value=value,
             residual=scheme.residual,
+            flush=scheme.flush,
             sinks=scheme.sinks,
             pairs=slot.pairs,
             interleaved=layer.interleaved,

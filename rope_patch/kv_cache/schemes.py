@@ -2,7 +2,7 @@
 
 Scheme strings have no commas, so that they pass through lm-eval's ``--model_args``::
 
-    k=int2.channel32.pre;v=int2.token32;residual=128;sinks=4;skip=0+27
+    k=int2.channel32.pre;v=int2.token32;residual=128;flush=128;sinks=4;skip=0+27
 
 A side is a format, an axis with the size of a group, and switches, joined by points. A preset's name stands for its
 text.
@@ -109,7 +109,11 @@ class Scheme:
     Attributes:
         key: of keys.
         value: of values.
-        residual: latest tokens in full precision [tokens].
+        residual: latest tokens in full precision [tokens]; under ``flush`` values alone.
+        flush: keys gather in full precision until there are so many, and are then quantized together, as KIVI does
+            [tokens]; 0: a block is quantized as soon as it leaves the residual window. Under ``flush`` a query reads
+            the cache before its own token rounds anything: keys quantized so far are those of whole steps before it,
+            and ``residual`` values before its own are in full precision.
         sinks: first tokens in full precision [tokens].
         skip: layers in full precision.
 
@@ -118,7 +122,7 @@ class Scheme:
 
     Example:
         >>> str(Scheme.parse("kivi-2"))
-        'k=int2.channel32;v=int2.token32;residual=128'
+        'k=int2.channel32;v=int2.token32;residual=128;flush=128'
         >>> Scheme.parse("k=int4.token;v=none").key.format
         'int4'
     """
@@ -128,9 +132,10 @@ class Scheme:
     residual: int = 0
     sinks: int = 0
     skip: tuple[int, ...] = ()
+    flush: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("residual", "sinks"):
+        for name in ("residual", "flush", "sinks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0 tokens, got {getattr(self, name)}")
         if any(layer < 0 for layer in self.skip):
@@ -142,7 +147,7 @@ class Scheme:
 
     def __str__(self) -> str:
         parts = [f"k={self.key}", f"v={self.value}"]
-        parts += [f"{name}={getattr(self, name)}" for name in ("residual", "sinks") if getattr(self, name)]
+        parts += [f"{name}={getattr(self, name)}" for name in ("residual", "flush", "sinks") if getattr(self, name)]
         parts += [f"skip={'+'.join(map(str, self.skip))}"] if self.skip else []
         return ";".join(parts) if parts[:2] != ["k=none", "v=none"] or parts[2:] else "none"
 
@@ -165,7 +170,9 @@ class Scheme:
             name, equals, value = part.partition("=")
             inside = at + len(name) + 1
             if name not in _PARTS or not equals:
-                raise ValueError(_pointed(text, at, part, f"expected k=, v=, residual=, sinks= or skip=, got {part!r}"))
+                raise ValueError(
+                    _pointed(text, at, part, f"expected k=, v=, residual=, flush=, sinks= or skip=, got {part!r}")
+                )
             if name in given:
                 raise ValueError(_pointed(text, at, part, f"{name}= is given twice"))
             given.add(name)
@@ -200,11 +207,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "none": Preset("k=none;v=none", "full precision"),
         "kivi-2": Preset(
-            "k=int2.channel32;v=int2.token32;residual=128",
-            "Liu et al., KIVI, arXiv:2402.02750: keys per channel, values per token, groups of 32, residual 128; a "
-            "block is quantized as soon as it leaves the residual window, theirs in steps of 128",
+            "k=int2.channel32;v=int2.token32;residual=128;flush=128",
+            "Liu et al., KIVI, arXiv:2402.02750, and their code: keys per channel, values per token, groups of 32; "
+            "keys are quantized 128 at a time, so that 0 to 127 are in full precision, and the latest 128 values are",
         ),
-        "kivi-4": Preset("k=int4.channel32;v=int4.token32;residual=128", "as kivi-2, 4 bits"),
+        "kivi-4": Preset("k=int4.channel32;v=int4.token32;residual=128;flush=128", "as kivi-2, 4 bits"),
+        "kivi-2-window": Preset(
+            "k=int2.channel32;v=int2.token32;residual=128",
+            "not KIVI: as kivi-2, but always at least the latest 128 keys in full precision, 128 to 159",
+        ),
+        "kivi-4-window": Preset("k=int4.channel32;v=int4.token32;residual=128", "as kivi-2-window, 4 bits"),
         "kvquant-4": Preset(
             "k=int4.channel128.pre;v=int4.token;sinks=1",
             "after Hooper et al., KVQuant, arXiv:2401.18079: keys before rotation and per channel, values per token, "
@@ -239,7 +251,7 @@ _WORDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     }
 )
 _KEY_WORDS = ("pre", "post", "centre", "centreall", "keep8", "keep16")
-_PARTS = {"k": "key", "v": "value", "residual": "residual", "sinks": "sinks", "skip": "skip"}
+_PARTS = {"k": "key", "v": "value", "residual": "residual", "flush": "flush", "sinks": "sinks", "skip": "skip"}
 
 
 def _both(first: str, whole: str) -> Scheme:

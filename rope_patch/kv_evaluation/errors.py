@@ -20,7 +20,7 @@ from rope_patch.kv_cache.attention import attend, padding_mask, running
 from rope_patch.kv_cache.cache import noting_turns
 from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
-from rope_patch.kv_cache.schemes import Scheme, Side
+from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_probe import attending_with
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.progress import Progress
@@ -140,7 +140,10 @@ class _Study:
         apart = places[:, None] - columns
         visible = (apart >= 0) & (apart < (plan.window or total))
         frozen = {
-            name: _frozen_at(plan, side, places, columns) for name, side in (("key", plan.key), ("value", plan.value))
+            name: torch.zeros(len(places), len(columns), dtype=torch.bool)
+            if side.format == "none"
+            else (columns >= plan.sinks) & (columns < plan.frozen(name, places[:, None] + 1))
+            for name, side in (("key", plan.key), ("value", plan.value))
         }
         wrong = visible & frozen["key"]
         count = wrong.sum().clamp_min(1)
@@ -213,14 +216,6 @@ class _Study:
 
 def _of_head(mean: Tensor | None, head: int) -> Any:
     return None if mean is None else mean[head : head + 1]
-
-
-def _frozen_at(plan: LayerPlan, side: Side, places: Tensor, columns: Tensor) -> Tensor:
-    """Return which keys the queries at some places see quantized: (queries, keys)."""
-    if side.format == "none":
-        return torch.zeros(len(places), len(columns), dtype=torch.bool)
-    ends = plan.sinks + ((columns - plan.sinks) // side.block + 1) * side.block
-    return (columns >= plan.sinks) & (ends <= places[:, None] + 1 - plan.residual)
 
 
 def _weights(plan: LayerPlan, logits: Tensor, visible: Tensor) -> Tensor:

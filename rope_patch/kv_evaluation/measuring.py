@@ -2,112 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import Tensor
 
 from rope_patch import frequencies
 from rope_patch.evaluation.compare import named
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.result_cache import finite, key
-from rope_patch.evaluation.spec import EvalSpec
-from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import FORMATS, Scheme, Side, effective_bits
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.errors import LayerErrors, attention_errors
-from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence, Limits
+from rope_patch.kv_evaluation.noise import PASSES, noise_floor
+from rope_patch.kv_evaluation.setting import ERRORS, MethodInPlace, Setting
+from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
 from rope_patch.modeling.statistics import Capture
-from rope_patch.tables import RotaryTable
 
-COMPARED = 2
-"""Windows whose distributions are compared, and whose statistics tell radii and outliers."""
-ERRORS = 2048
-"""Tokens of the text at which attention errors are taken, at most [tokens]."""
 SLICE = 256
-
-
-@dataclass(eq=False)
-class Setting:
-    """What is the same for all methods and schemes.
-
-    Attributes:
-        model: that is measured.
-        suite: windows and prompts.
-        limits: what a scheme may cost.
-        result_cache: finished work; None where none is kept.
-        on_progress: called with the stage and the number of tokens just read, those of finished work too.
-        attributed: windows that the cost of an unsafe scheme is attributed on; 0 for none.
-        on_more: called with the number of tokens that are read in addition where a scheme is unsafe.
-    """
-
-    model: nn.Module
-    suite: EvalSuite
-    limits: Limits
-    result_cache: MutableMapping[str, Any] | None
-    on_progress: Callable[[str, int], None]
-    attributed: int = COMPARED
-    on_more: Callable[[int], None] = lambda tokens: None
-
-    def reports(self, stage: str) -> Callable[[int], None]:
-        """Return what the tokens of a stage are reported to."""
-        return functools.partial(self.on_progress, stage)
-
-    @property
-    def spec(self) -> EvalSpec:
-        """What is measured, with the number of windows that there are."""
-        return replace(self.suite.spec, windows=len(self.suite.windows))
-
-    @property
-    def compared(self) -> Tensor:
-        """The windows whose distributions are compared: (windows, tokens)."""
-        return torch.stack([window.ids for window in self.suite.windows[:COMPARED]])
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Prompt lengths, rising [tokens]."""
-        return self.suite.spec.lengths
-
-    @property
-    def chunk(self) -> int | None:
-        """Tokens per forward pass over text; None for whole windows."""
-        spec = self.suite.spec
-        return None if spec.chunk is None else min(spec.chunk, spec.longest)
-
-
-@dataclass(frozen=True, eq=False)
-class MethodInPlace:
-    """A method that is in place, and what is known of the model's keys under it.
-
-    Attributes:
-        method: as a method string.
-        tables: its rotary tables, by layer type.
-        means: mean key of each head before rotation, by layer; None where no scheme centres keys.
-        capture: statistics of queries and keys.
-        long_pairs: pairs of long mean keys, by layer.
-    """
-
-    method: str
-    tables: tuple[RotaryTable, ...]
-    means: Mapping[int, Tensor] | None
-    capture: Capture
-    long_pairs: Mapping[int, Tensor]
-
-    def plan_options(self, setting: Setting) -> dict[str, Any]:
-        """Return what :func:`~rope_patch.kv_cache.plans.plan_layers` needs besides the scheme."""
-        return {"means": self.means, "context": setting.limits.context}
 
 
 def measure(
@@ -151,6 +75,7 @@ def measure(
                 errors=layer_errors,
                 prediction=_prediction(patched.capture, layer_errors, setting.limits.context),
                 mitigation_of=mitigation_of,
+                noise=_noise(setting, patched, scheme, scores, stage) if name in quantizing else {},
             )
         )
     if quantizing and not full_states:  # every comparison was finished before
@@ -248,13 +173,14 @@ def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[flo
     for layer in (layer for layer in patched.capture.layers if layer.keys_of == layer.index):
         plan = plans[layer.index]
         kept_pairs = 0 if plan.kept_features is None else int(plan.kept_features.sum()) // 2
-        for side_bits, side, states in zip(bits, (plan.key, plan.value), (layer.key, layer.value), strict=True):
+        sides = (("key", plan.key, layer.key), ("value", plan.value, layer.value))
+        for side_bits, (name, side, states) in zip(bits, sides, strict=True):
             heads, width = states.mean.shape
             own = effective_bits(side, head_dim=width, heads=heads, kept_pairs=kept_pairs)
             side_bits.append(own)
             for length in setting.lengths:
                 held = min(length, plan.window or length)
-                end = plan.sinks + max(0, length - plan.residual - plan.sinks) // side.block * side.block
+                end = plan.frozen(name, length + bool(plan.flush))  # what the next query reads is what is stored
                 rounded = max(0, end - max(plan.sinks, length - held)) if side.format != "none" else 0
                 stored[length] += heads * width * (own * rounded + full * (held - rounded))
                 elements[length] += heads * width * held
@@ -321,6 +247,33 @@ def measure_attribution(setting: Setting, patched: MethodInPlace, row: CheckRow)
 def readings(layers: int) -> int:
     """Return how often :func:`measure_attribution` reads its windows: whole, each part, each layer, named pairs."""
     return 5 + layers
+
+
+def _noise(
+    setting: Setting, patched: MethodInPlace, scheme: Scheme, scores: EvalResult, stage: str
+) -> Mapping[int, float]:
+    """Measure how far the loss of the first window moves by rounding alone, by length [nats/token]."""
+    window, result_cache, mark = setting.suite.windows[0], setting.result_cache, ""
+    if result_cache is not None:
+        about = {"model": fingerprint(setting.model), "ids": _sha(window.ids), "lengths": list(setting.lengths)}
+        mark = key(kind="noise", cache=_identity(setting, patched, scheme), chunk=setting.chunk, **about)
+        if mark in result_cache:
+            setting.on_progress(stage, PASSES * len(window.ids))
+            return {int(length): moved for length, moved in result_cache[mark].items()}
+    with quantized(setting.model, scheme, **patched.plan_options(setting)) as factory:
+        moved = noise_floor(
+            setting.model,
+            window,
+            None if scores.short_window else scores.perplexity,  # which was read in two parts, under two tables
+            lengths=setting.lengths,
+            edges=setting.spec.edges,
+            chunk=setting.chunk,
+            cache=factory,
+            on_progress=setting.reports(stage),
+        )
+    if result_cache is not None:
+        result_cache[mark] = {str(length): value for length, value in moved.items()}
+    return moved
 
 
 def _prediction(

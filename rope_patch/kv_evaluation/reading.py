@@ -15,8 +15,10 @@ from rope_patch.evaluation.compare import under
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.kv_evaluation.measuring import COMPARED, ERRORS, readings
+from rope_patch.kv_evaluation.measuring import readings
 from rope_patch.kv_evaluation.mitigations import mitigations
+from rope_patch.kv_evaluation.noise import PASSES
+from rope_patch.kv_evaluation.setting import COMPARED, ERRORS
 from rope_patch.methods import Method
 from rope_patch.modeling.budget import MEASURING, Pace, pace_of_reading
 from rope_patch.patching.locate import find_rotary
@@ -26,7 +28,7 @@ def tokens_to_measure(spec: EvalSpec, schemes: Collection[Scheme]) -> int:
     """Return the tokens that :func:`~rope_patch.kv_evaluation.measuring.measure` reads.
 
     These are the windows and prompts of each scheme, the compared windows in full precision and through each scheme,
-    and the text on which attention errors are taken, which counts for each scheme.
+    the text on which attention errors are taken, and the passes that tell the noise of a loss, both of each scheme.
 
     Args:
         spec: what is measured.
@@ -34,7 +36,7 @@ def tokens_to_measure(spec: EvalSpec, schemes: Collection[Scheme]) -> int:
     """
     quantizing = sum(scheme != Scheme() for scheme in schemes)
     compared = min(COMPARED, spec.windows or 0) * spec.longest
-    each = compared + min(ERRORS, spec.longest)
+    each = compared + min(ERRORS, spec.longest) + PASSES * min(1, spec.windows or 0) * spec.longest
     return len(schemes) * spec.tokens_to_read() + quantizing * each + bool(quantizing) * compared
 
 

@@ -128,7 +128,8 @@ class KVCheck:
         """Return for each task how many prompts of a length there are, and which loss they could not show."""
         base, several = self.rows[0].scores, len(self.spec.tasks) > 1
         return [
-            f"{counted(len(base.retrieval[task].samples(length)), 'prompt')} of {length} tokens"
+            f"{counted(len(base.retrieval[task].samples(length)), 'prompt')} of {length} tokens in "
+            f"{counted(len(base.retrieval[task].haystacks(length)), 'haystack')}"
             f"{f' ({task})' if several else ''}: a loss below {self.detectable_loss(length, task):.0%} could not be "
             "told apart from chance"
             for task in self.spec.tasks
@@ -275,7 +276,7 @@ class KVCheck:
         document: dict[str, Any] = {
             name: getattr(row, name) for name in ("method", "scheme", "scheme_text", "mitigation_of")
         }
-        document |= {"residual": scheme.residual, "sinks": scheme.sinks, "skip": scheme.skip}
+        document |= {"residual": scheme.residual, "flush": scheme.flush, "sinks": scheme.sinks, "skip": scheme.skip}
         document |= {name: getattr(row, name) for name in ("key_bits", "value_bits", "bits", "prediction")}
         document |= {"tasks": self.spec.tasks, "seed": self.spec.seed, "chunk": self.spec.chunk}
         document["divergence"] = asdict(row.divergence) if row.divergence else None
@@ -292,6 +293,7 @@ class KVCheck:
                     change = metric.difference(row.scores, base.scores, span, self.limits.confidence)
                     entry[f"{metric.difference_name or name}_change"] = change
             if row.divergence is not None:
+                entry["nll_noise"] = row.noise.get(length)
                 entry["verdict"] = asdict(self.verdict(row, length))
             document["lengths"][str(length)] = entry
         document["errors"] = [

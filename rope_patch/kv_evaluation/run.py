@@ -16,26 +16,18 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import environment, named, under
-from rope_patch.evaluation.result_cache import ResultCache
+from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.packed import check_packed, packed_caches
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import long_keys
-from rope_patch.kv_evaluation.measuring import (
-    COMPARED,
-    MethodInPlace,
-    Setting,
-    means_of,
-    measure,
-    measure_attribution,
-    possible,
-    readings,
-)
+from rope_patch.kv_evaluation.measuring import means_of, measure, measure_attribution, possible, readings
 from rope_patch.kv_evaluation.mitigations import mitigations
 from rope_patch.kv_evaluation.reading import tokens_to_measure
 from rope_patch.kv_evaluation.results import KVCheck
+from rope_patch.kv_evaluation.setting import COMPARED, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, find_verdict
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.capture import capture
@@ -150,7 +142,7 @@ def kv_check(
     record = find_rotary(model).record
     centred = mitigate or any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
-    result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume
+    result_cache = open_cache(resume)
     setting = Setting(model, suite, limits, result_cache, on_progress, min(attributed, len(suite.windows)), on_more)
     patches: _Patches = {label: (model, method, record is not None, options) for label, method in resolved.items()}
     if suite.spec.longppl and suite.key_tokens is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -121,6 +121,8 @@ class CheckRow:
             radius times its mean query norm, and with lying under the frequency bound; None where nothing varies.
         mitigation_of: the unsafe scheme that this one was tried for, or None.
         attribution: what parts of it cost, where it is unsafe at some length; None elsewhere, and of mitigations.
+        noise: how far the loss of one window at positions below each length moves by rounding alone [nats/token], as
+            :mod:`rope_patch.kv_evaluation.noise` measures it; empty for full precision.
     """
 
     method: str
@@ -136,6 +138,7 @@ class CheckRow:
     prediction: tuple[float | None, float | None]
     mitigation_of: str | None = None
     attribution: Attribution | None = None
+    noise: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def bits(self) -> float:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, Span, spans_at
-from rope_patch.evaluation.numbers import number_text
+from rope_patch.evaluation.numbers import number_text, relative
 from rope_patch.files import write_atomically
 from rope_patch.kv_cache.schemes import PRESETS, Scheme
 from rope_patch.kv_evaluation.captions import counted, spans, windows_of
+from rope_patch.kv_evaluation.noise import PERTURBATION
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.reports import kv_pictures as pictures
@@ -98,7 +99,7 @@ def _answers(check: KVCheck) -> SchemeTable:
 def _table(check: KVCheck, length: int) -> SchemeTable:
     metrics = list(spans_at(check.spec, length))
     heads = [head for metric, span in metrics for head in (_head(metric, span), "Change")]
-    columns = ("Scheme", "Bits", *heads, "KL [nats/token]", "Top choice kept", "Verdict")
+    columns = ("Scheme", "Bits", *heads, "Noise", "KL [nats/token]", "Top choice kept", "Verdict")
     lines = []
     for method in check.methods:
         base = check.of(method)[0]
@@ -106,13 +107,15 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
             values = [Cell(metric.format_long(metric.value(row.scores, span))) for metric, span in metrics]
             if row.divergence is None:
                 cells = [Cell("16"), *(cell for value in values for cell in (value, Cell("–")))]
-                cells += [Cell("–"), Cell("–"), Cell("", mark="text")]
+                cells += [Cell("–"), Cell("–"), Cell("–"), Cell("", mark="text")]
                 lines.append(SchemeRow(f"{method}: full precision", cells, "first"))
                 continue
             cells = [_bits(row, length)]
             for value, (metric, span) in zip(values, metrics, strict=True):
                 change = metric.difference(row.scores, base.scores, span, check.limits.confidence)
                 cells += [value, _change(metric, change)]
+            noise = row.noise.get(length, math.nan)
+            cells += [Cell(f"±{number_text(100 * relative(noise))} %" if noise == noise else "–")]
             cells += [Cell(number_text(row.divergence.kl, 4)), Cell(f"{number_text(100 * row.divergence.top1, 1)} %")]
             verdict = check.verdict(row, length)
             idle = verdict.kind == "undecided" and check.idle(row, length)
@@ -120,8 +123,11 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
             lines.append(SchemeRow(_called(row), cells, "mitigation" if row.mitigation_of is not None else ""))
     caption = (
         f"At {length} tokens: perplexity at positions below, {', '.join(check.spec.tasks)} in prompts of that length "
-        f"({'; '.join(check.prompts(length))}). KL of the next token’s distribution, full precision to quantized, "
-        f"and how often both prefer the same token, at all positions of {_windows(check.compared, max(check.lengths))}."
+        f"({'; '.join(check.prompts(length))}). Noise: how far the perplexity of one window moves when its embeddings "
+        f"are perturbed by {PERTURBATION:g} of their size (in half precision by the last place): the mean over n "
+        "windows moves about 1/√n as far, and a smaller change tells nothing. KL of the next token’s distribution, "
+        f"full precision to quantized, and how often both prefer the same token, at "
+        f"all positions of {_windows(check.compared, max(check.lengths))}."
     )
     return SchemeTable(f"{length} tokens", caption, columns, lines)
 
@@ -158,7 +164,8 @@ def _schemes(check: KVCheck) -> Section:
         "mean of unrotated pairs away, which softmax does not see; centreall that of all pairs as they are stored, "
         "averaged over their rotations, and before rotation (pre) the mean there, which is added when read; keep8 "
         "keeps the pairs under the frequency bound in 8 bits; hadamard mixes features before rounding. The "
-        "residual window and sinks, the latest and first tokens, stay in full precision."
+        "residual window and sinks, the latest and first tokens, stay in full precision; with a flush keys wait in "
+        "full precision until there are so many, are then quantized together, and the window is of values alone."
     )
     caption = (
         "Effective bits per element of the quantized part, 16-bit scales and zero points included, mean over layers "
@@ -174,7 +181,7 @@ def _explained(row: CheckRow) -> SchemeRow:
         Cell(row.scheme_text, mark="text"),
         Cell(number_text(row.key_bits)),
         Cell(number_text(row.value_bits)),
-        Cell(str(scheme.residual)),
+        Cell(str(scheme.residual), f"flush {scheme.flush}" if scheme.flush else ""),
         Cell(str(scheme.sinks)),
         Cell("a mitigation" if row.mitigation_of else preset.source if preset else "given as a text", mark="long"),
     ]
@@ -300,8 +307,9 @@ def _how(check: KVCheck) -> Section:
         [
             "Schemes are simulated, not packed: keys and values are rounded to what a format can hold and back, so "
             "nothing here says what memory or time a scheme saves. The rounding is exactly that of decoding: every "
-            "query sees in full precision what has not left the residual window when its token is read, its sinks and "
-            "an unfinished block, and everything else as its format holds it, in text as in prompts and answers. "
+            "query sees in full precision what its scheme has not quantized when its token is read (the residual "
+            "window, keys that wait for a flush, sinks, an unfinished block), and everything else as its format holds "
+            "it, in text as in prompts and answers. "
             "Scales and zero points are float32, also where the model computes in half precision; packed caches store "
             "16 bits of each, as the bits are counted here.",
             "Full precision is read by the model’s own attention, a scheme by this package’s. In half precision the "

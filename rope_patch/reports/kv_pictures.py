@@ -11,8 +11,8 @@ from rope_patch.analysis.outliers import RATIO
 from rope_patch.evaluation.metrics import Metric, Span, spans_at
 from rope_patch.evaluation.numbers import number_text
 from rope_patch.frequencies import wavelength
-from rope_patch.kv_evaluation.measuring import ERRORS
 from rope_patch.kv_evaluation.results import KVCheck, answered
+from rope_patch.kv_evaluation.setting import ERRORS
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.plots import kv as plots_kv
 from rope_patch.plots.analysis import PAIRS, heat_maps, pair_map

@@ -136,7 +136,7 @@ def test_auto_is_the_gpu_of_this_process_or_else_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == "cuda:0"
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert choose_device("auto") == "cuda:3"
+    assert choose_device("auto") == choose_device("cuda") == "cuda:3"
     assert choose_device("cuda:1") == "cuda:1"
 
 

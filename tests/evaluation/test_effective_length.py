@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from evaluated import answered, result_of
 
@@ -85,5 +87,8 @@ def test_none_without_the_unpatched_model_within_its_trained_length(name, traine
 
 def test_the_explanation_says_how_many_prompts_suffice():
     found = effective_lengths({"default": scores([40, 39, 0], SAME)}, 16)
-    assert "can (samples=" not in found.explanation, "40 prompts can: the model lost one"
+    assert "cannot show" not in found.explanation, "40 prompts can: the model lost one"
     assert "of the unpatched model's at 16 tokens" in found.explanation
+    few = replace(found, samples=4, depths=5)  # (.025) ** (1 / 36) = .903, with 35 haystacks .89996
+    assert "Prompts of 4 haystacks cannot show that of retrieval" in few.explanation
+    assert "it takes 36 (samples=36, --samples 36)" in few.explanation

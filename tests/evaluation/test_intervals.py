@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import sys
+from pathlib import Path
 
 import pytest
 from scipy import stats
 
-from rope_patch.evaluation.intervals import paired_means, paired_shares, wilson
+from rope_patch.evaluation.intervals import effective_count, paired_means, paired_shares, wilson
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+in_checkout = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="not in the source distribution")
 
 
 @pytest.mark.parametrize(
@@ -76,3 +82,56 @@ def test_paired_means_are_students():
 def test_what_is_not_paired_is_refused(interval, a, b):
     with pytest.raises(ValueError, match="pairs are needed"):
         interval(a, b)
+
+
+# --- answers of haystacks
+
+
+def test_haystacks_all_alike_count_once_and_exactly():
+    """None of four: Clopper and Pearson's upper end is 1 - .025^(1/4) = .6024."""
+    for value in (0.0, 1.0):
+        groups = [[value] * 5] * 4
+        assert wilson(int(20 * value), 20, count=effective_count(groups)) == pytest.approx(
+            (0.0, 0.6024) if value == 0 else (0.3976, 1.0), abs=1e-4
+        )
+
+
+def test_the_count_of_few_haystacks_is_lowered_by_students_quantile():
+    """Eight haystacks of one right answer in two: no more alike than chance, 16 answers times (1.960 / 2.365)^2."""
+    assert effective_count([[0, 1]] * 8) == pytest.approx(16 * (1.95996 / 2.36462) ** 2, abs=1e-3)
+    assert effective_count([[0, 0], [1, 1]] * 4) == pytest.approx(8 * (1.95996 / 2.36462) ** 2, abs=1e-3)
+    assert effective_count([[1.0]] * 8) == 8, "one depth: nothing is estimated"
+
+
+@in_checkout
+def test_the_committed_simulation_covers_what_is_said():
+    """Of 2,000 draws 95 % have a standard error of half a point, and the lowest of a hundred cases lies 1.3 below."""
+    report = json.loads((BENCHMARKS / "results" / "interval_coverage.json").read_text())
+    assert report["settings"] == {"draws": 2000, "confidence": 0.95}
+    found = report["summary"]
+    for kind in ("paired shares, shares drawn, five depths", "share, shares drawn, five depths"):
+        package = found[f"{kind}: package"]
+        assert package["lowest"] >= 0.94 and 0.95 <= package["mean"] <= 0.98, kind
+        assert found[f"{kind}: prompts taken as independent"]["lowest"] < 0.8, "why haystacks are counted"
+    for name in ("student over haystacks", "bootstrap of haystacks"):
+        assert found[f"paired shares, shares drawn, five depths: {name}"]["lowest"] < 0.9, "why it was not chosen"
+    for kind in ("paired means, normal", "paired shares, shares drawn, one depth", "share, shares drawn, one depth"):
+        assert 0.94 <= found[f"{kind}: package"]["lowest"] <= found[f"{kind}: package"]["highest"] <= 0.965, kind
+    assert found["ratio, normal: package"]["lowest"] >= 0.925, "a linear approximation: few documents cover less"
+
+
+@in_checkout
+def test_the_simulation_again_with_few_draws(monkeypatch):
+    """Of 250 draws 95 % have a standard error of 1.4 points: four of these below."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import interval_coverage as simulated
+
+    asked = ({"interval": "paired shares", "shares": "drawn", "haystacks": 4, "depths": 5, "likeness": 0.7},
+             {"interval": "share", "shares": "drawn", "haystacks": 10, "depths": 5, "likeness": 0.7},
+             {"interval": "paired means", "values": "normal", "windows": 4},
+             {"interval": "ratio", "values": "normal", "documents": 10})  # fmt: skip
+    draws = {str(settings): draw for settings, draw in simulated.cases(others=False)}
+    for i, settings in enumerate(asked):
+        found = simulated.coverage(draws[str(settings)], 250, seed=1000 + i)
+        assert found["package"]["coverage"] >= 0.895, settings
+    sys.modules.pop("interval_coverage", None)

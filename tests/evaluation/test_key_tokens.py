@@ -115,6 +115,10 @@ def test_longppl_is_the_perplexity_over_the_key_tokens():
     scores = EvalResult(EvalSpec([20, 40], longppl=True), result, {}, key_tokens=object())
     span = Span("longppl", 40, 20)
     assert METRICS["longppl"].value(scores, span) == pytest.approx(math.exp(sum(keys) / 4), rel=1e-5)
+    masks[0][:], masks[1][:] = False, False
+    empty = EvalResult(scores.spec, perplexity(model, windows, window=40, buckets=(0, 20, 40)), {}, key_tokens=object())
+    assert METRICS["longppl"].format(METRICS["longppl"].value(empty, span)) == "–"
+    assert not METRICS["longppl"].difference(empty, empty, span).significant
     with pytest.raises(ValueError, match="LongPPL was not measured"):
         METRICS["longppl"].value(EvalResult(EvalSpec([20, 40]), result, {}), span)
 

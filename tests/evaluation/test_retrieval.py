@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import rope_patch
 from rope_patch.evaluation.answering import SHORT, TAIL, Answer, answer, fork
 from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.intervals import wilson
 from rope_patch.evaluation.prompts import Prompt
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample, grade, retrieval
 from rope_patch.evaluation.tasks import TASKS
@@ -391,11 +392,11 @@ def result_of(*counts):
 
 
 def test_accuracy_is_over_the_depths_of_one_length():
-    result = result_of((256, 0.0, 4, 4), (256, 1.0, 6, 4), (512, 0.0, 10, 1))
+    result = result_of((256, 0.0, 5, 5), (256, 1.0, 5, 3), (512, 0.0, 10, 1))
     assert result.accuracy(256) == 0.8 and result.accuracy(512) == 0.1
-    assert result.interval(256) == pytest.approx((0.490, 0.943), abs=6e-4)
-    low, high = result.interval(256, confidence=0.68)
-    assert 0.490 < low < 0.8 < high < 0.943
+    assert result.interval(512) == wilson(1, 10), "one depth: a prompt of each haystack"
+    low, high = result.interval(512, confidence=0.68)
+    assert wilson(1, 10)[0] < low < 0.1 < high < wilson(1, 10)[1]
     for ask in (result.accuracy, result.interval, result.logprob):
         with pytest.raises(ValueError, match=re.escape("no cell of length 300. Known: [256, 512]")):
             ask(300)

@@ -56,6 +56,7 @@ SCHEMES = [
     "k=int3.token.pre.centreall;v=none",
     "k=int4.channel3.centre;v=fp8.token;residual=2",
     "k=int4.token.centreall;v=none;residual=2;sinks=1",
+    "k=int2.channel4.pre;v=int2.token;residual=3;flush=8;sinks=1",
 ]
 # Family, and the method it is patched with.
 MODELS = [
@@ -163,6 +164,57 @@ def test_both_engines_equal_a_cache_made_from_scratch(name, text):
     with quantized(model, text) as factory:
         close(losses(model, rows), expected, 1e-6)
     assert float((losses(model, rows) - expected).abs().max()) > 0.01
+
+
+class AsKIVI(DynamicLayer):
+    """Stores keys and values as KIVI's code does: what has gathered is rounded after the query that completes it."""
+
+    def __init__(self, scheme):
+        super().__init__()
+        self.scheme, self.parts = scheme, {}
+
+    def update(self, keys, values, *args, **kwargs):
+        assert keys.shape[2] == 1, "token by token"
+        out = []
+        for name, new, side in (("key", keys, self.scheme.key), ("value", values, self.scheme.value)):
+            rounded, full = self.parts.get(name, (new[:, :, :0], new[:, :, :0]))
+            full = torch.cat((full, new), 2)
+            out.append(torch.cat((rounded, full), 2))  # what this query reads
+            if name == "key":
+                done = len(full[0, 0]) if len(full[0, 0]) == self.scheme.flush else 0
+            else:
+                done = int(len(full[0, 0]) > self.scheme.residual)
+            size = 1 if side.axis == "token" else side.group
+            blocks = [full[:, :, low : low + size] for low in range(0, done, size)]
+            rows = [torch.stack([naive(row, side) for row in block]) for block in blocks]
+            self.parts[name] = (torch.cat((rounded, *rows), 2), full[:, :, done:])
+        self.keys, self.values = out
+        self.is_initialized = True
+        return self.keys, self.values
+
+
+@pytest.mark.parametrize("text", ["k=int2.channel4;v=int2.token8;residual=8;flush=8",
+                                  "k=int3.token;v=int4.token;residual=5;flush=6"])  # fmt: skip
+def test_a_flush_is_kivis_schedule(text):
+    model, scheme, rows = model_for("llama")[0], Scheme.parse(text), ids(TOKENS + 1, 2)
+    expected = losses(model, rows, Cache(layers=[AsKIVI(scheme) for _ in range(2)]), chunk=1)
+    with quantized(model, text, exact=False) as factory:
+        close(losses(model, rows, factory(), chunk=1), expected)
+    with quantized(model, text) as factory:
+        close(losses(model, rows), expected)
+        close(losses(model, rows, factory(), chunk=7), expected)
+    with quantized(model, text.replace("flush=8", "flush=0").replace("flush=6", "flush=0")):
+        assert float((losses(model, rows) - expected).abs().max()) > 1e-3, "another schedule, another loss"
+
+
+def test_kivi_stores_up_to_127_keys_in_full_precision():
+    """By hand: of 256 tokens all keys are rounded when the next one reads, of 255 only 128, and 128 values are not."""
+    plan = next(iter(plan_layers(model_for("llama")[0], Scheme.parse("kivi-2")).values()))
+    assert [plan.frozen("key", n) for n in (1, 128, 129, 255, 256, 257)] == [0, 0, 128, 128, 128, 256]
+    assert [plan.frozen("value", n) for n in (1, 129, 130, 257)] == [0, 0, 1, 128]
+    window = next(iter(plan_layers(model_for("llama")[0], Scheme.parse("kivi-2-window")).values()))
+    assert [256 - window.frozen("key", n) for n in (256,)] == [128]
+    assert {n - window.frozen("key", n) for n in range(160, 400)} == set(range(128, 160))
 
 
 @pytest.mark.parametrize("text", SCHEMES)
@@ -992,12 +1044,21 @@ def apart(states, features, side, scheme, turn):
 def frozen(side, scheme, i, j):
     """Whether the query at i reads the key at j rounded."""
     size = 1 if side.axis == "token" else side.group
+    if scheme.flush:
+        return scheme.sinks <= j < AFTER_FLUSH[side.axis][i]
     end = scheme.sinks + ((j - scheme.sinks) // size + 1) * size
     return side.format != "none" and j >= scheme.sinks and end <= i + 1 - scheme.residual
 
 
+# "k=int3.channel4;v=int4.token;residual=5;flush=8;sinks=1" by hand: keys 1 to 8 are rounded when the query at 9 reads,
+# 9 to 16 for that at 17; that query has seen 17 tokens before, of which value 0 and the latest five are not.
+AFTER_FLUSH = {
+    "channel": [1] * 9 + [9] * 8 + [17] * 7,
+    "token": [max(1, i - 5) for i in range(TOKENS)],
+}
 CASES = [
     ("llama", "k=int3.token;v=none"),
+    ("llama", "k=int3.channel4;v=int4.token;residual=5;flush=8;sinks=1"),
     ("llama-yarn", "k=int2.channel4.pre;v=int4.token;residual=3;sinks=2"),
     ("gemma2", "k=int2.channel3;v=int2.tensor2;residual=2"),
     ("gemma3", "k=int3.token8.pre;v=int2.token;sinks=1"),

@@ -30,6 +30,7 @@ FORMS = [
     "k=fp8.channel16.keep8;v=fp8.token",
     "k=int3.channel8.pre.centre.keep16;v=none;skip=3",
     "k=none;v=none;sinks=1",
+    "k=int2.channel32;v=int2.token32;residual=128;flush=128;sinks=2",
 ]
 
 
@@ -66,7 +67,8 @@ def test_presets_round_trip_and_can_be_added_to(name):
 
 def test_presets_by_hand():
     kivi = Scheme.parse("kivi-2")
-    assert kivi == Scheme(Side("int2", "channel", 32), Side("int2", "token", 32), residual=128)
+    assert kivi == Scheme(Side("int2", "channel", 32), Side("int2", "token", 32), residual=128, flush=128)
+    assert Scheme.parse("kivi-2;flush=0") == Scheme.parse("kivi-2-window")
     assert Scheme.parse("kvquant-4").key == Side("int4", "channel", 128, pre=True)
     assert Scheme.parse("fp8").key == Scheme.parse("fp8").value == Side("fp8", "tensor")
     assert Scheme.parse("none") == Scheme()
@@ -118,7 +120,7 @@ def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
 
 # (text, what is marked, message)
 WRONG = [
-    ("", "", "expected k=, v=, residual=, sinks= or skip=, got ''"),
+    ("", "", "expected k=, v=, residual=, flush=, sinks= or skip=, got ''"),
     ("kivi2", "kivi2", "unknown scheme 'kivi2'. Did you mean 'kivi-2'?"),
     ("kivi-2.pre", "kivi-2.pre", "kivi-2 is a whole scheme: add parts to it, as in kivi-2;sinks=4"),
     ("k=kivi-2", "kivi-2", "unknown format 'kivi-2'. Known: none, int8"),
@@ -154,10 +156,10 @@ WRONG = [
     ("kivi-2;skip=0,1", "skip=0,1", "expected a whole number, got '0,1'"),
     ("kivi-2;skip=0+", "skip=0+", "expected a whole number, got ''"),
     ("kivi-2;skip=-1", "skip=-1", "expected a whole number, got '-1'"),
-    ("kivi-2;resid=4", "resid=4", "expected k=, v=, residual=, sinks= or skip=, got 'resid=4'"),
-    ("kivi-2;sinks", "sinks", "expected k=, v=, residual=, sinks= or skip=, got 'sinks'"),
-    ("kivi-2;", "", "expected k=, v=, residual=, sinks= or skip=, got ''"),
-    ("k=int4;nf4", "nf4", "expected k=, v=, residual=, sinks= or skip=, got 'nf4'"),
+    ("kivi-2;resid=4", "resid=4", "expected k=, v=, residual=, flush=, sinks= or skip=, got 'resid=4'"),
+    ("kivi-2;sinks", "sinks", "expected k=, v=, residual=, flush=, sinks= or skip=, got 'sinks'"),
+    ("kivi-2;", "", "expected k=, v=, residual=, flush=, sinks= or skip=, got ''"),
+    ("k=int4;nf4", "nf4", "expected k=, v=, residual=, flush=, sinks= or skip=, got 'nf4'"),
     ("k=int4;k=int2", "k=int2", "k= is given twice"),
 ]  # fmt: skip
 

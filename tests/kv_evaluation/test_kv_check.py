@@ -30,6 +30,7 @@ from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.mitigations import mitigations
+from rope_patch.kv_evaluation.noise import noise_floor, perturbed
 from rope_patch.kv_evaluation.reading import CheckReading, pace_of, tokens_to_measure
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import find_schemes
@@ -108,6 +109,36 @@ def test_divergence_is_the_mean_kl_of_whole_distributions(tokenizer, checked):
     assert divergence.tokens == 112
     assert divergence.kl == pytest.approx(float((plain.exp() * (plain - rough)).sum(-1).mean()), rel=1e-4)
     assert divergence.top1 == float((plain.argmax(-1) == rough.argmax(-1)).double().mean())
+
+
+@torch.no_grad()
+def test_noise_is_the_largest_difference_of_three_passes(tokenizer, checked, monkeypatch):
+    """By hand, with a perturbation so large that the differences show."""
+    model, check = checked
+    assert check.rows[0].noise == {} and set(check.rows[1].noise) == set(LENGTHS) and check.rows[1].noise[40] < 0.1
+    monkeypatch.setattr("rope_patch.kv_evaluation.noise.PERTURBATION", 0.1)
+    (window, *_), _ = spread_windows(tokenizer, TEXT, 56, 3)
+    embedded = model.get_input_embeddings()(window.ids[None])
+    inputs = [embedded]
+    for seed in range(2):
+        drawn = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        inputs.append((embedded.double() * (1 + 0.1 * drawn)).float())
+    with quantized(model, SCHEMES[0]) as factory:
+        logits = [model(inputs_embeds=each, use_cache=False).logits[0].double() for each in inputs]
+        whole = perplexity(model, [window], window=56, buckets=[0, 40, 56], cache=factory)
+        options = {"lengths": LENGTHS, "edges": (0, 40, 56), "chunk": None, "cache": factory}
+        found = noise_floor(model, window, whole, **options, on_progress=lambda tokens: None)
+    losses = [float(torch.nn.functional.cross_entropy(each[:39], window.ids[1:40])) for each in logits]
+    assert found[40] == pytest.approx(max(losses) - min(losses), rel=1e-3) and found[40] > 1e-3
+
+
+def test_half_precision_is_perturbed_by_its_last_place():
+    model = small().bfloat16()
+    before = model.get_input_embeddings()(torch.arange(1, 50))
+    with perturbed(model, 0):
+        moved = model.get_input_embeddings()(torch.arange(1, 50)).double() / before.double() - 1
+    assert float(moved.detach().abs().mean()) > 1e-3
+    assert torch.equal(model.get_input_embeddings()(torch.arange(1, 50)), before)
 
 
 def test_bits_by_hand(checked, tokenizer):
@@ -420,11 +451,11 @@ def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_an
     schemes = find_schemes(["int2.token", "int8-token"])
     reading = CheckReading(schemes, methods=2, layers=2, calibration=512)
     # By hand: 3 schemes of 3 windows of 56 and 2 prompts of each length; full precision, 2 schemes and the statistics
-    # on 2 windows, errors of 2 schemes on one, and the mean keys.
-    assert reading.tokens(spec) == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56 + 512)
+    # on 2 windows, errors of 2 schemes on one, two perturbed passes of one for each, and the mean keys.
+    assert reading.tokens(spec) == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56 + 2 * 2 * 56 + 512)
     # Under each method one scheme is unsafe: the whole, keys, values, full precision, named pairs and two layers; and a
     # mitigation, beside which full precision is compared again.
-    expected = 2 * (7 * attributed * 56 + 3 * 56 + 2 * 96 + 2 * 2 * 56 + 56)
+    expected = 2 * (7 * attributed * 56 + 3 * 56 + 2 * 96 + 2 * 2 * 56 + 56 + 2 * 56)
     results = []
     for progress, more in (([], []), ([], [])):
         check = check_cache(

@@ -237,7 +237,8 @@ def test_the_tables_have_the_numbers(checked, undrawn):
     assert firsts[0][1] == "6.00" and firsts[0][2] == f"{row.scores.perplexity.between(0, 40):.0f}"
     assert firsts[0][3] == f"{shown(change)} %{shown(low)} % to {shown(high)} %"
     assert firsts[0][-1] == checked.verdict(row, 40).kind
-    assert firsts[0][6] == f"{row.divergence.kl:.4f}"
+    assert firsts[0][6] == f"±{100 * math.expm1(row.noise[40]):.2f} %"
+    assert firsts[0][7] == f"{row.divergence.kl:.4f}"
     kivi = next(cells for cells in page.rows if cells[0][1].strip() == "kivi-2")
     assert kivi[1][1] == "16.003.50"  # the cache, and what would be quantized of a longer one
     assert page.rows[1][0][1].strip() == "default: full precision"

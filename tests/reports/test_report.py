@@ -87,9 +87,9 @@ def test_scores_and_differences(undrawn):
     page = Page(report.report([comparison(GOOD, BAD)]))
     _, first, _, at_four, _ = [re.sub(r"\s+", " ", text).strip() for _, text in page.row("good")]
     assert first == f"★ {math.exp(1.0375):.2f}"
-    assert at_four == "★ 1.000.82 to 1.00"  # Wilson of 18 of 18
+    assert at_four == "★ 1.000.54 to 1.00"  # six haystacks, all right: .541^6 = .025
     scores, differences = [[text for _, text in cells] for cells in page.rows if cells[0][1].strip() == "bad"][:2]
-    assert scores[3].strip() == "0.000.00 to 0.18"
+    assert scores[3].strip() == "0.000.00 to 0.46"
     assert differences[1].strip() == "+2.0000+2.0000 to +2.0000"  # every window the same two nats apart
     assert differences[3].strip().startswith("−1.00−1.00 to −0.")
     assert ("best", "best") in [cells[1] for cells in page.rows]

@@ -1,0 +1,33 @@
+"""Commands that several processes run together, under ``torchrun`` or ``accelerate launch``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
+    """Join the processes of a command for the length of a ``with`` block; the first one alone prints and writes.
+
+    Args:
+        output: folder that the first one claims and creates.
+        files: that it will write there.
+
+    Yields:
+        Whether this process is the first, or the only one.
+    """
+    from rope_patch.files import folder_to_write
+    from rope_patch.peers import connected
+
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(connected())
+        if rank:
+            silent = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(silent))
+            stack.enter_context(contextlib.redirect_stderr(silent))
+        else:
+            stack.enter_context(folder_to_write(output, files))
+        yield rank == 0

@@ -1,0 +1,47 @@
+"""lm-eval in two processes: each answers half of the requests, and the scores are those of one."""
+
+from __future__ import annotations
+
+import json
+
+import lm_eval
+import pytest
+from forks import together
+from lm_eval.tasks import TaskManager
+from scored import spy_ids
+
+import rope_patch
+from rope_patch.harness.model import RopePatchLM
+
+pytestmark = pytest.mark.slow
+
+LLAMA = str(rope_patch.data_path("assets") / "llama")
+TASKS = ["passkey_512", "rope_ppl_256"]
+
+
+def scores():
+    """Scores of both tasks, each answer, and the tokens that this process has read."""
+    model = RopePatchLM(LLAMA, method="yarn:factor=4", target_length=1024, dtype="float32", device="cpu", batch_size=2)
+    folder = str(rope_patch.data_path("eval_tasks"))
+    asked = {"pretrained": LLAMA, "samples": 1, "windows": 3, "depths": [0.1, 0.5, 0.9]}
+    manager = TaskManager(include_defaults=False, include_path=folder, metadata=asked)
+    with spy_ids(model.model) as read:
+        found = lm_eval.simple_evaluate(model, tasks=TASKS, task_manager=manager, log_samples=True, bootstrap_iters=0)
+    answers = {}
+    if found is not None:
+        answers = {
+            task: sorted((s["doc_id"], json.dumps(s["filtered_resps"])) for s in samples)
+            for task, samples in found["samples"].items()
+        }
+    results = None if found is None else found["results"]
+    return json.loads(json.dumps([results, answers, sum(ids.numel() for ids in read)]))
+
+
+def test_two_processes_score_what_one_scores(tmp_path, monkeypatch):
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
+    together(lambda rank: (tmp_path / f"{rank}.json").write_text(json.dumps(scores())), tmp_path)
+    alone = scores()
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first[:2] == alone[:2] and len(alone[1]["passkey_512"]) == 3
+    assert second[0] is None, "the first process alone has the results of all"
+    assert 0.2 * alone[2] < second[2] < 0.8 * alone[2] and first[2] < 0.8 * alone[2]
