@@ -291,6 +291,7 @@ def print_table(comparison: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
     from rope_patch.evaluation.metrics import METRICS
 
     columns = comparison.columns()
@@ -314,3 +315,4 @@ def print_table(comparison: Any) -> None:
         print(f"note: {sentence}", file=sys.stderr)
     if any(column.winner for column in columns):
         print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
+        print(f"{OF_WINDOWS} {OF_PROMPTS}")

@@ -7,6 +7,13 @@ from collections.abc import Sequence
 
 from scipy import stats
 
+OF_WINDOWS = (
+    "An interval over windows speaks of windows of this text, over which they are spread evenly: on other texts a "
+    "difference may be another."
+)
+OF_PROMPTS = "An interval over prompts speaks of prompts of this task in haystacks like these."
+"""What population an interval speaks of: every report says so."""
+
 
 def widening(before: int, after: int) -> float:
     """Return how many times as wide Student's 95 % interval of a mean is with fewer values of the same spread.

@@ -25,6 +25,8 @@ from rope_patch.evaluation.text import builtin_text
 
 OPTIONS = ("samples", "depths", "seed", "haystack", "text", "stride", "windows")
 """What ``--metadata`` may set."""
+SPARE = 256
+"""Tokens left at the end of a text, so that its last window is cut at a word, too [tokens]."""
 
 Documents = dict[str, Dataset]
 
@@ -141,8 +143,9 @@ def perplexity_documents(
 ) -> Documents:
     """Cut a text into windows whose last tokens are scored: context and continuation, both of whole words.
 
-    Each continuation begins where the one before ended and holds about ``stride`` tokens; its context is what stands
-    before it, so that both have at most ``length`` tokens. A context ends in a word, never in a space, and its tokens
+    Windows are spread evenly over the text, so that they speak of all of it. Each continuation holds about ``stride``
+    tokens, and begins where the one before ended or later; its context is what stands before it, so that both have at
+    most ``length`` tokens. A context ends in a word, never in a space, and its tokens
     are a prefix of those of the whole: nothing depends on how a program puts the two together.
 
     Args:
@@ -179,6 +182,7 @@ def perplexity_documents(
         return [*prefix, *tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]]
 
     room = length - stride - len(prefix)  # of a context
+    apart = max(0, upto[-1] - length - SPARE) / max(1, windows - 1)  # from one continuation to the next, where longer
     rows: list[dict[str, Any]] = []
     middle = max(1, bisect.bisect_right(upto, room) - 1)
     while len(rows) < windows:
@@ -207,7 +211,7 @@ def perplexity_documents(
                 "bytes": len(said.encode("utf-8", "surrogatepass")),
             }
         )
-        middle = end
+        middle = max(end, bisect.bisect_right(upto, room + len(rows) * apart) - 1)
     return {"test": Dataset.from_list(rows)}
 
 

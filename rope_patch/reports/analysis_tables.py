@@ -11,6 +11,7 @@ from rope_patch.analysis.heads import FAR, MAJORITY, LayerHeads
 from rope_patch.analysis.outliers import RATIO, OutlierPair
 from rope_patch.analysis.recall import recall
 from rope_patch.analysis.result import Analysis
+from rope_patch.evaluation.intervals import OF_WINDOWS
 from rope_patch.evaluation.numbers import number_text, perplexity_text
 from rope_patch.modeling.statistics import Capture
 from rope_patch.reports.analysis_captions import all_heads, named, relative, spans_of, token_text
@@ -298,7 +299,7 @@ def p_sweep_table(analysis: Analysis) -> AnalysisTable:
         "Shares are the parts of the norms of queries and keys, and of their products (logits), that lie in the "
         "zeroed pairs; means over heads. By distance: the part of the logits that rotation makes depend on distance "
         "within the context, and so the most that zeroing can change. The change of perplexity is paired by window "
-        f"and given with its 95 % interval. Text: {analysis.p_sweep_text}.",
+        f"and given with its 95 % interval. {OF_WINDOWS} Text: {analysis.p_sweep_text}.",
         tuple(columns),
         rows,
     )

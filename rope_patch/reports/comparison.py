@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.evaluation.compare import Column, Comparison, Row
+from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.numbers import number_text, perplexity_text
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
@@ -121,6 +122,7 @@ def _section(comparison: Comparison) -> dict[str, Any]:
         "joined": [task for task in comparison.spec.tasks if TASKS[task].joined],
         "unjoined": [task for task in comparison.spec.tasks if not TASKS[task].joined],
         "several": len(rows) > 1,
+        "population": f"{OF_WINDOWS} {OF_PROMPTS}",
         "shortened": [(name, row.method) for name, row in zip(names, rows, strict=True) if name != row.method],
         "effective": comparison.effective_lengths(),
         "short_of": {row.method: name for name, row in zip(names, rows, strict=True)},

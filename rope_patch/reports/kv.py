@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import LOST, METRICS, Metric, PairedDifference, Span, spans_at
 from rope_patch.evaluation.numbers import number_text, relative
 from rope_patch.files import write_atomically
@@ -70,7 +71,8 @@ def _results(check: KVCheck) -> Section:
         "more windows or prompts are needed, or, where it says so, the scheme rounds nothing at that length, so more "
         "of them would not help. Changes are paired, on the same windows and prompts as full precision "
         "under the same method; their intervals stand below them. Bits are of an element of the whole cache at that "
-        "length; below them, of the part that is quantized, which is what counts at long lengths."
+        "length; below them, of the part that is quantized, which is what counts at long lengths. "
+        f"{OF_WINDOWS} {OF_PROMPTS}"
     )
     notes = [f"Note: {sentence}." for sentence in check.warnings]
     tables = [_table(check, length) for length in check.lengths]

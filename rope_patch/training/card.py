@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.training.models import BUNDLED
 from rope_patch.training.reading import read
 from rope_patch.training.recipe import RecipeOptions
@@ -27,8 +28,9 @@ model = rope_patch.load("THIS FOLDER", dtype="{dtype}")
 
 {scores}
 {compared}
-Retrieval: exact match on {asked} {task} prompts per length, with 95 % Wilson intervals{trained_on}.
-Perplexity: by position, over {windows} windows of held-out text.
+Retrieval: exact match on {asked} {task} prompts per length, with 95 % Wilson intervals over what the haystacks are
+worth{trained_on}.
+Perplexity: by position, over {windows} windows of held-out text. {population}
 
 ## Training
 
@@ -78,6 +80,7 @@ def card(results: dict[str, Any], final: RecipeScores) -> str:
         if data.retrieval and data.task == options.evaluation.task
         else "",
         windows=final.perplexity.windows if final.perplexity else 0,
+        population=f"{OF_WINDOWS} {OF_PROMPTS}",
         command=results["command"],
         steps=results["steps"],
         tokens=f"{results['tokens']:,}",

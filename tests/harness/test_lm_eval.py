@@ -594,7 +594,7 @@ def test_perplexity_is_that_of_the_engine(yarn):
 @pytest.mark.parametrize(
     ("length", "stride", "windows"), [(256, None, None), (512, 100, 5), (4096, 4095, 2), (300, 7, 9)]
 )
-def test_windows_follow_each_other_and_are_cut_at_words(length, stride, windows, tmp_path):
+def test_windows_are_spread_over_the_text_and_cut_at_words(length, stride, windows, tmp_path):
     text = "\n".join(
         f"The road number {i} leads to the house of {'their neighbour ' * (i % 3)}{i * i}." for i in range(1500)
     )
@@ -603,8 +603,12 @@ def test_windows_follow_each_other_and_are_cut_at_words(length, stride, windows,
     rows = perplexity_documents(**options, pretrained=LLAMA)["test"]
     wanted = length // 2 if stride is None else stride
     assert len(rows) == (windows or 32)
-    at = len(rows[0]["context"]) + text.index(rows[0]["context"][:200])
+    at, tokens = len(rows[0]["context"]), len(tokenizer()(text)["input_ids"])
     for row in rows:
+        whole = row["context"] + row["continuation"]
+        found = text.index(whole) + len(row["context"])
+        assert found >= at, "no token is scored twice"
+        at = found
         assert not row["context"][-1].isspace()
         assert row["continuation"][0].isspace()
         assert text[at:].startswith(row["continuation"])
@@ -617,6 +621,9 @@ def test_windows_follow_each_other_and_are_cut_at_words(length, stride, windows,
         assert abs(len(rest) - wanted) <= 24
         assert row["bytes"] == len(row["continuation"].encode())
         assert row["words"] == len(row["continuation"].split())
+    left = len(tokenizer()(text[at:])["input_ids"])
+    assert left < 400 or (windows or 32) * wanted + length > tokens - 400, "the last window ends near the end"
+    assert rows[0]["context"] == text[: len(rows[0]["context"])]
 
 
 @functools.cache
