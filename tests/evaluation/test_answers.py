@@ -8,7 +8,7 @@ import json
 
 import pytest
 from evaluated import answered, result_of
-from prompting import HAY, ROOM, TOKENIZER, bold
+from prompting import HAY, ROOM, TOKENIZER, bold, hay_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ KINDS = ["byte-level, single digits", "byte-level", "SentencePiece"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_ends_at_the_last_token_that_is_not_of_the_value(kind, task):
     tokenizer = tokenizer_of(kind)
-    maker = PromptMaker(tokenizer, HAY)
+    maker = PromptMaker(tokenizer, hay_of(task))
     length = 400 + 2 * ROOM.get(task, 0)
     for prompt in maker.prompts(task, length, [0.0, 0.5, 1.0]):
         assert len(prompt.ids) == length
@@ -89,7 +89,7 @@ def chatty():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_chat_prompt_is_the_template_with_the_assistants_turn_begun(chatty, task):
-    maker = PromptMaker(chatty, HAY, turns=chat_turns(chatty))
+    maker = PromptMaker(chatty, hay_of(task), turns=chat_turns(chatty))
     length = 400 + ROOM.get(task, 0)
     for prompt in maker.prompts(task, length, [0.0, 0.5, 1.0]):
         body, _, said = prompt.text.rpartition("\n[assistant]\n")

@@ -11,7 +11,7 @@ import torch
 from fits import ASSETS, TEXT, Verdicts, fit_by_name, fitted, run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompting import HAY, MAKER, ROOM, TOKENIZER
+from prompting import HAY, MAKER, ROOM, TOKENIZER, hay_of
 from tiny import small
 
 import rope_patch
@@ -40,6 +40,9 @@ def decoded(ids):
     return TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
+MAKERS = {task: PromptMaker(TOKENIZER, hay_of(task)) for task in TASKS}
+
+
 @pytest.mark.parametrize("task", list(TASKS))
 @settings(max_examples=25, deadline=None)
 @given(
@@ -49,8 +52,8 @@ def decoded(ids):
 )
 def test_no_needle_and_no_question_is_cut(task, depths, seed, room):
     length = 250 + ROOM.get(task, 0)
-    (prompt, *_) = MAKER.prompts(task, length, depths, seed=seed)
-    positions = stretched_positions(prompt, MAKER, length + room, random.Random(seed))
+    (prompt, *_) = MAKERS[task].prompts(task, length, depths, seed=seed)
+    positions = stretched_positions(prompt, MAKERS[task], length + room, random.Random(seed))
     assert len(positions) == length and int(positions[0]) == 0 and int(positions[-1]) < length + room
     assert bool((positions.diff() >= 1).all()), "positions rise"
     parts = pieces(prompt, positions, decoded)

@@ -291,7 +291,7 @@ class CrowdedTask(NeedleTask):
 
     Attributes:
         opening: what stands before the needles.
-        closing: what stands after them, with ``{name}`` and ``{value}`` of one more.
+        closing: what stands after them; it may have ``{name}`` and ``{value}`` of one more.
     """
 
     opening: ClassVar[str] = ""
@@ -307,15 +307,14 @@ class CrowdedTask(NeedleTask):
         asked = super().questions(depths, mode, draw)
         told = "".join(text for question in asked for _, text in question.hidden)
         others = ((name, value) for name, value in self.others(draw) if name not in told and value not in told)
-        template = self.multikey[0] if mode == "multikey" and self.multikey else self.needle
-        closing, pieces = "", list[str]()
-        if self.closing:
+        closing, pieces = self.closing, list[str]()
+        if "{name}" in closing:
             name, value = next(others)
-            closing = self.closing.format(name=name, value=value)
+            closing = closing.format(name=name, value=value)
 
         def context(size: int) -> list[str]:
             missing = itertools.islice(others, max(0, size - len(pieces)))
-            pieces.extend(template.format(name=name, value=value) for name, value in missing)
+            pieces.extend(self.needle.format(name=name, value=value) for name, value in missing)
             if len(pieces) < size:
                 raise ValueError(
                     f"the haystack gives {self.name} {len(pieces)} pieces of text, too few for this length: give a "
