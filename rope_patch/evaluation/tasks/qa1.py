@@ -17,8 +17,6 @@ class OneFact(StoryTask, name="qa1"):
 
     def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
         """Return two facts, the second of which tells."""
-        facts = (
-            (*earlier(depth, 1, draw), f" {person} went to the {places[0]}."),
-            (depth, f" {person} went to the {places[1]}."),
-        )
+        (before,) = earlier(depth, 1, draw)
+        facts = ((before, f" {person} went to the {places[0]}."), (depth, f" {person} went to the {places[1]}."))
         return Thread(facts, f" Where is {person}?", f" {person} is in the", places[1])
