@@ -190,7 +190,10 @@ def extend(
     prepare(threads)
     work = output.with_name(f"{output.name}.work")
     with working_together(work, [CACHE, "comparison.json"]) as first:
-        say = (lambda sentence: print(sentence, file=sys.stderr)) if first else (lambda sentence: None)
+
+        def say(sentence: str) -> None:
+            print(sentence, file=sys.stderr)  # the other processes have none
+
         loaded = load_model(model, None, device, dtype)
         run = Run(loaded, load_tokenizer(model), options, output, say)
         pace = None
@@ -203,14 +206,18 @@ def extend(
         if dry_run:
             return
         total = sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds)
-        with resumable(work / CACHE), progress_bar(int(total), hidden=as_json or not first) as (_, on_progress):
-            run.on_progress = on_progress
+        again = "the same command (with --finish-now: to choose by what is measured)"
+        with (
+            resumable(work / CACHE, again=again),
+            progress_bar(int(total), hidden=as_json or not first) as (bar, on_progress),
+        ):
+            run.on_progress, run.on_step = on_progress, lambda sentence: bar.write(sentence, file=sys.stderr)
             outcome = run.finish(overwrite=force, finish_now=finish_now, pace=pace)
     if not first:
         return
     folder = outcome.output or outcome.work
     if report:
-        page.write(folder / "report.html", [outcome.comparison], command=command_line(), title="A longer context")
+        page.write(folder / "report.html", outcome.comparisons[::-1], command=command_line(), title="A longer context")
     if as_json:
         print_json(
             {"output": None if outcome.output is None else str(output), "chosen": outcome.verdict.method}
@@ -225,8 +232,11 @@ def extend(
 
 def _print(outcome: Any) -> None:
     """Print the scores and what came of them."""
-    from rope_patch.cli.compare import print_table
+    from rope_patch.cli.compare import print_scores, print_table
 
+    if len(outcome.comparisons) > 1:
+        print_scores(outcome.comparisons[0])
+        print("the better half, on more text and prompts:")
     print_table(outcome.comparison)
     print(outcome.verdict.reason)
     for one in outcome.verdict.judged:

@@ -24,7 +24,7 @@ ACCUMULATE = 8
 """Rows of a step of the optimizer."""
 
 PASSES = 4.0
-"""A step of training takes so many times as long as reading its tokens: forward, backward, and what is computed again."""
+"""How many times as long as reading a token a step of training takes for it: forward, backward, and checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def plan_training(
 
 def _fits(model: Any, length: int) -> bool:
     """Tell whether a row of a length fits into the memory of this process's GPU; on a CPU whole rows take too long."""
-    if not model.device.type == "cuda":
+    if model.device.type != "cuda":
         return False
     memory = torch.cuda.get_device_properties(model.device).total_memory / 2**30
     return plan(model, length=length, lora_rank=16, checkpointing=True).fits(memory)

@@ -11,6 +11,7 @@ import yaml
 from rope_patch import __version__
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS, Span, spans_at
+from rope_patch.extending.choosing import AFTER
 from rope_patch.extending.options import UNPATCHED
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def card(run: Run, outcome: Extended, exports: list[Path]) -> str:
     method = str(verdict.method)
     training = outcome.training
     done = "" if training is None else f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
-    others = [row.method for row in comparison.rows if row.method not in (UNPATCHED, method)]
+    others = [row.method for row in outcome.comparisons[0].rows if row.method not in (UNPATCHED, method)]
     effective = comparison.effective_lengths()
     lengths = ""
     if effective is not None:
@@ -82,7 +83,7 @@ def card(run: Run, outcome: Extended, exports: list[Path]) -> str:
         base=base,
         length=options.length,
         trained_length=run.trained_length,
-        method=method.removesuffix(" after training"),
+        method=method.removesuffix(AFTER),
         training=done,
         reason=verdict.reason,
         others=", ".join(f"`{name}`" for name in others) or "nothing else",

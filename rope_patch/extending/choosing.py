@@ -21,6 +21,9 @@ FLAT = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
 the end is at most this many times the unpatched model's at the end of that context."""
 
+AFTER = " after training"
+"""What stands after the method of an adapted model."""
+
 NATIVE = ("default", "linear", "dynamic", "yarn", "llama3")
 """Types of rotary tables that other programs compute by a formula of their own, without a list of numbers."""
 
@@ -208,17 +211,20 @@ class Judge:
 
     def _advice(self, judged: Sequence[Judged]) -> list[str]:
         """Return what would help, a sentence each, by what the methods fail at."""
+        trained = all(one.method.endswith(AFTER) for one in judged)
+        advice = ["more training: --train-rows, or a larger --budget" if trained else "training: --train"]
         costly = [one for one in judged if len(one.failures) == 1 and "perplexity changes" in one.failures[0]]
-        advice = ["training on the patched table: --train"]
         if costly:
             least = min(costly, key=lambda one: one.change.estimate)
             enough = math.ceil(1000 * relative(least.change.estimate)) / 1000
             advice.append(
-                f"--tolerance {enough:g} would choose {least.method}, the least costly that reaches the target"
+                f"--tolerance {enough:g} would choose {least.method}, the least costly that reaches the length"
             )
-            advice.append(
-                f"two tables, {least.method}@{self.within}: short texts are read as before, but only by rope_patch"
-            )
+            if not trained:
+                advice.append(
+                    f"rope-patch apply with {least.method}@{self.within}: short texts are read as before, but only by "
+                    "rope_patch, since plain transformers has one table for all"
+                )
         advice.append(f"a smaller --length than {self.target}")
         return advice
 

@@ -117,7 +117,7 @@ class ExtendOptions:
     def to_yaml(self) -> str:
         """Return the options as YAML."""
         values = {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def read_options(path: str | Path) -> dict[str, Any]:

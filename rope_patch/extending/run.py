@@ -17,9 +17,9 @@ from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
 from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
-from rope_patch.extending.choosing import Judge, Verdict
+from rope_patch.extending.choosing import AFTER, Judge, Verdict
 from rope_patch.extending.options import UNPATCHED, ExtendOptions
-from rope_patch.extending.rounds import Round, cost_of, rounds_within
+from rope_patch.extending.rounds import Round, rounds_within
 from rope_patch.extending.writing import write_folder
 from rope_patch.files import write_atomically
 from rope_patch.methods import as_method
@@ -27,6 +27,7 @@ from rope_patch.modeling.budget import SAFETY, Pace, default_tokens, duration_te
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model, trained_length
+from rope_patch.planning import plan
 
 CACHE = "finished.jsonl"
 ROUNDS = "rounds.json"
@@ -42,7 +43,7 @@ class Extended:
     Attributes:
         output: the folder that was written; None where no method could be chosen.
         verdict: which method was chosen, and why; or why none was.
-        comparison: the scores of the last round, and of the adapted model where one was trained.
+        comparisons: of every round; the last one has the adapted model too, where one was trained.
         training: what was trained on; None where nothing was.
         exports: files and folders for other engines.
         work: folder of the finished measurements, which may be deleted.
@@ -50,10 +51,15 @@ class Extended:
 
     output: Path | None
     verdict: Verdict
-    comparison: Comparison
+    comparisons: tuple[Comparison, ...]
     training: Training | None
     exports: tuple[Path, ...]
     work: Path
+
+    @property
+    def comparison(self) -> Comparison:
+        """The scores that the choice rests on."""
+        return self.comparisons[-1]
 
 
 def extend(
@@ -136,14 +142,14 @@ class Run:
         record = find_rotary(model).record
         if record is not None:
             raise PatchError(
-                f"the model is patched already, with {record.to_method()}: give the checkpoint before the patch, or undo "
-                "it with rope_patch.restore (rope-patch restore)"
+                f"the model is patched already, with {record.to_method()}: give the checkpoint before the patch, or "
+                "undo it with rope_patch.restore (rope-patch restore)"
             )
         self.trained_length = trained_length(model)
         if options.length <= self.trained_length:
             raise ValueError(
-                f"the model is trained at {self.trained_length} tokens, so {options.length} need no patch: give a longer "
-                "length"
+                f"the model is trained at {self.trained_length} tokens, so {options.length} need no patch: give a "
+                "longer length"
             )
         if options.train and "." in type(model).__module__ and type(model).__module__.startswith("peft"):
             raise ValueError("an adapter is on the model already: merge it first, or leave train out")
@@ -158,8 +164,8 @@ class Run:
             self.suite = EvalSuite(replace(largest, windows=None), tokenizer)
         if len(self.suite.windows) < LEAST_WINDOWS:
             raise ValueError(
-                f"the text has room for {len(self.suite.windows)} windows of {options.length} tokens, and {LEAST_WINDOWS} "
-                "are needed: give a longer one (text, --text)"
+                f"the text has room for {len(self.suite.windows)} windows of {options.length} tokens, and "
+                f"{LEAST_WINDOWS} are needed: give a longer one (text, --text)"
             )
 
     # --- look and plan
@@ -173,6 +179,11 @@ class Run:
         )
         for warning in inspection.warnings:
             self.on_step(f"note: {warning}")
+        try:
+            one = plan(self.model, length=self.options.length).kv_cache / 2**30
+        except ValueError:  # shapes that the plan does not know
+            return
+        self.on_step(f"keys and values of one sequence of {self.options.length} tokens take {one:.2g} GiB")
 
     def pace(self) -> Pace:
         """Measure how fast the model reads."""
@@ -184,7 +195,7 @@ class Run:
         Args:
             pace: at which the model reads; None without a budget and a training.
         """
-        options, candidates = self.options, len(self.methods) + options_fit(self.options)
+        options, candidates = self.options, len(self.methods) + self.options.fit
         if options.budget is None or pace is None:
             rounds = rounds_within(candidates, default_tokens(self.model), self.tokens_of)
         else:
@@ -227,8 +238,8 @@ class Run:
             new = one.windows - done[0], one.samples - done[1]
             tokens, seconds = methods * self.tokens_of(*new), methods * self.seconds_of(pace, *new)
             lines.append(
-                f"round {number}: {methods} methods, {one.windows} windows and {one.samples} haystacks for each task and "
-                f"length, {tokens:,.0f} tokens, {duration_text(seconds)}"
+                f"round {number}: {methods} methods, {one.windows} windows and {one.samples} haystacks for each task "
+                f"and length, {tokens:,.0f} tokens, {duration_text(seconds)}"
             )
             done = one.windows, one.samples
         if training is not None:
@@ -239,12 +250,11 @@ class Run:
 
     # --- measure
 
-    def measure(self, rounds: Sequence[Round]) -> Comparison:
-        """Measure the rounds, or those that are finished, and return the comparison of the last."""
-        left, finished = list(self.methods), []
+    def measure(self, rounds: Sequence[Round]) -> list[Comparison]:
+        """Measure the rounds, and return their comparisons."""
+        left, comparisons = list(self.methods), list[Comparison]()
         if self.options.fit:
             left.append(self.fitted())
-        comparison = None
         for number, one in enumerate(rounds, 1):
             suite = self.suite.smaller(one.windows, one.samples)
             self.on_step(
@@ -259,16 +269,15 @@ class Run:
                 resume=self.work / CACHE,
                 on_progress=self.on_progress,
             )
-            finished.append({"methods": left, "windows": one.windows, "samples": one.samples})
-            write_atomically(self.work / ROUNDS, json.dumps(finished, indent=1))
+            comparisons.append(comparison)
+            write_atomically(self.work / ROUNDS, json.dumps(rounds_to_list(comparisons), indent=1))
             judge = Judge(comparison, self.options.tolerance)
             order = [judged.method for judged in judge.order(left)]
             if len(left) <= 2 and all(judge.ahead(order[0], other) for other in order[1:]):
                 break
             if number < len(rounds):
                 left = order[: rounds[number].candidates]
-        assert comparison is not None
-        return comparison
+        return comparisons
 
     def fitted(self) -> str:
         """Fit a table to text at skipped positions, and return it as a method string."""
@@ -311,17 +320,17 @@ class Run:
             rounds, training = self.plan(pace)
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", options.to_yaml())
-        comparison = self.measure(rounds)
-        judge, methods = Judge(comparison, options.tolerance), [row.method for row in comparison.rows[1:]]
-        verdict = judge.choose(methods, conditions=training is None)
+        comparisons = self.measure(rounds)
+        methods = [row.method for row in comparisons[-1].rows[1:]]
+        verdict = Judge(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
         adapter = None
         if training is not None and verdict.method is not None:
-            adapter, comparison, verdict = self.adapt(verdict.method, training, comparison)
-        write_atomically(self.work / "comparison.json", comparison.to_json())
+            adapter, comparisons[-1], verdict = self.adapt(verdict.method, training, comparisons[-1])
+        write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
         self.on_step(f"chosen: {verdict.reason}" if verdict.method else f"nothing is written: {verdict.reason}")
         if verdict.method is None:
-            return Extended(None, verdict, comparison, training, (), self.work)
-        outcome = Extended(self.output, verdict, comparison, training, (), self.work)
+            return Extended(None, verdict, tuple(comparisons), training, (), self.work)
+        outcome = Extended(self.output, verdict, tuple(comparisons), training, (), self.work)
         exports = write_folder(self, outcome, adapter, overwrite=overwrite)
         return replace(outcome, exports=tuple(exports))
 
@@ -335,7 +344,7 @@ class Run:
             adapter = train(self.options.model, method, self.options, training, dtype, self.work)
         adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
         suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)
-        name = f"{method} after training"
+        name = f"{method}{AFTER}"
         self.on_step("measuring the adapted model")
         scores = suite.run(adapted, resume=self.work / CACHE, on_progress=lambda tokens: self.on_progress(name, tokens))
         tables = inspect_model(adapted).tables
@@ -343,9 +352,16 @@ class Run:
         return adapter, comparison, Judge(comparison, self.options.tolerance).choose([name])
 
 
-def options_fit(options: ExtendOptions) -> int:
-    """Return how many fitted tables compete."""
-    return int(options.fit)
+def rounds_to_list(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """Return what each round measured, for JSON."""
+    return [
+        {
+            "methods": [row.method for row in comparison.rows if row.method != UNPATCHED],
+            "windows": comparison.spec.windows,
+            "samples": comparison.spec.samples,
+        }
+        for comparison in comparisons
+    ]
 
 
 def short(method: str, most: int = 40) -> str:

@@ -84,18 +84,16 @@ def write_exports(run: Run, *, overwrite: bool) -> Iterator[Path]:
 def record(run: Run, outcome: Extended, exports: list[Path]) -> dict[str, Any]:
     """Return the choices and their evidence, for JSON."""
     verdict, training = outcome.verdict, outcome.training
-    rounds = json.loads((run.work / "rounds.json").read_text(encoding="utf-8"))
     return {
         "schema": SCHEMA,
         "options": json.loads(json.dumps(asdict(run.options))),
         "trained_length": run.trained_length,
         "length": run.options.length,
-        "rounds": rounds,
         "chosen": verdict.method,
         "reason": verdict.reason,
         "judged": finite([one.to_dict() for one in verdict.judged]),
         "training": None if training is None else {**asdict(training), "tokens": training.tokens},
         "exports": [str(path.name) for path in exports],
         "plain_transformers": "equal logits",
-        "comparison": json.loads(outcome.comparison.to_json()),
+        "rounds": [json.loads(comparison.to_json()) for comparison in outcome.comparisons],
     }
