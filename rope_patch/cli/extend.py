@@ -184,6 +184,7 @@ def extend(
         haystack=str(read_haystack(haystack)),
         chat_template=chat_template,
         chunk=chunk,
+        dtype=dtype,
         seed=seed,
     )
     check_free(output, force)
@@ -204,6 +205,7 @@ def extend(
             for line in run.describe(rounds, training, pace):
                 say(line)
         if dry_run:
+            run.look()
             return
         total = sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds)
         again = "the same command (with --finish-now: to choose by what is measured)"

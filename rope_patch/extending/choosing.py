@@ -178,13 +178,9 @@ class Judge:
         if by:
             reason += f"; ahead of {_names(one.method for one in fit if one not in left)} in {by}"
         if len(left) > 1:
-            native = chosen.native and not all(one.native for one in left)
-            tie = "which every loader computes by itself" if native else "the best of these by what was measured"
-            reason += (
-                f"; level with {_names(one.method for one in left if one is not chosen)}, {tie}"
-                if native
-                else (f"; not told apart from {_names(one.method for one in left if one is not chosen)}")
-            )
+            reason += f"; not told apart from {_names(one.method for one in left if one is not chosen)}"
+            if chosen.native and chosen is not left[0]:
+                reason += ", and chosen because every loader computes its table by a formula"
         return Verdict(chosen.method, reason, tuple(judged))
 
     def _sign(self, method: str, other: str, metric: str) -> int:

@@ -47,6 +47,7 @@ class ExtendOptions:
         chat_template: as in the same.
         batch_tokens: as in the same [tokens].
         chunk: as in the same [tokens].
+        dtype: that the weights are loaded in, by the command.
         seed: of prompts and training.
 
     Raises:
@@ -71,6 +72,7 @@ class ExtendOptions:
     chat_template: str = "auto"
     batch_tokens: int = 16384
     chunk: int | None = None
+    dtype: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,151 @@
+"""A checkpoint at a longer context, from the measurement to a folder that plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from prompting import TOKENIZER, bold
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli.app import app
+from rope_patch.extending import extend
+from rope_patch.extending.options import ExtendOptions, read_options
+from rope_patch.modeling.budget import Pace
+
+LLAMA = rope_patch.data_path("assets") / "llama"
+QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5, "depths": [0.3, 0.7]}
+PACE = Pace(1e-3)  # so that a budget gives the same rounds on every machine
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def extended(llama, tmp_path_factory):
+    folder, said = tmp_path_factory.mktemp("extend") / "out", []
+    outcome = extend(llama, TOKENIZER, output=folder, budget=70, pace=PACE, on_step=said.append, **QUICK)
+    return outcome, said
+
+
+def test_the_folder_is_one_of_plain_transformers(extended, llama):
+    outcome, said = extended
+    assert outcome.verdict.method == "yarn:factor=2" and outcome.output is not None
+    assert "plain transformers gives the same logits, bit for bit" in said
+    record = rope_patch.verify(outcome.output).record
+    assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
+    ids, root = torch.arange(5, 405)[None], outcome.output.parent
+    save_file({"ids": ids}, root / "ids.safetensors")
+    script = Path(__file__).parents[1] / "stock_reload.py"
+    subprocess.run([sys.executable, str(script), str(root), "out"], check=True, capture_output=True)
+    with rope_patch.patched(llama, "yarn", factor=2.0), torch.no_grad():
+        assert torch.equal(load_file(root / "stock.safetensors")["out"], llama(ids, use_cache=False).logits)
+    assert rope_patch.inspect(llama).record is None, "the model is as it was"
+
+
+def test_the_card_and_the_record_say_why(extended):
+    outcome, _ = extended
+    record = json.loads((outcome.output / "rope_patch_extend.json").read_text())
+    assert record["chosen"] == "yarn:factor=2" and record["trained_length"] == 256 and record["length"] == 512
+    assert [len(one["rows"]) for one in record["rounds"]][0] == 4, "the unpatched model beside three candidates"
+    card = (outcome.output / "README.md").read_text()
+    assert record["reason"] in card and "`nope`" in card and "+" in card
+    row = re.search(r"passkey prompts of 512 tokens that are answered \| (\S+) \| (\S+) ", card)
+    after = outcome.comparison.rows[[r.method for r in outcome.comparison.rows].index("yarn:factor=2")]
+    assert float(row[2]) == round(after.scores.retrieval["passkey"].accuracy(512), 2)
+    options = ExtendOptions(**read_options(outcome.output / "extend.yaml"))
+    assert options.length == 512 and options.methods == ("yarn", "pi", "nope")
+
+
+def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
+    def stop(stage, tokens):
+        if stage == "pi:factor=2":
+            raise KeyboardInterrupt
+
+    options = {"output": tmp_path / "out", "budget": 70, "pace": PACE, **QUICK}
+    with pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, on_progress=stop, **options)
+    assert not (tmp_path / "out").exists() and rope_patch.inspect(llama).record is None
+    again = extend(llama, TOKENIZER, **options)
+    assert again.comparison.to_json() == extended[0].comparison.to_json()
+    assert again.verdict == extended[0].verdict
+
+
+def test_what_is_finished_can_be_used_at_once(llama, extended, tmp_path):
+    def stop(stage, tokens):
+        if (tmp_path / "out.work" / "rounds.json").exists():
+            raise KeyboardInterrupt
+
+    options = {"output": tmp_path / "out", "budget": 70, "pace": PACE, **QUICK}
+    with pytest.raises(ValueError, match=r"no round is finished in .*out\.work: run without finish_now"):
+        extend(llama, TOKENIZER, finish_now=True, **options)
+    with pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, on_progress=stop, **options)
+    finished = (tmp_path / "out.work" / "finished.jsonl").read_bytes()
+    outcome = extend(llama, TOKENIZER, finish_now=True, **options)
+    assert (tmp_path / "out.work" / "finished.jsonl").read_bytes() == finished, "nothing was measured now"
+    assert len(outcome.comparisons) == 1
+    assert outcome.comparison.to_json() == extended[0].comparisons[0].to_json()
+    assert outcome.output is not None and (outcome.output / "config.json").is_file()
+
+
+def test_where_nothing_will_do_nothing_is_written(tmp_path):
+    """Random weights read no text and answer nothing, under any table."""
+    model = bold(max_position_embeddings=128)
+    outcome = extend(
+        model, TOKENIZER, length=256, output=tmp_path / "out", methods=["yarn", "pi"], budget=40, pace=PACE
+    )
+    assert outcome.output is None and outcome.verdict.method is None and not (tmp_path / "out").exists()
+    assert outcome.verdict.advice
+
+
+def test_the_command_says_no_with_a_status_of_its_own(tmp_path):
+    arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
+    result = CliRunner().invoke(
+        app, [*arguments, "--budget", "5s", "--no-report", "--dtype", "float32", "--threads", "1"]
+    )
+    assert result.exit_code == 4, result.output
+    assert "nothing was written. What would help:\n  training: --train\n" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 256}, "the model is trained at 256 tokens, so 256 need no patch: give a longer length"),
+        ({"methods": ["yarn@256"]}, "yarn@256 has two tables, which a folder for plain transformers cannot hold"),
+        ({"methods": []}, "methods is empty: name one candidate at least"),
+        ({"methods": ["yarn", "yarn:factor=2"]}, "methods must differ from each other"),
+        ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
+        ({"tolerance": -0.1}, "tolerance must be a share >= 0 such as 0.01, got -0.1"),
+        ({"tolerance": float("nan")}, "tolerance must be a share"),
+        ({"to": ["trt"]}, "unknown engine 'trt'. Known: "),
+        ({"train_rows": 9}, r"train_rows is of training: give train=True \(--train\) too"),
+        ({"length": 10**7, "methods": ["p_rope"]}, "the text has room for|too short|is shorter|ask for fewer"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, changes, message):
+    read = []
+    options = {"output": tmp_path / "out", **QUICK, **changes}
+    with pytest.raises(ValueError, match=message):
+        extend(llama, TOKENIZER, on_progress=lambda *progress: read.append(progress), **options)
+    assert not read and not list(tmp_path.iterdir())
+
+
+def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
+    with rope_patch.patched(llama, "yarn", factor=2), pytest.raises(rope_patch.PatchError, match="is patched already"):
+        extend(llama, TOKENIZER, output=tmp_path / "out", **QUICK)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError):
+        extend(llama, TOKENIZER, output=tmp_path / "full", **QUICK)
