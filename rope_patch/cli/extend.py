@@ -196,6 +196,9 @@ def extend(
             print(sentence, file=sys.stderr)  # the other processes have none
 
         loaded = load_model(model, None, device, dtype)
+        if hasattr(loaded, "peft_config"):
+            say(f"{model} is an adapter: merged into its base")
+            loaded = loaded.merge_and_unload().eval()
         run = Run(loaded, load_tokenizer(model), options, output, say)
         pace = None
         if dry_run or budget is not None or train:

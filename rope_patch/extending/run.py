@@ -18,12 +18,13 @@ from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import AFTER, Judge, Verdict
-from rope_patch.extending.options import UNPATCHED, ExtendOptions
-from rope_patch.extending.rounds import Round, rounds_within
+from rope_patch.extending.options import CANDIDATES, UNPATCHED, ExtendOptions
+from rope_patch.extending.rounds import Round, cost_of, rounds_within
 from rope_patch.extending.writing import write_folder
 from rope_patch.files import write_atomically
 from rope_patch.methods import as_method
 from rope_patch.modeling.budget import SAFETY, Pace, default_tokens, duration_text
+from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model, trained_length
@@ -151,22 +152,41 @@ class Run:
                 f"the model is trained at {self.trained_length} tokens, so {options.length} need no patch: give a "
                 "longer length"
             )
-        if options.train and "." in type(model).__module__ and type(model).__module__.startswith("peft"):
-            raise ValueError("an adapter is on the model already: merge it first, or leave train out")
-        self.methods = [str(for_target(model, as_method(m), options.length)) for m in options.methods]
+        if hasattr(model, "peft_config"):
+            raise ValueError("an adapter is on the model: merge it first, with model.merge_and_unload()")
+        self.methods = self._fitting(options.methods)
         if len(set(self.methods)) < len(self.methods):
             raise ValueError(f"methods must differ from each other, got {', '.join(self.methods)}")
-        lengths = (self.trained_length, options.length)
-        largest = options.spec(lengths, windows=64, samples=64)
+        self.suite = self._suite(options.depths)
+
+    def _fitting(self, methods: Sequence[str]) -> list[str]:
+        """Return the methods that fit the model, with their factors; of those by default others are left out."""
+        fitting = []
+        for name in methods:
+            try:
+                method = for_target(self.model, as_method(name), self.options.length)
+                with patched(self.model, method, target_length=self.options.length):
+                    fitting.append(str(method))
+            except ValueError as error:
+                if tuple(methods) != CANDIDATES:
+                    raise ValueError(f"{name}: {error}") from error
+                self.on_step(f"{name} is left out: {error}")
+        return fitting
+
+    def _suite(self, depths: Sequence[float]) -> EvalSuite:
+        """Return the largest suite that rounds take their parts of."""
+        options = replace(self.options, depths=tuple(depths))
+        largest = options.spec((self.trained_length, options.length), windows=64, samples=64)
         try:
-            self.suite = EvalSuite(largest, tokenizer)
+            suite = EvalSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
-            self.suite = EvalSuite(replace(largest, windows=None), tokenizer)
-        if len(self.suite.windows) < LEAST_WINDOWS:
+            suite = EvalSuite(replace(largest, windows=None), self.tokenizer)
+        if len(suite.windows) < LEAST_WINDOWS:
             raise ValueError(
-                f"the text has room for {len(self.suite.windows)} windows of {options.length} tokens, and "
-                f"{LEAST_WINDOWS} are needed: give a longer one (text, --text)"
+                f"the text has room for {len(suite.windows)} windows of {options.length} tokens, and {LEAST_WINDOWS} "
+                "are needed: give a longer one (text, --text)"
             )
+        return suite
 
     # --- look and plan
 
@@ -195,19 +215,38 @@ class Run:
         Args:
             pace: at which the model reads; None without a budget and a training.
         """
-        options, candidates = self.options, len(self.methods) + self.options.fit
-        if options.budget is None or pace is None:
-            rounds = rounds_within(candidates, default_tokens(self.model), self.tokens_of)
-        else:
-            share = MEASURING if options.train else 1.0
-            rounds = rounds_within(
-                candidates, SAFETY * share * options.budget, lambda w, s: self.seconds_of(pace, w, s)
-            )
-        rounds = tuple(self._capped(rounds))
+        options = self.options
+        rounds = tuple(self._capped(self._rounds(pace)))
         if not options.train or pace is None:
             return rounds, None
         seconds = None if options.budget is None else TRAINING * options.budget
         return rounds, plan_training(self.model, options, self.trained_length, pace, seconds)
+
+    def _rounds(self, pace: Pace | None) -> tuple[Round, ...]:
+        """Return the rounds that the budget has time for, with needles at a single depth where all take too long.
+
+        Raises:
+            ValueError: the budget has no time for the smallest first round.
+        """
+        options, candidates = self.options, len(self.methods) + self.options.fit
+        if options.budget is None or pace is None:
+            return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
+        most = SAFETY * (MEASURING if options.train else 1.0) * options.budget
+
+        def cost(windows: int, samples: int) -> float:
+            return self.seconds_of(pace, windows, samples)
+
+        for depths in dict.fromkeys((options.depths, options.depths[len(options.depths) // 2 :][:1])):
+            if depths != options.depths:
+                self.on_step(f"the budget is short: needles at depth {depths[0]:g} alone")
+                self.suite = self._suite(depths)
+            rounds = rounds_within(candidates, most, cost)
+            if cost_of(rounds[:1], cost) <= most:
+                return rounds
+        raise ValueError(
+            f"the first round of {candidates + 1} methods takes about {duration_text(cost_of(rounds[:1], cost))}, and "
+            f"the budget leaves {duration_text(most)} for it: name fewer methods, or give a larger budget"
+        )
 
     def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:
         """Yield rounds no larger than the suite; one that would only repeat the round before is left out."""
@@ -304,7 +343,10 @@ class Run:
         path = self.work / ROUNDS
         if not path.is_file():
             raise ValueError(f"no round is finished in {self.work}: run without finish_now (--finish-now) first")
-        return tuple(Round(len(r["methods"]), r["windows"], r["samples"]) for r in json.loads(path.read_text()))
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if tuple(before[0]["depths"]) != self.suite.spec.depths:
+            self.suite = self._suite(before[0]["depths"])
+        return tuple(Round(len(one["methods"]), one["windows"], one["samples"]) for one in before)
 
     # --- choose, adapt, write
 
@@ -359,6 +401,7 @@ def rounds_to_list(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
             "methods": [row.method for row in comparison.rows if row.method != UNPATCHED],
             "windows": comparison.spec.windows,
             "samples": comparison.spec.samples,
+            "depths": list(comparison.spec.depths),
         }
         for comparison in comparisons
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -24,7 +25,7 @@ def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.
 
     The losses of other methods differ from those by the same in every window, unless they have a spread of their own.
     """
-    sizes = [stop - start - (start == 0) for start, stop in zip(EDGES, EDGES[1:], strict=False)]
+    sizes = [stop - start - (start == 0) for start, stop in itertools.pairwise(EDGES)]
     documents = []
     for i, apart in enumerate(SPREAD):
         extra = apart + spread * (-1) ** i
@@ -34,7 +35,7 @@ def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.
         documents.append(DocumentScore(f"w{i}", tuple(sizes), nll, sum(sizes), sum(nll), None))
     buckets = tuple(
         Bucket(start, stop, 10 * n, within if stop <= TRAINED else end, 0.1)
-        for start, stop, n in zip(EDGES, EDGES[1:], sizes, strict=False)
+        for start, stop, n in zip(EDGES[:-1], EDGES[1:], sizes, strict=True)
     )
     text = PerplexityResult(within, 0.1, 310, None, 10, 32, 32, 32, (), 0, buckets, tuple(documents))
     cells = tuple(

@@ -57,7 +57,7 @@ def test_the_card_and_the_record_say_why(extended):
     outcome, _ = extended
     record = json.loads((outcome.output / "rope_patch_extend.json").read_text())
     assert record["chosen"] == "yarn:factor=2" and record["trained_length"] == 256 and record["length"] == 512
-    assert [len(one["rows"]) for one in record["rounds"]][0] == 4, "the unpatched model beside three candidates"
+    assert len(record["rounds"][0]["rows"]) == 4, "the unpatched model beside three candidates"
     card = (outcome.output / "README.md").read_text()
     assert record["reason"] in card and "`nope`" in card and "+" in card
     row = re.search(r"passkey prompts of 512 tokens that are answered \| (\S+) \| (\S+) ", card)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +40,7 @@ def test_the_windows_of_a_round_are_among_those_of_the_next():
     text = builtin_text("heldout").text[:60_000]
     suite = EvalSuite(EvalSpec([128], windows=13, samples=4), TOKENIZER, text=text, haystack=HAY)
     starts = [[tuple(window.ids.tolist()) for window in suite.smaller(n, 1).windows] for n in range(14)]
-    for smaller, larger in zip(starts, starts[1:], strict=False):
+    for smaller, larger in itertools.pairwise(starts):
         assert len(larger) == len(smaller) + 1 and all(ids in larger for ids in smaller)
     whole = [tuple(window.ids.tolist()) for window in suite.windows]
     places = [whole.index(ids) for ids in starts[4]]
