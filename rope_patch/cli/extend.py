@@ -115,8 +115,8 @@ def extend(
     to: Annotated[
         str,
         typer.Option(
-            "--to",
-            parser=value_of("--to", items),
+            "--export",
+            parser=value_of("--export", items),
             metavar="ENGINES",
             help="The engines to export to as well, separated by spaces: gguf (llama.cpp), vllm, sglang.",
             show_default=False,
@@ -225,13 +225,13 @@ def extend(
         page.write(folder / "report.html", outcome.comparisons[::-1], command=command_line(), title="A longer context")
     if as_json:
         print_json(
-            {"output": None if outcome.output is None else str(output), "chosen": outcome.verdict.method}
-            | {"reason": outcome.verdict.reason, "advice": list(outcome.verdict.advice)}
+            {"output": None if outcome.output is None else str(output), "chosen": outcome.choice.method}
+            | {"reason": outcome.choice.reason, "advice": list(outcome.choice.advice)}
         )
     else:
         _print(outcome)
     if outcome.output is None:
-        write_atomically(outcome.work / "verdict.txt", outcome.verdict.reason + "\n")
+        write_atomically(outcome.work / "choice.txt", outcome.choice.reason + "\n")
         raise typer.Exit(NOTHING)
 
 
@@ -243,13 +243,13 @@ def _print(outcome: Any) -> None:
         print_scores(outcome.comparisons[0])
         print("the better half, on more text and prompts:")
     print_table(outcome.comparison)
-    print(outcome.verdict.reason)
-    for one in outcome.verdict.judged:
+    print(outcome.choice.reason)
+    for one in outcome.choice.judged:
         for failure in one.failures:
             print(f"  {one.method}: {failure}")
     if outcome.output is None:
         print("nothing was written. What would help:")
-        for sentence in outcome.verdict.advice:
+        for sentence in outcome.choice.advice:
             print(f"  {sentence}")
         print(f"the measurements are in {outcome.work}, and a changed command uses them again")
         return

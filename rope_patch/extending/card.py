@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
 from rope_patch import __version__
+from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS, Span, spans_at
 from rope_patch.extending.choosing import AFTER
 from rope_patch.extending.options import UNPATCHED
-
-if TYPE_CHECKING:
-    from rope_patch.evaluation.compare import Comparison
-    from rope_patch.extending.run import Extended, Run
+from rope_patch.extending.result import Extended
 
 TEMPLATE = """---
 {head}---
@@ -55,20 +52,18 @@ rope-patch extend --recipe extend.yaml
 {exports}"""
 
 
-def card(run: Run, outcome: Extended, exports: list[Path]) -> str:
+def card(outcome: Extended) -> str:
     """Return the card.
 
     Args:
-        run: of the options.
-        outcome: what was chosen, and its scores.
-        exports: files and folders for other engines.
+        outcome: of the run.
     """
-    options, verdict, comparison = run.options, outcome.verdict, outcome.comparison
+    options, choice, comparison = outcome.options, outcome.choice, outcome.comparison
     base = Path(options.model).name if Path(options.model).exists() else options.model
     head = {"library_name": "transformers", "tags": ["rope_patch", "long-context"]}
     if not Path(options.model).exists() and options.model.count("/") == 1:
         head["base_model"] = options.model
-    method = str(verdict.method)
+    method = str(choice.method)
     training = outcome.training
     done = "" if training is None else f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
     others = [row.method for row in outcome.comparisons[0].rows if row.method not in (UNPATCHED, method)]
@@ -82,16 +77,18 @@ def card(run: Run, outcome: Extended, exports: list[Path]) -> str:
         head=yaml.safe_dump(head, sort_keys=False),
         base=base,
         length=options.length,
-        trained_length=run.trained_length,
+        trained_length=outcome.trained_length,
         method=method.removesuffix(AFTER),
         training=done,
-        reason=verdict.reason,
+        reason=choice.reason,
         others=", ".join(f"`{name}`" for name in others) or "nothing else",
         scores=scores(comparison, method),
         population=f"{OF_WINDOWS} {OF_PROMPTS}",
         effective=lengths,
         version=__version__,
-        exports=f"\nExported beside it: {', '.join(f'`{path.name}`' for path in exports)}.\n" if exports else "",
+        exports=f"\nExported beside it: {', '.join(f'`{path.name}`' for path in outcome.exports)}.\n"
+        if outcome.exports
+        else "",
     )
 
 

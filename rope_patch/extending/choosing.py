@@ -56,7 +56,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Choice:
     """What was decided.
 
     Attributes:
@@ -156,7 +156,7 @@ class Judge:
             left = [one for one in left if one not in behind]
         return left, " and ".join(by)
 
-    def choose(self, methods: Sequence[str], *, conditions: bool = True) -> Verdict:
+    def choose(self, methods: Sequence[str], *, conditions: bool = True) -> Choice:
         """Return the decision between methods.
 
         Args:
@@ -166,11 +166,11 @@ class Judge:
         judged = self.order(methods)
         fit = [one for one in judged if not (conditions and one.failures)]
         if not fit:
-            return Verdict(None, self._why_none(judged), tuple(judged), tuple(self._advice(judged)))
+            return Choice(None, self._why_none(judged), tuple(judged), tuple(self._advice(judged)))
         if conditions and not any(self.ahead(one.method, UNPATCHED) for one in fit):
             why = f"no method is shown to be better than the checkpoint as it is at {self.target} tokens"
             advice = ("more windows and prompts (a larger budget) tell smaller differences apart",)
-            return Verdict(None, why, tuple(judged), advice)
+            return Choice(None, why, tuple(judged), advice)
         left, by = self.level(fit)
         chosen = next((one for one in left if one.native), left[0])
         reason = f"{chosen.method}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
@@ -181,7 +181,7 @@ class Judge:
             reason += f"; not told apart from {_names(one.method for one in left if one is not chosen)}"
             if chosen.native and chosen is not left[0]:
                 reason += ", and chosen because every loader computes its table by a formula"
-        return Verdict(chosen.method, reason, tuple(judged))
+        return Choice(chosen.method, reason, tuple(judged))
 
     def _sign(self, method: str, other: str, metric: str) -> int:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""

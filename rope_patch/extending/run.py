@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
 from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
-from rope_patch.extending.choosing import AFTER, Judge, Verdict
+from rope_patch.extending.choosing import AFTER, Choice, Judge
 from rope_patch.extending.options import CANDIDATES, UNPATCHED, ExtendOptions
+from rope_patch.extending.result import Extended
 from rope_patch.extending.rounds import Round, cost_of, rounds_within
-from rope_patch.extending.writing import write_folder
+from rope_patch.extending.writing import write
 from rope_patch.files import write_atomically
 from rope_patch.methods import as_method
 from rope_patch.modeling.budget import SAFETY, Pace, default_tokens, duration_text
@@ -35,32 +36,6 @@ ROUNDS = "rounds.json"
 MEASURING = 0.4
 """Share of a budget that is for measuring where a training follows; half is for the training."""
 TRAINING = 0.5
-
-
-@dataclass(frozen=True)
-class Extended:
-    """What came of it.
-
-    Attributes:
-        output: the folder that was written; None where no method could be chosen.
-        verdict: which method was chosen, and why; or why none was.
-        comparisons: of every round; the last one has the adapted model too, where one was trained.
-        training: what was trained on; None where nothing was.
-        exports: files and folders for other engines.
-        work: folder of the finished measurements, which may be deleted.
-    """
-
-    output: Path | None
-    verdict: Verdict
-    comparisons: tuple[Comparison, ...]
-    training: Training | None
-    exports: tuple[Path, ...]
-    work: Path
-
-    @property
-    def comparison(self) -> Comparison:
-        """The scores that the choice rests on."""
-        return self.comparisons[-1]
 
 
 def extend(
@@ -82,7 +57,7 @@ def extend(
     as much, until two are left and told apart. Chosen is the one that answers the most prompts at the target length;
     between those that nothing tells apart, the lowest perplexity there decides, and then whether every loader knows
     its formula. It must not raise perplexity within the trained context by more than the tolerance. Where no method
-    will do, nothing is written, and the verdict says what would help.
+    will do, nothing is written, and the choice says what would help.
 
     Finished work is kept in ``OUTPUT.work``: after Ctrl-C or a crash the same call goes on where it was.
 
@@ -364,19 +339,19 @@ class Run:
         write_atomically(self.work / "extend.yaml", options.to_yaml())
         comparisons = self.measure(rounds)
         methods = [row.method for row in comparisons[-1].rows[1:]]
-        verdict = Judge(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
+        choice = Judge(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
         adapter = None
-        if training is not None and verdict.method is not None:
-            adapter, comparisons[-1], verdict = self.adapt(verdict.method, training, comparisons[-1])
+        if training is not None and choice.method is not None:
+            adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
         write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
-        self.on_step(f"chosen: {verdict.reason}" if verdict.method else f"nothing is written: {verdict.reason}")
-        if verdict.method is None:
-            return Extended(None, verdict, tuple(comparisons), training, (), self.work)
-        outcome = Extended(self.output, verdict, tuple(comparisons), training, (), self.work)
-        exports = write_folder(self, outcome, adapter, overwrite=overwrite)
-        return replace(outcome, exports=tuple(exports))
+        self.on_step(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
+        outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, (), self.work, options)
+        if choice.method is None:
+            return outcome
+        parts = self.output, self.model, self.tokenizer, adapter
+        return write(outcome, *parts, overwrite=overwrite, on_step=self.on_step)
 
-    def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Verdict]:
+    def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
         """Train an adapter under a method and measure it beside the unadapted model."""
         from rope_patch.checkpoints.save_load import load
 

@@ -40,7 +40,7 @@ def extended(llama, tmp_path_factory):
 
 def test_the_folder_is_one_of_plain_transformers(extended, llama):
     outcome, said = extended
-    assert outcome.verdict.method == "yarn:factor=2" and outcome.output is not None
+    assert outcome.choice.method == "yarn:factor=2" and outcome.output is not None
     assert "plain transformers gives the same logits, bit for bit" in said
     record = rope_patch.verify(outcome.output).record
     assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
@@ -78,7 +78,7 @@ def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
     assert not (tmp_path / "out").exists() and rope_patch.inspect(llama).record is None
     again = extend(llama, TOKENIZER, **options)
     assert again.comparison.to_json() == extended[0].comparison.to_json()
-    assert again.verdict == extended[0].verdict
+    assert again.choice == extended[0].choice
 
 
 def test_what_is_finished_can_be_used_at_once(llama, extended, tmp_path):
@@ -105,8 +105,8 @@ def test_where_nothing_will_do_nothing_is_written(tmp_path):
     outcome = extend(
         model, TOKENIZER, length=256, output=tmp_path / "out", methods=["yarn", "pi"], budget=40, pace=PACE
     )
-    assert outcome.output is None and outcome.verdict.method is None and not (tmp_path / "out").exists()
-    assert outcome.verdict.advice
+    assert outcome.output is None and outcome.choice.method is None and not (tmp_path / "out").exists()
+    assert outcome.choice.advice
 
 
 def test_the_command_says_no_with_a_status_of_its_own(tmp_path):
