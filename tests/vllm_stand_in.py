@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 VERSION = "0.33.0"
 OTHERS = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.92, "seed": 0, "enforce_eager": False}
@@ -68,7 +68,7 @@ def module() -> Any:
             derived = self.model.config.get_text_config().max_position_embeddings
             if longest is not None and longest > derived:
                 raise ValueError(f"User-specified max_model_len ({longest}) is greater than the derived ({derived})")
-            self.longest, self.known = longest or derived, dict[tuple[int, ...], torch.Tensor]()
+            self.longest, self.seen, self.past = longest or derived, tuple[int, ...](), DynamicCache()
             vllm.started.append({"model": model, "max_model_len": longest, "dtype": dtype, **kwargs})
 
         @torch.no_grad()
@@ -87,9 +87,13 @@ def module() -> Any:
             return [self.run(str(i), *one) for i, one in enumerate(zip(prompts, sampling_params, strict=True))]
 
         def logits_after(self, *ids: int) -> torch.Tensor:
-            if ids not in self.known:  # its prefix cache
-                self.known[ids] = self.model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1].float()
-            return self.known[ids]
+            pairs = enumerate(zip(self.seen, ids[:-1], strict=False))
+            known = next((i for i, (a, b) in pairs if a != b), min(len(self.seen), len(ids) - 1))
+            if known < len(self.seen):  # its prefix cache
+                self.past.crop(known - len(self.seen))
+            self.seen = ids
+            new = torch.tensor([ids[known:]])
+            return self.model(new, past_key_values=self.past, logits_to_keep=1).logits[0, -1].float()
 
         def run(self, name: str, prompt: dict[str, list[int]], params: SamplingParams) -> RequestOutput:
             ids = list(prompt["prompt_token_ids"])
