@@ -15,11 +15,12 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.answering import Answer
+from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
 from rope_patch.evaluation.engine import AnsweringEngine, engine_of
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
-from rope_patch.evaluation.prompts import Prompt, PromptMaker, chat_turns
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.result_cache import key
 from rope_patch.evaluation.sharing import Job, longest_first, open_cache
 from rope_patch.evaluation.spec import check_retrieval
@@ -37,7 +38,8 @@ class Sample:
     Attributes:
         expected: the string asked for.
         output: what greedy decoding said, as text; of a joined question the whole answer.
-        correct: the output begins with ``expected``; of a joined question, contains it.
+        correct: the output begins with ``expected``; of a joined question, or where the task says that it counts
+            anywhere, contains it.
         first_choice: each of its tokens is the most probable one after the right ones before it, as one forward pass
             over the right answer shows, without generation.
         digits: share of its characters that are right, each predicted from the right answer before it.
@@ -58,7 +60,8 @@ class RetrievalCell:
 
     Attributes:
         length: prompt and answer together [tokens].
-        depth: where the needle is, 0 for the start and 1 for just before the question.
+        depth: where the needle is, 0 for the start and 1 for just before the question; of a task whose needles have no
+            depths, which part of the answer it is, 0 for the first and 1 for the last.
         samples: what was asked, one of each haystack.
     """
 
@@ -205,8 +208,9 @@ def retrieval(
         model: a causal language model of transformers, or another program that runs a checkpoint, such as
             :class:`~rope_patch.evaluation.vllm_engine.VLLMEngine`.
         tokenizer: its tokenizer.
-        task: ``"passkey"``, ``"niah"``, ``"multivalue"``, ``"multiquery"`` or ``"vt"`` (variable tracking). The last
-            three hide a needle at each depth and ask for all at once; a cell then counts its needle's part.
+        task: its name in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and ``"vt"``
+            (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts its needle's
+            part. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one word.
         lengths: of prompt and answer together, exact [tokens of this tokenizer].
         depths: of the needles, each in [0, 1].
         samples: haystacks per length.
@@ -270,7 +274,7 @@ def retrieval(
     cells = [
         RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
         for length in lengths
-        for i, depth in enumerate(depths)
+        for i, depth in enumerate(depth for prompt in first[length] for depth in prompt.depths)
     ]
     hay = maker.haystack
     return RetrievalResult(

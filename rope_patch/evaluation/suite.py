@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
 from rope_patch.evaluation.engine import AnsweringEngine
 from rope_patch.evaluation.haystack import Haystack
@@ -21,7 +22,7 @@ from rope_patch.evaluation.key_tokens import (
 )
 from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.prompts import CachedPromptMaker, chat_turns
+from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.sharing import if_complete, open_cache
 from rope_patch.evaluation.spec import EvalSpec
