@@ -12,6 +12,7 @@ from torch import nn
 
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
+from rope_patch.evaluation.engine import AnsweringEngine
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.key_tokens import (
     KeyTokens,
@@ -225,7 +226,7 @@ class EvalSuite:
 
     def run(
         self,
-        model: nn.Module,
+        model: nn.Module | AnsweringEngine,
         *,
         cache: CacheFactory | None = None,
         window_batch: int | None = None,
@@ -235,7 +236,8 @@ class EvalSuite:
         """Return the scores of a model; it is left in the mode it was in.
 
         Args:
-            model: a causal language model of transformers.
+            model: a causal language model of transformers, or another program that answers prompts, with a spec without
+                windows of text.
             cache: zero-argument factory of a cache to read through, such as a quantized one.
             window_batch: windows of text read side by side; by default as many as the spec's ``batch_tokens`` hold. One
                 at a time, a cache that rounds gives the same digits whatever the other windows are.
@@ -251,6 +253,10 @@ class EvalSuite:
             TypeError: no model, such as the name of one.
         """
         spec = self.spec
+        if isinstance(model, AnsweringEngine):
+            if self.windows:
+                raise ValueError(f"{model.name} answers prompts, and reads no text: give windows=0")
+            return self._scores(model, None, 0, cache, open_cache(resume), on_progress)
         result_cache = open_cache(resume)
         if spec.longppl and self.key_tokens is None:
             self.choose_key_tokens(model, resume=result_cache)
@@ -267,6 +273,20 @@ class EvalSuite:
                 score = with_beginnings(score, first) if score is not None and first is not None else None
                 short_window = beginning
 
+        return self._scores(model, score, short_window, cache, result_cache, on_progress)
+
+    def _scores(
+        self,
+        model: nn.Module | AnsweringEngine,
+        score: PerplexityResult | None,
+        short_window: int,
+        cache: CacheFactory | None,
+        resume: MutableMapping[str, Any] | None,
+        on_progress: Callable[[int], None],
+    ) -> EvalResult:
+        """Ask the prompts of every task, and return the answers beside the scores of the text."""
+        spec = self.spec
+
         def asked(task: str) -> RetrievalResult:
             return retrieval(
                 model,
@@ -281,7 +301,7 @@ class EvalSuite:
                 chunk=spec.chunk,
                 batch_tokens=spec.batch_tokens,
                 cache=cache,
-                resume=result_cache,
+                resume=resume,
                 on_progress=on_progress,
             )
 
