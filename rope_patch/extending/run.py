@@ -81,7 +81,7 @@ def extend(
     Example:
         ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
     """
-    name = options.pop("model", None) or str(getattr(model.config, "name_or_path", "")) or type(model).__name__
+    name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
     run = Run(model, tokenizer, ExtendOptions(model=name, length=length, **options), Path(output), on_step, on_progress)
     check_free(run.output, overwrite)
     return run.finish(overwrite=overwrite, finish_now=finish_now, pace=pace)

@@ -149,3 +149,20 @@ def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError):
         extend(llama, TOKENIZER, output=tmp_path / "full", **QUICK)
+
+
+@pytest.mark.slow
+def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(llama, tmp_path):
+    options = {**QUICK, "methods": ["yarn"], "output": tmp_path / "out", "budget": 60, "pace": PACE}
+    outcome = extend(llama, TOKENIZER, train=True, train_rows=8, **options)
+    rows = [row.method for row in outcome.comparison.rows]
+    assert rows == ["default", "yarn:factor=2", "yarn:factor=2 after training"]
+    assert outcome.choice.method == rows[-1] and outcome.training.tokens == 8 * 512
+    untrained, trained = (row.scores.perplexity.nll for row in outcome.comparison.rows[1:])
+    assert trained < untrained
+    merged = AutoModelForCausalLM.from_pretrained(outcome.output)
+    assert str(rope_patch.verify(merged).record.to_method()) == "yarn:factor=2"
+    base = llama.model.layers[0].self_attn.q_proj.weight
+    assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, base)
+    assert not (outcome.output / "adapter_config.json").exists()
+    assert "Its weights were trained with LoRA on 8 rows of 512 tokens" in (outcome.output / "README.md").read_text()
