@@ -49,6 +49,8 @@ from rope_patch.cli.processes import working_together
 
 NOTHING = 4
 """Exit status where no method can be chosen and nothing is written."""
+RECIPE = "rope_patch.extend"
+"""Key under which the context keeps what a recipe says and no option does."""
 METHODS = ("yarn", "ntk", "abf", "mrrope", "cope", "llama3", "p_rope")
 
 
@@ -60,14 +62,14 @@ def _recipe(context: typer.Context, path: Path | None) -> Path | None:
         if not path.is_file():
             raise FileNotFoundError(f"no file {str(path)!r}")
         values = {name: value for name, value in read_options(path).items() if value is not None}
-        if "depths" in values:
-            values["depths"] = " ".join(map(str, values["depths"]))
+        context.meta[RECIPE] = {name: values.pop(name) for name in ("depths", "batch_tokens") if name in values}
         context.default_map = {**(context.default_map or {}), **values}
     return path
 
 
 # Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def extend(
+    context: typer.Context,
     model: Model,
     length: Annotated[int, tokens("--length", "The context length to reach.", show_default=False)],
     output: NewFolder,
@@ -94,7 +96,7 @@ def extend(
         bool, typer.Option("--fit", help="Let a rotary table compete that is fitted to text first.")
     ] = False,
     train: Annotated[
-        bool, typer.Option("--train", help="Train the best method with LoRA, and decide by the trained model.")
+        bool, typer.Option("--train", help="Train the best method with LoRA, and let the trained model compete.")
     ] = False,
     train_text: Annotated[
         str | None,
@@ -157,9 +159,9 @@ def extend(
 
     Example: **rope-patch extend ./llama --length 32k -o ./llama-32k --budget 30m**
     """
-    from rope_patch.checkpoints.offline import check_free
     from rope_patch.extending.options import ExtendOptions
     from rope_patch.extending.run import CACHE, Run
+    from rope_patch.extending.writing import check_outputs
     from rope_patch.files import write_atomically
 
     if report:
@@ -186,8 +188,9 @@ def extend(
         chunk=chunk,
         dtype=dtype,
         seed=seed,
+        **context.meta.get(RECIPE, {}),
     )
-    check_free(output, force)
+    check_outputs(options, output, force)
     prepare(threads)
     work = output.with_name(f"{output.name}.work")
     with working_together(work, [CACHE, "comparison.json"]) as first:
@@ -200,24 +203,26 @@ def extend(
             say(f"{model} is an adapter: merged into its base")
             loaded = loaded.merge_and_unload().eval()
         run = Run(loaded, load_tokenizer(model), options, output, say)
-        pace = None
-        if dry_run or budget is not None or train:
-            (pace,) = paces_of(loaded, budget, work / CACHE, ["extend", length, mode], lambda: [run.pace()])
-        rounds, training = run.plan(pace)
-        if pace is not None:
-            for line in run.describe(rounds, training, pace):
-                say(line)
-        if dry_run:
-            run.look()
-            return
-        total = sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds)
+        run.look()
+        pace, total = None, None
+        if not finish_now:
+            if dry_run or budget is not None or train:
+                (pace,) = paces_of(loaded, budget, work / CACHE, ["extend", length, mode], lambda: [run.pace()])
+            rounds, training = run.plan(pace)
+            if pace is not None:
+                for line in run.describe(rounds, training, pace):
+                    say(line)
+            if dry_run:
+                return
+            total = int(sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds))
         again = "the same command (with --finish-now: to choose by what is measured)"
         with (
             resumable(work / CACHE, again=again),
-            progress_bar(int(total), hidden=as_json or not first) as (bar, on_progress),
+            progress_bar(total, hidden=as_json or not first) as (bar, on_progress),
         ):
             run.on_progress, run.on_step = on_progress, lambda sentence: bar.write(sentence, file=sys.stderr)
             outcome = run.finish(overwrite=force, finish_now=finish_now, pace=pace)
+            bar.total = bar.n  # rounds that were not needed, and a training, are not in the estimate
     if not first:
         return
     folder = outcome.output or outcome.work
@@ -241,7 +246,7 @@ def _print(outcome: Any) -> None:
 
     if len(outcome.comparisons) > 1:
         print_scores(outcome.comparisons[0])
-        print("the better half, on more text and prompts:")
+        print("the last round, on more text and prompts:")
     print_table(outcome.comparison)
     print(outcome.choice.reason)
     for one in outcome.choice.judged:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,17 @@ def train(source: str, method: str, options: ExtendOptions, training: Training, 
     folder = work / f"adapter-{key(recipe=recipe)[:8]}"
     finetune(read(base=recipe | {"output": str(folder)}), command="rope-patch extend")
     return folder
+
+
+@contextmanager
+def elsewhere(model: Any) -> Iterator[None]:
+    """Keep a model in the CPU's memory within a ``with`` block, so that another has room on the GPU."""
+    device = model.device
+    if device.type != "cpu":
+        model.to("cpu")
+        torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            model.to(device)

@@ -45,10 +45,11 @@ Changes are against the model before, on the same windows and prompts, with 95 %
 ## How it was made
 
 ```bash
-rope-patch extend --recipe extend.yaml
+rope-patch extend --recipe extend.yaml -o AGAIN
 ```
 
-`extend.yaml` holds the options, `rope_patch_extend.json` the choices and their evidence. rope_patch {version}.
+`extend.yaml` holds the options, with paths as they were given; `rope_patch_extend.json` holds the choices and their
+evidence. rope_patch {version}.
 {exports}"""
 
 
@@ -65,7 +66,9 @@ def card(outcome: Extended) -> str:
         head["base_model"] = options.model
     method = str(choice.method)
     training = outcome.training
-    done = "" if training is None else f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
+    done = ""
+    if method.endswith(AFTER):
+        done = f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
     others = [row.method for row in outcome.comparisons[0].rows if row.method not in (UNPATCHED, method)]
     effective = comparison.effective_lengths()
     lengths = ""

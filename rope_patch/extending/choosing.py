@@ -35,7 +35,7 @@ class Judged:
     Attributes:
         method: as a method string.
         answered: share of the prompts answered at the target, over all tasks.
-        perplexity: in the second half of the positions up to the target.
+        perplexity: in the second half of the positions up to the target; infinite where it is not a number.
         change: of the loss within the trained context against the unpatched model, paired over windows [nats/token].
         native: every loader computes its table by a formula of its own.
         failures: why it cannot be chosen, a sentence each; empty where it can.
@@ -96,7 +96,12 @@ class Judge:
         text = row.scores.perplexity
         if text is None:
             raise ValueError("no window of text was measured: give windows >= 1")
-        return text.between(self.comparison.spec.edge_at(stop // 2), stop)
+        found = text.between(self.comparison.spec.edge_at(stop // 2), stop)
+        return math.inf if math.isnan(found) else found  # so that it sorts last
+
+    def positions(self, stop: int) -> str:
+        """Return which positions :meth:`perplexity` is of, in words."""
+        return f"positions {self.comparison.spec.edge_at(stop // 2)} to {stop}"
 
     def judge(self, row: Row) -> Judged:
         """Return what speaks for and against a method."""
@@ -116,21 +121,49 @@ class Judge:
                 f"{possible:.0%} at {self.within}"
             )
         end = self.perplexity(self.unpatched, self.within)
-        if possible < REACHED and not perplexity <= FLAT * end:
+        if not math.isfinite(perplexity) or (possible < REACHED and perplexity > FLAT * end):
             failures.append(
-                f"at the end of {self.target} tokens perplexity is {perplexity_text(perplexity)}, where the unpatched "
-                f"model reads {perplexity_text(end)} at the end of {self.within}"
+                f"at {self.positions(self.target)} perplexity is {perplexity_text(perplexity)}, where that of the "
+                f"unpatched model is {perplexity_text(end)} at {self.positions(self.within)}"
             )
+        if not self.ahead(row.method, UNPATCHED):
+            failures.append(f"at {self.target} tokens it is not shown to be better than the unpatched model")
         native = all(table.rope_type in NATIVE for table in row.tables)
         return Judged(row.method, answered, perplexity, change, native, tuple(failures))
 
-    def order(self, methods: Sequence[str]) -> list[Judged]:
+    def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[Judged]:
         """Return methods with the best first, by what was measured and without regard to intervals.
 
-        Those that cannot be chosen come last; then retrieval at the target decides, then perplexity there.
+        Those that keep more of the conditions come first; then retrieval at the target decides, then perplexity there.
+
+        Args:
+            methods: to be ordered.
+            conditions: regard them.
         """
         judged = [self.judge(self.rows[method]) for method in methods]
-        return sorted(judged, key=lambda one: (bool(one.failures), -one.answered, one.perplexity))
+        return sorted(judged, key=lambda one: (len(one.failures) * conditions, -one.answered, one.perplexity))
+
+    def leaders(self, methods: Sequence[str], count: int, *, conditions: bool = True) -> list[str]:
+        """Return the methods that are worth more windows and prompts, the best first.
+
+        Few windows tell poorly whether a condition is kept, and methods that change nothing keep most of them. So the
+        best with regard to the conditions and the best without take turns.
+        """
+        orders = [self.order(methods, conditions=one) for one in dict.fromkeys((conditions, False))]
+        turns = dict.fromkeys(judged.method for pair in zip(*orders, strict=True) for judged in pair)
+        return list(turns)[:count]
+
+    def settled(self, methods: Sequence[str], *, conditions: bool = True) -> bool:
+        """Tell whether more windows and prompts would hardly change the decision.
+
+        The best is significantly ahead of all others, and of the unpatched model, and the interval of what it loses
+        within the trained context lies on one side of the tolerance.
+        """
+        best, *others = self.order(methods, conditions=conditions)
+        if not all(self.ahead(best.method, other.method) for other in others):
+            return False
+        kept = [relative(end) <= self.tolerance for end in (best.change.low, best.change.high)]
+        return not conditions or (kept[0] == kept[1] and self.ahead(best.method, UNPATCHED))
 
     def ahead(self, method: str, other: str) -> bool:
         """Tell whether a method is significantly better than another at the target, in retrieval or in perplexity."""
@@ -163,23 +196,20 @@ class Judge:
             methods: to choose from, without the unpatched one.
             conditions: leave out those that lose too much or do not reach the target.
         """
-        judged = self.order(methods)
-        fit = [one for one in judged if not (conditions and one.failures)]
+        judged = self.order(methods, conditions=conditions)
+        fit = [one for one in judged if math.isfinite(one.perplexity) and not (conditions and one.failures)]
         if not fit:
             return Choice(None, self._why_none(judged), tuple(judged), tuple(self._advice(judged)))
-        if conditions and not any(self.ahead(one.method, UNPATCHED) for one in fit):
-            why = f"no method is shown to be better than the checkpoint as it is at {self.target} tokens"
-            advice = ("more windows and prompts (a larger budget) tell smaller differences apart",)
-            return Choice(None, why, tuple(judged), advice)
         left, by = self.level(fit)
-        chosen = next((one for one in left if one.native), left[0])
+        trained = [one for one in left if one.method.endswith(AFTER)]
+        chosen = next((one for one in left if one.native), left[0]) if not trained else trained[0]
         reason = f"{chosen.method}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
-        reason += f", perplexity {perplexity_text(chosen.perplexity)} at their end"
+        reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
         if by:
             reason += f"; ahead of {_names(one.method for one in fit if one not in left)} in {by}"
         if len(left) > 1:
             reason += f"; not told apart from {_names(one.method for one in left if one is not chosen)}"
-            if chosen.native and chosen is not left[0]:
+            if chosen.native and chosen is not left[0] and not trained:
                 reason += ", and chosen because every loader computes its table by a formula"
         return Choice(chosen.method, reason, tuple(judged))
 
@@ -207,20 +237,23 @@ class Judge:
 
     def _advice(self, judged: Sequence[Judged]) -> list[str]:
         """Return what would help, a sentence each, by what the methods fail at."""
-        trained = all(one.method.endswith(AFTER) for one in judged)
+        trained = any(one.method.endswith(AFTER) for one in judged)
         advice = ["more training: --train-rows, or a larger --budget" if trained else "training: --train"]
-        costly = [one for one in judged if len(one.failures) == 1 and "perplexity changes" in one.failures[0]]
+        near = [one for one in judged if len(one.failures) == 1]
+        costly = [one for one in near if math.inf > relative(one.change.estimate) > self.tolerance]
         if costly:
             least = min(costly, key=lambda one: one.change.estimate)
             enough = math.ceil(1000 * relative(least.change.estimate)) / 1000
             advice.append(
-                f"--tolerance {enough:g} would choose {least.method}, the least costly that reaches the length"
+                f"--tolerance {enough:g} would choose {least.method}, the least costly of those measured to the end"
             )
-            if not trained:
+            if not least.method.endswith(AFTER):
                 advice.append(
                     f"rope-patch apply with {least.method}@{self.within}: short texts are read as before, but only by "
                     "rope_patch, since plain transformers has one table for all"
                 )
+        if any(not self.ahead(one.method, UNPATCHED) for one in near):
+            advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")
         return advice
 

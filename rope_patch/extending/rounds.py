@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.evaluation.compare import Comparison
+from rope_patch.extending.options import UNPATCHED
 
 SIZES = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4))
 """Windows of text and haystacks of the first round, from the smallest."""
@@ -74,3 +78,22 @@ def rounds_within(candidates: int, most: float, cost: Callable[[int, int], float
     smallest = rounds_of(candidates, *SIZES[0])
     counts = [n for n in range(1, len(smallest)) if cost_of(smallest[:n], cost) <= most]
     return smallest[: max(counts, default=1)]
+
+
+def rounds_to_list(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """Return what each round measured, for JSON."""
+    return [
+        {
+            "methods": [row.method for row in comparison.rows if row.method != UNPATCHED],
+            "windows": comparison.spec.windows,
+            "samples": comparison.spec.samples,
+            "depths": list(comparison.spec.depths),
+            "spec": comparison.spec.sha256,
+        }
+        for comparison in comparisons
+    ]
+
+
+def short(method: str, most: int = 40) -> str:
+    """Return a method string for a line; one of a table names every number."""
+    return method if len(method) <= most else f"{method[:most]}…"

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from rope_patch.checkpoints.offline import check_free
 from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
+from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.extending.adapting import Training, plan_training, train
+from rope_patch.extending.adapting import Training, elsewhere, plan_training, train
 from rope_patch.extending.choosing import AFTER, Choice, Judge
 from rope_patch.extending.options import CANDIDATES, UNPATCHED, ExtendOptions
 from rope_patch.extending.result import Extended
-from rope_patch.extending.rounds import Round, cost_of, rounds_within
-from rope_patch.extending.writing import write
+from rope_patch.extending.rounds import Round, cost_of, rounds_to_list, rounds_within, short
+from rope_patch.extending.writing import check_outputs, write
 from rope_patch.files import write_atomically
 from rope_patch.methods import as_method
 from rope_patch.modeling.budget import SAFETY, Pace, default_tokens, duration_text
+from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model, trained_length
 from rope_patch.planning import plan
+from rope_patch.processes import first_alone
 
 CACHE = "finished.jsonl"
 ROUNDS = "rounds.json"
@@ -83,7 +83,8 @@ def extend(
     """
     name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
     run = Run(model, tokenizer, ExtendOptions(model=name, length=length, **options), Path(output), on_step, on_progress)
-    check_free(run.output, overwrite)
+    check_outputs(run.options, run.output, overwrite)
+    run.look()
     return run.finish(overwrite=overwrite, finish_now=finish_now, pace=pace)
 
 
@@ -184,6 +185,14 @@ class Run:
         """Measure how fast the model reads."""
         return pace_of(self.model, as_method(UNPATCHED), self.suite)
 
+    def pace_at_first(self) -> Pace:
+        """Return the pace that the first of several calls measured, so that all plan alike."""
+        cache = ResultCache(self.work / CACHE)
+        name = key(what="pace", model=fingerprint(self.model), options=self.options.to_yaml())
+        if name not in cache:
+            cache[name] = list(astuple(self.pace()))
+        return Pace(*cache[name])
+
     def plan(self, pace: Pace | None) -> tuple[tuple[Round, ...], Training | None]:
         """Return the rounds and the training.
 
@@ -252,8 +261,8 @@ class Run:
             new = one.windows - done[0], one.samples - done[1]
             tokens, seconds = methods * self.tokens_of(*new), methods * self.seconds_of(pace, *new)
             lines.append(
-                f"round {number}: {methods} methods, {one.windows} windows and {one.samples} haystacks for each task "
-                f"and length, {tokens:,.0f} tokens, {duration_text(seconds)}"
+                f"round {number}: {methods} methods, windows: {one.windows}, haystacks for each task and length: "
+                f"{one.samples}; {tokens:,.0f} new tokens, {duration_text(seconds)}"
             )
             done = one.windows, one.samples
         if training is not None:
@@ -264,16 +273,25 @@ class Run:
 
     # --- measure
 
-    def measure(self, rounds: Sequence[Round]) -> list[Comparison]:
-        """Measure the rounds, and return their comparisons."""
+    def measure(
+        self, rounds: Sequence[Round], before: Sequence[Sequence[str]] = (), *, conditions: bool
+    ) -> list[Comparison]:
+        """Measure the rounds, and return their comparisons.
+
+        Args:
+            rounds: to be measured.
+            before: methods of each round in an earlier run, which are taken again; empty to choose them by the scores.
+            conditions: regard them in that.
+        """
         left, comparisons = list(self.methods), list[Comparison]()
-        if self.options.fit:
+        if self.options.fit and not before:
             left.append(self.fitted())
         for number, one in enumerate(rounds, 1):
+            left = list(before[number - 1]) if before else left
             suite = self.suite.smaller(one.windows, one.samples)
             self.on_step(
-                f"round {number} of {len(rounds)}: {', '.join(short(m) for m in left)}; {one.windows} windows, "
-                f"{one.samples} haystacks"
+                f"round {number} of {len(rounds)}: {', '.join(short(m) for m in left)}; windows: {one.windows}, "
+                f"haystacks: {one.samples}"
             )
             comparison = compare(
                 self.model,
@@ -285,12 +303,13 @@ class Run:
             )
             comparisons.append(comparison)
             write_atomically(self.work / ROUNDS, json.dumps(rounds_to_list(comparisons), indent=1))
+            if before:
+                continue
             judge = Judge(comparison, self.options.tolerance)
-            order = [judged.method for judged in judge.order(left)]
-            if len(left) <= 2 and all(judge.ahead(order[0], other) for other in order[1:]):
+            if len(left) <= 2 and judge.settled(left, conditions=conditions):
                 break
             if number < len(rounds):
-                left = order[: rounds[number].candidates]
+                left = judge.leaders(left, rounds[number].candidates, conditions=conditions)
         return comparisons
 
     def fitted(self) -> str:
@@ -309,50 +328,60 @@ class Run:
         patch.restore()
         return str(patch.method)
 
-    def rounds_before(self) -> tuple[Round, ...]:
-        """Return the rounds that an earlier run finished.
+    def rounds_before(self) -> tuple[list[Round], list[list[str]]]:
+        """Return the rounds that an earlier run finished, and the methods of each.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none, or not of this measurement.
         """
-        path = self.work / ROUNDS
+        path, first = self.work / ROUNDS, "run without finish_now (--finish-now) first"
         if not path.is_file():
-            raise ValueError(f"no round is finished in {self.work}: run without finish_now (--finish-now) first")
+            raise ValueError(f"no round is finished in {self.work}: {first}")
         before = json.loads(path.read_text(encoding="utf-8"))
         if tuple(before[0]["depths"]) != self.suite.spec.depths:
             self.suite = self._suite(before[0]["depths"])
-        return tuple(Round(len(one["methods"]), one["windows"], one["samples"]) for one in before)
+        methods = [list(one["methods"]) for one in before]
+        rounds = [Round(len(one["methods"]), one["windows"], one["samples"]) for one in before]
+        specs = [replace(self.suite.spec, windows=one.windows, samples=one.samples).sha256 for one in rounds]
+        named = set(self.methods) <= set(methods[0]) and len(methods[0]) == len(self.methods) + self.options.fit
+        if not named or specs != [one["spec"] for one in before]:
+            raise ValueError(f"what is finished in {self.work} are other methods, lengths, tasks or texts: {first}")
+        return rounds, methods
 
     # --- choose, adapt, write
 
     def finish(self, *, overwrite: bool, finish_now: bool, pace: Pace | None) -> Extended:
         """Do all steps that are left."""
         options = self.options
-        self.look()
+        rounds: Sequence[Round]
+        before: list[list[str]] = []
+        training: Training | None = None
         if finish_now:
-            rounds, training = self.rounds_before(), None
+            rounds, before = self.rounds_before()
         else:
             if pace is None and (options.budget is not None or options.train):
-                pace = self.pace()
+                pace = self.pace_at_first()
             rounds, training = self.plan(pace)
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", options.to_yaml())
-        comparisons = self.measure(rounds)
+        comparisons = self.measure(rounds, before, conditions=training is None)
         methods = [row.method for row in comparisons[-1].rows[1:]]
         choice = Judge(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
         adapter = None
         if training is not None and choice.method is not None:
             adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
+            adapter = adapter if str(choice.method).endswith(AFTER) else None
         write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
         self.on_step(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
         outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, (), self.work, options)
-        if choice.method is None:
-            return outcome
-        parts = self.output, self.model, self.tokenizer, adapter
-        return write(outcome, *parts, overwrite=overwrite, on_step=self.on_step)
+        with first_alone(f"write {self.output}") as writes:
+            if choice.method is None or not writes:
+                return outcome
+            parts = self.output, self.model, self.tokenizer, adapter
+            return write(outcome, *parts, overwrite=overwrite, on_step=self.on_step)
 
     def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
-        """Train an adapter under a method and measure it beside the unadapted model."""
+        """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
         from rope_patch.checkpoints.save_load import load
 
         dtype = str(self.model.dtype).removeprefix("torch.")
@@ -366,36 +395,5 @@ class Run:
         scores = suite.run(adapted, resume=self.work / CACHE, on_progress=lambda tokens: self.on_progress(name, tokens))
         tables = inspect_model(adapted).tables
         comparison = replace(comparison, rows=(*comparison.rows, Row(name, scores, tables)))
-        return adapter, comparison, Judge(comparison, self.options.tolerance).choose([name])
-
-
-def rounds_to_list(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """Return what each round measured, for JSON."""
-    return [
-        {
-            "methods": [row.method for row in comparison.rows if row.method != UNPATCHED],
-            "windows": comparison.spec.windows,
-            "samples": comparison.spec.samples,
-            "depths": list(comparison.spec.depths),
-        }
-        for comparison in comparisons
-    ]
-
-
-def short(method: str, most: int = 40) -> str:
-    """Return a method string for a line; one of a table names every number."""
-    return method if len(method) <= most else f"{method[:most]}…"
-
-
-@contextmanager
-def elsewhere(model: Any) -> Iterator[None]:
-    """Keep a model in the CPU's memory within a ``with`` block, so that another has room on the GPU."""
-    device = model.device
-    if device.type != "cpu":
-        model.to("cpu")
-        torch.cuda.empty_cache()
-    try:
-        yield
-    finally:
-        if device.type != "cpu":
-            model.to(device)
+        names = [row.method for row in comparison.rows if row.method != UNPATCHED]
+        return adapter, comparison, Judge(comparison, self.options.tolerance).choose(names)
