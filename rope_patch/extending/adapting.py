@@ -13,8 +13,10 @@ import torch
 
 from rope_patch.evaluation.result_cache import key
 from rope_patch.extending.options import ExtendOptions
+from rope_patch.files import folder_in_one_move
 from rope_patch.modeling.budget import Pace
 from rope_patch.planning import plan
+from rope_patch.processes import first_alone
 
 ROWS = 200
 """Rows of a training where no time is given; fewer teach little."""
@@ -89,22 +91,28 @@ def _fits(model: Any, length: int) -> bool:
     return plan(model, length=length, lora_rank=16, checkpointing=True).fits(memory)
 
 
-def train(source: str, method: str, options: ExtendOptions, training: Training, dtype: str, work: Path) -> Path:
+def train(model: Any, tokenizer: Any, method: str, options: ExtendOptions, training: Training, work: Path) -> Path:
     """Train an adapter with the recipe, or go on where it was interrupted; return its folder.
 
     Args:
-        source: folder, hub id or GGUF file of the model.
+        model: in memory. It is saved and trained from there, since it may be merged from an adapter, or changed.
+        tokenizer: its tokenizer.
         method: as a method string.
         options: of the run.
         training: what is trained on.
-        dtype: of the weights.
         work: folder in which the adapter's folder is made.
     """
     from rope_patch.training.finetune import finetune
     from rope_patch.training.reading import read
 
+    source, dtype = work / "model", str(model.dtype).removeprefix("torch.")
+    with first_alone(f"save to {source}") as writes:
+        if writes:
+            with folder_in_one_move(source) as folder:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
     recipe: dict[str, Any] = {
-        "model": {"name": source, "dtype": dtype},
+        "model": {"name": str(source), "dtype": dtype},
         "patch": {"method": method, "target_length": options.length},
         "data": {"lengths": training.row, "positions": training.positions},
         "train": {
@@ -126,7 +134,8 @@ def train(source: str, method: str, options: ExtendOptions, training: Training, 
     if options.train_text is not None:
         recipe["data"]["source"] = options.train_text
     folder = work / f"adapter-{key(recipe=recipe)[:8]}"
-    finetune(read(base=recipe | {"output": str(folder)}), command="rope-patch extend")
+    with elsewhere(model):
+        finetune(read(base=recipe | {"output": str(folder)}), command="rope-patch extend")
     return folder
 
 

@@ -11,8 +11,7 @@ from rope_patch import __version__
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS, Span, spans_at
-from rope_patch.extending.choosing import AFTER
-from rope_patch.extending.options import UNPATCHED
+from rope_patch.extending.options import AFTER, UNPATCHED, short
 from rope_patch.extending.result import Extended
 
 TEMPLATE = """---
@@ -74,17 +73,17 @@ def card(outcome: Extended) -> str:
     lengths = ""
     if effective is not None:
         lengths = f"\n{effective.explanation}\n\n" + "".join(
-            f"- {name}: {effective.of(name)}\n" for name in (UNPATCHED, method)
+            f"- {short(name)}: {effective.of(name)}\n" for name in (UNPATCHED, method)
         )
     return TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False),
         base=base,
         length=options.length,
         trained_length=outcome.trained_length,
-        method=method.removesuffix(AFTER),
+        method=short(method.removesuffix(AFTER)),
         training=done,
         reason=choice.reason,
-        others=", ".join(f"`{name}`" for name in others) or "nothing else",
+        others=", ".join(f"`{short(name)}`" for name in others) or "nothing else",
         scores=scores(comparison, method),
         population=f"{OF_WINDOWS} {OF_PROMPTS}",
         effective=lengths,

@@ -12,7 +12,7 @@ from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.metric import PairedDifference
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.numbers import percent, perplexity_text, relative
-from rope_patch.extending.options import UNPATCHED
+from rope_patch.extending.options import AFTER, UNPATCHED, short
 
 REACHED = 0.5
 """A method reaches the target if it answers this share of what the unpatched model answers within its context."""
@@ -20,9 +20,6 @@ REACHED = 0.5
 FLAT = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
 the end is at most this many times the unpatched model's at the end of that context."""
-
-AFTER = " after training"
-"""What stands after the method of an adapted model."""
 
 NATIVE = ("default", "linear", "dynamic", "yarn", "llama3")
 """Types of rotary tables that other programs compute by a formula of their own, without a list of numbers."""
@@ -203,7 +200,7 @@ class Judge:
         left, by = self.level(fit)
         trained = [one for one in left if one.method.endswith(AFTER)]
         chosen = next((one for one in left if one.native), left[0]) if not trained else trained[0]
-        reason = f"{chosen.method}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
+        reason = f"{short(chosen.method)}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
         reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
         if by:
             reason += f"; ahead of {_names(one.method for one in fit if one not in left)} in {by}"
@@ -233,7 +230,7 @@ class Judge:
 
     def _why_none(self, judged: Sequence[Judged]) -> str:
         best = judged[0]
-        return f"no method can be chosen; the best is {best.method}, and {'; '.join(best.failures)}"
+        return f"no method can be chosen; the best is {short(best.method)}, and {'; '.join(best.failures)}"
 
     def _advice(self, judged: Sequence[Judged]) -> list[str]:
         """Return what would help, a sentence each, by what the methods fail at."""
@@ -259,5 +256,5 @@ class Judge:
 
 
 def _names(methods: Any) -> str:
-    names = list(methods)
+    names = [short(method) for method in methods]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

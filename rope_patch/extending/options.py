@@ -22,6 +22,9 @@ CANDIDATES = ("yarn", "ntk", "abf", "mrrope", "cope", "llama3", "p_rope")
 UNPATCHED = "default"
 """The method that leaves a checkpoint as it is: what all others are compared with."""
 
+AFTER = " after training"
+"""What stands after the method of an adapted model."""
+
 
 @dataclass(frozen=True)
 class ExtendOptions:
@@ -140,3 +143,13 @@ def read_options(path: str | Path) -> dict[str, Any]:
         if name not in known:
             raise ValueError(f"{path}: unknown option {name!r}. Known: {', '.join(known)}")
     return dict(values)
+
+
+def short(method: str, most: int = 40) -> str:
+    """Return a method string for a sentence: one of a fitted table names every number.
+
+    >>> short("yarn:factor=2 after training"), short("table:values=0.99/0.51 after training", 18)
+    ('yarn:factor=2 after training', 'table:values=0.99/… after training')
+    """
+    name, after = method.removesuffix(AFTER), AFTER if method.endswith(AFTER) else ""
+    return (name if len(name) <= most else f"{name[:most]}…") + after

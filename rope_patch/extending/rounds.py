@@ -92,8 +92,3 @@ def rounds_to_list(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
         }
         for comparison in comparisons
     ]
-
-
-def short(method: str, most: int = 40) -> str:
-    """Return a method string for a line; one of a table names every number."""
-    return method if len(method) <= most else f"{method[:most]}…"

@@ -14,11 +14,11 @@ from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
 from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.extending.adapting import Training, elsewhere, plan_training, train
-from rope_patch.extending.choosing import AFTER, Choice, Judge
-from rope_patch.extending.options import CANDIDATES, UNPATCHED, ExtendOptions
+from rope_patch.extending.adapting import Training, plan_training, train
+from rope_patch.extending.choosing import Choice, Judge
+from rope_patch.extending.options import AFTER, CANDIDATES, UNPATCHED, ExtendOptions, short
 from rope_patch.extending.result import Extended
-from rope_patch.extending.rounds import Round, cost_of, rounds_to_list, rounds_within, short
+from rope_patch.extending.rounds import Round, cost_of, rounds_to_list, rounds_within
 from rope_patch.extending.writing import check_outputs, write
 from rope_patch.files import write_atomically
 from rope_patch.methods import as_method
@@ -138,6 +138,11 @@ class Run:
     def _fitting(self, methods: Sequence[str]) -> list[str]:
         """Return the methods that fit the model, with their factors; of those by default others are left out."""
         fitting = []
+        try:
+            with patched(self.model, UNPATCHED, target_length=self.options.length):
+                pass
+        except ValueError as error:  # a table that changes with the length
+            raise ValueError(f"{error} (rope-patch compare and rope-patch apply --freeze-at; extend cannot)") from error
         for name in methods:
             try:
                 method = for_target(self.model, as_method(name), self.options.length)
@@ -147,6 +152,8 @@ class Run:
                 if tuple(methods) != CANDIDATES:
                     raise ValueError(f"{name}: {error}") from error
                 self.on_step(f"{name} is left out: {error}")
+        if methods and not fitting:
+            raise ValueError("none of the methods fits the model: name others (methods, --methods)")
         return fitting
 
     def _suite(self, depths: Sequence[float]) -> EvalSuite:
@@ -163,8 +170,6 @@ class Run:
                 "are needed: give a longer one (text, --text)"
             )
         return suite
-
-    # --- look and plan
 
     def look(self) -> None:
         """Say what the model is."""
@@ -271,8 +276,6 @@ class Run:
             lines.append(f"the adapted model: {again[0]:,.0f} tokens, {duration_text(again[1])}")
         return lines
 
-    # --- measure
-
     def measure(
         self, rounds: Sequence[Round], before: Sequence[Sequence[str]] = (), *, conditions: bool
     ) -> list[Comparison]:
@@ -348,8 +351,6 @@ class Run:
             raise ValueError(f"what is finished in {self.work} are other methods, lengths, tasks or texts: {first}")
         return rounds, methods
 
-    # --- choose, adapt, write
-
     def finish(self, *, overwrite: bool, finish_now: bool, pace: Pace | None) -> Extended:
         """Do all steps that are left."""
         options = self.options
@@ -384,10 +385,8 @@ class Run:
         """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
         from rope_patch.checkpoints.save_load import load
 
-        dtype = str(self.model.dtype).removeprefix("torch.")
         self.on_step(f"training under {short(method)}: {training}, about {duration_text(training.seconds)}")
-        with elsewhere(self.model):
-            adapter = train(self.options.model, method, self.options, training, dtype, self.work)
+        adapter = train(self.model, self.tokenizer, method, self.options, training, self.work)
         adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
         suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)
         name = f"{method}{AFTER}"

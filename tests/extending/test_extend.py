@@ -99,6 +99,50 @@ def test_what_is_finished_can_be_used_at_once(llama, extended, tmp_path):
     assert outcome.output is not None and (outcome.output / "config.json").is_file()
 
 
+def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(llama, tmp_path):
+    def stop(sentence):
+        if sentence.startswith("exporting to"):
+            raise KeyboardInterrupt
+
+    options = {"output": tmp_path / "out", "budget": 40, "pace": PACE, **QUICK, "methods": ["yarn"], "to": ["vllm"]}
+    with pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, on_step=stop, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
+    assert extend(llama, TOKENIZER, **options).exports == (tmp_path / "out-vllm",)
+    for name in ("out", "out-vllm"):
+        assert rope_patch.verify(tmp_path / name).record.target_length == 512
+    for changes in ({"length": 300}, {"methods": ["pi"]}, {"tasks": ["niah"]}):
+        with pytest.raises(ValueError, match="are other methods, lengths, tasks or texts"):
+            extend(llama, TOKENIZER, finish_now=True, overwrite=True, **(options | changes))
+
+
+def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama, tmp_path):
+    llama.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for output in (tmp_path / "model", tmp_path / "x" / ".." / "model"):
+        with pytest.raises(ValueError, match="is the checkpoint itself: give another output folder"):
+            extend(model, TOKENIZER, output=output, overwrite=True, **QUICK)
+    (tmp_path / "out.gguf").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out\.gguf exists: give another output folder"):
+        extend(model, TOKENIZER, output=tmp_path / "out", to=["gguf"], **QUICK)
+
+
+def test_a_recipe_says_what_no_option_does(tmp_path):
+    def tokens(**values):
+        options = ExtendOptions(str(LLAMA), 512, methods=["yarn"], **values)
+        (tmp_path / "extend.yaml").write_text(options.to_yaml())
+        arguments = ["extend", "--recipe", str(tmp_path / "extend.yaml"), "-o", str(tmp_path / "out"), "--dry-run"]
+        result = CliRunner().invoke(app, [*arguments, "--threads", "1"])
+        assert result.exit_code == 0, result.output
+        found = re.search(
+            r"windows: (\d+), haystacks for each task and length: (\d+); ([\d,]+) new tokens", result.output
+        )
+        windows, haystacks, read = (int(text.replace(",", "")) for text in found.groups())
+        return (read // 2 - windows * 512) / haystacks  # of two methods
+
+    assert tokens() == 3 * (256 + 512) and tokens(depths=[0.5]) == 256 + 512
+
+
 def test_where_nothing_will_do_nothing_is_written(tmp_path):
     """Random weights read no text and answer nothing, under any table."""
     model = bold(max_position_embeddings=128)
