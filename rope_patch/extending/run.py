@@ -248,10 +248,9 @@ class Run:
             before = capped
 
     def tokens_of(self, windows: int, samples: int) -> float:
-        """Return the tokens that one method reads of so many windows and haystacks."""
-        spec = self.suite.spec
-        prompts = replace(spec, samples=max(samples, 1), windows=0).tokens_to_read(0) if samples else 0
-        return windows * spec.longest + prompts / (len(spec.depths) if spec.mode == "multikey" else 1)
+        """Return the tokens that one method reads of so many windows and haystacks, as a progress bar counts them."""
+        prompts = replace(self.suite.spec, samples=max(samples, 1)).tokens_to_read(0) if samples else 0
+        return windows * self.suite.spec.longest + prompts
 
     def seconds_of(self, pace: Pace, windows: int, samples: int) -> float:
         """Return how long one method takes for so many windows and haystacks [s]."""

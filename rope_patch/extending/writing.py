@@ -89,6 +89,7 @@ def write(
     write_atomically(staged / "README.md", card(outcome))
     for path in (*exports, out):
         move(staged.with_name(path.name), path, overwrite=overwrite)
+    shutil.rmtree(staged.parent)
     return outcome
 
 

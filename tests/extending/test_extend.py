@@ -19,6 +19,7 @@ import rope_patch
 from rope_patch.cli.app import app
 from rope_patch.extending import extend
 from rope_patch.extending.options import ExtendOptions, read_options
+from rope_patch.extending.run import Run
 from rope_patch.modeling.budget import Pace
 
 LLAMA = rope_patch.data_path("assets") / "llama"
@@ -141,6 +142,13 @@ def test_a_recipe_says_what_no_option_does(tmp_path):
         return (read // 2 - windows * 512) / haystacks  # of two methods
 
     assert tokens() == 3 * (256 + 512) and tokens(depths=[0.5]) == 256 + 512
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "multikey"}, {"tasks": ["passkey", "vt"]}], ids=str)
+def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
+    run, read = Run(llama, TOKENIZER, ExtendOptions("llama", **QUICK, **options), tmp_path / "out"), []
+    run.suite.smaller(2, 1).run(llama, on_progress=read.append)
+    assert sum(read) == run.tokens_of(2, 1)
 
 
 def test_where_nothing_will_do_nothing_is_written(tmp_path):
