@@ -215,7 +215,7 @@ def extend(
             if dry_run:
                 return
             total = int(sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds))
-        again = "the same command (with --finish-now: to choose by what is measured)"
+        again = "the same command (or with --finish-now, to choose by what is measured so far)"
         with (
             resumable(work / CACHE, again=again),
             progress_bar(total, hidden=as_json or not first) as (bar, on_progress),

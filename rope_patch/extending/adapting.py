@@ -16,7 +16,7 @@ from rope_patch.extending.options import ExtendOptions
 from rope_patch.files import folder_in_one_move
 from rope_patch.modeling.budget import Pace
 from rope_patch.planning import plan
-from rope_patch.processes import first_alone
+from rope_patch.processes import first_alone, processes
 
 ROWS = 200
 """Rows of a training where no time is given; fewer teach little."""
@@ -118,7 +118,7 @@ def train(model: Any, tokenizer: Any, method: str, options: ExtendOptions, train
         "train": {
             "steps": training.steps,
             "batch": 1,
-            "accumulate": ACCUMULATE,
+            "accumulate": max(1, ACCUMULATE // processes()[1]),  # each process reads as many
             "learning_rate": 4e-4,
             "scheduler": "cosine",
             "warmup": 0.1,

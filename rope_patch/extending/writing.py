@@ -80,7 +80,7 @@ def write(
     for engine in outcome.options.to:
         path = export_path(out, engine)
         on_step(f"exporting to {path}")
-        more = {"base_gguf": base_gguf} if engine == "gguf" else {}  # its quantized tensors are copied
+        more: dict[str, Any] = {"base_gguf": base_gguf} if engine == "gguf" else {}  # its quantized tensors are copied
         export(staged, staged.with_name(path.name), to=engine, **more)
     exports = tuple(export_path(out, engine) for engine in outcome.options.to)
     outcome = replace(outcome, output=out, exports=exports)
