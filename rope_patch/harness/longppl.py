@@ -33,6 +33,7 @@ from rope_patch.evaluation.key_tokens import (
 )
 from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import WINDOWS, EvalSpec
+from rope_patch.evaluation.suite import evaluator_name
 from rope_patch.harness.tasks import (
     SPARE,
     Documents,
@@ -43,7 +44,6 @@ from rope_patch.harness.tasks import (
     tokenizer_arguments,
     words_of,
 )
-from rope_patch.modeling.scoring import name_of
 from rope_patch.patching.verify import trained_length
 from rope_patch.processes import processes
 
@@ -312,7 +312,7 @@ def _choose(
             context=context,
             short_context=short_context,
             batch_tokens=EvalSpec.batch_tokens,
-            evaluator=f"{type(model).__name__} {name_of(model)}".strip(),
+            evaluator=evaluator_name(model),
             result_cache=open_cache(path),
             on_progress=bar.update,
         )
