@@ -3,8 +3,8 @@
     python benchmarks/many_processes.py -o benchmarks/results/many_processes.json       # nothing else running
 
 Every run is `rope-patch compare` of two methods on the bundled Llama, on the CPU with one thread per process, once by
-itself and then under `torchrun`. The seconds are those of the whole command, and without those of a run that reads almost
-nothing, which are the start of the processes. More processes than cores share them.
+itself and then under `torchrun`. The seconds are those of the whole command, and without those of a run that reads
+almost nothing, which are the start of the processes. More processes than cores share them.
 """
 
 from __future__ import annotations
