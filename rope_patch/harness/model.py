@@ -75,7 +75,7 @@ class _Row:
             torch.stack([torch.arange(context - 1, context - 1 + len(rest)), torch.tensor(rest)], 1)
             for _, context, rest in self.asked
         ]
-        unique, where = torch.unique(torch.cat(pairs), dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
+        unique, where = torch.unique(torch.cat(pairs), dim=0, return_inverse=True)
         return unique[:, 0].contiguous(), unique[:, 1], where.split([len(rest) for _, _, rest in self.asked])
 
 
