@@ -78,6 +78,12 @@ def test_perplexity_memory(tmp_path: Path) -> None:
     assert report["alone"]["tokens"] == 1024 and report["alone"]["peak_mb"] > 0
 
 
+def test_chunked_reading(tmp_path: Path) -> None:
+    report = run("chunked_reading", tmp_path, against="torch", fork=True)
+    assert report["losses"]["chunked"] == pytest.approx(report["losses"]["one_pass"], abs=0.01)  # bfloat16
+    assert {*report["summary"]["cpu"]} == {"chunks_alone", "one_pass", "chunked"}
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
 def test_train_step(tmp_path: Path) -> None:
     report = run("train_step", tmp_path, against="accelerate")
