@@ -345,7 +345,8 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="The data type of the weights: auto (the one of the checkpoint), float32, bfloat16 or float16.",
+        help="The data type of the weights: auto (the one of the checkpoint; float32 where the CPU has no instructions "
+        "for its 16 bits), float32, bfloat16 or float16.",
     ),
 ]
 Threads = Annotated[

@@ -84,6 +84,13 @@ def test_chunked_reading(tmp_path: Path) -> None:
     assert {*report["summary"]["cpu"]} == {"chunks_alone", "one_pass", "chunked"}
 
 
+def test_cpu_dtypes(tmp_path: Path) -> None:
+    report = run("cpu_dtypes", tmp_path, against="torch", fork=True)
+    assert [row["dtype"] for row in report["rows"]] == ["bfloat16", "float16"]
+    assert all(0 < row["largest_difference_of_a_token"] < 1 for row in report["rows"])
+    assert all(row["nll"] == pytest.approx(row["nll_float32"], abs=0.05) for row in report["rows"])
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
 def test_train_step(tmp_path: Path) -> None:
     report = run("train_step", tmp_path, against="accelerate")
