@@ -23,8 +23,9 @@ import torch
 from transformers import AutoTokenizer
 
 import rope_patch
+from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.compare import environment
-from rope_patch.evaluation.prompts import Prompt, PromptMaker, chat_turns
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.files import is_gguf, write_atomically
 

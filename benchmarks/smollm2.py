@@ -253,7 +253,8 @@ def answers_of(gguf: Path, sizes: Sizes) -> dict[str, Any]:
     import rope_patch
     from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.checkpoints.reading import read_tokenizer
-    from rope_patch.evaluation.prompts import PromptMaker, chat_turns
+    from rope_patch.evaluation.chat import chat_turns
+    from rope_patch.evaluation.prompts import PromptMaker
 
     print(f"loading {gguf}, then answering", file=sys.stderr, flush=True)
     model, tokenizer = rope_patch.load(gguf, dtype=torch.bfloat16).eval(), read_tokenizer(gguf)

@@ -17,6 +17,9 @@ HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
 
 MAKER = PromptMaker(TOKENIZER, HAY)
 
+PASSAGES = Haystack("\n\n".join(builtin_text("haystack").documents[6:14]))
+"""A longer text, of which a task can hand out passages."""
+
 ANSWER = 5  # five digits, in this tokenizer: the space before them is a token of the prompt
 
 
@@ -26,3 +29,20 @@ def bold(family="llama", **changes):
         changes["vocab_size_per_layer_input"] = recipe.VOCABULARY
     special = {"bos_token_id": recipe.BOS, "eos_token_id": recipe.EOS, "pad_token_id": recipe.PAD}
     return tiny_model(family, vocab_size=recipe.VOCABULARY, initializer_range=0.2, **special, **changes)
+
+
+ROOM = {
+    "cwe": 750,
+    "fwe": 100,
+    "json_kv": 400,
+    "niah_multikey_3": 400,
+    "passage_retrieval": 900,
+    "qa2": 100,
+    "qa3": 150,
+}
+"""Tokens more than other tasks that the prompts of a task need where it is asked for at five depths."""
+
+
+def hay_of(task):
+    """The haystack to ask a task in."""
+    return PASSAGES if task == "passage_retrieval" else HAY

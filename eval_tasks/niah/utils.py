@@ -4,7 +4,7 @@ from typing import Any
 
 from rope_patch.harness.tasks import Documents, exact_match, recall, retrieval_documents
 
-__all__ = ["exact_match", "multikey", "multiquery", "multivalue", "recall", "single"]
+__all__ = ["exact_match", "multikey", "multikey_2", "multikey_3", "multiquery", "multivalue", "recall", "single"]
 
 
 def single(**options: Any) -> Documents:
@@ -15,6 +15,16 @@ def single(**options: Any) -> Documents:
 def multikey(**options: Any) -> Documents:
     """A needle at every depth, one of them asked for."""
     return retrieval_documents("niah", "multikey", **options)
+
+
+def multikey_2(**options: Any) -> Documents:
+    """A word with a number among as many others as there is room for."""
+    return retrieval_documents("niah_multikey_2", **options)
+
+
+def multikey_3(**options: Any) -> Documents:
+    """A UUID that belongs to a UUID among as many others as there is room for."""
+    return retrieval_documents("niah_multikey_3", **options)
 
 
 def multivalue(**options: Any) -> Documents:

@@ -181,7 +181,12 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def copied(
-    source: str | Path, out: str | Path, *, overwrite: bool = False, progress: Callable[[str], None] = lambda _: None
+    source: str | Path,
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+    link_weights: bool = False,
 ) -> Iterator[Path]:
     """Give a folder with a copy of a checkpoint's files, its config and patch record left out, that becomes ``out``.
 
@@ -190,6 +195,7 @@ def copied(
         out: as for :func:`patch_folder`; nothing is left there if the block raises.
         overwrite: write into a folder that holds files.
         progress: called with the name of each file before it is copied.
+        link_weights: link the files of weights instead, for a folder that lives no longer than its source.
 
     Raises:
         ValueError: ``out`` is in the way.
@@ -218,5 +224,8 @@ def copied(
                 progress(f"nothing of the subfolder {path.name}")
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
                 progress(path.name)
-                shutil.copyfile(path, folder / path.name)
+                if link_weights and path.suffix in (".safetensors", ".bin"):
+                    (folder / path.name).symlink_to(path.resolve())
+                else:
+                    shutil.copyfile(path, folder / path.name)
         yield folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,11 +50,13 @@ from rope_patch.cli.options import (
     Text,
     Threads,
     Windows,
+    chosen,
     command_line,
     resumable,
     tokens,
 )
 from rope_patch.cli.processes import working_together
+from rope_patch.cli.serving import Backend, VLLMArgs, measured_with_vllm, through_vllm
 from rope_patch.cli.shards import Merge, ShardOption, check_options, joined, outline_of
 from rope_patch.cli.shards import measure as measure_shard
 from rope_patch.packaged import name_of
@@ -61,6 +64,7 @@ from rope_patch.packaged import name_of
 
 # Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def compare(
+    command: typer.Context,
     model: Model,
     methods: Methods,
     lengths: Lengths,
@@ -111,6 +115,8 @@ def compare(
     batch_tokens: Annotated[
         int, tokens("--batch-tokens", "The largest number of tokens that are read as one batch.")
     ] = 16384,
+    backend: Backend = "transformers",
+    vllm_args: VLLMArgs = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Seed = 0,
@@ -132,12 +138,12 @@ def compare(
     from rope_patch.evaluation.shards import compare_joined
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
-    from rope_patch.files import write_atomically
     from rope_patch.patching.targets import for_target
     from rope_patch.patching.verify import trained_length
 
-    if report:
-        from rope_patch.reports import comparison as page
+    if report:  # an error without matplotlib comes first
+        importlib.import_module("rope_patch.reports.comparison")
+    served = through_vllm(backend, vllm_args, chosen(command), model)
     compared = read_methods(methods)
     check_dtype(dtype)
     check_device(device)
@@ -146,7 +152,7 @@ def compare(
         lengths,
         depths=depths,
         samples=samples,
-        windows=windows,
+        windows=0 if served else windows,
         tasks=tasks,
         mode=mode,
         text=None if text is None else str(text),
@@ -163,6 +169,12 @@ def compare(
         raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
     _check_adapter(adapter, model)
     prepare(threads)
+    if served:
+        comparison = measured_with_vllm(
+            model, compared, spec, output, layer_types, freeze_at, dtype, vllm_args, report=report, quiet=as_json
+        )
+        _show(comparison, output, report, as_json)
+        return
     part = check_options(shard, merge, budget, "--json" if as_json else None)
     with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
         tokenizer, outline = load_tokenizer(model), outline_of(model, adapter) if part or merge else None
@@ -208,9 +220,17 @@ def compare(
         return
     if not first:
         return
-    comparison = replace(comparison, environment=comparison.environment | notes)
+    _show(replace(comparison, environment=comparison.environment | notes), output, report, as_json)
+
+
+def _show(comparison: Any, output: Path, report: bool, as_json: bool) -> None:
+    """Write a comparison, and print it."""
+    from rope_patch.files import write_atomically
+
     write_atomically(output / "comparison.json", comparison.to_json())
     if report:
+        from rope_patch.reports import comparison as page
+
         page.write(output / "report.html", [comparison], command=command_line())
     if as_json:
         print(comparison.to_json())
@@ -296,7 +316,9 @@ def print_table(comparison: Any) -> None:
 
     columns = comparison.columns()
     heads = [column.heading for column in columns]
-    title = escape(f"{comparison.model}, trained at {comparison.trained_length} tokens")
+    engine = comparison.environment.get("engine")
+    through = f", answered by {engine}" if engine else ""
+    title = escape(f"{comparison.model}, trained at {comparison.trained_length} tokens{through}")
     table = Table("method", *heads, title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for i, row in enumerate(comparison.rows):
         cells = []

@@ -256,8 +256,9 @@ Task = Annotated[
     typer.Option(
         "--task",
         metavar="TASK",
-        help="The retrieval task: passkey (one number), niah (a number for a word), multivalue, multiquery, or vt "
-        "(variable tracking).",
+        help="The retrieval task: passkey (one number), niah (a number for a word), multivalue, multiquery, vt "
+        "(variable tracking), niah_multikey_2, niah_multikey_3, json_kv, passage_retrieval, cwe and fwe (common and "
+        "frequent words), or qa1, qa2 and qa3 (facts of a story).",
     ),
 ]
 Tasks = Annotated[
@@ -267,7 +268,8 @@ Tasks = Annotated[
         parser=list_of("--tasks", str),
         metavar="TASKS",
         help="The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
-        "multiquery, or vt (variable tracking).",
+        "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, passage_retrieval, cwe and fwe "
+        "(common and frequent words), or qa1, qa2 and qa3 (facts of a story).",
     ),
 ]
 Mode = Annotated[
@@ -345,8 +347,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="The data type of the weights: auto (the one of the checkpoint; float32 where the CPU has no instructions "
-        "for its 16 bits), float32, bfloat16 or float16.",
+        help="The data type: auto (the checkpoint's, or float32 where a CPU is slower in it), float32, bfloat16, float16.",
     ),
 ]
 Threads = Annotated[

@@ -187,7 +187,7 @@ def _finish(
             outputs[:, i], start = token, token[:, None]
         outputs[~missed] = expected[~missed]
     return [
-        Answer(_until(output.tolist(), stops), tuple(p.tolist()), tuple(score.tolist()))
+        Answer(until(output.tolist(), stops), tuple(p.tolist()), tuple(score.tolist()))
         for output, p, score in zip(outputs, predicted, logprobs, strict=True)
     ]
 
@@ -200,6 +200,7 @@ def _last(reader: Reader, ids: Tensor, past: Any, reach: int, progress: Progress
     return _all(reader, ids, past, reach, progress)[:, -1:]
 
 
-def _until(output: list[int], stops: Sequence[int]) -> tuple[int, ...]:
+def until(output: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens before the first one that ends a text."""
     at = next((i for i, token in enumerate(output) if token in stops), len(output))
     return tuple(output[:at])

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import datetime
 import itertools
 import random
 import re
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from jinja2 import TemplateError
 
 from rope_patch.evaluation.documents import prefix_ids
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
@@ -52,16 +48,19 @@ class PromptMaker:
     """Makes prompts for a tokenizer and a haystack.
 
     Lengths are exact: the whole prompt is tokenised, and the haystack is cut, by words and then by characters at its
-    end, until the number of tokens is the one asked for. So the text means the same to any program that reads it.
+    end, until the number of tokens is the one asked for. So the text means the same to any program that reads it. A
+    task with a text of its own gives as many whole pieces of it as fit; a little of the haystack before the question
+    makes up the rest.
 
     Args:
         tokenizer: of the model.
         haystack: what the needles are hidden in.
         bos: as in :func:`~rope_patch.evaluation.documents.prefix_ids`.
         prefix: special tokens in front of each prompt, in place of what ``bos`` says.
-        turns: what a chat template writes before and after the user's message, as :func:`chat_turns` returns it: the
-            text and the question are then that message, the answer begins in the assistant's turn, and the special
-            tokens are those of the template. None for plain text.
+        turns: what a chat template writes before and after the user's message, as
+            :func:`~rope_patch.evaluation.chat.chat_turns` returns it: the text and the question are then that message,
+            the answer begins in the assistant's turn, and the special tokens are those of the template. None for plain
+            text.
 
     Raises:
         ValueError: no text, or ``bos=True`` without such a token.
@@ -116,7 +115,10 @@ class PromptMaker:
             raise ValueError("depths is empty")
         rng = random.Random(f"{seed}/{task}/{mode}/{length}/{sample}")
         fit = _Fit(self, length, start=rng.random())
-        prompts = [fit(question) for question in kind.questions(sorted(depths), mode, Draw(self.tokenizer, rng))]
+        draw = Draw(self.tokenizer, rng, length, self.haystack)
+        questions = kind.questions(sorted(depths), mode, draw)
+        fit.share(questions)
+        prompts = [fit(question) for question in questions]
         if kind.joined:
             return prompts
         ranks = {i: rank for rank, i in enumerate(sorted(range(len(depths)), key=lambda i: depths[i]))}
@@ -152,7 +154,11 @@ class CachedPromptMaker(PromptMaker):
 
 
 class _Fit:
-    """Fits prompts around one stretch of the haystack. What fitted the last prompt is where the next one starts."""
+    """Fits prompts around one stretch of the haystack. What fitted the last prompt is where the next one starts.
+
+    Where a question brings a text of its own, its pieces take the place of the haystack's words, and the words of the
+    haystack follow that text up to the exact length.
+    """
 
     tries = 40
 
@@ -160,14 +166,42 @@ class _Fit:
         self.maker, self.length, self.start = maker, length, start
         self.first: int | None = None
         self.count = self.trim = 0
+        self.size = 0  # of a text of the question's own
+        self.pieces: Sequence[str] = ()
+
+    def share(self, questions: Sequence[Question]) -> None:
+        """Find how many pieces of a text of their own fit with each of the questions of a haystack."""
+        if questions[0].context is None:
+            return
+        sizes = [self._bare(question, 0) for question in questions]
+        least, longest = max(sizes), questions[sizes.index(max(sizes))]
+        low, below, high, above = 0, least, 0, 0  # a size that fits, one that does not, and their tokens
+        size, ended = 1, None
+        while least <= self.length and high - low != 1:
+            try:
+                taken, error = self._bare(longest, size), None
+            except ValueError as too_many:  # there are not so many pieces, and perhaps no need for them
+                taken, error = 2 * self.length, too_many
+            if taken <= self.length:
+                low, below = size, taken
+            else:
+                high, above, ended = size, taken, error
+            if high:  # the tokens are nearly linear in the size
+                size = min(high - 1, max(low + 1, low + (high - low) * (self.length - below) // (above - below)))
+            else:
+                size = max(low + 1, min(4 * low, low * (self.length - least) // max(1, below - least) + 1))
+        if ended is not None:
+            raise ended
+        self.size = low
 
     def __call__(self, question: Question) -> Prompt:
-        maker = self.maker
-        needles = "".join(needle for _, needle in question.hidden)
-        bare = maker.encode(maker.render(needles + question.text, question.answer_prefix) + question.target)
-        room = self.length - len(bare)
+        bare = self._bare(question, self.size)
+        while bare > self.length and self.size:  # another question had room for them
+            self.size -= 1
+            bare = self._bare(question, self.size)
+        room = self.length - bare
         if room < 0:
-            raise ValueError(f"this prompt needs at least {len(bare)} tokens with this tokenizer, got {self.length}")
+            raise ValueError(f"this prompt needs at least {bare} tokens with this tokenizer, got {self.length}")
         if self.first is None:
             self.first = self._place(room)
         for _ in range(self.tries):
@@ -176,6 +210,12 @@ class _Fit:
                 return self._prompt(*fitted, question)
             self.first, self.count, self.trim = self.first + 1, 0, 0  # later depths share the stretch that fits
         raise ValueError(f"found no haystack of exactly {room} tokens with this tokenizer: try another length")
+
+    def _bare(self, question: Question, size: int) -> int:
+        """Take so many pieces of the question's own text; return the tokens of its prompt without the haystack."""
+        self.pieces = () if question.context is None else question.context(size)
+        maker = self.maker
+        return len(maker.encode(maker.render(self._body(question, []), question.answer_prefix) + question.target))
 
     def _place(self, room: int) -> int:
         """The first word of a stretch of that many tokens."""
@@ -237,15 +277,18 @@ class _Fit:
         words = self._words(self.count)
         if words and trim:
             words[-1] = words[-1][:-trim]
-        pieces, at = [], 0
+        return self.maker.render(self._body(question, words), question.answer_prefix)
+
+    def _body(self, question: Question, words: Sequence[str]) -> str:
+        around, rest = (words, ()) if question.context is None else (self.pieces, words)
+        pieces, at = [question.opening], 0
         for depth, needle in question.hidden:
-            place = round(depth * len(words))
-            pieces += [*words[at:place], needle]
+            place = round(depth * len(around))
+            pieces += [*around[at:place], needle]
             at = place
-        body = "".join([*pieces, *words[at:], question.text])
+        body = "".join([*pieces, *around[at:], question.closing, *rest, question.text])
         # A needle is written alike at every depth, at the start too, where a text would begin without its space.
-        body = body if body.startswith(question.hidden[0][1]) else body.lstrip()
-        return self.maker.render(body, question.answer_prefix)
+        return body if question.hidden and body.startswith(question.hidden[0][1]) else body.lstrip()
 
     @property
     def _first(self) -> int:
@@ -300,78 +343,3 @@ class _Fit:
             hidden=question.hidden,
             question=question.text,
         )
-
-
-CHAT_TEMPLATES = ("auto", "on", "off")
-
-DATE = datetime.datetime(2024, 7, 26, 12)
-"""The day that prompts state where a chat template prints today's date: the one that Llama's template falls back on."""
-
-DATE_CODES = "aAwdbBmyYHIpMSjUWu"
-"""Codes of ``strftime`` that a template may ask for."""
-
-
-def chat_turns(tokenizer: Any, chat_template: str = "on") -> tuple[str, str] | None:
-    """Return what a tokenizer's chat template writes before and after a user's message, the assistant's turn begun.
-
-    A template that prints today's date (``strftime_now``) prints :data:`DATE`: prompts do not change with the day, so
-    that a run that goes on tomorrow asks the same. Transformers gives templates the clock itself and takes no other
-    function, so a macro of that name is put in front of the template.
-
-    Args:
-        tokenizer: of the model.
-        chat_template: ``"on"``, ``"off"`` for None, or ``"auto"`` for None where there is no template.
-
-    Raises:
-        ValueError: no template though one is asked for, or one that does not show the message as it is.
-    """
-    missing = getattr(tokenizer, "chat_template", None) is None
-    if chat_template == "off" or (missing and chat_template == "auto"):
-        return None
-    if missing:
-        raise ValueError(
-            "this tokenizer has no chat template: leave the chat out (chat_template='off', --chat-template off), or "
-            "load the tokenizer of an instruction-tuned model"
-        )
-    try:
-        options = {"tokenize": False, "add_generation_prompt": True, **_dated(tokenizer.chat_template)}
-        return turns_of(lambda chat: str(tokenizer.apply_chat_template(chat, **options)))
-    except (ValueError, TemplateError) as error:
-        message = f"the chat template of this tokenizer cannot be used: {error}"
-        if chat_template == "on":
-            raise ValueError(f"{message}. chat_template='off' (--chat-template off) leaves it out") from error
-        warnings.warn(f"{message}. Prompts are plain text", stacklevel=2)
-        return None
-
-
-def _dated(template: str | Mapping[str, str]) -> dict[str, str]:
-    """Return the option with which a chat template is rendered at a fixed day; none where it does not ask for one.
-
-    Args:
-        template: of a tokenizer; of several by name the one called ``"default"`` is rendered.
-    """
-    text = template if isinstance(template, str) else template.get("default", "")
-    if "strftime_now" not in text:
-        return {}
-    # %-d, as glibc writes it, is a day without a zero in front.
-    values = {f"%-{code}": DATE.strftime(f"%{code}").lstrip("0") or "0" for code in "dmHIMSj"}
-    values |= {f"%{code}": DATE.strftime(f"%{code}") for code in DATE_CODES}
-    filters = "".join(f"|replace({code!r}, {value!r})" for code, value in values.items())
-    # The line break goes with the end of the block: the template begins where it would without the macro.
-    return {"chat_template": f"{{%- macro strftime_now(format) -%}}{{{{ format{filters} }}}}{{%- endmacro %}}\n{text}"}
-
-
-def turns_of(render: Callable[[list[dict[str, str]]], str]) -> tuple[str, str]:
-    """Return what a chat template writes before and after a user's message.
-
-    Args:
-        render: writes a chat as text, the assistant's turn begun.
-
-    Raises:
-        ValueError: the message does not appear as it is.
-    """
-    message = "the message of the user"
-    before, shown, after = render([{"role": "user", "content": message}]).partition(message)
-    if not shown:
-        raise ValueError("it does not show the message of the user as it is written")
-    return before, after

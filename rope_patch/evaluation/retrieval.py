@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -13,17 +14,19 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.answering import Answer, answer
+from rope_patch.evaluation.answering import Answer
+from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
+from rope_patch.evaluation.engine import AnsweringEngine, engine_of
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
-from rope_patch.evaluation.prompts import Prompt, PromptMaker, chat_turns
+from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.result_cache import key
 from rope_patch.evaluation.sharing import Job, longest_first, open_cache
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
+from rope_patch.modeling.scoring import CacheFactory, cache_identity
 
 SCHEMA = 3
 
@@ -35,7 +38,8 @@ class Sample:
     Attributes:
         expected: the string asked for.
         output: what greedy decoding said, as text; of a joined question the whole answer.
-        correct: the output begins with ``expected``; of a joined question, contains it.
+        correct: the output begins with ``expected``; of a joined question, or where the task says that it counts
+            anywhere, contains it.
         first_choice: each of its tokens is the most probable one after the right ones before it, as one forward pass
             over the right answer shows, without generation.
         digits: share of its characters that are right, each predicted from the right answer before it.
@@ -56,7 +60,8 @@ class RetrievalCell:
 
     Attributes:
         length: prompt and answer together [tokens].
-        depth: where the needle is, 0 for the start and 1 for just before the question.
+        depth: where the needle is, 0 for the start and 1 for just before the question; of a task whose needles have no
+            depths, which part of the answer it is, 0 for the first and 1 for the last.
         samples: what was asked, one of each haystack.
     """
 
@@ -176,7 +181,7 @@ def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidenc
 
 # Many parameters: each is a choice of its own; EvalSpec and EvalSuite hold them for whoever evaluates more than once.
 def retrieval(
-    model: nn.Module,
+    model: nn.Module | AnsweringEngine,
     tokenizer: Any,
     task: str = "passkey",
     *,
@@ -200,10 +205,12 @@ def retrieval(
     before the needle, in mode ``multikey`` nearly all of it. The answers are those of each prompt asked alone.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or another program that runs a checkpoint, such as
+            :class:`~rope_patch.evaluation.vllm_engine.VLLMEngine`.
         tokenizer: its tokenizer.
-        task: ``"passkey"``, ``"niah"``, ``"multivalue"``, ``"multiquery"`` or ``"vt"`` (variable tracking). The last
-            three hide a needle at each depth and ask for all at once; a cell then counts its needle's part.
+        task: its name in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and ``"vt"``
+            (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts its needle's
+            part. ``"cwe"`` and ``"fwe"`` (common and frequent words) have no depths; a cell counts one word.
         lengths: of prompt and answer together, exact [tokens of this tokenizer].
         depths: of the needles, each in [0, 1].
         samples: haystacks per length.
@@ -226,23 +233,24 @@ def retrieval(
     """
     lengths, depths = check_retrieval(task, mode, lengths, depths, samples, chunk)
     check_tokenizer(tokenizer)
-    reader = Reader(model)
+    engine = engine_of(model, chunk, cache)
     if isinstance(haystack, PromptMaker):
         maker = haystack
     else:
         maker = PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
-    stops = _stops(model, tokenizer)
+    stops = sorted({*engine.stops, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])})
     result_cache = open_cache(resume)
-    settings = cache_identity(cache, resume is not None) | {"stops": sorted(stops), "chunk": chunk}
-    identity = settings | {"model": fingerprint(model) if resume is not None else ""}
+    settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
+    identity = settings | {"model": engine.identity if resume is not None else ""}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
 
     first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
     for prompt in itertools.chain(*first.values()):
-        _check(reader, prompt)
-    questioner = _Questioner(reader, tokenizer, find_task(task, mode), chunk, cache, stops, identity)
+        _check(engine, prompt)
+    questioner = _Questioner(engine, tokenizer, find_task(task, mode), stops, identity)
+    reader: Any = model
     job = Job(
         score=questioner.ask,
         name=questioner.key,
@@ -253,20 +261,20 @@ def retrieval(
     )
 
     def batches() -> Iterator[list[_Haystack]]:
-        for length in sorted(lengths, reverse=True) if longest_first(model) else lengths:
+        for length in sorted(lengths, reverse=True) if longest_first(reader) else lengths:
             size = max(1, batch_tokens // length)
             for low in range(0, samples, size):
                 group = range(low, min(low + size, samples))
                 yield [_Haystack(length, prompts_of(length, i) if i else first[length]) for i in group]
 
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # of each haystack, by depth
-    with in_eval_mode(model):
-        for item, column in job.read(model, batches()):
+    with in_eval_mode(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
+        for item, column in job.read(reader, batches()):
             columns[item.length].append([Sample(**sample) for sample in column])
     cells = [
         RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
         for length in lengths
-        for i, depth in enumerate(depths)
+        for i, depth in enumerate(depth for prompt in first[length] for depth in prompt.depths)
     ]
     hay = maker.haystack
     return RetrievalResult(
@@ -295,11 +303,9 @@ class _Haystack:
 class _Questioner:
     """Asks the prompts of haystacks."""
 
-    reader: Reader
+    engine: AnsweringEngine
     tokenizer: Any
     task: Task
-    chunk: int | None
-    cache: CacheFactory | None
     stops: Sequence[int]
     identity: Mapping[str, Any]
 
@@ -317,14 +323,7 @@ class _Questioner:
         groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
         graded = []
         for group in groups:
-            answers = answer(
-                self.reader,
-                list(zip(*group, strict=True)),
-                chunk=self.chunk,
-                cache=self.cache,
-                stops=self.stops,
-                on_progress=on_progress,
-            )
+            answers = self.engine.answer(list(zip(*group, strict=True)), self.stops, on_progress)
             for prompts, given in zip(group, zip(*answers, strict=True), strict=True):
                 pairs = zip(prompts, given, strict=True)
                 samples = [s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)]
@@ -332,19 +331,12 @@ class _Questioner:
         return graded
 
 
-def _check(reader: Reader, prompt: Prompt) -> None:
+def _check(engine: AnsweringEngine, prompt: Prompt) -> None:
     highest = max(prompt.ids)
-    if highest >= reader.vocabulary:
+    if highest >= engine.vocabulary:
         raise ValueError(
-            f"the tokenizer gives id {highest}, the model knows {reader.vocabulary}: is this the model's own tokenizer?"
+            f"the tokenizer gives id {highest}, the model knows {engine.vocabulary}: is this the model's own tokenizer?"
         )
-
-
-def _stops(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end a generated text."""
-    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = ids if isinstance(ids, list | tuple) else [ids]
-    return tuple(int(i) for i in {*ids, tokenizer.eos_token_id} if i is not None)
 
 
 def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sample]:

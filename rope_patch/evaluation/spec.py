@@ -12,8 +12,8 @@ from numbers import Real
 from os import PathLike
 from typing import Any
 
+from rope_patch.evaluation.chat import CHAT_TEMPLATES
 from rope_patch.evaluation.haystack import HAYSTACK
-from rope_patch.evaluation.prompts import CHAT_TEMPLATES
 from rope_patch.evaluation.tasks import find_task
 from rope_patch.modeling.budget import Pace
 

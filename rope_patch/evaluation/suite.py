@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
+from rope_patch.evaluation.engine import AnsweringEngine
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.key_tokens import (
     KeyTokens,
@@ -20,7 +22,7 @@ from rope_patch.evaluation.key_tokens import (
 )
 from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.prompts import CachedPromptMaker, chat_turns
+from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.sharing import if_complete, open_cache
 from rope_patch.evaluation.spec import EvalSpec
@@ -199,7 +201,7 @@ class EvalSuite:
 
     def run(
         self,
-        model: nn.Module,
+        model: nn.Module | AnsweringEngine,
         *,
         cache: CacheFactory | None = None,
         window_batch: int | None = None,
@@ -209,7 +211,8 @@ class EvalSuite:
         """Return the scores of a model; it is left in the mode it was in.
 
         Args:
-            model: a causal language model of transformers.
+            model: a causal language model of transformers, or another program that answers prompts, with a spec without
+                windows of text.
             cache: zero-argument factory of a cache to read through, such as a quantized one.
             window_batch: windows of text read side by side; by default as many as the spec's ``batch_tokens`` hold. One
                 at a time, a cache that rounds gives the same digits whatever the other windows are.
@@ -225,6 +228,10 @@ class EvalSuite:
             TypeError: no model, such as the name of one.
         """
         spec = self.spec
+        if isinstance(model, AnsweringEngine):
+            if self.windows:
+                raise ValueError(f"{model.name} answers prompts, and reads no text: give windows=0")
+            return self._scores(model, None, 0, cache, open_cache(resume), on_progress)
         result_cache = open_cache(resume)
         if spec.longppl and self.key_tokens is None:
             self.choose_key_tokens(model, resume=result_cache)
@@ -241,6 +248,20 @@ class EvalSuite:
                 score = with_beginnings(score, first) if score is not None and first is not None else None
                 short_window = beginning
 
+        return self._scores(model, score, short_window, cache, result_cache, on_progress)
+
+    def _scores(
+        self,
+        model: nn.Module | AnsweringEngine,
+        score: PerplexityResult | None,
+        short_window: int,
+        cache: CacheFactory | None,
+        resume: MutableMapping[str, Any] | None,
+        on_progress: Callable[[int], None],
+    ) -> EvalResult:
+        """Ask the prompts of every task, and return the answers beside the scores of the text."""
+        spec = self.spec
+
         def asked(task: str) -> RetrievalResult:
             return retrieval(
                 model,
@@ -255,7 +276,7 @@ class EvalSuite:
                 chunk=spec.chunk,
                 batch_tokens=spec.batch_tokens,
                 cache=cache,
-                resume=result_cache,
+                resume=resume,
                 on_progress=on_progress,
             )
 

@@ -24,8 +24,12 @@ from rope_patch.tables import RotaryTable
 NOTE_FILE = "export.json"
 
 
-def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
+def read_tables(model: PreTrainedModel, context: int | None = None) -> tuple[RotaryTable, ...]:
     """Return the tables to export, after checking that they are what a patched model's record says.
+
+    Args:
+        model: the checkpoint's skeleton, patched as it shall be.
+        context: to be stated in place of the model's own [tokens].
 
     Raises:
         PatchError: they are not.
@@ -38,7 +42,8 @@ def read_tables(model: PreTrainedModel) -> tuple[RotaryTable, ...]:
             raise ValueError(
                 f"angles in {location.record.precision} cannot be exported: every engine computes in float32"
             )
-    tables = with_context(inspect_model(model).tables, int(location.config.max_position_embeddings))
+    context = int(location.config.max_position_embeddings) if context is None else context
+    tables = with_context(inspect_model(model).tables, context)
     for table in tables:
         if table.rope_parameters is not None and is_dynamic(table.rope_parameters, table.rope_type):
             raise ValueError(
@@ -111,6 +116,39 @@ def export_folder(
         finish(folder)
         write_atomically(folder / NOTE_FILE, json.dumps(summary, indent=1) + "\n")
     return summary
+
+
+def folder_to_measure(
+    model: PreTrainedModel, source: str | Path, out: str | Path, *, to: str, longest: int
+) -> dict[str, Any]:
+    """Write a folder that an engine reads up to a length, whatever context its table is made for.
+
+    Its weights are links, and it holds no patch record: it is for a measurement, not to be kept.
+
+    Args:
+        model: the checkpoint's skeleton, patched as it shall be.
+        source: where the weights are, folder or hub id.
+        out: folder to write.
+        to: key of :data:`~rope_patch.exporting.engines.ENGINES`.
+        longest: that will be read; engines have a row of cos and sin for each token of the stated context [tokens].
+
+    Returns:
+        Its config.
+
+    Raises:
+        ValueError: the engine cannot express a table.
+        OSError: unreadable source, damaged weights, unwritable ``out``.
+    """
+    context = max(longest, int(find_rotary(model).config.max_position_embeddings))
+    tables = read_tables(model, context)
+    check(to, str(model.config.model_type), tables)
+    config, _, _ = _config(model, tables, to, None)
+    text_part(config)["max_position_embeddings"] = context
+    text_part(config).pop("rope_patch", None)
+    with copied(source, out, link_weights=True) as folder:
+        write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _check(folder, tables)
+    return config
 
 
 def _config(

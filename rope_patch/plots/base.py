@@ -86,6 +86,7 @@ def retrieval_heatmap(
     label: str = "exact match",
     limits: tuple[float, float] = (0.0, 1.0),
     digits: int = 2,
+    rows: str = "depth of the needle",
 ) -> Figure:
     """Draw a score over lengths × depths, a panel per method, the number in each cell, all on one scale of colour.
 
@@ -97,6 +98,7 @@ def retrieval_heatmap(
         label: of the score.
         limits: scores at the ends of the colours.
         digits: after the point.
+        rows: what the depths are of.
     """
     width, height = 0.6 + 0.52 * len(lengths), 0.5 + 0.27 * len(depths)
     figure, panels = new_panels(list(grids), title, width=max(1.6, width), height=height)
@@ -115,7 +117,7 @@ def retrieval_heatmap(
         axes.spines[:].set_visible(False)
         axes.set_ylim(len(depths), 0)
     figure.supxlabel("prompt length [tokens]", fontsize=10)
-    figure.supylabel("depth of the needle", fontsize=10)
+    figure.supylabel(rows, fontsize=10)
     figure.colorbar(mesh, ax=panels, label=label, aspect=30, fraction=0.04, pad=0.02).outline.set_visible(False)
     return figure
 

@@ -267,7 +267,14 @@ def _maps(comparison: Comparison, names: Sequence[str]) -> list[Picture]:
 
 
 def _task_maps(comparison: Comparison, names: Sequence[str], task: str) -> list[Picture]:
-    lengths, depths = comparison.spec.lengths, comparison.spec.depths
+    lengths = comparison.spec.lengths
+    depths = list(dict.fromkeys(cell.depth for cell in comparison.rows[0].scores.retrieval[task].cells))
+    rows, ends = "depth of the needle", "0 % is the start of the prompt, 100 % just before the question"
+    if not TASKS[task].placed:
+        rows, ends = (
+            "word of the answer",
+            "0 % is the first, 100 % the last; these words stand everywhere in the prompt",
+        )
     of_task = f", {task}" if len(comparison.spec.tasks) > 1 else ""
 
     def draw(score: Callable[[RetrievalCell], float], caption: str, **options: Any) -> Picture:
@@ -277,15 +284,15 @@ def _task_maps(comparison: Comparison, names: Sequence[str], task: str) -> list[
             grids[name] = [[cells.get((depth, length), math.nan) for length in lengths] for depth in depths]
         values = [value for grid in grids.values() for line in grid for value in line if math.isfinite(value)]
         limits = options.pop("limits", (min(values, default=-1.0), 0.0))
-        figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, limits=limits, **options)
-        alt = f"{options['title']}: a panel per method, prompt length across, depth of the needle down. "
+        figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, limits=limits, rows=rows, **options)
+        alt = f"{options['title']}: a panel per method, prompt length across, {rows} down. "
         return picture(figure, f"{alt}Every number is in the table of all retrieval scores.", caption)
 
     return [
         draw(
             lambda cell: cell.correct / len(cell.samples),
-            "Share of answers that are exactly right, by length of the prompt and depth of the needle "
-            "(0 % is the start of the prompt, 100 % just before the question). One scale of colour for all.",
+            f"Share of answers that are exactly right, by length of the prompt and {rows} ({ends}). "
+            "One scale of colour for all.",
             limits=(0.0, 1.0),
             title=f"Exact match{of_task}",
         ),

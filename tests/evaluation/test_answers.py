@@ -8,11 +8,12 @@ import json
 
 import pytest
 from evaluated import answered, result_of
-from prompting import HAY, TOKENIZER, bold
+from prompting import HAY, ROOM, TOKENIZER, bold, hay_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rope_patch.evaluation.prompts import PromptMaker, chat_turns
+from rope_patch.evaluation.chat import chat_turns
+from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, retrieval
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
@@ -57,9 +58,10 @@ KINDS = ["byte-level, single digits", "byte-level", "SentencePiece"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_ends_at_the_last_token_that_is_not_of_the_value(kind, task):
     tokenizer = tokenizer_of(kind)
-    maker = PromptMaker(tokenizer, HAY)
-    for prompt in maker.prompts(task, 400, [0.0, 0.5, 1.0]):
-        assert len(prompt.ids) == 400
+    maker = PromptMaker(tokenizer, hay_of(task))
+    length = 400 + 2 * ROOM.get(task, 0)
+    for prompt in maker.prompts(task, length, [0.0, 0.5, 1.0]):
+        assert len(prompt.ids) == length
         assert maker.encode(prompt.text) == list(prompt.ids[: -prompt.answer])
         assert maker.encode(prompt.text + prompt.target) == list(prompt.ids)
         value = tokenizer(prompt.text.rstrip(" ") + " " + prompt.parts[0], add_special_tokens=False)["input_ids"]
@@ -87,16 +89,17 @@ def chatty():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_chat_prompt_is_the_template_with_the_assistants_turn_begun(chatty, task):
-    maker = PromptMaker(chatty, HAY, turns=chat_turns(chatty))
-    for prompt in maker.prompts(task, 400, [0.0, 0.5, 1.0]):
+    maker = PromptMaker(chatty, hay_of(task), turns=chat_turns(chatty))
+    length = 400 + ROOM.get(task, 0)
+    for prompt in maker.prompts(task, length, [0.0, 0.5, 1.0]):
         body, _, said = prompt.text.rpartition("\n[assistant]\n")
         content = body.removeprefix("<bos>[user]\n")
         message = [{"role": "user", "content": content}]
         rendered = chatty.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         assert prompt.text == rendered + said
-        assert len(prompt.ids) == 400
+        assert len(prompt.ids) == length
         assert chatty(prompt.text + prompt.target, add_special_tokens=False)["input_ids"] == list(prompt.ids)
-        assert content.endswith("?") and said.strip().endswith((" is", " are"))
+        assert content.endswith("?") and said.strip().endswith((" is", " are", " the", " passage"))
         assert all(part in content for part in prompt.parts)
 
 

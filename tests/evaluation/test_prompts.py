@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompting import ROOM, hay_of
 from reference_recipe import recipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -23,6 +24,7 @@ EVERY = [(name, mode) for name, task in TASKS.items() for mode in task.modes]
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
 MAKER = PromptMaker(TOKENIZER, HAY)
+MAKERS = {task: PromptMaker(TOKENIZER, hay_of(task)) for task in TASKS}
 
 
 def encode(text):
@@ -33,7 +35,8 @@ def encode(text):
 @settings(max_examples=15, deadline=None)
 @given(length=st.integers(250, 1200), seed=st.integers(0, 50), sample=st.integers(0, 9))
 def test_a_prompt_is_what_it_says_to_the_token(task, mode, length, seed, sample):
-    prompts = MAKER.prompts(task, length, DEPTHS, mode=mode, seed=seed, sample=sample)
+    length += ROOM.get(task, 0)
+    prompts = MAKERS[task].prompts(task, length, DEPTHS, mode=mode, seed=seed, sample=sample)
     assert len(prompts) == (1 if TASKS[task].joined else 5)
     for prompt in prompts:
         assert len(prompt.ids) == length
@@ -162,7 +165,7 @@ def test_haystacks_by_name_and_by_path(tmp_path):
     ("arguments", "message"),
     [
         ({"task": "pass_key"}, "unknown task 'pass_key' in mode 'single'. Did you mean 'passkey'? Known: "),
-        ({"task": "vt", "mode": "multikey"}, "unknown task 'vt' in mode 'multikey'. Known: niah, passkey"),
+        ({"task": "vt", "mode": "multikey"}, "unknown task 'vt' in mode 'multikey'. Known: json_kv, niah, "),
         ({"mode": "many"}, "unknown mode 'many'. Known: single, multikey"),
         ({"depths": [1.01]}, "depth must be in [0, 1], got 1.01"),
         ({"depths": [float("nan")]}, "depth must be in [0, 1], got nan"),
@@ -221,6 +224,7 @@ def test_a_sentencepiece_tokenizer_gives_exact_lengths_too(folder):
     path = rope_patch.data_path("recipes").parent.parent / "shared/data/checkpoints" / folder
     if not path.is_dir():
         pytest.skip("the real checkpoints are not here")
-    maker = PromptMaker(AutoTokenizer.from_pretrained(path), HAY)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     for (task, mode), length in itertools.product(EVERY, (400, 401, 1000)):
+        length, maker = length + 2 * ROOM.get(task, 0), PromptMaker(tokenizer, hay_of(task))
         assert {len(p.ids) for p in maker.prompts(task, length, DEPTHS, mode=mode)} == {length}

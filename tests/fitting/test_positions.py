@@ -11,7 +11,7 @@ import torch
 from fits import ASSETS, TEXT, Verdicts, fit_by_name, fitted, run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompting import HAY, MAKER, TOKENIZER
+from prompting import HAY, MAKER, ROOM, TOKENIZER, hay_of
 from tiny import small
 
 import rope_patch
@@ -40,6 +40,9 @@ def decoded(ids):
     return TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
+MAKERS = {task: PromptMaker(TOKENIZER, hay_of(task)) for task in TASKS}
+
+
 @pytest.mark.parametrize("task", list(TASKS))
 @settings(max_examples=25, deadline=None)
 @given(
@@ -48,9 +51,10 @@ def decoded(ids):
     room=st.integers(0, 5000),
 )
 def test_no_needle_and_no_question_is_cut(task, depths, seed, room):
-    (prompt, *_) = MAKER.prompts(task, 250, depths, seed=seed)
-    positions = stretched_positions(prompt, MAKER, 250 + room, random.Random(seed))
-    assert len(positions) == 250 and int(positions[0]) == 0 and int(positions[-1]) < 250 + room
+    length = 250 + ROOM.get(task, 0)
+    (prompt, *_) = MAKERS[task].prompts(task, length, depths, seed=seed)
+    positions = stretched_positions(prompt, MAKERS[task], length + room, random.Random(seed))
+    assert len(positions) == length and int(positions[0]) == 0 and int(positions[-1]) < length + room
     assert bool((positions.diff() >= 1).all()), "positions rise"
     parts = pieces(prompt, positions, decoded)
     assert len(parts) <= len(prompt.hidden) + 2

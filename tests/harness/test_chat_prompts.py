@@ -9,7 +9,8 @@ from prompting import bold
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.evaluation.prompts import PromptMaker, chat_turns
+from rope_patch.evaluation.chat import chat_turns
+from rope_patch.evaluation.prompts import PromptMaker
 
 TASKS = rope_patch.data_path("eval_tasks")
 TEMPLATE = (

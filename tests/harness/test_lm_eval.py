@@ -59,6 +59,15 @@ FAMILIES = {
     "niah_multivalue": "recall",
     "niah_multiquery": "recall",
     "vt": "recall",
+    "niah_multikey_2": "recall",
+    "niah_multikey_3": "recall",
+    "json_kv": "recall",
+    "passage_retrieval": "recall",
+    "qa1": "recall",
+    "qa2": "recall",
+    "qa3": "recall",
+    "cwe": "recall",
+    "fwe": "recall",
     "rope_ppl": "token_perplexity",
 }
 LENGTHS = {"256": 256, "512": 512, **{f"{k}k": 1024 * k for k in (1, 2, 4, 8, 16, 32, 64, 128)}}
@@ -66,7 +75,7 @@ VARIANTS = {
     f"{family}_{name}": (family, name, length)
     for family in FAMILIES
     for name, length in LENGTHS.items()
-    if length > 256 or family == "rope_ppl"
+    if length > {"rope_ppl": 0, "cwe": 512}.get(family, 256)
 }
 DOCUMENT = "def area(width, height):\n    return width * height\n\nclass Shape:\n    sides = 4\n"
 PAIRS = [
@@ -516,6 +525,9 @@ def test_there_is_a_file_for_each_variant_and_no_other():
         ("multivalue", "single", [0.1, 0.9]),
         ("multiquery", "single", [0.1, 0.9]),
         ("vt", "single", [0.1, 0.5, 0.9]),
+        ("json_kv", "single", [0.1, 0.9]),
+        ("qa2", "single", [0.1, 0.9]),
+        ("fwe", "single", [0.5]),
     ],
 )
 def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(task, mode, depths, length, bos):
@@ -572,6 +584,35 @@ def test_scores_are_those_of_the_engine(yarn):
             ]
             assert said == expected
     assert found[HFLM]["results"]["passkey_512"]["exact_match,none"] >= 0.5, "a score that could be seen to differ"
+
+
+@pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3", "cwe", "fwe", "passage_retrieval", "qa1"])
+def test_scores_are_those_of_lm_evals_own_tasks(task):
+    from lm_eval.tasks.babilong import common_utils as babilong
+    from lm_eval.tasks.ruler import common_utils as ruler
+
+    options = {"length": 1024, "samples": 1, "depths": [0.2, 0.9], "seed": 1, "haystack": "builtin"}
+    for doc in retrieval_documents(task, **options, pretrained=LLAMA)["test"]:
+        parts = doc["expected"]
+        right = ", ".join(parts)
+        outputs = [
+            right,
+            right.upper(),
+            f"1.\t{right}",
+            " ".join(reversed(parts)),
+            right[:-1],
+            right[1:],
+            f"no {parts[0]}",
+        ]
+        scores = [lm_eval_tasks.recall(doc, [output])["recall"] for output in [*outputs, "", "\x00\n"]]
+        for output, score in zip([*outputs, "", "\x00\n"], scores, strict=True):
+            theirs = {"outputs": parts, "max_length": 1024}
+            assert score == pytest.approx(ruler.process_results(theirs, [output])["1024"])
+            assert score == pytest.approx(ruler.process_results_part(theirs, [output])["1024"])
+            if task == "qa1":
+                assert score == babilong.process_results({"target": parts[0]}, [output])["acc"]
+        assert min(scores) == 0 and max(scores) == 1
+        assert len(parts) == 1 or any(0 < score < 1 for score in scores)
 
 
 def test_perplexity_is_that_of_the_engine(yarn):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rope_patch.cli.finetune import smoke_options
+from rope_patch.evaluation.tasks import TASKS
 from rope_patch.methods import as_method
 from rope_patch.training.estimate import describe
 from rope_patch.training.options import DataOptions, ModelOptions
@@ -251,7 +252,7 @@ def test_a_list_that_stands_for_another_value_is_refused(file):
         ("evaluation.lengths= ", "evaluation: lengths is empty"),
         (
             "evaluation.task=haystack",
-            "evaluation: unknown task 'haystack' in mode 'single'. Known: multiquery, multivalue, niah, passkey, vt",
+            f"evaluation: unknown task 'haystack' in mode 'single'. Known: {', '.join(TASKS)}",
         ),
         ("patch.target_length=x", "patch.target_length: a length is a number of tokens such as 4096 or 4k, got 'x'"),
         (
@@ -308,11 +309,12 @@ def test_values_out_of_range_are_named(word, message):
         ),
         (
             ["evaluation.mode=multikey", "evaluation.task=vt"],
-            "evaluation: unknown task 'vt' in mode 'multikey'. Known: niah, passkey",
+            "evaluation: unknown task 'vt' in mode 'multikey'. Known: json_kv, niah, niah_multikey_2, niah_multikey_3, "
+            "passage_retrieval, passkey, qa1, qa2, qa3",
         ),
         (
             ["data.retrieval=0.1", "data.task=needle"],
-            "data.task: unknown task 'needle' in mode 'single'. Known: multiquery, multivalue, niah, passkey, vt",
+            f"data.task: unknown task 'needle' in mode 'single'. Known: {', '.join(TASKS)}",
         ),
     ],
 )

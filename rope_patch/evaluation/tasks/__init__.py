@@ -1,7 +1,23 @@
 """Retrieval tasks, one file each. To add one, write its file and name it here."""
 
-from rope_patch.evaluation.tasks import multiquery, multivalue, niah, passkey, variable_tracking
+from rope_patch.evaluation.tasks import (
+    cwe,
+    fwe,
+    json_kv,
+    multiquery,
+    multivalue,
+    niah,
+    niah_multikey_2,
+    niah_multikey_3,
+    passage_retrieval,
+    passkey,
+    qa1,
+    qa2,
+    qa3,
+    variable_tracking,
+)
 from rope_patch.evaluation.tasks.base import MODES, NEEDLES, TASKS, Draw, NeedleTask, Question, Task, find_task
 
 __all__ = ["MODES", "NEEDLES", "TASKS", "Draw", "NeedleTask", "Question", "Task", "find_task"]
-__all__ += ["multiquery", "multivalue", "niah", "passkey", "variable_tracking"]
+__all__ += ["cwe", "fwe", "json_kv", "multiquery", "multivalue", "niah", "niah_multikey_2", "niah_multikey_3"]
+__all__ += ["passage_retrieval", "passkey", "qa1", "qa2", "qa3", "variable_tracking"]

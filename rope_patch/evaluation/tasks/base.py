@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rope_patch.evaluation.haystack import Haystack
 from rope_patch.words import did_you_mean
 
 NAMES = """
@@ -18,6 +21,18 @@ NAMES = """
     walnut whale willow window winter wizard yellow zebra
 """
 """What named needles are called."""
+
+ADJECTIVES = """
+    ancient angry autumn bitter brave bright broad broken bronze busy calm careful cheap cheerful clean clear clever
+    cold common cool crooked curious daily damp dark deep distant dry dusty eager early easy empty faint famous fancy
+    fast fierce flat fresh friendly frozen gentle giant golden grand grateful great green grey happy hard heavy hidden
+    hollow honest huge humble hungry icy jolly kind large late lazy light little lively lonely long loud lucky mild
+    modern muddy narrow native neat new noble noisy odd old open pale patient plain polite proud purple quick quiet
+    rapid rare red rich ripe rough round royal rusty sacred safe salty shallow sharp shiny short shy silent simple slow
+    small smooth soft solid sour steady steep strange strong sunny sweet swift tall tender thick thin tiny tired warm
+    weak wet white wide wild wise wooden young
+"""
+"""Of keys and words of two parts."""
 
 NEEDLES = 4
 """Of a training prompt that asks for all its needles at once, as many as RULER's (arXiv:2404.06654) have."""
@@ -40,6 +55,11 @@ class Question:
         answer_prefix: how the answer begins; the prompt ends with it, in a chat within the assistant's turn.
         parts: the strings looked for in the answer, in the order they are asked for.
         depths: depth of the needle that each part is from.
+        context: a text of the question's own, in place of the haystack. It returns the pieces of the text, none of
+            which is ever cut, for any size: more pieces for a larger one, and for 0 the fewest that the question
+            needs; it raises ValueError where there are not so many. None for the words of the haystack.
+        opening: what stands before the context.
+        closing: what stands after it.
     """
 
     hidden: tuple[tuple[float, str], ...]
@@ -47,6 +67,9 @@ class Question:
     answer_prefix: str
     parts: tuple[str, ...]
     depths: tuple[float, ...]
+    context: Callable[[int], Sequence[str]] | None = None
+    opening: str = ""
+    closing: str = ""
 
     @property
     def target(self) -> str:
@@ -61,10 +84,14 @@ class Draw:
     Attributes:
         tokenizer: of the model.
         rng: the source of randomness.
+        length: of prompt and answer together [tokens].
+        haystack: that the prompt is made for.
     """
 
     tokenizer: Any
     rng: random.Random
+    length: int
+    haystack: Haystack
 
     def numbers(self, count: int, digits: int) -> list[str]:
         """Return different numbers of so many digits.
@@ -78,8 +105,11 @@ class Draw:
 
     def names(self, count: int) -> list[str]:
         """Return different English nouns."""
-        names = NAMES.split()
-        return self.alike(self.rng.sample(names, len(names)), count)
+        return self.some(NAMES.split(), count)
+
+    def some(self, words: Sequence[str], count: int) -> list[str]:
+        """Return some of these words, in random order."""
+        return self.alike(self.rng.sample(words, len(words)), count)
 
     def variables(self, count: int) -> list[str]:
         """Return different variable names of three capital letters."""
@@ -88,19 +118,70 @@ class Draw:
             count,
         )
 
-    def alike(self, pool: Sequence[str], count: int) -> list[str]:
-        """Return items of a pool, those with the most common number of tokens first.
+    def uuids(self, count: int) -> list[str]:
+        """Return different UUIDs of version 4."""
+        return self.usual(endless_uuids, count)
+
+    def pairs_of_words(self, count: int) -> list[str]:
+        """Return different pairs of an adjective and a noun, such as ``quiet-river``."""
+        return self.usual(endless_pairs, count)
+
+    def usual(self, endless: Callable[[random.Random], Iterator[str]], count: int) -> list[str]:
+        """Return items that have the number of tokens that is most common among those of one fixed seed.
+
+        So the items of all haystacks have equally many.
+
+        Args:
+            endless: yields different items.
+            count: how many of them.
+        """
+        sizes = self._sizes(list(itertools.islice(endless(random.Random(0)), 128)))
+        return self.alike(list(itertools.islice(endless(self.rng), 64 + 8 * count)), count, _most_common(sizes))
+
+    def alike(self, pool: Sequence[str], count: int, size: int | None = None) -> list[str]:
+        """Return items of a pool, those with so many tokens first.
+
+        Args:
+            pool: different items.
+            count: how many of them.
+            size: the most common one in the pool by default [tokens].
 
         Raises:
             ValueError: the pool holds fewer items.
         """
-        encoded = self.tokenizer([f" {item}" for item in pool], add_special_tokens=False)["input_ids"]
-        sizes = [len(ids) for ids in encoded]
-        common = max(set(sizes), key=lambda size: (sizes.count(size), -size))
+        sizes = self._sizes(pool)
+        common = _most_common(sizes) if size is None else size
         ranked = sorted(range(len(pool)), key=lambda i: sizes[i] != common)  # stable: those of the common size first
         if len(pool) < count:
             raise ValueError(f"{count} needles are too many: there are {len(pool)} different names")
         return [pool[i] for i in ranked[:count]]
+
+    def _sizes(self, items: Sequence[str]) -> list[int]:
+        encoded = self.tokenizer([f" {item}" for item in items], add_special_tokens=False)["input_ids"]
+        return [len(ids) for ids in encoded]
+
+
+def _most_common(sizes: Sequence[int]) -> int:
+    return max(set(sizes), key=lambda size: (sizes.count(size), -size))
+
+
+def endless_uuids(rng: random.Random) -> Iterator[str]:
+    """Yield UUIDs of version 4 that begin with a digit, all different.
+
+    Many tokenizers join a space with a letter, and not with a digit.
+    """
+    while True:
+        made = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        if made[0].isdigit():
+            yield made
+
+
+def endless_pairs(rng: random.Random) -> Iterator[str]:
+    """Yield pairs of an adjective and a noun, all different; when there are no more, those with a second noun."""
+    pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NAMES.split()]
+    yield from rng.sample(pairs, len(pairs))
+    for noun in NAMES.split():
+        yield from (f"{pair}-{noun}" for pair in rng.sample(pairs, len(pairs)))
 
 
 class Task(ABC):
@@ -111,12 +192,18 @@ class Task(ABC):
         source: where the task is from, and how ours differs.
         modes: of :data:`MODES`, those that it knows.
         joined: one question asks for all needles at once.
+        placed: its needles stand at depths. Else what is asked for stands everywhere in the text, the depths change
+            nothing, and results list the parts of the answer by their order, from 0 for the first to 1 for the last.
+        anywhere: a part counts wherever it stands in the output, whatever its case, as lm-eval's scorer of RULER counts
+            it (``string_match_all``).
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     modes: ClassVar[tuple[str, ...]] = ("single",)
     joined: ClassVar[bool] = False
+    placed: ClassVar[bool] = True
+    anywhere: ClassVar[bool] = False
 
     def __init_subclass__(cls, name: str | None = None) -> None:
         """Register the task under its name.
@@ -143,6 +230,8 @@ class Task(ABC):
 
     def correct(self, part: str, output: str) -> bool:
         """Tell whether a generated answer gives a part that was asked for."""
+        if self.anywhere:
+            return part.lower() in output.lower()
         return part in output if self.joined else output.strip().startswith(part)
 
 
@@ -171,8 +260,7 @@ class NeedleTask(Task):
         several = mode == "multikey"
         texts = self.needle, self.question, self.answer_prefix
         needle, question, prefix = self.multikey if several and self.multikey else texts
-        values = draw.numbers(len(depths), self.digits)
-        names = draw.names(len(depths)) if self.named or several else [""] * len(depths)
+        values, names = self.draw(len(depths), several, draw)
         needles = [needle.format(value=value, name=name) for value, name in zip(values, names, strict=True)]
         hidden = tuple(zip(depths, needles, strict=True))
         return [
@@ -185,6 +273,65 @@ class NeedleTask(Task):
             )
             for i, (depth, value, name) in enumerate(zip(depths, values, names, strict=True))
         ]
+
+    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
+        """Return so many values, and the names they belong to.
+
+        Args:
+            count: how many.
+            several: the names stand in one prompt.
+            draw: values and names.
+        """
+        values = draw.numbers(count, self.digits)
+        return values, draw.names(count) if self.named or several else [""] * count
+
+
+class CrowdedTask(NeedleTask):
+    """Needles among others of their kind, which are the whole text.
+
+    Attributes:
+        opening: what stands before the needles.
+        closing: what stands after them; it may have ``{name}`` and ``{value}`` of one more.
+    """
+
+    opening: ClassVar[str] = ""
+    closing: ClassVar[str] = ""
+    anywhere = True
+
+    @abstractmethod
+    def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
+        """Yield name and value of more needles, as many as there are; some may be those asked for."""
+
+    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+        """Return a question for each depth; the other needles are the same for all."""
+        asked = super().questions(depths, mode, draw)
+        told = "".join(text for question in asked for _, text in question.hidden)
+        others = ((name, value) for name, value in self.others(draw) if name not in told and value not in told)
+        closing, pieces = self.closing, list[str]()
+        if "{name}" in closing:
+            name, value = next(others)
+            closing = closing.format(name=name, value=value)
+
+        def context(size: int) -> list[str]:
+            missing = itertools.islice(others, max(0, size - len(pieces)))
+            pieces.extend(self.needle.format(name=name, value=value) for name, value in missing)
+            if len(pieces) < size:
+                raise ValueError(
+                    f"the haystack gives {self.name} {len(pieces)} pieces of text, too few for this length: give a "
+                    "longer haystack, or a shorter length"
+                )
+            return pieces[:size]
+
+        return [replace(one, context=context, opening=self.opening, closing=closing) for one in asked]
+
+
+def in_order(count: int) -> tuple[float, ...]:
+    """Return what stands for the depths of so many parts that have none: their places in the answer.
+
+    >>> in_order(3)
+    (0.0, 0.5, 1.0)
+    """
+    return tuple(i / (count - 1) for i in range(count))
 
 
 def find_task(task: str, mode: str = "single") -> Task:

@@ -1,0 +1,51 @@
+"""The most common words of a list of words."""
+
+import itertools
+from collections.abc import Sequence
+
+from rope_patch.evaluation.tasks.base import Draw, Question, Task, endless_pairs, in_order
+
+COMMON = 10
+"""How many words are asked for."""
+
+LONG = 4096
+"""From this length on a common word stands in the list 30 times and any other 3 times; below it 6 times and once."""
+
+
+class CommonWords(Task, name="cwe"):
+    """A numbered list in random order, in which ten words stand more often than the others."""
+
+    source = (
+        "Hsieh et al. (2024), RULER, arXiv:2404.06654, common words extraction, with the numbers of repetitions that "
+        "lm-eval has; ours has pairs of an adjective and a noun, our wording, no worked example, and asks for the "
+        "words in the order of their first appearance"
+    )
+    joined, placed, anywhere = True, False, True
+
+    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+        """Return the one question that asks for the common words; the depths change nothing."""
+        often, seldom = (30, 3) if draw.length >= LONG else (6, 1)
+        # Each entry has a random place of its own, so that more entries do not change the order of those there are.
+        entries = [(draw.rng.random(), word) for word in draw.pairs_of_words(COMMON) * often]
+        common = tuple(dict.fromkeys(word for _, word in sorted(entries)))
+        others = (
+            (draw.rng.random(), word) for word in endless_pairs(draw.rng) if word not in common for _ in range(seldom)
+        )
+        rest: list[tuple[float, str]] = []
+
+        def context(size: int) -> list[str]:
+            rest.extend(itertools.islice(others, max(0, size - len(rest))))
+            return [f" {number}. {word}" for number, (_, word) in enumerate(sorted(entries + rest[:size]), 1)]
+
+        return [
+            Question(
+                hidden=(),
+                text=f" What are the {COMMON} most common words of the list?",
+                answer_prefix=" In the order of their first appearance, they are",
+                parts=common,
+                depths=in_order(COMMON),
+                context=context,
+                opening="This is a numbered list of words. Some of them stand in it more often than the others.",
+                closing=" The list ends here.",
+            )
+        ]

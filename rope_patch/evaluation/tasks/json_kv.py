@@ -1,0 +1,28 @@
+"""The value of a key in a JSON object of UUIDs."""
+
+from collections.abc import Iterator
+
+from rope_patch.evaluation.tasks.base import CrowdedTask, Draw, endless_uuids
+
+
+class JsonKV(CrowdedTask, name="json_kv"):
+    """A JSON object with as many pairs of UUIDs as the prompt has room for; one more pair follows all depths."""
+
+    source = (
+        "Liu et al. (2024), Lost in the Middle, arXiv:2307.03172, key-value retrieval, and Yen et al. (2024), HELMET, "
+        "arXiv:2410.02694, json_kv, which asks of 105, 220 and 440 pairs at 8192, 16384 and 32768 tokens of Llama 2; "
+        "ours has as many as fit, our wording, and no worked examples"
+    )
+    opening = "A JSON object:\n\n{\n"
+    needle = ' "{name}": "{value}",\n'
+    closing = ' "{name}": "{value}"\n}}\n\n'
+    question = '\n\nWhat is the value of the key "{name}" in the JSON object?'
+    answer_prefix = " The value is"
+
+    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
+        """Return values and keys."""
+        return draw.uuids(count), draw.uuids(count)
+
+    def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
+        """Yield other keys and values."""
+        return zip(endless_uuids(draw.rng), endless_uuids(draw.rng), strict=True)

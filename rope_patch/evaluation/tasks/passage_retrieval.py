@@ -1,0 +1,89 @@
+"""Which passage of a text has a given sentence in it?"""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rope_patch.evaluation.haystack import Haystack
+from rope_patch.evaluation.tasks.base import CrowdedTask, Draw, Question
+
+PASSAGE, QUOTE = 40, 10
+"""Length of a passage and of what is quoted from it [words]."""
+
+
+class PassageRetrieval(CrowdedTask, name="passage_retrieval"):
+    """Numbered passages of the haystack in random order, and some words of one of them."""
+
+    source = (
+        "Bai et al. (2024), LongBench, arXiv:2308.14508, passage retrieval, and the place of Hsieh et al. (2024), "
+        "RULER, arXiv:2404.06654, question answering; ours quotes ten words where LongBench gives a summary, has "
+        "passages of forty words of the haystack, and numbers in no order"
+    )
+    opening = "These are passages of a text."
+    needle = "\n\nPassage {value}: {name}"
+    closing = "\n\nThese were the passages."
+    question = "{name}"
+    answer_prefix = " It is from passage"
+    digits = 5
+
+    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+        """Return a question for each depth."""
+        whole, asked = one_line(draw.haystack), super().questions(depths, mode, draw)
+        quotes = [quote_of(question.text, whole, draw.rng) for question in asked]
+        texts = [f' Which passage has these words in it: "{quote}"?' for quote in quotes]
+        return [replace(question, text=text) for question, text in zip(asked, texts, strict=True)]
+
+    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
+        """Return numbers, and passages with words that no other part of the text has.
+
+        Raises:
+            ValueError: a haystack that repeats itself, or one with too few such passages.
+        """
+        if draw.haystack.endless:
+            raise ValueError(
+                f"{self.name} asks for passages of a text, and the haystack {draw.haystack.name!r} repeats a few "
+                "sentences: choose haystack='builtin' (--haystack builtin), or a text of your own"
+            )
+        whole = one_line(draw.haystack)
+        clear = (text for text in shuffled(draw) if quote_of(text, whole, draw.rng))
+        chosen = list(itertools.islice(clear, count))
+        if len(chosen) < count:
+            raise ValueError(
+                f"the haystack has {len(chosen)} passages of {PASSAGE} words with a part that stands nowhere else, "
+                f"{count} are needed: give a longer one"
+            )
+        return draw.numbers(count, self.digits), chosen
+
+    def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
+        """Yield other passages."""
+        numbers = draw.rng.sample(range(10**self.digits), 10**self.digits)
+        yield from ((text, f"{number:05}") for text, number in zip(shuffled(draw), numbers, strict=False))
+
+
+def one_line(haystack: Haystack) -> str:
+    """Return the text of a haystack with a space between its words."""
+    return " ".join(haystack.text.split())
+
+
+def shuffled(draw: Draw) -> list[str]:
+    """Return the passages of a haystack in random order."""
+    words = draw.haystack.text.split()
+    passages = [" ".join(words[i : i + PASSAGE]) for i in range(0, len(words) - PASSAGE + 1, PASSAGE)]
+    return draw.rng.sample(passages, len(passages))
+
+
+def quote_of(passage: str, whole: str, rng: random.Random) -> str:
+    """Return words of a passage that the whole text has once; "" where there are none.
+
+    Args:
+        passage: of the text.
+        whole: text, in one line.
+        rng: source of the place.
+    """
+    words = passage.split()
+    for start in rng.sample(range(PASSAGE - QUOTE + 1), 4):
+        quote = " ".join(words[start : start + QUOTE])
+        if whole.count(quote) == 1:
+            return quote
+    return ""

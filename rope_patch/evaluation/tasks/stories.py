@@ -1,0 +1,92 @@
+"""A small simulator of people who go from place to place and carry objects: facts to scatter through a haystack."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rope_patch.evaluation.tasks.base import MODES, Draw, Question, Task
+
+PEOPLE = """
+    Alice Anna Anton Bruno Carla Clara David Emma Felix Frank Grace Helen Henry Irene Jack Jane Julia Karl Laura Leo
+    Lucy Maria Martin Nora Oscar Paul Peter Rosa Ruth Simon Susan Thomas Tina Victor Walter
+"""
+
+PLACES = """
+    attic bakery bank barn bathroom bedroom cellar church cinema garage garden gym hall hotel kitchen library market
+    museum office park school shop stable station studio theater tower yard
+"""
+
+OBJECTS = """
+    apple bag ball basket bell book bottle box brush candle coin cup flute hammer hat key kettle knife lamp letter map
+    mirror needle orange pen phone pillow ring rope shoe spoon stamp umbrella vase watch
+"""
+
+CAST = 4
+"""Fewest people of a story: with fewer questions the others are there to be told apart."""
+
+
+@dataclass(frozen=True)
+class Thread:
+    """What one person does.
+
+    Attributes:
+        facts: with their depths, which do not fall.
+        question: about it.
+        answer_prefix: how the answer begins.
+        answer: the place asked for.
+    """
+
+    facts: tuple[tuple[float, str], ...]
+    question: str
+    answer_prefix: str
+    answer: str
+
+
+class StoryTask(Task):
+    """A question about one person of a story; the last fact that the answer rests on stands at the depth asked for.
+
+    The facts of all people stand in every prompt, in both modes, so that a haystack is read once for all its questions.
+
+    Attributes:
+        places: how many of them a person goes to.
+    """
+
+    modes = MODES
+    anywhere = True
+    places: ClassVar[int]
+
+    @abstractmethod
+    def thread(self, depth: float, person: str, thing: str, places: Sequence[str], draw: Draw) -> Thread:
+        """Return what a person does.
+
+        Args:
+            depth: of the last fact that the answer rests on.
+            person: their name.
+            thing: that they carry, if anything.
+            places: that they go to, all different.
+            draw: random values.
+        """
+
+    def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
+        """Return a question for each depth."""
+        count = max(len(depths), CAST)
+        extra = [draw.rng.random() for _ in range(count - len(depths))]
+        people, things = draw.some(PEOPLE.split(), count), draw.some(OBJECTS.split(), count)
+        places = draw.some(PLACES.split(), max(6, self.places))
+        threads = [
+            self.thread(depth, person, thing, draw.rng.sample(places, self.places), draw)
+            for depth, person, thing in zip([*depths, *extra], people, things, strict=True)
+        ]
+        hidden = sorted((fact for thread in threads for fact in thread.facts), key=lambda fact: fact[0])
+        return [
+            Question(tuple(hidden), thread.question, thread.answer_prefix, (thread.answer,), (depth,))
+            for depth, thread in zip(depths, threads, strict=False)
+        ]
+
+
+def earlier(depth: float, count: int, draw: Draw) -> list[float]:
+    """Return so many random depths up to one, rising."""
+    return sorted(draw.rng.uniform(0, depth) for _ in range(count))

@@ -1,0 +1,228 @@
+"""Tasks whose text is their own: what stands in it, and that the answer follows from it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompting import MAKER, TOKENIZER
+from scipy.special import zeta
+
+from rope_patch.evaluation.haystack import NOISE, Haystack
+from rope_patch.evaluation.prompts import PromptMaker
+from rope_patch.evaluation.tasks.fwe import counts
+
+DEPTHS = (0.0, 0.3, 1.0)
+NOISY = PromptMaker(TOKENIZER, "noise")
+UUID = r"\d[0-9a-f]{7}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+KINDS = {
+    "niah_multikey_2": (r" The magic number of ([a-z]+-[a-z]+) is (\d{7})\.", 20),
+    "niah_multikey_3": (rf" The magic code of ({UUID}) is ({UUID})\.", 85),
+    "json_kv": (rf' "({UUID})": "({UUID})"', 80),
+    "passage_retrieval": (r"\n\nPassage (?=(\d{5}))\d{5}: ((?:\S+ ){39}\S+)", 140),
+}
+
+
+BUILTIN = PromptMaker(TOKENIZER, "builtin")
+
+
+def asked(task, length, depths=DEPTHS, **options):
+    maker = BUILTIN if task == "passage_retrieval" else MAKER
+    return maker.prompts(task, length, depths, **options)
+
+
+@pytest.mark.parametrize("mode", ["single", "multikey"])
+@pytest.mark.parametrize("task", KINDS)
+def test_a_needle_stands_at_its_depth_among_others_of_its_kind(task, mode):
+    pattern, tokens = KINDS[task]
+    prompts = asked(task, 3000, mode=mode, seed=1)
+    texts = [re.findall(pattern, prompt.text) for prompt in prompts]
+    for prompt, depth, pairs in zip(prompts, DEPTHS, texts, strict=True):
+        names, values = ([pair[i] for pair in pairs] for i in (0, 1))
+        assert len(set(names)) == len(names) and len(set(values)) == len(values)
+        assert 0.75 * 3000 / tokens < len(names) < 1.5 * 3000 / tokens, "nothing but needles, down to the last one"
+        if task == "passage_retrieval":
+            names, values = values, names
+            quote = prompt.question.split('"', 1)[1].rsplit('"', 1)[0]
+            (name,) = [name for name in names if quote in name]
+        else:
+            (name,) = [name for name in names if name in prompt.question]
+        place = names.index(name)
+        assert prompt.parts == (values[place],)
+        last = len(names) - 1 - (task == "json_kv")  # one pair more closes the object
+        expected = depth * last if mode == "single" else {0.0: 0, 0.3: 1 + 0.3 * (last - 2), 1.0: last}[depth]
+        assert abs(place - expected) <= 1
+    shared = set(texts[0]).intersection(*texts[1:])
+    assert len(shared) >= len(texts[0]) - 3, "the others are the same for all questions"
+    if mode == "multikey":
+        assert texts[0] == texts[1] == texts[2]
+
+
+def test_the_pairs_are_json_and_about_as_many_as_helmets():
+    (prompt,) = asked("json_kv", 8192, [0.5])
+    whole = json.loads(prompt.text[prompt.text.index("{") : prompt.text.index("}") + 1])
+    (key,) = re.findall(UUID, prompt.question)
+    assert whole[key] == prompt.parts[0]
+    assert 105 <= len(whole) <= 120  # 105 with Llama 2's tokenizer, which writes digits alone, as this one does
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(1500, 6, 1), (6000, 30, 3)])
+def test_ten_words_are_common_as_often_as_in_ruler(length, often, seldom):
+    (prompt,) = asked("cwe", length)
+    numbers, words = zip(*re.findall(r" (\d+)\. ([a-z]+-[a-z]+)", prompt.text), strict=True)
+    assert [int(number) for number in numbers] == list(range(1, len(numbers) + 1))
+    count = Counter(words)
+    assert {word for word in count if count[word] == often} == set(prompt.parts) and len(prompt.parts) == 10
+    others = sorted(count[word] for word in count if word not in prompt.parts)
+    assert set(others[1:]) == {seldom} and others[0] <= seldom, "one may have been left incomplete"
+    assert list(prompt.parts) == [word for word in dict.fromkeys(words) if word in prompt.parts]
+    assert prompt.depths == pytest.approx([i / 9 for i in range(10)])
+
+
+def test_coded_words_are_as_frequent_as_in_ruler():
+    # lm-eval's fwe_utils: num_words * k**-alpha / zeta(alpha) of the k-th word, the first of which is dots.
+    for size in (900, 5000):
+        ranks = numpy.arange(1, 41)
+        assert counts(size, 40) == (size * ranks**-2.0 / zeta(2.0)).astype(int).tolist()
+    (prompt,) = asked("fwe", 2048)
+    body = prompt.text.partition("than the others.")[2].partition(" The coded text ends")[0]
+    ranked = Counter(body.split()).most_common()
+    assert [word for word, _ in ranked[:4]] == ["...", *prompt.parts]
+    assert len({count for _, count in ranked[:5]}) == 5, "none as frequent as another"
+    assert all(re.fullmatch(r"[a-z]{6}", word) for word, _ in ranked[1:])
+
+
+@given(size=st.integers(0, 400))
+def test_the_three_words_asked_for_are_never_tied(size):
+    table = counts(size, 10)
+    assert table[1] > table[2] > table[3] > table[4]
+
+
+def test_passages_come_from_the_haystack_and_the_quote_stands_there_once():
+    whole = " ".join(BUILTIN.haystack.text.split())
+    for prompt in asked("passage_retrieval", 3000, seed=4):
+        for _, passage in re.findall(KINDS["passage_retrieval"][0], prompt.text):
+            assert passage in whole
+        quote = prompt.question.split('"', 1)[1].rsplit('"', 1)[0]
+        assert len(quote.split()) == 10 and whole.count(quote) == 1
+
+
+@pytest.mark.parametrize(
+    ("haystack", "message"),
+    [
+        ("noise", "the haystack 'noise' repeats a few sentences: choose haystack='builtin' .--haystack builtin."),
+        (
+            Haystack(" ".join(map(str, range(90)))),
+            "the haystack has 2 passages of 40 words with a part that stands nowhere else, 3 are needed",
+        ),
+        (
+            Haystack("so it goes on and on " * 900),
+            "the haystack has 0 passages of 40 words with a part that stands nowhere else",
+        ),
+    ],
+    ids=["noise", "short", "alike"],
+)
+def test_passages_need_a_text_with_different_ones(haystack, message):
+    with pytest.raises(ValueError, match=message):
+        PromptMaker(TOKENIZER, haystack).prompts("passage_retrieval", 2000, DEPTHS)
+
+
+def test_a_text_with_too_few_passages_is_refused_where_it_ends():
+    maker, text = PromptMaker(TOKENIZER, Haystack(" ".join(map(str, range(400))))), "10 pieces of text, too few"
+    lengths = [length for length in range(1200, 2400, 50) if fits(maker, length, text)]
+    assert 1200 in lengths and 2350 not in lengths
+    (prompt,) = maker.prompts("passage_retrieval", lengths[-1], [0.5])
+    assert prompt.text.count("Passage ") == 9, "all of them but one"
+
+
+def fits(maker, length, message):
+    try:
+        maker.prompts("passage_retrieval", length, [0.5])
+    except ValueError as error:
+        assert message.replace("10", "9") in str(error)  # and the one that is asked for
+        return False
+    return True
+
+
+# --- stories
+
+
+def told(text):
+    """What the facts of a text say, in order: where each person was, and each thing as long as it was known."""
+    place, owner, been = {}, {}, {}
+    facts = r" ([A-Z][a-z]+) (went to|took|put down) the ([a-z]+)\."
+    for person, did, what in re.findall(facts, text):
+        if did == "went to":
+            place[person] = what
+            for thing in [thing for thing, carrier in owner.items() if carrier == person]:
+                been[thing].append(what)
+        elif did == "took":
+            owner[what] = person
+            been[what] = [place[person]]
+        else:
+            assert owner.pop(what) == person
+    return place, been
+
+
+@pytest.mark.parametrize("task", ["qa1", "qa2", "qa3"])
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    depths=st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), min_size=1, max_size=5, unique=True),
+)
+def test_the_answer_follows_from_the_facts_in_the_order_of_the_text(task, seed, depths):
+    for prompt in NOISY.prompts(task, 1000, depths, seed=seed):
+        place, been = told(prompt.text)
+        (answer,) = prompt.parts
+        match prompt.question.split():
+            case ["Where", "is", "the", thing]:
+                assert been[thing.rstrip("?")][-1] == answer
+            case ["Where", "is", person]:
+                assert place[person.rstrip("?")] == answer
+            case ["Where", "was", "the", thing, "before", "it", "was", "in", "the", where]:
+                assert been[thing][been[thing].index(where.rstrip("?")) - 1] == answer
+        assert re.sub(r" [A-Z][a-z]+ (went to|took|put down) the [a-z]+\.", "", prompt.text).count("Where") == 1
+        assert len(place) >= 4 and len({text for _, text in prompt.hidden}) == len(prompt.hidden)
+
+
+@pytest.mark.parametrize("task", ["qa1", "qa2", "qa3"])
+def test_the_last_fact_that_tells_stands_at_the_depth_and_all_prompts_share_the_story(task):
+    prompts = NOISY.prompts(task, 1000, DEPTHS, seed=2)
+    assert len({prompt.hidden for prompt in prompts}) == 1
+    for prompt, depth in zip(prompts, DEPTHS, strict=True):
+        telling = {fact for at, fact in prompt.hidden if at == depth}
+        where = prompt.question.split()[-1].rstrip("?") if task == "qa3" else prompt.parts[0]
+        assert any(f" the {where}." in fact or " put down " in fact for fact in telling)
+
+
+def test_half_of_the_objects_are_left_behind():
+    left = ["put down" in prompt.text for i in range(40) for prompt in NOISY.prompts("qa2", 600, [0.5], sample=i)]
+    # Each of four people leaves theirs with probability 1/2: no one does in 1 of 16 stories.
+    assert 30 <= sum(left) <= 40
+
+
+# --- what all of them keep
+
+
+@pytest.mark.parametrize("task", [*KINDS, "qa1", "qa3"])
+def test_answers_of_all_haystacks_have_equally_many_tokens(task):
+    shapes = {tuple(p.answer for p in asked(task, 1600, sample=i)) for i in range(4)}
+    assert len(shapes) == 1, "so they are asked side by side"
+
+
+def test_the_last_tokens_are_those_of_the_haystack():
+    for length in range(1000, 1008):
+        (prompt,) = NOISY.prompts("json_kv", length, [0.5])
+        after = prompt.text.partition("}\n\n")[2].partition("\n\nWhat is the value")[0]
+        assert len(prompt.ids) == length and after.strip() in NOISE * 9
+        assert len(TOKENIZER(after)["input_ids"]) < 90, "less than one more pair"
+
+
+def test_depths_change_nothing_where_words_stand_everywhere():
+    for task in ("cwe", "fwe"):
+        assert asked(task, 1200, [0.5]) == asked(task, 1200, [0.0, 0.2, 1.0])
