@@ -78,6 +78,14 @@ def test_perplexity_memory(tmp_path: Path) -> None:
     assert report["alone"]["tokens"] == 1024 and report["alone"]["peak_mb"] > 0
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
+def test_memory_of_text(tmp_path: Path) -> None:
+    report = run("memory_of_text", tmp_path, against="tokenizers", fork=True)
+    shown = report["summary"]["compare"]
+    assert shown["same_scores_on_short_texts"]
+    assert 0 < shown["peak_mb"] < shown["one_call_peak_mb_extrapolated"]
+
+
 def test_chunked_reading(tmp_path: Path) -> None:
     report = run("chunked_reading", tmp_path, against="torch", fork=True)
     assert report["losses"]["chunked"] == pytest.approx(report["losses"]["one_pass"], abs=0.01)  # bfloat16
