@@ -106,7 +106,6 @@ def main() -> None:
     if args.output:
         what = "untrained tables beside YaRN's: perplexity by paired windows, passkeys at the target length"
         write(
-            args.output,
             {
                 "benchmark": "new_methods",
                 "command": command(),
@@ -115,6 +114,7 @@ def main() -> None:
                 "windows": windows,
                 "rows": rows,
             },
+            args.output,
         )
 
 
