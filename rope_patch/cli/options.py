@@ -347,7 +347,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="The data type of the weights: auto (the one of the checkpoint), float32, bfloat16 or float16.",
+        help="The data type: auto (the checkpoint's; float32 if the CPU is slower in it), float32, bfloat16, float16.",
     ),
 ]
 Threads = Annotated[

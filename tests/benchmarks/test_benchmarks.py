@@ -79,6 +79,27 @@ def test_perplexity_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
+def test_memory_of_text(tmp_path: Path) -> None:
+    report = run("memory_of_text", tmp_path, against="tokenizers", fork=True)
+    shown = report["summary"]["compare"]
+    assert shown["same_scores_on_short_texts"]
+    assert 0 < shown["peak_mb"] < shown["one_call_peak_mb_extrapolated"]
+
+
+def test_chunked_reading(tmp_path: Path) -> None:
+    report = run("chunked_reading", tmp_path, against="torch", fork=True)
+    assert report["losses"]["chunked"] == pytest.approx(report["losses"]["one_pass"], abs=0.01)  # bfloat16
+    assert {*report["summary"]["cpu"]} == {"chunks_alone", "one_pass", "chunked"}
+
+
+def test_cpu_dtypes(tmp_path: Path) -> None:
+    report = run("cpu_dtypes", tmp_path, against="torch", fork=True)
+    assert [row["dtype"] for row in report["rows"]] == ["bfloat16", "float16"]
+    assert all(0 < row["largest_difference_of_a_token"] < 1 for row in report["rows"])
+    assert all(row["nll"] == pytest.approx(row["nll_float32"], abs=0.05) for row in report["rows"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
 def test_train_step(tmp_path: Path) -> None:
     report = run("train_step", tmp_path, against="accelerate")
     summary = report["summary"]
