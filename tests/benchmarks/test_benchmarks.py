@@ -27,13 +27,13 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")]
 
 
-def run(name: str, tmp_path: Path, *, against: str = "lm_eval", fork: bool = False) -> dict[str, Any]:
+def run(name: str, tmp_path: Path, *more: str, against: str = "lm_eval", fork: bool = False) -> dict[str, Any]:
     """Run a benchmark at its quick size and return its report, which names the version of what ours is held against.
 
     One that measures no memory may run in a fork, which has torch and transformers already.
     """
     output, log = tmp_path / f"{name}.json", tmp_path / f"{name}.txt"
-    command = [str(FOLDER / f"{name}.py"), "--quick", "-o", str(output)]
+    command = [str(FOLDER / f"{name}.py"), "--quick", "-o", str(output), *more]
 
     def script() -> None:
         with log.open("w") as sys.stderr:
@@ -173,6 +173,20 @@ def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         row["fitted_minus_yarn"][f"perplexity {h}"][0] < 0 for h in (256, 512, 1024)
     )
     assert report["summary"]["bar_reached"]["in_time"] == (row["cpu_s"] <= 180)
+
+
+@pytest.mark.full
+def test_fit_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it keeps its cells
+    text = rope_patch.data_path("assets") / "domains" / "english.txt"
+    for name in ("tinystories_val.txt", "wikitext2_test.txt", "novels/moby_dick.txt", "novels/pride_and_prejudice.txt"):
+        path = tmp_path / "data" / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(20 * text.read_text(encoding="utf-8"), encoding="utf-8")
+    report = run("fit_mixture", tmp_path, "--data", "data", against="transformers", fork=True)
+    (row,) = report["rows"]
+    assert row["fits"].keys() == {"alone", "choice", "mixture"} and len(row["loss"]) == 4
+    assert all(changes.keys() == {"256", "512", "1024"} for changes in row["loss"]["wikitext"].values())
 
 
 @pytest.mark.full

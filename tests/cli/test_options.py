@@ -32,7 +32,7 @@ OWN = {  # what a command says of an option in words of its own, because it is a
     "--batch-tokens": {"fit", "compare"},
     "--windows": {"fit"},
     "--haystack": {"fit"},
-    "--text": {"analyze"},
+    "--text": {"analyze", "fit"},
     "--method": {"theory"},
     "--dtype": {"plan", "export"},
     "--tolerance": {"analyze", "kv-check"},
