@@ -147,9 +147,9 @@ def fit(
         float,
         typer.Option(
             metavar="SHARE",
-            help="How much of the learning rate goes to answering retrieval prompts, at least 0 and less than 1; the "
-            "rest goes to predicting text. With 0 no prompt takes part: such fits lose retrieval, and were found worse "
-            "on text of another kind.",
+            help="The share of each update that comes from the loss of answers to retrieval prompts, at least 0 and "
+            "less than 1; the rest comes from the loss of text. With 0 no prompt takes part: such fits lose retrieval, "
+            "and were found worse on text of another kind.",
         ),
     ] = 0.8,
     task: Task = "passkey",
@@ -172,7 +172,10 @@ def fit(
     ] = 2,
     patience: Annotated[
         int,
-        typer.Option(metavar="COUNT", help="Stop after this many evaluations without a lower loss on held-out text."),
+        typer.Option(
+            metavar="COUNT",
+            help="Stop after this many evaluations without a lower held-out loss, if --checks is larger.",
+        ),
     ] = 2,
     windows: Annotated[
         int,
@@ -224,9 +227,9 @@ def fit(
     """Fit the rotary table of a checkpoint to a longer context by gradient descent; the weights do not change.
 
     The fit learns from pieces of text and from retrieval prompts made of them. The last tenth of the text is held out
-    to evaluate tables on, and so is a second text, of another kind: the table that is chosen predicts neither worse
-    than the starting table does, and does not answer significantly fewer prompts. A gain on text like that of the fit
-    need not carry over to other text: compare the result with its start on text of your use. The result is a patched
+    to evaluate tables on, and so is a second text, of another kind: the table that is chosen is no worse than the
+    starting table on either text, and does not answer significantly fewer prompts. A gain on text like that of the fit
+    need not carry over to other text: compare the result with its start on your own text. The result is a patched
     copy of the checkpoint that plain transformers loads. **fit.json** holds the measurements, **fit.svg** a plot of the
     table. If the command is interrupted, run it again to continue: finished work is saved in **OUTPUT.fit.jsonl** until
     the end.

@@ -1,4 +1,4 @@
-"""The tokens of a long text, encoded a slice at a time: the same as of one call, in a fraction of its memory.
+"""The tokens of a long text, encoded a slice at a time: those of a single call, in a fraction of its memory.
 
 A tokenizer holds some 200 bytes for each character of a text until its call returns. Here a call sees a slice only, and
 what remains of it are two arrays of integers.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Integers = NDArray[numpy.int64]
 
 SLICE = 2**17
-"""Length of a slice; where neighbours cannot be joined, slices are 16 times as long, and then the text is one
+"""Length of a slice; where neighbours cannot be joined, slices are 16 times as long, and then it is one call
 [characters]."""
 OVERLAPS = (2**11, 2**14, 2**16)
 """What two slices share, tried in turn [characters]."""
@@ -133,7 +133,7 @@ def _meeting(left: _Slice, right: _Slice, first: int) -> tuple[int, int] | None:
         first: token of the left one at which it was joined itself, which must not be passed.
     """
     if any((piece.starts[1:] < piece.starts[:-1]).any() for piece in (left, right)):
-        return None  # characters that do not rise tell no place
+        return None  # offsets that do not rise cannot be aligned
     low, high = right.begin + EDGE, left.stop - EDGE
     for begin in range(low, high - AGREEMENT + 1, AGREEMENT):
         a, b = (numpy.searchsorted(one.starts, (begin, begin + AGREEMENT)) for one in (left, right))

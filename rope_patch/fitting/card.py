@@ -60,11 +60,11 @@ def changes(winner: Candidate, start: Candidate, second: SecondDomain) -> list[s
 
     lines = [
         "Change from the start, with 95 % intervals:",
-        line("- perplexity of held-out text like the fit's", "to", perplexity, winner.text_changes(start)),
+        line("- perplexity of held-out text like the fit's", "up to position", perplexity, winner.text_changes(start)),
     ]
     if second.name:
         what = f"- perplexity of a second domain ({second.name}, {len(second.windows)} windows)"
-        lines.append(line(what, "to", perplexity, winner.second_changes(start)))
+        lines.append(line(what, "up to position", perplexity, winner.second_changes(start)))
     lines.append(line("- share of prompts answered", "at", retrieval, winner.retrieval_changes(start)))
     return lines
 
