@@ -3,7 +3,8 @@
     python benchmarks/fit.py -o benchmarks/results/fit.json
     python benchmarks/fit.py --quick
 
-Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table with its defaults, timed (study_methods.py and
+Each cell is a factor and a seed: `rope_patch.fit` from YaRN's table, to one kind of text and chosen on it alone
+(fit_mixture.py measures mixtures and a second domain), otherwise with its defaults, timed (study_methods.py and
 fit_pose.py take their tables from here too), then both tables and the original one on held-out text and prompts that
 the fit and its choice have not used (`evaluation.compare`).
 Another checkpoint that cannot copy, such as llama2xs281K, is fitted at factor 4 to the first half of its own text,
@@ -80,10 +81,12 @@ def fitted(cell: Cell, root: Path, quick: bool, positions: Literal["full", "pose
     if not path.exists():
         source, factor, seed, file = cell
         model, tokenizer = opened(source)
+        from rope_patch.evaluation.text import builtin_text
+
         few = 512 if positions == "pose" else 2048
         schedule = Schedule(steps=2, checks=1, batch_tokens=few, seed=seed) if quick else Schedule(seed=seed)
         small: dict[str, Any] = {"windows": 1, "samples": 1, "depths": [0.5]} if quick else {}
-        objective = Objective(0.8 if file is None else 0.0, positions=positions)
+        objective = Objective(0.8 if file is None else 0.0, positions=positions, mix=0.0)
         steps = {"tokens": 0, "cpu_s": 0.0}
         last = time.process_time()
 
@@ -100,8 +103,9 @@ def fitted(cell: Cell, root: Path, quick: bool, positions: Literal["full", "pose
         patch = fit(
             model,
             tokenizer,
-            halves(file, tokenizer, quick)[0],
+            halves(file, tokenizer, quick)[0] or builtin_text("train"),
             target_length=target,
+            second=False,
             objective=objective,
             schedule=schedule,
             spec=held_out_spec(model, target, seed=seed, **small),

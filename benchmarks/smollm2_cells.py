@@ -445,7 +445,8 @@ def fit(study: Study, cell: Cell) -> dict[str, Any]:
         tokenizer,
         study.text(FITTED[cell.table], held_out=False),
         target_length=study.target(cell),
-        objective=fitting.Objective(positions="pose", row_length=study.sizes.row),
+        second=False,  # one kind of text, chosen on it alone
+        objective=fitting.Objective(positions="pose", row_length=study.sizes.row, mix=0.0),
         schedule=fitting.Schedule(steps=study.sizes.fit_steps, checks=1, seed=cell.seed),
         spec=EvalSpec(
             [study.target(cell)],

@@ -3,6 +3,7 @@
     python benchmarks/task_table.py rope_patch/assets/llama --lengths "256 1k" --cache build/task_table.jsonl \
         -o benchmarks/results/task_table_llama.json
     python benchmarks/task_table.py MODEL --lengths "4k 16k" --samples 2 --methods "default yarn p_rope:p=0.75"
+    python benchmarks/task_table.py --page docs/tasks.md        # writes the tables of the page anew, from the results
 
 All tasks read the same number of tokens of each length under each method. In mode multikey a needle stands at every
 depth and a haystack is read once for all questions; in mode single every prompt has one needle, and a task whose one
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +38,10 @@ from rope_patch.evaluation.metrics import METRICS, Span
 from rope_patch.evaluation.retrieval import RetrievalResult
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
+from rope_patch.files import write_atomically
 from rope_patch.words import parse_length
 
+RESULTS = Path(__file__).parent / "results"
 FEW, MOST = 0.05, 0.95
 """Of the prompts answered: a task is saturated where no method answers more, or none less."""
 
@@ -141,16 +146,31 @@ def table(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def page_with_tables(page: str) -> str:
+    """Return a page with its tables written anew; each stands between two comments that name its file of results."""
+
+    def filled(match: re.Match[str]) -> str:
+        rows = json.loads((RESULTS / f"{match[1]}.json").read_text(encoding="utf-8"))["rows"]
+        methods = next(list(one["exact_match"]) for one in rows if "no_room" not in one)
+        return f"<!-- table {match[1]} -->\n\n{table(rows, methods)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", filled, page, flags=re.DOTALL)
+
+
 def main() -> None:
     """Measure, print a table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of a model")
+    parser.add_argument("model", nargs="?", help="folder of a model")
+    parser.add_argument("--page", type=Path, help="page whose tables are written anew from benchmarks/results")
     parser.add_argument(
         "--methods", type=str.split, default=["default", "yarn:factor=4", "ntk:factor=4", "p_rope:p=0.75"]
     )
     parser.add_argument("--mode", choices=["single", "multikey"], default="single")
     parser.add_argument("--tasks", type=str.split, default=list(TASKS))
-    parser.add_argument("--lengths", type=lambda text: [parse_length(word) for word in text.split()], required=True)
+    parser.add_argument(
+        "--lengths",
+        type=lambda text: [parse_length(word) for word in text.split()],
+    )
     parser.add_argument(
         "--depths", type=lambda text: [float(word) for word in text.split()], default=[0, 0.25, 0.5, 0.75, 1]
     )
@@ -161,6 +181,11 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="file in which finished prompts are kept")
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
+    if args.page is not None:
+        write_atomically(args.page, page_with_tables(args.page.read_text(encoding="utf-8")))
+        return
+    if args.model is None or args.lengths is None:
+        parser.error("give a model and --lengths, or --page")
     rows = measure(args)
     print(table(rows, args.methods))
     if args.output:

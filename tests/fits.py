@@ -10,6 +10,7 @@ import rope_patch
 from rope_patch.fitting import Candidate, Constraint, Objective, Schedule, fit, held_out_spec
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.running import FitRun
+from rope_patch.fitting.texts import TextPart
 from rope_patch.methods import Default
 
 ASSETS = Path(rope_patch.data_path("assets"))
@@ -19,6 +20,8 @@ TEXT = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS /
 ASKED = {"target_length": 96, "steps": 4, "checks": 2, "windows": 2, "samples": 1, "depths": (0.0, 1.0),
          "batch_tokens": 192}  # fmt: skip
 
+
+ALONE = Objective(mix=0.0)
 
 SCHEDULE = {"steps", "batch_tokens", "learning_rate", "checks", "patience", "checkpointing", "seed"}
 SPEC = {"windows", "samples", "depths", "haystack"}
@@ -35,13 +38,16 @@ def fit_by_name(model, tokenizer, data=None, **options):
 
 
 def fitted(model, tokenizer, **changes):
-    return fit_by_name(model, tokenizer, TEXT, **{**ASKED, "init": "yarn", **changes})
+    """A fit to the short texts alone; a tiny model with random weights has nothing to carry over."""
+    settings = {**ASKED, "init": "yarn", "second": False, "objective": ALONE, **changes}
+    return fit_by_name(model, tokenizer, TEXT, **settings)
 
 
-def candidate(name, answered, nll, answers=0.1, method=None):
-    """Of ten prompts at each of two lengths so many were answered."""
-    hits = {n: tuple(i < count for i in range(10)) for n, count in zip((64, 128), answered, strict=True)}
-    return Candidate(name, method or Default(), hits, answers, dict(zip((64, 128), nll, strict=True)))
+def candidate(name, answered, nll, answers=0.1, method=None, second=None):
+    """Of ten prompts at each of two lengths, a haystack each, so many were answered; one window of text."""
+    hits = {n: tuple((i < count,) for i in range(10)) for n, count in zip((64, 128), answered, strict=True)}
+    windows = {n: (value,) for n, value in zip((64, 128), nll, strict=True)}
+    return Candidate(name, method or Default(), hits, answers, windows, second or {})
 
 
 class Verdicts:
@@ -70,21 +76,21 @@ class ChangedRows:
 
     def __init__(self, rows, change):
         self.rows, self.change = rows, change
-        self.goals, self.objective, self.target = rows.goals, rows.objective, rows.target
+        self.goals, self.objective, self.target, self.texts = rows.goals, rows.objective, rows.target, rows.texts
 
     def __call__(self, step, goal, *share):
         for ids, labels, weights, positions in self.rows(step, goal, *share):
             yield ids, labels, self.change(step, goal, weights), positions
 
 
-def run_of(tokenizer, verdicts, *, objective=None, change=None, result_cache=None):
+def run_of(tokenizer, verdicts, *, objective=None, change=None, result_cache=None, texts=None):
     """The fit of one start, in the hands of a test: what evaluates it, and what its rows weigh.
 
     Each step notes its learning rates, text first, and the table before and after it.
     """
     model = small()
     rope_patch.apply(model, "yarn:factor=1.5", target_length=96)
-    rows = Rows(tokenizer, TEXT, objective or Objective(), 64, 96, 192, 0)
+    rows = Rows(tokenizer, texts or [TextPart("text", TEXT)], objective or Objective(), 64, 96, 192, 0)
     options = {"layer_types": None, "freeze_at": None, "target_length": 96}
     run = FitRun(
         *(model, rope_patch.parse("yarn:factor=1.5"), ChangedRows(rows, change) if change else rows, verdicts),

@@ -39,7 +39,7 @@ class Analysis:
         p_sweep_text: name of the text that the sweep measures.
         advice: which p suits the checkpoint.
         token_texts: text of each token id that the result mentions.
-        environment: versions of the libraries.
+        environment: versions, device and data type.
     """
 
     name: str

@@ -27,7 +27,7 @@ from rope_patch.analysis.reading import split_tokens
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.sinks import Sinks, sinks
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
-from rope_patch.checkpoints.gguf import weights_in_file
+from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows, read_rows
 from rope_patch.evaluation.result_cache import ResultCache, key
@@ -199,7 +199,7 @@ def analyze_rows(
         p_sweep_text=text_name,
         advice=advise(points, tolerance, vocabulary=_vocabulary(model)),
         token_texts=_token_texts(tokenizer, statistics, measured, preferred, views),
-        environment=_environment(model),
+        environment=environment(model),
     )
 
 
@@ -298,12 +298,3 @@ def _token_texts(
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _environment(model: nn.Module) -> dict[str, str]:
-    import transformers
-
-    from rope_patch import __version__
-
-    versions = {"rope_patch": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
-    return versions | weights_in_file(model)

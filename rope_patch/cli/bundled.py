@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import checkpoints
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
+from rope_patch.cli.loading import in_cpu_type
 from rope_patch.evaluation.compare import Comparison, compare
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.files import write_atomically
@@ -71,7 +72,7 @@ def run(
         out: folder for the JSON and the saved checkpoint.
         quick: three methods and few prompts, in seconds.
         device: to run on.
-        dtype: of the weights; ``"auto"`` for the one they are stored in.
+        dtype: of the weights; ``"auto"`` for the one they are stored in, if the CPU has instructions for it.
         seed: of the prompts.
         on_progress: called with the method and the number of tokens it has just read.
 
@@ -81,6 +82,8 @@ def run(
     source = data_path("assets") / shape
     tokenizer = AutoTokenizer.from_pretrained(source)
     model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    if dtype == "auto" and device == "cpu":
+        model = in_cpu_type(shape, model)
     model = model.to(device).eval()
     comparison = compare(model, tokenizer, methods(quick), spec(quick, seed), on_progress=on_progress)
     out.mkdir(parents=True, exist_ok=True)

@@ -192,7 +192,7 @@ def compare(
         total, stage = choosing + len(compared) * suite.tokens // (part.count if part else 1), ", ".join(tasks)
         hidden = as_json or not first or bool(merge)
         with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=hidden) as (bar, on_progress):
-            shards = joined(suite, compared, merge, output, patch) if merge else []
+            shards = joined(suite, compared, merge, output, patch, evaluator and chooser) if merge else []
             if evaluator is not None:
                 suite.choose_key_tokens(
                     chooser,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli.fit_tables import figure_of, print_fit
 from rope_patch.cli.loading import (
     check_device,
     check_dtype,
@@ -37,7 +37,6 @@ from rope_patch.cli.options import (
     Samples,
     Seed,
     Task,
-    Text,
     Threads,
     command_line,
     resumable,
@@ -55,7 +54,34 @@ def fit(
         int, tokens("--target-length", "The context length to fit the table to, such as 8k.", show_default=False)
     ],
     output: NewFolder,
-    text: Text = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--text",
+            metavar="PATH",
+            help="A text file, or a folder of .txt files, to fit to. It is taken as one kind of text, and Python code "
+            "is mixed in (--mix). Repeat the option for texts of several kinds: as many rows are drawn from each, and "
+            "nothing is mixed in. By default, the code of Python's standard library.",
+            show_default=False,
+        ),
+    ] = None,
+    mix: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="How much of what the table is fitted to is code of Python's standard library, where --text is of one "
+            "kind: at least 0 and less than 1. With 0 it is fitted to your text alone.",
+        ),
+    ] = 0.5,
+    second_text: Annotated[
+        str,
+        typer.Option(
+            "--second-text",
+            metavar="NAME|PATH",
+            help="Text of another kind than --text, which decides too: a table that predicts it worse than its start "
+            "does is not chosen. A file or folder of yours; builtin (the documentation of Python); or none.",
+        ),
+    ] = "builtin",
     init: Annotated[
         str | None,
         typer.Option(
@@ -121,8 +147,9 @@ def fit(
         float,
         typer.Option(
             metavar="SHARE",
-            help="How much of the learning rate goes to answering retrieval prompts, at least 0 and less than 1; the "
-            "rest goes to predicting text.",
+            help="The share of each update that comes from the loss of answers to retrieval prompts, at least 0 and "
+            "less than 1; the rest comes from the loss of text. With 0 no prompt takes part: such fits lose retrieval, "
+            "and were found worse on text of another kind.",
         ),
     ] = 0.8,
     task: Task = "passkey",
@@ -145,7 +172,10 @@ def fit(
     ] = 2,
     patience: Annotated[
         int,
-        typer.Option(metavar="COUNT", help="Stop after this many evaluations without a lower loss on held-out text."),
+        typer.Option(
+            metavar="COUNT",
+            help="Stop after this many evaluations without a lower held-out loss, if --checks is larger.",
+        ),
     ] = 2,
     windows: Annotated[
         int,
@@ -197,10 +227,12 @@ def fit(
     """Fit the rotary table of a checkpoint to a longer context by gradient descent; the weights do not change.
 
     The fit learns from pieces of text and from retrieval prompts made of them. The last tenth of the text is held out
-    to evaluate tables on: the one that is chosen predicts it no worse than the starting table does, and does not answer
-    significantly fewer prompts. The result is a patched copy of the checkpoint that plain transformers loads.
-    **fit.json** holds the measurements, **fit.svg** a plot of the table. If the command is interrupted, run it again to
-    continue: finished work is saved in **OUTPUT.fit.jsonl** until the end.
+    to evaluate tables on, and so is a second text, of another kind: the table that is chosen is no worse than the
+    starting table on either text, and does not answer significantly fewer prompts. A gain on text like that of the fit
+    need not carry over to other text: compare the result with its start on your own text. The result is a patched
+    copy of the checkpoint that plain transformers loads. **fit.json** holds the measurements, **fit.svg** a plot of the
+    table. If the command is interrupted, run it again to continue: finished work is saved in **OUTPUT.fit.jsonl** until
+    the end.
 
     Example: **rope-patch fit ./llama --target-length 8k --text ./books -o ./llama-8k**
     """
@@ -218,8 +250,9 @@ def fit(
     work, command = place.with_name(f"{place.name}.fit.jsonl"), command_line()
     overwrite = force or (work.exists() and _command_of(output / NOTE) == command)  # killed after the folder appeared
     check_free(output, overwrite)
-    check_paths(text)
-    objective = fitting.Objective(retrieval, task, positions=positions, row_length=row_length, chunks=chunks)
+    second = {"builtin": True, "none": False}.get(second_text, Path(second_text))
+    check_paths(*(text or ()), second if isinstance(second, Path) else None)
+    objective = fitting.Objective(retrieval, task, positions=positions, row_length=row_length, chunks=chunks, mix=mix)
     constraint = fitting.Constraint(band, monotone, curve, scaling)
     starts = fitting.family(family) if family else (init or "yarn").split()
     if family is not None and (init is not None or steps):
@@ -249,8 +282,9 @@ def fit(
             patch = fitting.fit(
                 loaded,
                 tokenizer,
-                text,
+                _sources(text),
                 target_length=target_length,
+                second=second,
                 init=starts,
                 objective=objective,
                 constraint=constraint,
@@ -270,10 +304,10 @@ def fit(
         }  # fmt: skip
 
         def finish(folder: Path) -> None:
-            _describe(folder, model, patch.chosen, text, target_length, rows)
+            _describe(folder, model, patch, target_length, rows)
             write_atomically(folder / NOTE, json.dumps(result, indent=1, allow_nan=False))
             if figure:
-                write_atomically(folder / "fit.svg", plots.svg(_figure(patch, target_length)))
+                write_atomically(folder / "fit.svg", plots.svg(figure_of(patch, target_length)))
 
         patch_folder(
             model, patch.method, output, overwrite=overwrite, finish=finish, target_length=target_length, **options
@@ -282,7 +316,7 @@ def fit(
     if as_json:
         print(json.dumps(result, indent=1, allow_nan=False))
         return
-    _print(patch)
+    print_fit(patch)
     print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it; fit.json has the numbers")
 
 
@@ -302,10 +336,16 @@ def _check_places(model: str, output: Path) -> None:
         raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
 
 
-def _describe(folder: Path, model: str, chosen: str, text: Path | None, length: int, rows: str) -> None:
-    """Put a model card in the place of the base's, and leave out what else was recorded of the base."""
-    import platform
+def _sources(paths: list[Path] | None) -> Any:
+    """Return the text to fit to: one source, or several by name."""
+    if not paths or len(paths) == 1:
+        return paths[0] if paths else None
+    named = {path.name: path for path in paths}
+    return named if len(named) == len(paths) else {str(path): path for path in paths}
 
+
+def _describe(folder: Path, model: str, patch: Any, length: int, rows: str) -> None:
+    """Put a model card in the place of the base's, and leave out what else was recorded of the base."""
     from rope_patch.files import write_atomically
     from rope_patch.fitting import card
 
@@ -313,10 +353,9 @@ def _describe(folder: Path, model: str, chosen: str, text: Path | None, length: 
         (folder / name).unlink(missing_ok=True)
     path = folder / "README.md"
     base_card = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-    source = f"text that ships with CPython {platform.python_version()}" if text is None else f"`{text.name}`"
     local = Path(model).exists()
     base = name_of(model) if local else model
-    write_atomically(path, card.card(base, chosen, source, length, base_card, rows=rows, on_hub=not local))
+    write_atomically(path, card.card(base, patch, length, base_card, rows=rows, on_hub=not local))
 
 
 def _command_of(note: Path) -> str | None:
@@ -325,60 +364,3 @@ def _command_of(note: Path) -> str | None:
         return str(json.loads(note.read_text(encoding="utf-8"))["command"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _print(patch: Any) -> None:
-    """Print the evaluation of every table on held-out text and prompts."""
-    import math
-
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    (first, *_), *_ = patch.candidates.values()
-    table = Table(title="on held-out text and prompts", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("start")
-    table.add_column("table")
-    for high in first.nll:
-        table.add_column(f"ppl to {high}", justify="right")
-    for high in first.hits:
-        table.add_column(f"answered at {high}", justify="right")
-    table.add_column("nats an answer", justify="right")
-    table.add_column("")
-    for label, several in patch.candidates.items():
-        for candidate in several:
-            chosen = patch.chosen == f"{label}, {candidate.name}"
-            worse = "" if candidate.never_worse(several[0]) else "worse than its start"
-            table.add_row(
-                escape(label) if candidate is several[0] else "",
-                candidate.name,
-                *[f"{math.exp(value):.3f}" for value in candidate.nll.values()],
-                *[f"{value:.2f}" for value in candidate.retrieval.values()],
-                f"{candidate.answers:.3f}",
-                "chosen" if chosen else worse,
-                style="bold" if chosen else "",
-            )
-        if patch.stopped[label]:
-            table.caption = f"{escape(label)}: {escape(patch.stopped[label])}"
-        table.add_section()
-    console.print(table)
-
-
-def _figure(patch: Any, target: int) -> Any:
-    """Draw the table in use among others of the same factor."""
-    from rope_patch.methods import as_method
-    from rope_patch.plots import base as plots
-
-    kind = patch.record.layer_types[0]
-    before, after = patch.before[kind], patch.after[kind]
-    factor = max(1.0, target / before.context)
-    shown = {f"in use: {patch.chosen}": after.inv_freq}
-    for text in (f"pi:factor={factor:g}", "abf", f"yarn:factor={factor:g}", "p_rope:p=0.5"):
-        try:
-            shown[text] = as_method(text)(before).inv_freq
-        except ValueError:  # a base table that is scaled already
-            continue
-    title = f"The fitted table among others, for {target} tokens"
-    return plots.factors_by_wavelength(shown, before=before.inv_freq, context=target, title=title)

@@ -35,20 +35,24 @@ def fit_table(model: Any, tokenizer: Any, options: RecipeOptions, work: Path) ->
 
     from rope_patch.files import write_atomically
     from rope_patch.fitting import Constraint, Objective, Schedule, fit, held_out_spec
-    from rope_patch.fitting.rows import LIMIT, VALIDATION
+    from rope_patch.fitting.texts import LIMIT, VALIDATION
     from rope_patch.training.sources import open_source, plain_texts
     from rope_patch.training.tables import FITTED
 
     settings, patch = options.fit, options.patch
     needed = round(CHARACTERS_PER_TOKEN * settings.windows * options.target_length / VALIDATION)
-    texts = plain_texts(tokenizer, open_source(options.data, options.train.seed), options.data)
+    data = None  # of the built-in text the code: its documentation is the second domain
+    if options.data.source != "builtin":
+        texts = plain_texts(tokenizer, open_source(options.data, options.train.seed), options.data)
+        data = list(first_characters(min(LIMIT, max(CHARACTERS, needed)), texts))
     if options.model.quantization == "none":
         model.to(PartialState().device)
     fitted = fit(
         model,
         tokenizer,
-        list(first_characters(min(LIMIT, max(CHARACTERS, needed)), texts)),
+        data,
         target_length=options.target_length,
+        second={"builtin": True, "none": False}.get(settings.second_text, Path(settings.second_text)),
         init=settings.init.split(),
         objective=Objective(
             settings.retrieval,
@@ -56,6 +60,7 @@ def fit_table(model: Any, tokenizer: Any, options: RecipeOptions, work: Path) ->
             positions=settings.positions,
             row_length=settings.row_length,
             chunks=settings.chunks,
+            mix=settings.mix,
         ),
         constraint=Constraint(settings.band, settings.monotone, settings.curve, settings.scaling),
         schedule=Schedule(

@@ -121,7 +121,7 @@ NewCheckpoint = Annotated[
         "--output",
         "-o",
         metavar="PATH",
-        help="The folder to write, or of a GGUF file the file. It must be new or empty, unless --force is given.",
+        help="The output folder, or file if MODEL is a GGUF file. It must be new or empty, unless --force is given.",
         show_default=False,
     ),
 ]
@@ -218,7 +218,7 @@ Text = Annotated[
     typer.Option(
         "--text",
         metavar="PATH",
-        help="A text file, or a folder of .txt files. By default, text that ships with Python.",
+        help="The text for perplexity: a file, or a folder of .txt files. By default, text that ships with Python.",
         show_default=False,
     ),
 ]
@@ -289,7 +289,7 @@ Depths = Annotated[
 ]
 Samples = Annotated[
     int,
-    typer.Option("--samples", metavar="COUNT", help="The number of different prompts for each length and depth."),
+    typer.Option("--samples", metavar="COUNT", help="The number of haystacks for each task and length."),
 ]
 Windows = Annotated[
     int | None,
@@ -347,7 +347,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="The data type of the weights: auto (the one of the checkpoint), float32, bfloat16 or float16.",
+        help="The data type: auto (the checkpoint's; float32 if the CPU is slower in it), float32, bfloat16, float16.",
     ),
 ]
 Threads = Annotated[

@@ -116,13 +116,24 @@ def measure(
 
 
 def joined(
-    suite: Any, methods: Sequence[Any], parts: Sequence[Path], output: Path, patch: Mapping[str, Any]
+    suite: Any, methods: Sequence[Any], parts: Sequence[Path], output: Path, patch: Mapping[str, Any], chooser: Any
 ) -> list[dict[str, Any]]:
-    """Write the results of all shards into the output folder, and return what they say of themselves."""
+    """Write the results of all shards into the output folder, and return what they say of themselves.
+
+    Args:
+        suite: what was measured.
+        methods: with their factors.
+        parts: folders of the shards.
+        output: folder of the comparison.
+        patch: ``layer_types`` and ``freeze_at``.
+        chooser: another model that chose the tokens of LongPPL; None where the one measured did.
+    """
     from rope_patch.evaluation.shards import check_asked, join, read_shards
+    from rope_patch.evaluation.suite import evaluator_name
 
     records = read_shards(parts)
     about = {"methods": [str(method) for method in methods], "patch": dict(patch), "spec": suite.spec.to_dict()}
+    about["evaluator"] = None if chooser is None else evaluator_name(chooser)
     check_asked(records, about | {"text": suite.text_sha256, "haystack": suite.prompts.haystack.sha256})
     join(parts, output / RESULT_CACHE)
     return records

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
+from rope_patch.evaluation.slices import SLICE, token_arrays
 from rope_patch.evaluation.text import Corpus
 
 
@@ -69,7 +69,7 @@ def documents(source: Source, *, column: str = "text", pattern: str = "**/*.txt"
     """
     any_text = False
     for document in _documents(source, column, pattern):
-        any_text = any_text or bool(document.text.strip())
+        any_text = any_text or (bool(document.text) and not document.text.isspace())
         yield document
     if not any_text:
         raise ValueError("the source holds no text: it is empty")
@@ -188,11 +188,8 @@ def encode(
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
     for document in documents(source, column=column, pattern=pattern):
-        encoded = _encode(tokenizer, document, prefix)
-        if left is not None:
-            ends = encoded.ends[:left] if encoded.ends is not None else None
-            encoded = TokenDocument(encoded.name, encoded.ids[:left], ends, prefix)
-            left -= len(encoded.ids)
+        encoded = _encode(tokenizer, document, prefix, left)
+        left = None if left is None else left - len(encoded.ids)
         yield encoded
         if left == 0:
             return
@@ -231,8 +228,15 @@ def spread_windows(
             before = stream.ends[start - 1] if start else torch.tensor(0)
             ends = torch.cat([before.repeat(len(prefix)), stream.ends[start : start + size]])
         rows.append(TokenDocument(f"window {i}", ids, ends, prefix))
-    digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
-    return rows, digest
+    return rows, text_digest(whole)
+
+
+def text_digest(text: str) -> str:
+    """Return the SHA-256 of a text in UTF-8, without a copy of it in memory."""
+    digest = hashlib.sha256()
+    for begin in range(0, len(text), SLICE):
+        digest.update(text[begin : begin + SLICE].encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def spread_starts(total: int, size: int, windows: int) -> list[int]:
@@ -244,16 +248,12 @@ def spread_starts(total: int, size: int, windows: int) -> list[int]:
     return [round(i * (total - size) / max(1, windows - 1)) for i in range(windows)]
 
 
-def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...]) -> TokenDocument:
-    exact = bool(getattr(tokenizer, "is_fast", False))
-    # Too long for the model is what windows are for: verbose=False keeps the tokenizer's warning away.
-    coded = tokenizer(document.text, add_special_tokens=False, verbose=False, return_offsets_mapping=exact)
-    ids = torch.tensor([*prefix, *coded["input_ids"]], dtype=torch.long)
-    if not exact:
-        return TokenDocument(document.name, ids, None, prefix)
-    # Bytes up to each character; tokens that share a character end where it does, the first of them counts it.
-    points = numpy.frombuffer(document.text.encode("utf-32-le", "surrogatepass"), dtype=numpy.uint32)
-    size = 1 + (points > 0x7F).astype(numpy.int64) + (points > 0x7FF) + (points > 0xFFFF)
-    upto = torch.from_numpy(numpy.concatenate([[0], size.cumsum()]))
-    stops = torch.tensor([0] * len(prefix) + [stop for _, stop in coded["offset_mapping"]], dtype=torch.long)
-    return TokenDocument(document.name, ids, upto[stops].cummax(0).values if len(stops) else upto[:0], prefix)
+def _encode(tokenizer: Any, document: Document, prefix: tuple[int, ...], limit: int | None = None) -> TokenDocument:
+    """Encode a document: all of it, or no more tokens than a limit, special ones included."""
+    tokens = token_arrays(tokenizer, document.text, prefix, limit)
+    ids = torch.frombuffer(tokens.ids, dtype=torch.long) if tokens.ids else torch.empty(0, dtype=torch.long)
+    ends = None
+    if tokens.ends is not None:
+        ends = torch.frombuffer(tokens.ends, dtype=torch.long) if tokens.ends else ids
+    encoded = TokenDocument(document.name, ids, ends, prefix)
+    return encoded if limit is None else encoded.beginning(limit)

@@ -15,7 +15,7 @@ from rope_patch.processes import is_alone, processes
 
 
 class AnsweringEngine(ABC):
-    """A program that answers prompts in the place of a model in memory.
+    """What answers prompts: a model in memory, or an engine such as vLLM.
 
     Attributes:
         name: with its version, for people.
@@ -88,7 +88,9 @@ def engine_of(model: nn.Module | AnsweringEngine, chunk: int | None, cache: Cach
     if not isinstance(model, AnsweringEngine):
         return InMemory(model, chunk, cache)
     if chunk is not None or cache is not None:
-        raise ValueError(f"chunk and cache are for models in memory: {model.name} reads prompts in its own way")
+        raise ValueError(f"chunk and cache are for models in memory: leave them out with {model.name}")
     if processes()[1] > 1 and not is_alone():
-        raise ValueError(f"{model.name} starts processes of its own: run one process, without torchrun")
+        raise ValueError(
+            f"{model.name} starts its own processes: run the command without torchrun or accelerate launch"
+        )
     return model

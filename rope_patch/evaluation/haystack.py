@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_patch.evaluation.documents import documents
+from rope_patch.evaluation.documents import documents, text_digest
 from rope_patch.evaluation.text import builtin_text
 
 HAYSTACK = "noise"
@@ -36,7 +35,7 @@ class Haystack:
     @property
     def sha256(self) -> str:
         """Digest of the text."""
-        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+        return text_digest(self.text)
 
     @classmethod
     def of(cls, source: str | Path | Haystack) -> Haystack:

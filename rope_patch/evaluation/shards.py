@@ -24,7 +24,19 @@ from rope_patch.processes import processes
 
 SHARD_FILE = "shard.json"
 SCHEMA = 1
-SAME = ("schema", "count", "methods", "patch", "spec", "text", "haystack", "model", "outlines", "fingerprints")
+SAME = (
+    "schema",
+    "count",
+    "methods",
+    "patch",
+    "spec",
+    "text",
+    "haystack",
+    "evaluator",
+    "model",
+    "outlines",
+    "fingerprints",
+)
 """What the shards of one comparison have in common."""
 
 
@@ -71,7 +83,7 @@ def describe(
         model: that is measured.
         outline: the same without weights; None where it has none, as with an adapter.
         methods: with their factors.
-        suite: what is measured.
+        suite: what is measured; its key tokens are chosen already where another model does that.
         patch: ``layer_types`` and ``freeze_at``.
     """
     return {
@@ -81,6 +93,7 @@ def describe(
         "spec": suite.spec.to_dict(),
         "text": suite.text_sha256,
         "haystack": suite.prompts.haystack.sha256,
+        "evaluator": None if suite.key_tokens is None else suite.key_tokens.evaluator,
         "model": f"{type(model).__name__} {name_of(model)}".strip(),
         "outlines": None if outline is None else identities(outline, methods, patch),
         "fingerprints": identities(model, methods, patch),

@@ -218,7 +218,7 @@ class EvalSuite:
                 context=context,
                 short_context=self.spec.short_context or default_short_context(context),
                 batch_tokens=self.spec.batch_tokens,
-                evaluator=f"{type(model).__name__} {name_of(model)}".strip(),
+                evaluator=evaluator_name(model),
                 result_cache=open_cache(resume),
                 on_progress=on_progress,
             )
@@ -320,6 +320,11 @@ class EvalSuite:
             chunk=None if spec.chunk is None else min(spec.chunk, length),
             **options,
         )
+
+
+def evaluator_name(model: nn.Module) -> str:
+    """Return what results call a model that chooses key tokens: its class, and the name of its checkpoint."""
+    return f"{type(model).__name__} {name_of(model)}".strip()
 
 
 def as_suite(spec: EvalSpec | EvalSuite, tokenizer: Any) -> EvalSuite:

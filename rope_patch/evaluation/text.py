@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 Split = Literal["train", "heldout", "haystack"]
+Kind = Literal["reference", "source"]
 
 # Folders of the standard library that some distributions leave out, or that hold tables rather than text.
 _LEFT_OUT = {
@@ -78,16 +79,44 @@ def builtin_text(split: Split) -> Corpus:
     return Corpus(split, documents, digest, platform.python_version())
 
 
+@functools.lru_cache(maxsize=2)
+def builtin_kind(kind: Kind) -> Corpus:
+    """Return the documents of one kind in the training part of the built-in corpus.
+
+    Args:
+        kind: ``"reference"``: language topics and docstrings, which are English; ``"source"``: the standard library's
+            Python source.
+
+    Raises:
+        ValueError: unknown kind.
+        FileNotFoundError: as :func:`builtin_text`.
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"unknown kind {kind!r}. Known: {', '.join(get_args(Kind))}")
+    whole, reference = builtin_text("train"), set(_reference())
+    documents = tuple(text for text in whole.documents if (text in reference) == (kind == "reference"))
+    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
+    return Corpus("train", documents, digest, whole.python_version)
+
+
 def _split_of(text: str) -> Split:
     share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 10
     return "heldout" if share == 8 else "haystack" if share == 9 else "train"
 
 
 def _documents() -> Iterator[str]:
+    yield from _reference()
+    yield from _source()
+
+
+def _reference() -> Iterator[str]:
     topics = importlib.import_module("pydoc_data.topics").topics
     yield from (text for _, text in sorted(topics.items()))
     for name in sorted(sys.builtin_module_names):
         yield _docstrings(name)
+
+
+def _source() -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix())
     if not paths:

@@ -1,16 +1,21 @@
-"""Held-out text and prompts, and which table is chosen by them."""
+"""Held-out text and prompts, text of a second domain, and which table is chosen by them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.intervals import paired_shares
+from rope_patch.evaluation.documents import TokenDocument
+from rope_patch.evaluation.intervals import paired_means, paired_shares
+from rope_patch.evaluation.losses import PerplexityResult
+from rope_patch.evaluation.metric import PairedDifference
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.retrieval import effective_prompts
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.fitting.rows import Objective
 from rope_patch.methods import Method
@@ -18,6 +23,10 @@ from rope_patch.processes import from_first
 
 SEED = 2_000_003
 """Added to the seed of held-out prompts, so that no comparison with a small seed asks the same."""
+
+
+Losses = Mapping[int, tuple[float, ...]]
+"""The mean loss of each window between two lengths, by the end of the bucket [nats/token]."""
 
 
 @dataclass(frozen=True)
@@ -28,41 +37,68 @@ class Candidate:
         name: ``"start"``, ``"step 20"``, ``"average"`` (of the second half); where none of these will do, ``"halfway"``
             from the start to the average, a ``"quarter"`` or an ``"eighth"`` of this way.
         method: that puts it in.
-        hits: which prompts were answered, by length.
+        haystacks: which prompts were answered, by length and haystack.
         answers: mean loss of an answer over all prompts, its tokens added up [nats].
-        nll: mean loss of text between the lengths, by the end of the bucket [nats/token].
+        windows: loss of each window of held-out text.
+        second_windows: loss of each window of the second domain; empty where there is none.
+        task: of the prompts.
     """
 
     name: str
     method: Method
-    hits: Mapping[int, tuple[bool, ...]]
+    haystacks: Mapping[int, tuple[tuple[bool, ...], ...]]
     answers: float
-    nll: Mapping[int, float]
+    windows: Losses
+    second_windows: Losses = field(default_factory=dict)
+    task: str = "passkey"
+
+    @property
+    def hits(self) -> dict[int, tuple[bool, ...]]:
+        """Which prompts were answered, by length."""
+        return {length: tuple(itertools.chain(*several)) for length, several in self.haystacks.items()}
 
     @property
     def retrieval(self) -> dict[int, float]:
         """Share of prompts answered, by length."""
         return {length: sum(hits) / len(hits) for length, hits in self.hits.items()}
 
+    @property
+    def nll(self) -> dict[int, float]:
+        """Mean loss of held-out text between the lengths, by the end of the bucket [nats/token]."""
+        return _means(self.windows)
+
+    @property
+    def second_nll(self) -> dict[int, float]:
+        """Mean loss of the second domain, by the end of the bucket [nats/token]."""
+        return _means(self.second_windows)
+
     @classmethod
-    def from_scores(cls, name: str, method: Method, scores: EvalResult) -> Candidate:
+    def from_scores(
+        cls, name: str, method: Method, scores: EvalResult, second: PerplexityResult | None = None
+    ) -> Candidate:
         """Return the candidate with the scores that its table was given.
 
         Args:
             name: as above.
             method: as above.
             scores: on held-out text and prompts of one task.
+            second: on the second domain, in the same buckets.
         """
         lengths, text = scores.spec.lengths, scores.perplexity
-        (retrieval,) = scores.retrieval.values()
+        ((task, retrieval),) = scores.retrieval.items()
         if text is None:
             raise ValueError("a fit is chosen on held-out text too: give windows >= 1")
         return cls(
             name,
             method,
-            {length: tuple(sample.correct for sample in retrieval.samples(length)) for length in lengths},
+            {
+                length: tuple(tuple(sample.correct for sample in several) for several in retrieval.haystacks(length))
+                for length in lengths
+            },
             math.fsum(-retrieval.logprob(length) for length in lengths) / len(lengths),
-            {high: math.log(text.between(low, high)) for low, high in itertools.pairwise([0, *lengths])},
+            _losses(text, lengths),
+            {} if second is None else _losses(second, lengths),
+            task,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,60 +110,130 @@ class Candidate:
             "prompts": {str(length): len(hits) for length, hits in self.hits.items()},
             "answers_nll": self.answers,
             "nll": {str(high): nll for high, nll in self.nll.items()},
+            "second_nll": {str(high): nll for high, nll in self.second_nll.items()},
         }
 
+    def text_changes(self, other: Candidate) -> dict[int, PairedDifference]:
+        """Return how the loss of held-out text differs from another's, with 95 % intervals over windows."""
+        return _changes(self.windows, other.windows)
+
+    def second_changes(self, other: Candidate) -> dict[int, PairedDifference]:
+        """Return the same of the second domain."""
+        return _changes(self.second_windows, other.second_windows)
+
+    def retrieval_changes(self, other: Candidate) -> dict[int, PairedDifference]:
+        """Return how the shares answered differ from another's, with 95 % intervals over haystacks."""
+        return {n: self._retrieval_change(other, [n]) for n in self.haystacks}
+
+    def changes(self, other: Candidate) -> dict[str, dict[str, list[float]]]:
+        """Return all differences from another, for JSON: estimate, lower and upper end of the 95 % interval."""
+        kinds = {
+            "nll": self.text_changes(other),
+            "second_nll": self.second_changes(other),
+            "retrieval": self.retrieval_changes(other),
+        }
+        return {name: {str(n): list(change) for n, change in by_length.items()} for name, by_length in kinds.items()}
+
     def never_worse(self, other: Candidate) -> bool:
-        """Whether its retrieval and its perplexity are no worse than another's."""
-        return self.finds_no_less(other) and self.reads_no_worse(other)
+        """Whether its retrieval and its perplexity are no worse than another's, and the second domain's neither."""
+        return self.finds_no_less(other) and self.reads_no_worse(other) and self.carries_over(other)
 
     def reads_no_worse(self, other: Candidate) -> bool:
         """Whether no bucket of text is predicted worse."""
         return all(self.nll[n] <= other.nll[n] for n in other.nll)
 
+    def carries_over(self, other: Candidate) -> bool:
+        """Whether the second domain is predicted no worse on average over buckets, and significantly worse in none.
+
+        Significantly: the paired 95 % interval over windows lies above 0. True where there is no second domain.
+        """
+        ours, theirs = self.second_nll, other.second_nll
+        return math.fsum(ours.values()) <= math.fsum(theirs.values()) and all(
+            change.low <= 0 for change in self.second_changes(other).values()
+        )
+
     def finds_no_less(self, other: Candidate) -> bool:
         """Whether retrieval is no worse, and significantly worse at no length.
 
-        Significantly: the paired 95 % interval of the difference in prompts answered lies below 0. Over all lengths,
-        either no fewer are answered, or not significantly fewer and the answers are no less probable: which of the
-        borderline prompts are answered is chance, and no other table would match a start that was lucky with them.
+        Significantly: the paired 95 % interval of the difference in prompts answered lies below 0, over as many
+        independent prompts as the haystacks are worth. Over all lengths, either no fewer are answered, or not
+        significantly fewer and the answers are no less probable: which of the borderline prompts are answered is
+        chance, and no other table would match a start that was lucky with them.
         """
-        whole, others = (tuple(itertools.chain(*c.hits.values())) for c in (self, other))
-        return (
-            sum(whole) >= sum(others) or (self.answers <= other.answers and paired_shares(whole, others)[1] >= 0)
-        ) and all(paired_shares(self.hits[n], other.hits[n])[1] >= 0 for n in other.hits)
+        whole = self._retrieval_change(other, list(self.haystacks))
+        return (whole.estimate >= 0 or (self.answers <= other.answers and whole.high >= 0)) and all(
+            change.high >= 0 for change in self.retrieval_changes(other).values()
+        )
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Retrieval first, perplexity second; the larger the better."""
-        return sum(map(sum, self.hits.values())), -math.fsum(self.nll.values())
+        """Retrieval first, perplexity of both domains second; the larger the better."""
+        losses = [*self.nll.values(), *self.second_nll.values()]
+        return sum(map(sum, self.hits.values())), -math.fsum(losses)
+
+    def _retrieval_change(self, other: Candidate, lengths: Sequence[int]) -> PairedDifference:
+        ours, theirs = ([hits for n in lengths for hits in c.haystacks[n]] for c in (self, other))
+        apart = [
+            [float(a) - float(b) for a, b in zip(one, another, strict=True)]
+            for one, another in zip(ours, theirs, strict=True)
+        ]
+        mine, others = (list(itertools.chain(*several)) for several in (ours, theirs))
+        count = effective_prompts(self.task, apart, 0.95)
+        estimate = (sum(mine) - sum(others)) / len(mine)
+        return PairedDifference(estimate, *paired_shares(mine, others, count=count))
+
+
+def _means(losses: Losses) -> dict[int, float]:
+    return {high: math.fsum(values) / len(values) for high, values in losses.items()}
+
+
+def _losses(text: PerplexityResult, lengths: Sequence[int]) -> Losses:
+    """Return the loss of each window between the lengths; all windows have as many tokens there."""
+    inside = {high: text.inside(low, high) for low, high in itertools.pairwise([0, *lengths])}
+    return {
+        high: tuple(sum(d.nll[i] for i in at) / sum(d.tokens[i] for i in at) for d in text.documents)
+        for high, at in inside.items()
+    }
+
+
+def _changes(ours: Losses, theirs: Losses) -> dict[int, PairedDifference]:
+    one, other = _means(ours), _means(theirs)
+    return {n: PairedDifference(one[n] - other[n], *paired_means(ours[n], theirs[n])) for n in ours}
 
 
 @dataclass(eq=False)
 class Evaluator:
-    """Measures tables on held-out text and prompts, the same for all candidates.
+    """Measures tables on held-out text and prompts and on a second domain, the same for all candidates.
 
     Attributes:
         model: whose table is fitted.
         suite: held-out windows and prompts of one task.
+        second: windows of the second domain, as long as the suite's; none where there is no such domain.
         objective: what is minimised.
         on_progress: called with a stage and the number of tokens just read.
     """
 
     model: nn.Module
     suite: EvalSuite
+    second: Sequence[TokenDocument]
     objective: Objective
     on_progress: Callable[[str, int], None]
 
     def __call__(self, name: str, method: Method, result_cache: MutableMapping[str, Any] | None) -> Candidate:
         """Measure the table that is in place; the first process does it for all."""
+        spec = self.suite.spec
+        options: dict[str, Any] = {
+            "resume": result_cache,
+            "on_progress": lambda tokens: self.on_progress(f"{name}: evaluation", tokens),
+        }
 
         def measure() -> Candidate:
-            scores = self.suite.run(
-                self.model,
-                resume=result_cache,
-                on_progress=lambda tokens: self.on_progress(f"{name}: evaluation", tokens),
-            )
-            return Candidate.from_scores(name, method, scores)
+            scores, second = self.suite.run(self.model, **options), None
+            if self.second:
+                chunk = None if spec.chunk is None else min(spec.chunk, spec.longest)
+                cut: dict[str, Any] = {"window": spec.longest, "buckets": spec.edges, "chunk": chunk}
+                second = perplexity(self.model, self.second, batch=spec.rows, **cut, **options)
+            return Candidate.from_scores(name, method, scores, second)
 
         return from_first(measure)
 

@@ -1,13 +1,18 @@
-"""The model card of a fitted checkpoint, and which files of its base are not carried over."""
+"""What is said of a fitted table, in print and on the model card; which files of the base are not carried over."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from rope_patch import __version__
+from rope_patch.evaluation.metric import PairedDifference
+from rope_patch.evaluation.metrics import METRICS
+from rope_patch.fitting.candidates import Candidate
+from rope_patch.fitting.texts import CARRIES_OVER, POPULATION, SecondDomain
 
 BASE_RECORDS = (
     *("training_log.json", "trainer_state.json", "training_args.bin"),
@@ -26,8 +31,8 @@ base, unchanged.
 - **Method**: {method}
 - **Target length**: {length} tokens
 {lines}
-
-`fit.json` has the measurements on held-out text and prompts. Plain transformers loads this folder as it is.
+{scores}
+{notes}`fit.json` has the measurements on held-out text and prompts. Plain transformers loads this folder as it is.
 """
 
 HEADING = """
@@ -38,25 +43,51 @@ It describes the base before the fit; its scores are not of this model.
 """
 
 
-def card(source: str, chosen: str, text: str, length: int, base_card: str | None, *, rows: str, on_hub: bool) -> str:
-    """Return the card: what was fitted, then the card of the base.
+def changes(winner: Candidate, start: Candidate, second: SecondDomain) -> list[str]:
+    """Return lines that say how a table differs from its start on both domains and in retrieval, with 95 % intervals.
+
+    Args:
+        winner: the table in use.
+        start: that it came from.
+        second: the second domain.
+    """
+    if winner == start:
+        return [f"The table in use is its start as it is. {second.why}".strip()]
+    perplexity, retrieval = METRICS["perplexity"], METRICS["retrieval"]
+
+    def line(what: str, where: str, metric: Any, several: Mapping[int, PairedDifference]) -> str:
+        return f"{what}: " + ", ".join(f"{where} {n} {metric.describe(change)}" for n, change in several.items())
+
+    lines = [
+        "Change from the start, with 95 % intervals:",
+        line("- perplexity of held-out text like the fit's", "up to position", perplexity, winner.text_changes(start)),
+    ]
+    if second.name:
+        what = f"- perplexity of a second domain ({second.name}, {len(second.windows)} windows)"
+        lines.append(line(what, "up to position", perplexity, winner.second_changes(start)))
+    lines.append(line("- share of prompts answered", "at", retrieval, winner.retrieval_changes(start)))
+    return lines
+
+
+def card(source: str, patch: Any, length: int, base_card: str | None, *, rows: str, on_hub: bool) -> str:
+    """Return the card: what was fitted and what came of it, then the card of the base.
 
     Args:
         source: the base as the card names it: a folder's name or a hub id.
-        chosen: the table in use, as :class:`~rope_patch.fitting.FittedPatch` names it.
-        text: what the table was fitted to.
-        length: that it was fitted to [tokens].
+        patch: the :class:`~rope_patch.fitting.FittedPatch`.
+        length: that the table was fitted to [tokens].
         base_card: contents of the base's ``README.md``; None where it has none.
         rows: length and positions of the rows, as :meth:`~rope_patch.fitting.Objective.describe_rows` says them.
         on_hub: the source is a hub id, which the front matter then names.
     """
     head, body = _parts(base_card or "")
     head.pop("model-index", None)  # the scores of the base
-    start, _, candidate = chosen.rpartition(", ")
+    start, _, candidate = patch.chosen.rpartition(", ")
+    winner, first = patch.winner
     done, method = "fitted", f"gradient descent on the frequencies, started from `{start}` (chosen: {candidate})"
-    lines = f"- **Text**: {text}, in rows of {rows}"
+    lines = f"- **Text**: {patch.texts.describe()}, in rows of {rows}"
     if candidate == "start":
-        done, lines = "chosen", f"- **Text**: {text}"
+        done, lines = "chosen", f"- **Text**: {patch.texts.describe()}"
         method = f"`{start}` as it is, the best of those evaluated on held-out text and prompts"
     tags = head.get("tags")
     given = tags if isinstance(tags, list) else [] if tags is None else [tags]
@@ -71,9 +102,16 @@ def card(source: str, chosen: str, text: str, length: int, base_card: str | None
         method=method,
         length=length,
         lines=lines,
+        scores="\n".join(("", *changes(winner, first, patch.second), "")),
+        notes="" if candidate == "start" else _notes(patch.warnings),
         version=__version__,
     )
     return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours
+
+
+def _notes(warnings: Sequence[str]) -> str:
+    """Return what the intervals speak of, what is known of such tables on other text, and the warnings."""
+    return "".join(f"{note}\n\n" for note in (POPULATION, CARRIES_OVER, *(f"**Note**: {w}." for w in warnings)))
 
 
 def _parts(text: str) -> tuple[dict[str, Any], str]:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rope_patch.evaluation.documents import Source, documents, prefix_ids
+from rope_patch.evaluation.documents import prefix_ids
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.tasks import NEEDLES, find_task
-from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.fitting.positions import stretched_positions
+from rope_patch.fitting.texts import TextPart
 from rope_patch.modeling.loss import IGNORED
 from rope_patch.modeling.positions import CHUNKS, check_positions, skipped_positions
 
-VALIDATION = 0.1
-"""Share of the text, at its end, that is held out: the table is chosen on it."""
 HAY = 1_000_000
 """Characters of the text in which prompts hide their needles; more where a row is longer."""
 TRIES = 20
 """Attempts to draw a prompt of an exact length before the error is raised."""
-LIMIT = 64_000_000
-"""The most characters that are read of a text."""
+GOLDEN = (math.sqrt(5) - 1) / 2
 SHORT = 2048
 """The longest that rows with skipped positions are by default, and the tokens of such rows read side by side."""
 
@@ -55,6 +52,8 @@ class Objective:
             that is fitted too is one for short rows.
         row_length: of the rows under ``"pose"``; by default the trained length, 2048 at most [tokens].
         chunks: pieces of a row of text under ``"pose"``.
+        mix: share of the rows, of text and of prompts, that are drawn from Python code where the data is of one kind
+            (:func:`~rope_patch.fitting.texts.fit_texts` says when it is), in [0, 1).
 
     Raises:
         ValueError: a weight or share out of its range, an unknown task, unknown positions, or a length or chunks for
@@ -67,12 +66,15 @@ class Objective:
     positions: str = "full"
     row_length: int | None = None
     chunks: int = CHUNKS
+    mix: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.retrieval < 1:
             raise ValueError(f"retrieval must be in [0, 1), got {self.retrieval}")
         if not 0 <= self.full <= 1:
             raise ValueError(f"full must be in [0, 1], got {self.full}")
+        if not 0 <= self.mix < 1:
+            raise ValueError(f"mix must be in [0, 1), got {self.mix}")
         find_task(self.task)
         check_positions(self.positions, self.row_length, self.chunks)
 
@@ -108,7 +110,14 @@ class Rows:
     """The rows of every step; they depend on the seed and the step alone."""
 
     def __init__(
-        self, tokenizer: Any, text: str, objective: Objective, trained: int, target: int, tokens: int, seed: int
+        self,
+        tokenizer: Any,
+        texts: Sequence[TextPart],
+        objective: Objective,
+        trained: int,
+        target: int,
+        tokens: int,
+        seed: int,
     ) -> None:
         self.goals = 2 if objective.retrieval else 1
         self.longest = objective.longest_row(trained, target)
@@ -116,21 +125,19 @@ class Rows:
             rows = "a row of text and one of retrieval" if self.goals == 2 else "a row"
             length = "the target" if self.longest == target else f"{self.longest} tokens"
             raise ValueError(f"batch_tokens must be >= {self.goals * self.longest}, {rows} of {length}, got {tokens}")
-        self.tokenizer, self.text, self.objective, self.seed = tokenizer, text, objective, seed
+        self.tokenizer, self.texts, self.objective, self.seed = tokenizer, texts, objective, seed
         self.trained, self.target, self.tokens = trained, target, tokens
         self.prefix = prefix_ids(tokenizer)
-        self.digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        size = max(HAY, 16 * target)
-        start = random.Random(f"hay/{seed}").randrange(max(1, len(text) - size))
-        self.maker = PromptMaker(tokenizer, Haystack(text[start : start + size], "text to fit to"))
+        self.makers = [PromptMaker(tokenizer, self._haystack(part.text)) for part in texts]
         self.needles = NEEDLES if find_task(objective.task).joined else 1
 
     def check(self) -> None:
-        """Raise ValueError if the text is shorter than a row, or a prompt does not fit into a row."""
-        self._crop(random.Random(0), self.longest)
+        """Raise ValueError if a text is shorter than a row, or a prompt does not fit into a row."""
         lengths = (self.longest, self.trained) if self.objective.positions == "full" else (self.longest,)
-        for length in lengths if self.goals == 2 else ():
-            self._prompt(random.Random(0), length, 0)
+        for part, maker in zip(self.texts, self.makers, strict=True):
+            self._crop(part, random.Random(0), self.longest)
+            for length in lengths if self.goals == 2 else ():
+                self._prompt(maker, random.Random(0), length, 0)
 
     def __call__(
         self, step: int, goal: int, share: int = 0, shares: int = 1
@@ -156,13 +163,14 @@ class Rows:
             if i % shares == share:
                 own = random.Random(f"fit/{self.seed}/{step}/{i}")
                 reach = max(length, self._length(own)) if skipping else length
+                text, maker = self._take(step + i - first)
                 if goal:
-                    prompt = self._prompt(own, length, step * count + i)
+                    prompt = self._prompt(maker, own, length, step * count + i)
                     row, learned = list(prompt.ids), prompt.answer
                     if skipping:
-                        positions.append(stretched_positions(prompt, self.maker, reach, own))
+                        positions.append(stretched_positions(prompt, maker, reach, own))
                 else:
-                    row, learned = self._crop(own, length), length - 1
+                    row, learned = self._crop(text, own, length), length - 1
                     if skipping:
                         positions.append(skipped_positions(own, length, reach, self.objective.chunks))
                 rows.append((row, [0.0] * (length - learned) + [1 / learned / (stop - first)] * learned))
@@ -180,47 +188,47 @@ class Rows:
             return self.target
         return round(math.exp(rng.uniform(math.log(self.trained), math.log(self.target))))
 
-    def _prompt(self, rng: random.Random, length: int, number: int) -> Prompt:
+    def _take(self, number: int) -> tuple[TextPart, PromptMaker]:
+        """Return the text of a row, with what makes its prompts.
+
+        Any few steps in a row have the texts in nearly their shares: where texts differ in how hard they are, the loss
+        would else go up and down with what was drawn. The multiples of the golden ratio are that even (Weyl 1916).
+        """
+        place = number * GOLDEN % 1.0
+        reached = itertools.accumulate(part.share for part in self.texts)
+        at = next((i for i, share in enumerate(reached) if place < share), len(self.texts) - 1)
+        return self.texts[at], self.makers[at]
+
+    def _haystack(self, text: str) -> Haystack:
+        """Return a stretch of a text in which prompts hide their needles."""
+        size = max(HAY, 16 * self.target)
+        start = random.Random(f"hay/{self.seed}").randrange(max(1, len(text) - size))
+        return Haystack(text[start : start + size], "text to fit to")
+
+    def _prompt(self, maker: PromptMaker, rng: random.Random, length: int, number: int) -> Prompt:
         """Return a prompt with its needles drawn."""
         for left in reversed(range(TRIES)):
             depths = [min(max(rng.uniform(-0.5, 1.5), 0.0), 1.0) for _ in range(self.needles)]
             seed = rng.getrandbits(32)
             try:
-                (prompt,) = self.maker.prompts(self.objective.task, length, depths, seed=seed, sample=number)
+                (prompt,) = maker.prompts(self.objective.task, length, depths, seed=seed, sample=number)
                 break
             except ValueError:  # sometimes no stretch of the text has the exact number of tokens
                 if not left:
                     raise
         return prompt
 
-    def _crop(self, rng: random.Random, length: int) -> list[int]:
+    def _crop(self, part: TextPart, rng: random.Random, length: int) -> list[int]:
         """Return a row that begins at a random place of the text."""
         size, characters = length - len(self.prefix), 8 * length
         while True:
-            start = rng.randrange(max(1, len(self.text) - characters))
-            ids = self.tokenizer(self.text[start : start + characters], add_special_tokens=False, verbose=False)
+            start = rng.randrange(max(1, len(part.text) - characters))
+            ids = self.tokenizer(part.text[start : start + characters], add_special_tokens=False, verbose=False)
             if len(ids["input_ids"]) >= size:
                 return [*self.prefix, *ids["input_ids"][:size]]
-            if characters >= len(self.text):
+            if characters >= len(part.text):
                 raise ValueError(
-                    f"a row of {length} tokens is longer than the text to fit to, which has "
+                    f"a row of {length} tokens is longer than {part.name}, the text to fit to, which has "
                     f"{len(ids['input_ids'])}: give more text, or a shorter target"
                 )
             characters *= 2
-
-
-def split_text(data: Source | None) -> tuple[str, str]:
-    """Return the text to fit to and the held-out text."""
-    source = builtin_text("train") if data is None else data
-    if isinstance(source, Corpus):
-        whole = source.text[:LIMIT]
-    else:
-        parts, size = [], 0
-        for document in documents(source):
-            parts.append(document.text[: LIMIT - size])
-            size += len(parts[-1])
-            if size >= LIMIT:
-                break
-        whole = "\n\n".join(parts)
-    cut = round(len(whole) * (1 - VALIDATION))
-    return whole[:cut], whole[cut:]

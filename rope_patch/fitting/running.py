@@ -35,7 +35,8 @@ WARM = 1 / 8
 WAYS = ("halfway", "quarter", "eighth")
 """Points between the start and the average, evaluated in turn until one is good enough."""
 WORSE, WATCHED = 1.0, 5
-"""A fit has diverged when the mean loss of text over the last ``WATCHED`` steps is ``WORSE`` nats above the first."""
+"""A fit has diverged when the mean loss of text over the last ``WATCHED`` steps is ``WORSE`` nats above the first; of
+twice as many steps where rows are of several texts, as some texts are harder than others."""
 
 
 class FitRun:
@@ -66,6 +67,7 @@ class FitRun:
         self.adam = torch.optim.Adam([{"params": part} for part in self.parts], betas=BETAS)
         self.label, self.weight = str(method), rows.objective.retrieval
         self.losses: list[float] = []
+        self.watched = WATCHED * min(2, len(rows.texts))
         self.stopped = ""
 
     def __call__(
@@ -170,8 +172,8 @@ class FitRun:
     def _diverged(self) -> bool:
         if self.losses and not math.isfinite(self.losses[-1]):
             return True
-        early, late = self.losses[:WATCHED], self.losses[-WATCHED:]
-        return len(self.losses) > WATCHED and math.fsum(late) / WATCHED > math.fsum(early) / WATCHED + WORSE
+        early, late = self.losses[: self.watched], self.losses[-self.watched :]
+        return len(self.losses) > self.watched and math.fsum(late) - math.fsum(early) > WORSE * self.watched
 
     @contextlib.contextmanager
     def _fitting(self, checkpointing: bool) -> Iterator[None]:

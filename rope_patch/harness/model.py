@@ -6,11 +6,12 @@ import contextlib
 import inspect
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from accelerate import find_executable_batch_size
 from lm_eval.api.registry import model_registry
@@ -25,10 +26,11 @@ from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import key_means
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.methods import METHODS, MethodLike, as_method
-from rope_patch.modeling.scoring import Reader, fingerprint
+from rope_patch.modeling.scoring import SLICE, Reader, fingerprint
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import key_of
+from rope_patch.patching.two_tables import switch_of
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.words import did_you_mean
 
@@ -55,27 +57,26 @@ LOADING = set(inspect.signature(PreTrainedModel.from_pretrained).parameters) | {
 IDENTITY = "rope_patch: whose answers these are"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Row:
-    """Requests that differ in their last token alone: read once.
+    """Requests that begin one another: the longest is read, and with it all of them.
 
     Attributes:
-        ids: what is read, all but the last token.
-        asked: of each request its number, the tokens of its continuation, and its last token.
+        ids: what is read, all but the last token of the longest request (tokens,) int64.
+        asked: of each request its number, the tokens of its context, and its continuation.
     """
 
-    ids: list[int]
-    asked: list[tuple[int, int, int]]
+    ids: Tensor
+    asked: list[tuple[int, int, Sequence[int]]]
 
-    @property
-    def first(self) -> int:
-        """Position of the first state to score."""
-        return len(self.ids) - max(count for _, count, _ in self.asked)
-
-    @property
-    def shared(self) -> int:
-        """Tokens to score that the requests have in common: of the longest all but the last."""
-        return len(self.ids) - 1 - self.first
+    def targets(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return which state scores which token, each pair once and in order, and of each request its pairs."""
+        pairs = [
+            torch.stack([torch.arange(context - 1, context - 1 + len(rest)), torch.tensor(rest)], 1)
+            for _, context, rest in self.asked
+        ]
+        unique, where = torch.unique(torch.cat(pairs), dim=0, return_inverse=True)
+        return unique[:, 0].contiguous(), unique[:, 1], where.split([len(rest) for _, _, rest in self.asked])
 
 
 def _base_and_adapter(adapter: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -242,13 +243,20 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="loglikelihood") as bar:
-            for batch in self._batches(_grouped(requests), override_bs or self.batch_size):
+            for batch in self._batches(_grouped(requests, self._table_of), override_bs or self.batch_size):
                 for i, answer in self._score(batch):
                     answers[i] = answer
                     if (texts := requests[i][0]) is not None:  # HFLM keeps the whole of a rolling window
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update()
         return [answer for answer in answers if answer is not None]
+
+    def _table_of(self, length: int) -> int:
+        """Return a number that stands for the table under which a text of so many tokens is read."""
+        if self.reader.dynamic:
+            return length
+        switch = switch_of(self.model)
+        return int(switch is not None and length > switch)
 
     def _new_cache(self, capacity: int) -> Any:
         return self.reader.new_cache(capacity) if self.scheme == Scheme() else self.maker()
@@ -257,38 +265,29 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
     def _score(self, batch: Sequence[_Row]) -> Iterator[tuple[int, tuple[float, bool]]]:
         """Score rows side by side; padding on the right is never seen by what stands before it."""
         reader = self.reader
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row.ids) for row in batch], batch_first=True)
-        lasts = [torch.tensor([token for _, _, token in row.asked]) for row in batch]
-        for tokens in (ids, *lasts):
+        ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True)
+        asked = [row.targets() for row in batch]
+        for tokens in (ids, *(targets for _, targets, _ in asked)):
             reader.check(tokens)
-        # Of each row: the tokens its requests have in common, then the last token of each.
-        nll = [torch.full((row.shared + len(row.asked),), math.nan, dtype=torch.float64) for row in batch]
-        right = [torch.zeros(len(part), dtype=torch.bool) for part in nll]
+        nll = [torch.full((len(states),), math.nan, dtype=torch.float64) for states, _, _ in asked]
+        right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in asked]
         past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
         mixed = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
             reach = [len(row.ids) + 1 for row in batch]  # with the last token of each request
             for start, hidden in reader.read(ids, past, self.chunk, reach=reach):
-                stop = start + hidden.shape[1]
-                for i, row in enumerate(batch):
-                    final = len(row.ids) - 1  # the state at position p scores the token at p + 1
-                    low, high = max(start, row.first), min(stop, final)
-                    if low < high:
-                        at, targets = slice(low - row.first, high - row.first), ids[i, low + 1 : high + 1]
-                        nll[i][at], best = reader.score(hidden[i, low - start : high - start], targets)
-                        right[i][at] = best == targets
-                    if start <= final < stop:
-                        state = hidden[i, final - start].expand(len(lasts[i]), -1)
-                        nll[i][row.shared :], best = reader.score(state, lasts[i])
-                        right[i][row.shared :] = best == lasts[i]
-        for row, losses, hits in zip(batch, nll, right, strict=True):
+                for i, (states, targets, _) in enumerate(asked):
+                    low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
+                    for first in range(low, high, SLICE):  # no copy of all states
+                        at = slice(first, min(first + SLICE, high))
+                        nll[i][at], best = reader.score(hidden[i, states[at] - start], targets[at])
+                        right[i][at] = best == targets[at]
+        for row, (states, _, parts), losses, hits in zip(batch, asked, nll, right, strict=True):
             if bool(losses.isnan().any()):
-                at_token = row.first + 1 + int(losses.isnan().long().argmax())
+                at_token = 1 + int(states[losses.isnan()][0])
                 raise ValueError(f"the model gives NaN for token {at_token} of a request of {len(row.ids) + 1} tokens")
-            for j, (number, count, _) in enumerate(row.asked):
-                own = slice(row.shared - count + 1, row.shared)
-                score = float(losses[own].sum() + losses[row.shared + j])
-                yield number, (-score, bool(hits[own].all() and hits[row.shared + j]))
+            for (number, _, _), own in zip(row.asked, parts, strict=True):
+                yield number, (-float(losses[own].sum()), bool(hits[own].all()))
 
     def _batches(self, rows: list[_Row], size: int | str) -> Iterator[list[_Row]]:
         """Cut rows, longest first, into batches; ``auto`` fits the first and gives the others as many tokens."""
@@ -354,15 +353,33 @@ class RopePatchLM(HFLM):  # type: ignore[misc]
         )
 
 
-def _grouped(requests: Sequence[tuple[Any, list[int], list[int]]]) -> list[_Row]:
-    """Requests in rows, the longest first."""
-    rows: dict[tuple[int, ...], _Row] = {}
+def _grouped(requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Callable[[int], int]) -> list[_Row]:
+    """Requests in rows, the longest first.
+
+    Args:
+        requests: each with its context and its continuation.
+        table_of: a number that stands for the table under which a model reads a text of so many tokens; only requests
+            that are read under the same one share a row.
+    """
+    texts = []
     for i, (_, context, continuation) in enumerate(requests):
         if not context or not continuation:
             raise ValueError(f"request {i} has {len(context)} tokens of context and {len(continuation)} to score")
-        ids = [*context, *continuation[:-1]]
-        rows.setdefault(tuple(ids), _Row(ids, [])).asked.append((i, len(continuation), continuation[-1]))
-    return sorted(rows.values(), key=lambda row: (-len(row.ids), row.ids))
+        ids = numpy.array([*context, *continuation[:-1]], dtype=">i4").tobytes()  # in the order of the numbers
+        texts.append((table_of(len(context) + len(continuation)), ids, i))
+    rows: list[tuple[int, bytes, list[int]]] = []
+    for table, ids, i in sorted(texts, reverse=True):  # what begins with a text comes right before it
+        if not rows or rows[-1][0] != table or not rows[-1][1].startswith(ids):
+            rows.append((table, ids, []))
+        rows[-1][2].append(i)
+    rows.sort(key=lambda row: (-len(row[1]), row[1]))
+    return [
+        _Row(
+            torch.from_numpy(numpy.frombuffer(ids, dtype=">i4").astype(numpy.int64)),
+            [(i, len(requests[i][1]), requests[i][2]) for i in sorted(numbers)],
+        )
+        for _, ids, numbers in rows
+    ]
 
 
 if NAME not in model_registry:  # an entry point, or rope-patch-eval, may have named this class already

@@ -23,7 +23,10 @@ from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.text import builtin_text
 
-OPTIONS = ("samples", "depths", "seed", "haystack", "text", "stride", "windows")
+OPTIONS = (
+    *("samples", "depths", "seed", "haystack", "text", "stride", "windows"),
+    *("evaluator", "short_context", "resume"),
+)
 """What ``--metadata`` may set."""
 SPARE = 256
 """Tokens left at the end of a text, so that its last window is cut at a word, too [tokens]."""
@@ -119,7 +122,7 @@ def retrieval_documents(
     refuse_misspelled(rest)
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be a whole number >= 1, got {samples!r}: give --metadata samples=")
-    maker = _maker(_tokenizer_arguments(rest), haystack, turns)
+    maker = _maker(tokenizer_arguments(rest), haystack, turns)
     depths = [depths] if isinstance(depths, int | float) else list(depths)
     rows = []
     for sample in range(samples):
@@ -165,9 +168,9 @@ def perplexity_documents(
         if not isinstance(value, int) or value < 1 or (most is not None and value > most):
             span = "at least 1" if most is None else f"in [1, {most}]"
             raise ValueError(f"{name} must be a whole number {span}, got {value!r}: give --metadata {name}=")
-    arguments = _tokenizer_arguments(rest)
+    arguments = tokenizer_arguments(rest)
     tokenizer, prefix = load_tokenizer(arguments)
-    words, upto = _words(arguments, text)
+    words, upto = words_of(arguments, text)
 
     needed = length + (windows - 1) * stride
     too_short = ValueError(
@@ -216,7 +219,7 @@ def perplexity_documents(
 
 
 @functools.lru_cache(maxsize=1)
-def _words(arguments: TokenizerArguments, path: str | None) -> tuple[list[str], list[int]]:
+def words_of(arguments: TokenizerArguments, path: str | None) -> tuple[list[str], list[int]]:
     """Words of a text, and the tokens up to each: an estimate, since neighbours may merge."""
     tokenizer, _ = load_tokenizer(arguments)
     if path is None:
@@ -246,7 +249,7 @@ def refuse_misspelled(rest: Mapping[str, Any]) -> None:
 TokenizerArguments = tuple[tuple[str, Any], ...]
 
 
-def _tokenizer_arguments(metadata: Mapping[str, Any]) -> TokenizerArguments:
+def tokenizer_arguments(metadata: Mapping[str, Any]) -> TokenizerArguments:
     """What says which tokenizer the model will use, and how."""
     name = next((metadata[key] for key in ("tokenizer", "pretrained", "model") if metadata.get(key)), None)
     if name is None:

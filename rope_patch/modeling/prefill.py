@@ -55,7 +55,7 @@ class RoomyLayer(DynamicLayer):
 def prefill_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as ``sdpa`` does; a chunk that follows a context goes a block of queries at a time."""
+    """Attend as ``sdpa`` does; a chunk that follows a context attends to it and to itself, or in blocks of queries."""
     batch, heads, size, width = query.shape
     before = key.shape[2] - size
     special = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "cache"))
@@ -63,6 +63,8 @@ def prefill_attention(
     special = special or not causal or bool(kwargs.get("dropout"))
     if attention_mask is not None or size == 1 or before == 0 or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if query.device.type == "cpu" and width == value.shape[-1] and not query.requires_grad:
+        return _in_two_parts(query, key, value, before, kwargs.get("scaling")).transpose(1, 2), None
     groups = key.shape[1]
     shared = heads // groups
     step = max(1, ROWS.get(query.device.type, MANY_ROWS) // shared)
@@ -79,6 +81,36 @@ def prefill_attention(
         )
         out[:, low:high] = got.reshape(batch, heads, high - low, -1).transpose(1, 2)
     return out, None
+
+
+def _in_two_parts(query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None) -> Tensor:
+    """Attend to the tokens before a chunk, all of which every query sees, and to the chunk; put the parts together.
+
+    So no mask is made, and queries go to the kernel all at once: blocks with a mask take 1.5 times as long here. A part
+    counts by its share of the sum of exponentials, of which the kernel of ``scaled_dot_product_attention`` for CPUs
+    returns the logarithm.
+
+    Args:
+        query: (batch, heads, chunk, width).
+        key: (batch, groups, tokens, width).
+        value: (batch, groups, tokens, width).
+        before: tokens that the chunk follows.
+        scale: of the logits; by default one over the root of the width.
+
+    Returns:
+        Attended values (batch, heads, chunk, width).
+    """
+    batch, heads, size, width = query.shape
+    groups = key.shape[1]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own = [states[:, :, before:].repeat_interleave(heads // groups, 1) for states in (key, value)]
+    near, near_sum = kernel(query, *own, 0.0, True, scale=scale)
+    # The heads that share a key stand one after another, as more queries of it.
+    queries = query.reshape(batch, groups, -1, width)
+    far, far_sum = kernel(queries, key[:, :, :before], value[:, :, :before], 0.0, False, scale=scale)
+    share = torch.sigmoid(far_sum.reshape(batch, heads, size, 1) - near_sum[..., None])
+    both: Tensor = torch.lerp(near.to(share.dtype), far.reshape(near.shape).to(share.dtype), share)
+    return both.to(query.dtype)
 
 
 def prefill_mask(**kwargs: Any) -> Tensor | None:

@@ -122,7 +122,7 @@ def _what(options: RecipeOptions, fit: dict[str, Any] | None) -> str:
     if fit is not None:
         rows = " to short rows at skipped positions (PoSE)" if options.fit.positions == "pose" else ""
         frozen = f"while the weights were frozen (chosen: {fit['chosen']})"
-        sentences.append(f"The rotary table was fitted{rows} first, {frozen}.")
+        sentences.append(f"The rotary table was fitted{rows} first, {frozen}. {fit['carries_over']}")
     if options.patch.trainable:
         sentences.append("The rotary table was trained with them.")
     return " ".join(sentences)

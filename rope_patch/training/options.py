@@ -81,7 +81,11 @@ class FitOptions:
         row_length: of the rows under ``pose``; by default the trained length, but at most 2048 [tokens].
         chunks: pieces of a row of text under ``pose``.
         retrieval: share of the learning rate for answers to retrieval prompts. With 0 the table is fitted to text
-            alone, which loses retrieval.
+            alone, which loses retrieval and was found worse on text of another kind.
+        mix: share of the rows that are drawn from code of Python's standard library: the run's text is taken as one
+            kind. With 0 the table is fitted to that text alone.
+        second_text: text of another kind, which decides too: ``builtin`` (the documentation of Python), ``none``, or a
+            file or folder (``*.txt``).
         task: of the retrieval prompts.
         band: the largest factor by which a frequency may differ from its start.
         monotone: keep the pairs in order, fast to slow.
@@ -99,6 +103,8 @@ class FitOptions:
     row_length: int | None = None
     chunks: int = 2
     retrieval: float = 0.8
+    mix: float = 0.5
+    second_text: str = "builtin"
     task: str = "passkey"
     band: float | None = None
     monotone: bool = False

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -113,6 +114,10 @@ class RecipeOptions:
             try:
                 if not 0 <= fit.retrieval < 1:
                     raise ValueError(f"retrieval must be in [0, 1), got {fit.retrieval}")
+                if not 0 <= fit.mix < 1:
+                    raise ValueError(f"mix must be in [0, 1), got {fit.mix}")
+                if fit.second_text not in ("builtin", "none") and not Path(fit.second_text).exists():
+                    raise ValueError(f"second_text must be builtin, none or a file or folder, got {fit.second_text!r}")
                 find_task(fit.task)
                 Constraint(fit.band, fit.monotone, fit.curve, fit.scaling)
                 check_positions(fit.positions, fit.row_length, fit.chunks, self.target_length)

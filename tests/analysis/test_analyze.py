@@ -206,6 +206,7 @@ def test_every_part_is_there(tokenizer, family):
     out = json.loads(result.to_json())
     heads = sum(layer.query.heads for layer in result.capture.layers)
     assert len(out["heads"]) == heads and out["findings"] == findings(result)
+    assert out["environment"]["dtype"] == "float32" and out["environment"]["device"] == "cpu"
     assert [point["p"] for point in out["p_sweep"]] == [1.0, 0.5]
     assert {stage for stage, _ in progress} == {"capture", "heads", "sinks", "unchanged table", "p = 0.5"}
     assert sum(tokens for _, tokens in progress) == AnalysisReading(64, [0.5], 64).tokens(result.rows.ids.numel(), None)

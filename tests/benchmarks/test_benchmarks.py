@@ -27,13 +27,13 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")]
 
 
-def run(name: str, tmp_path: Path, *, against: str = "lm_eval", fork: bool = False) -> dict[str, Any]:
+def run(name: str, tmp_path: Path, *more: str, against: str = "lm_eval", fork: bool = False) -> dict[str, Any]:
     """Run a benchmark at its quick size and return its report, which names the version of what ours is held against.
 
     One that measures no memory may run in a fork, which has torch and transformers already.
     """
     output, log = tmp_path / f"{name}.json", tmp_path / f"{name}.txt"
-    command = [str(FOLDER / f"{name}.py"), "--quick", "-o", str(output)]
+    command = [str(FOLDER / f"{name}.py"), "--quick", "-o", str(output), *more]
 
     def script() -> None:
         with log.open("w") as sys.stderr:
@@ -76,6 +76,27 @@ def test_perplexity_memory(tmp_path: Path) -> None:
     assert [row["tokens"] for row in report["time"]] == [256, 512]
     assert all(row[f"{side}_wall_ratio"]["median"] > 0 for row in report["time"] for side in ("one_pass", "chunked"))
     assert report["alone"]["tokens"] == 1024 and report["alone"]["peak_mb"] > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
+def test_memory_of_text(tmp_path: Path) -> None:
+    report = run("memory_of_text", tmp_path, against="tokenizers", fork=True)
+    shown = report["summary"]["compare"]
+    assert shown["same_scores_on_short_texts"]
+    assert 0 < shown["peak_mb"] < shown["one_call_peak_mb_extrapolated"]
+
+
+def test_chunked_reading(tmp_path: Path) -> None:
+    report = run("chunked_reading", tmp_path, against="torch", fork=True)
+    assert report["losses"]["chunked"] == pytest.approx(report["losses"]["one_pass"], abs=0.01)  # bfloat16
+    assert {*report["summary"]["cpu"]} == {"chunks_alone", "one_pass", "chunked"}
+
+
+def test_cpu_dtypes(tmp_path: Path) -> None:
+    report = run("cpu_dtypes", tmp_path, against="torch", fork=True)
+    assert [row["dtype"] for row in report["rows"]] == ["bfloat16", "float16"]
+    assert all(0 < row["largest_difference_of_a_token"] < 1 for row in report["rows"])
+    assert all(row["nll"] == pytest.approx(row["nll_float32"], abs=0.05) for row in report["rows"])
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
@@ -152,6 +173,20 @@ def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         row["fitted_minus_yarn"][f"perplexity {h}"][0] < 0 for h in (256, 512, 1024)
     )
     assert report["summary"]["bar_reached"]["in_time"] == (row["cpu_s"] <= 180)
+
+
+@pytest.mark.full
+def test_fit_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it keeps its cells
+    text = rope_patch.data_path("assets") / "domains" / "english.txt"
+    for name in ("tinystories_val.txt", "wikitext2_test.txt", "novels/moby_dick.txt", "novels/pride_and_prejudice.txt"):
+        path = tmp_path / "data" / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(20 * text.read_text(encoding="utf-8"), encoding="utf-8")
+    report = run("fit_mixture", tmp_path, "--data", "data", against="transformers", fork=True)
+    (row,) = report["rows"]
+    assert row["fits"].keys() == {"alone", "choice", "mixture"} and len(row["loss"]) == 4
+    assert all(changes.keys() == {"256", "512", "1024"} for changes in row["loss"]["wikitext"].values())
 
 
 @pytest.mark.full

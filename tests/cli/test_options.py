@@ -17,7 +17,7 @@ from typer.main import get_command
 
 import rope_patch
 from rope_patch.cli.app import app
-from rope_patch.cli.loading import check_device, choose_device, load_model
+from rope_patch.cli.loading import check_device, choose_device, cpu_type, load_model
 from rope_patch.planning.options import Options
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
@@ -32,7 +32,7 @@ OWN = {  # what a command says of an option in words of its own, because it is a
     "--batch-tokens": {"fit", "compare"},
     "--windows": {"fit"},
     "--haystack": {"fit"},
-    "--text": {"analyze"},
+    "--text": {"analyze", "fit"},
     "--method": {"theory"},
     "--dtype": {"plan", "export"},
     "--tolerance": {"analyze", "kv-check", "extend"},
@@ -152,7 +152,33 @@ def test_auto_needs_no_accelerate_where_there_is_no_gpu(tmp_path):
         "print(parameter.device, parameter.dtype)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "tiny")], capture_output=True, text=True)
-    assert done.stdout.strip() == "cpu torch.bfloat16", done.stderr
+    assert done.stdout.strip() == f"cpu {cpu_type(torch.bfloat16, torch.cpu.get_capabilities())}", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("stored", "architecture", "has", "expected"),
+    [
+        (torch.bfloat16, "x86_64", "avx512_bf16", torch.bfloat16),
+        (torch.bfloat16, "x86_64", "amx_bf16", torch.bfloat16),
+        (torch.bfloat16, "x86_64", "avx512_fp16", torch.float32),
+        (torch.float16, "x86_64", "avx512_bf16", torch.float32),
+        (torch.float16, "x86_64", "avx512_fp16", torch.float16),
+        (torch.bfloat16, "arm64", "neon", torch.bfloat16),  # not known: as the checkpoint says
+        (torch.float32, "x86_64", "avx512_bf16", torch.float32),
+    ],
+)
+def test_auto_widens_16_bits_that_an_x86_cpu_has_no_instructions_for(stored, architecture, has, expected):
+    assert cpu_type(stored, {"architecture": architecture, "avx512_f": True, has: True}) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
+def test_a_data_type_that_is_not_the_checkpoints_is_said(tmp_path, capsys):
+    tiny_model().half().save_pretrained(tmp_path)
+    dtype = next(load_model(str(tmp_path)).parameters()).dtype
+    assert dtype == cpu_type(torch.float16, torch.cpu.get_capabilities())
+    said = "read in float32, which this CPU computes faster than the checkpoint's float16" in capsys.readouterr().err
+    assert said == (dtype == torch.float32)
+    assert next(load_model(str(tmp_path), dtype="float16").parameters()).dtype == torch.float16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")

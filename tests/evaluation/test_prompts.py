@@ -165,7 +165,7 @@ def test_haystacks_by_name_and_by_path(tmp_path):
     ("arguments", "message"),
     [
         ({"task": "pass_key"}, "unknown task 'pass_key' in mode 'single'. Did you mean 'passkey'? Known: "),
-        ({"task": "vt", "mode": "multikey"}, "unknown task 'vt' in mode 'multikey'. Known: json_kv, niah, "),
+        ({"task": "vt", "mode": "multikey"}, "task 'vt' has no mode 'multikey'. Tasks that have it: json_kv, niah, "),
         ({"mode": "many"}, "unknown mode 'many'. Known: single, multikey"),
         ({"depths": [1.01]}, "depth must be in [0, 1], got 1.01"),
         ({"depths": [float("nan")]}, "depth must be in [0, 1], got nan"),

@@ -60,6 +60,12 @@ def merge(folder, monkeypatch, capsys, **options):
 def test_what_the_shards_did_not_measure_is_refused(shards, copy, monkeypatch, capsys):
     other = merge(copy, monkeypatch, capsys, methods=["--methods", "default pi:factor=4"])
     assert 'differ from this command in methods, ["default", "yarn:factor=4"] and ["default", "pi:factor=4"]' in other
+    chooser = fail(
+        monkeypatch,
+        capsys,
+        *words(copy / "merged", "--merge", copy / "part-*", "--longppl-evaluator", ASSETS / "llama"),
+    )
+    assert 'differ from this command in evaluator, null and "LlamaForCausalLM llama"' in chooser
     copied = json.loads((ASSETS / "llama" / "config.json").read_text())
     shutil.copytree(ASSETS / "llama", copy / "llama", ignore=shutil.ignore_patterns("*.safetensors"))
     (copy / "llama" / "config.json").write_text(json.dumps({**copied, "rms_norm_eps": 1e-3}))

@@ -71,7 +71,7 @@ def test_every_field_of_a_spec_is_part_of_its_digest():
         ({"tasks": "passkey"}, "tasks must be a list of names, got 'passkey'"),
         ({"tasks": ["niah", "niah"]}, "differ from each other"),
         ({"tasks": ["niahs"]}, "Did you mean 'niah'"),
-        ({"tasks": ["vt"], "mode": "multikey"}, "unknown task 'vt' in mode 'multikey'"),
+        ({"tasks": ["vt"], "mode": "multikey"}, "task 'vt' has no mode 'multikey'"),
         ({"depths": [1.5]}, "depth must be in \\[0, 1\\], got 1.5"),
         ({"bucket": 0}, "bucket must be >= 1, got 0"),
         ({"batch_tokens": 0}, "batch_tokens must be >= 1, got 0"),

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import fitting_child
 import pytest
@@ -26,15 +27,18 @@ import rope_patch
 from rope_patch import fitting
 from rope_patch.cli import app as cli
 from rope_patch.evaluation.compare import compare
+from rope_patch.evaluation.intervals import paired_shares
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.fitting import Constraint, Objective, TrainableTable, running
+from rope_patch.evaluation.text import builtin_kind, builtin_text
+from rope_patch.fitting import CARRIES_OVER, Candidate, Constraint, Objective, TrainableTable, running
 from rope_patch.fitting.candidates import SEED, choose
 from rope_patch.fitting.candidates import best as best_of
 from rope_patch.fitting.card import card
-from rope_patch.fitting.rows import Rows, split_text
+from rope_patch.fitting.rows import Rows
+from rope_patch.fitting.texts import LOSS_ALONE, POPULATION, SecondDomain, TextPart, fit_texts, second_domain
 from rope_patch.frequencies import table_of, unrotated
-from rope_patch.methods import Chain, Table
+from rope_patch.methods import Chain, Default, Table
 from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.scoring import Reader
 from rope_patch.patching.locate import find_rotary
@@ -46,6 +50,14 @@ def tokenizer():
 
 
 FREE = Constraint(scaling=True)
+PARTS = [TextPart("text", TEXT)]
+
+
+def split_text(data):
+    """The text to fit to and the held-out text, where nothing is mixed in."""
+    texts = fit_texts(data, 0.0)
+    (part,) = texts.parts
+    return part.text, texts.held_out
 
 
 def trainable(model, method="yarn:factor=2", constraint=FREE, kinds=None):
@@ -197,7 +209,7 @@ def test_a_table_for_layers_of_one_type_leaves_others_alone():
 
 
 def test_rows_are_of_text_and_of_prompts(tokenizer):
-    rows = Rows(tokenizer, TEXT, Objective(full=0.5), 64, 128, 640, seed=1)
+    rows = Rows(tokenizer, PARTS, Objective(full=0.5), 64, 128, 640, seed=1)
     lengths = []
     for step in range(50):
         for goal in (0, 1):
@@ -218,24 +230,24 @@ def test_rows_are_of_text_and_of_prompts(tokenizer):
             every = 640 // lengths[-1]
             assert whole == pytest.approx(1) and count == (every // 2 if goal else every - every // 2)
     assert min(lengths) < 70 and max(lengths) == 128
-    again = Rows(tokenizer, TEXT, Objective(full=0.5), 64, 128, 640, seed=1)
+    again = Rows(tokenizer, PARTS, Objective(full=0.5), 64, 128, 640, seed=1)
     for goal in (0, 1):
         whole = [row for part in rows(7, goal) for row in part[0].tolist()]
         halves = [[row for part in again(7, goal, share, 2) for row in part[0].tolist()] for share in (0, 1)]
         assert sorted(map(tuple, whole)) == sorted(map(tuple, halves[0] + halves[1])) and all(halves)
         assert sum(float(part[2].sum()) for share in (0, 1) for part in again(7, goal, share, 2)) == pytest.approx(1)
-    alone = Rows(tokenizer, TEXT, Objective(retrieval=0.0), 128, 128, 256, seed=1)
+    alone = Rows(tokenizer, PARTS, Objective(retrieval=0.0), 128, 128, 256, seed=1)
     tokens = torch.cat([part[0] for part in alone(7, 0)])
     assert len(tokens) == 2 and alone.goals == 1
-    Rows(tokenizer, TEXT, Objective(retrieval=0.0), 128, 128, 128, seed=1)
+    Rows(tokenizer, PARTS, Objective(retrieval=0.0), 128, 128, 128, seed=1)
     with pytest.raises(
         ValueError, match="batch_tokens must be >= 256, a row of text and one of retrieval of the target, got 255"
     ):
-        Rows(tokenizer, TEXT, Objective(), 128, 128, 255, seed=1)
+        Rows(tokenizer, PARTS, Objective(), 128, 128, 255, seed=1)
 
 
 def test_needles_lie_anywhere_and_often_at_the_ends(tokenizer):
-    rows = Rows(tokenizer, TEXT, Objective(), 128, 128, 512, seed=1)
+    rows = Rows(tokenizer, PARTS, Objective(), 128, 128, 512, seed=1)
     prompt_texts = [
         tokenizer.decode(row, skip_special_tokens=True)
         for step in range(100)
@@ -249,7 +261,7 @@ def test_needles_lie_anywhere_and_often_at_the_ends(tokenizer):
 
 
 def test_prompts_hold_all_needles_of_a_joined_task(tokenizer):
-    rows = Rows(tokenizer, TEXT, Objective(task="multivalue"), 192, 256, 512, seed=1)
+    rows = Rows(tokenizer, PARTS, Objective(task="multivalue"), 192, 256, 512, seed=1)
     for tokens, _, weights, _ in (part for step in range(4) for part in rows(step, 1)):
         for row, weight in zip(tokens, weights, strict=True):
             decoded = tokenizer.decode(row)
@@ -257,12 +269,12 @@ def test_prompts_hold_all_needles_of_a_joined_task(tokenizer):
             assert len(hidden) == 4 and decoded.endswith(f" {', '.join(hidden)}")
             assert tokenizer.decode(row[weight > 0]) == ", ".join(hidden)
     with pytest.raises(ValueError, match="needs at least"):
-        Rows(tokenizer, TEXT, Objective(task="multivalue"), 32, 256, 512, seed=1).check()
+        Rows(tokenizer, PARTS, Objective(task="multivalue"), 32, 256, 512, seed=1).check()
 
 
 def test_a_row_that_fits_nowhere_is_drawn_again(tokenizer, monkeypatch):
-    rows = Rows(tokenizer, TEXT, Objective(), 128, 128, 512, seed=1)
-    original, asked = rows.maker.prompts, []
+    rows = Rows(tokenizer, PARTS, Objective(), 128, 128, 512, seed=1)
+    original, asked = rows.makers[0].prompts, []
 
     def prompts(*args, **options):
         asked.append(options["seed"])
@@ -270,10 +282,10 @@ def test_a_row_that_fits_nowhere_is_drawn_again(tokenizer, monkeypatch):
             raise ValueError("found no haystack of exactly 100 tokens")
         return original(*args, **options)
 
-    monkeypatch.setattr(rows.maker, "prompts", prompts)
+    monkeypatch.setattr(rows.makers[0], "prompts", prompts)
     next(iter(rows(0, 1)))
     assert len(set(asked[:3])) == 3
-    monkeypatch.setattr(rows.maker, "prompts", lambda *args, **options: original("passkey", 4, [0.5]))
+    monkeypatch.setattr(rows.makers[0], "prompts", lambda *args, **options: original("passkey", 4, [0.5]))
     with pytest.raises(ValueError, match="needs at least"):
         next(iter(rows(0, 1)))
 
@@ -306,6 +318,123 @@ def test_held_out_text_is_not_fitted_to():
 def test_what_is_chosen_is_never_worse(others, best):
     start = candidate("start", (10, 5), (2.0, 3.0))
     assert best_of([start, *(candidate(*other) for other in others)]).name == best
+
+
+def second(*losses):
+    """Losses of four windows of the second domain, in two buckets."""
+    return dict(zip((64, 128), losses, strict=True))
+
+
+EVEN = (2.0, 2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        (second((1.9, 2.0, 2.0, 2.0), EVEN), "a"),  # better
+        (second(EVEN, EVEN), "a"),  # the same
+        (second((2.1, 2.0, 1.9, 2.1), EVEN), "start"),  # worse on average, though not significantly
+        (second((1.0, 1.9, 1.8, 1.9), (2.10, 2.11, 2.09, 2.10)), "start"),  # far positions significantly worse
+        (second((1.0, 1.9, 1.8, 1.9), (2.3, 2.0, 2.0, 2.0)), "a"),  # far positions worse, but not significantly
+    ],
+)
+def test_a_table_that_is_worse_on_the_second_domain_is_not_chosen(losses, best):
+    """By hand: of 2.10 2.11 2.09 2.10 against 2 the mean is .1, Student's interval of 4 windows .1 ± 3.18 * .0041."""
+    start = candidate("start", (10, 5), (2.0, 3.0), second=second(EVEN, EVEN))
+    other = candidate("a", (10, 5), (1.9, 2.9), second=losses)
+    assert best_of([start, other]).name == best
+
+
+def test_of_tables_that_read_the_fits_text_alike_the_one_is_chosen_that_reads_the_second_domain_better():
+    start = candidate("start", (10, 5), (2.0, 3.0), second=second(EVEN, EVEN))
+    others = [
+        candidate(name, (10, 5), (1.9, 2.9), second=second((value,) * 4, EVEN))
+        for name, value in (("a", 1.9), ("b", 1.8))
+    ]
+    assert best_of([start, *others]).name == "b"
+
+
+def test_prompts_of_one_haystack_count_as_few():
+    """Of twenty prompts 15 against 5: significant if they were independent, not if whole haystacks stand or fall."""
+    start, other = (
+        Candidate(name, Default(), {64: haystacks}, 0.1, {64: (2.0,)})
+        for name, haystacks in (
+            ("start", ((True,) * 5, (True,) * 5, (True,) * 5, (False,) * 5)),
+            ("a", ((True,) * 5, (False,) * 5, (False,) * 5, (False,) * 5)),
+        )
+    )
+    assert paired_shares(other.hits[64], start.hits[64])[1] < 0
+    assert other.retrieval_changes(start)[64].high > 0 and other.finds_no_less(start)
+
+
+# --- several kinds of text
+
+
+def test_one_text_is_one_kind_and_code_is_mixed_in():
+    texts = fit_texts(TEXT, 0.25)
+    own, code = texts.parts
+    assert (own.text, texts.held_out) == split_text(TEXT) and (own.share, code.share) == (0.75, 0.25)
+    assert code.text == builtin_kind("source").text and "one text is one kind" in texts.why
+    assert texts.describe().startswith("75% the given text and 25% code that ships with CPython ")
+
+
+@pytest.mark.parametrize(
+    ("data", "mix", "names", "why"),
+    [
+        (TEXT, 0.0, ["the given text"], "nothing was added, as mix=0"),
+        ({"a": TEXT[:9000], "b": TEXT[9000:]}, 0.5, ["a", "b"], "several kinds, and nothing was added"),
+        (None, 0.5, ["code that ships with CPython"], "no text was given"),
+        (builtin_text("heldout"), 0.5, ["text that ships with CPython"], "the built-in text was given"),
+    ],
+)
+def test_nothing_is_mixed_into(data, mix, names, why):
+    texts = fit_texts(data, mix)
+    assert why in texts.why and len(texts.parts) == len(names)
+    for part, name in zip(texts.parts, names, strict=True):
+        assert part.name.startswith(name) and part.share == 1 / len(names)
+
+
+def test_rows_of_a_mixture_are_drawn_from_its_texts_by_their_shares(tokenizer):
+    """Of some 200 rows of either goal three quarters are of b, by the letters that only one text has."""
+    parts = [TextPart("a", "xylophone " * 3000, 0.25), TextPart("b", "marmalade " * 3000, 0.75)]
+    rows = Rows(tokenizer, parts, Objective(), 128, 128, 512, seed=1)
+    for goal in (0, 1):
+        decoded = [tokenizer.decode(row) for step in range(100) for part in rows(step, goal) for row in part[0]]
+        shares = [sum(word in row for row in decoded) / len(decoded) for word in ("xylo", "marma")]
+        assert sum(shares) == 1 and shares[1] == pytest.approx(0.75, abs=0.1)
+
+
+def test_the_texts_of_a_mixture_take_turns(tokenizer):
+    """Of ten rows in a row a text has within one of its share: a loss that rises is not that of what was drawn."""
+    rows = Rows(tokenizer, [TextPart("a", TEXT, 0.5), TextPart("b", TEXT, 0.5)], Objective(), 64, 128, 640, seed=1)
+    names = [rows._take(number)[0].name for number in range(200)]
+    assert {names[low : low + 10].count("a") for low in range(190)} <= {4, 5, 6}
+
+
+def test_a_text_that_is_harder_than_the_other_is_no_divergence(tokenizer):
+    """One row a step, those of b three nats harder: six of ten against four of ten are .6 nats apart."""
+    run, *_ = run_of(tokenizer, Verdicts(), texts=[TextPart("a", TEXT, 0.5), TextPart("b", TEXT, 0.5)])
+    for seed in range(60):
+        losses = [4.0 if run.rows._take(seed + step)[0].name == "a" else 7.0 for step in range(40)]
+        for count in range(1, 41):
+            run.losses = losses[:count]
+            assert not run._diverged()
+    run.losses = [4.0] * 12 + [6.0] * 10
+    assert run._diverged()
+
+
+def test_the_second_domain_is_text_that_the_fit_did_not_see(tokenizer):
+    given = second_domain(tokenizer, True, TEXT, 96, 3)
+    whole = builtin_kind("reference").text
+    assert len(given.windows) == 3 and "documentation" in given.name
+    for window in given.windows:
+        assert tokenizer.decode(window.ids[1:]).strip()[10:-10] in whole
+    assert not set(builtin_kind("reference").documents) & set(builtin_kind("source").documents)
+    assert len(second_domain(tokenizer, TEXT[:1000], TEXT, 96, 100).windows) < 16, "as many as there is room for"
+    assert "no second domain" in second_domain(tokenizer, True, TEXT, 1 << 20, 3).why
+    assert "as second=False" in second_domain(tokenizer, False, TEXT, 96, 3).why
+    with pytest.raises(ValueError, match="1 windows of 4096 tokens need"):
+        second_domain(tokenizer, TEXT[:900], TEXT, 4096, 3)
 
 
 # --- fitting
@@ -727,7 +856,8 @@ def command(*words):
 
 def words(folder, out):
     asked = ("--target-length", 96, "--text", folder.parent / "text.txt", "--steps", 4, "--checks", 2, "--windows", 2)
-    return (folder, *asked, "--samples", 1, "--depths", "0 1", "--batch-tokens", 192, "-o", out)
+    alone = ("--mix", 0, "--second-text", "none")
+    return (folder, *asked, *alone, "--samples", 1, "--depths", "0 1", "--batch-tokens", 192, "-o", out)
 
 
 def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
@@ -754,6 +884,31 @@ def test_the_command_writes_a_checkpoint(tokenizer, folder, tmp_path):
         command(*words(folder, out))
     again = json.loads(command(*words(folder, out), "--force", "--json", "--no-figure"))
     assert {**again, "command": ""} == {**report, "command": ""}
+
+
+def test_by_default_the_command_mixes_and_looks_at_a_second_domain(folder, tmp_path):
+    """What is printed, in JSON and on the card: what was fitted to, both domains with intervals, what they speak of."""
+    out = tmp_path / "out"
+    asked = [word for word in words(folder, out) if word not in ("--mix", 0, "--second-text", "none")]
+    shown = " ".join(command(*asked, "--retrieval", 0, "--no-figure").split())
+    report = json.loads((out / "fit.json").read_text())
+    assert "Rows are drawn from 50% text.txt and 50% code that ships with CPython" in shown
+    assert list(report["text"]["fitted_to"].values()) == [0.5, 0.5] and report["second_domain"]["windows"] == 2
+    (tried,) = report["candidates"].values()
+    for kind in ("nll", "second_nll"):
+        for length in ("64", "96"):
+            estimate, low, high = tried[1]["change_from_start"][kind][length]
+            assert low <= estimate <= high
+            assert estimate == pytest.approx(tried[1][kind][length] - tried[0][kind][length], abs=1e-12)
+    alone, few = report["warnings"]
+    assert alone == LOSS_ALONE and "in 2 windows only" in few and all(f"Warning: {w}." in shown for w in (alone, few))
+    assert POPULATION in shown and CARRIES_OVER in shown
+    text = " ".join((out / "README.md").read_text().split())
+    if report["chosen"].endswith("start"):
+        assert "is its start as it is" in text
+    else:
+        for part in (POPULATION, CARRIES_OVER, LOSS_ALONE, "second domain (documentation that ships", "(-"):
+            assert part in text
 
 
 CARD = """---
@@ -787,7 +942,7 @@ def test_the_card_says_at_its_top_what_was_fitted_and_keeps_that_of_the_base_bel
         "- **Base**: `carded`\n",
         f"- **Method**: gradient descent on the frequencies, started from `{start}` (chosen: {candidate})\n",
         "- **Target length**: 96 tokens\n",
-        "- **Text**: `text.txt`, in rows of 64 to 96 tokens\n",
+        "- **Text**: text.txt, in rows of 64 to 96 tokens\n",
     ):
         assert line in top
     assert below.endswith("# Tiny\n\nIt scores 7.\n")
@@ -801,7 +956,7 @@ def test_card_and_report_say_which_positions_the_rows_had(carded, tmp_path):
         settings = json.loads((tmp_path / name / "fit.json").read_text())["settings"]
         reports[name] = (
             settings["rows"],
-            re.findall(r"- \*\*Text\*\*: `text.txt`, in rows of (.*)\n", text),
+            re.findall(r"- \*\*Text\*\*: text.txt, in rows of (.*)\n", text),
             settings["objective"],
         )
     assert reports["full"][:2] == ("64 to 96 tokens", ["64 to 96 tokens"])
@@ -831,7 +986,11 @@ def test_the_front_matter_of_a_card_keeps_the_licence_and_drops_the_scores_of_th
     "text", ["# No front matter\n", "---\nbroken: [\n---\n# Text\n", "---\n- a list\n---\n# Text\n"]
 )
 def test_a_card_whose_front_matter_cannot_be_read_is_kept_whole(text):
-    made = card("org/tiny", "yarn, step 4", "`text.txt`", 96, text, rows="96 tokens", on_hub=True)
+    start, better = candidate("start", (10, 5), (2.0, 3.0)), candidate("step 4", (10, 5), (1.9, 2.9))
+    patch = SimpleNamespace(
+        chosen="yarn, step 4", texts=fit_texts(TEXT, 0.0), winner=(better, start), second=SecondDomain(), warnings=()
+    )
+    made = card("org/tiny", patch, 96, text, rows="96 tokens", on_hub=True)
     assert made.endswith(text) and ModelCard(made).data.base_model == "org/tiny"
 
 
@@ -892,6 +1051,8 @@ def test_a_family_is_scanned(folder, tmp_path):
         (("--dtype", "int3"), "dtype must be one of"),
         (("--band", "0.5"), "band must be a factor > 1"),
         (("--retrieval", "1"), "retrieval must be in"),
+        (("--mix", "1"), "mix must be in [0, 1), got 1.0"),
+        (("--second-text", "/nowhere"), "no file or folder '/nowhere'"),
         (("--positions", "posse"), "unknown positions 'posse'. Did you mean 'pose'? Known: full, pose"),
         (("--row-length", "48"), "row_length is for rows that skip positions"),
         (("--positions", "pose", "--row-length", "1k"), "row_length must be <= 96, the target length, got 1024"),

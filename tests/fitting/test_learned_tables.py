@@ -273,6 +273,8 @@ def test_a_trained_table_has_its_own_parameter_group(trained):
         (["patch.method=fit", "fit.init="], "fit.init: Incompatible value"),
         (["patch.method=fit", "fit.band=1"], "fit: band must be a factor > 1"),
         (["patch.method=fit", "fit.retrieval=1"], r"fit: retrieval must be in \[0, 1\)"),
+        (["patch.method=fit", "fit.mix=1"], r"fit: mix must be in \[0, 1\), got 1"),
+        (["patch.method=fit", "fit.second_text=/nowhere"], "fit: second_text must be builtin, none or"),
         (["patch.method=fit", "fit.batch_tokens=1024"], "fit.batch_tokens must be >= 2048"),
         (["patch.method=fit", "fit.batch_tokens=1023", "fit.retrieval=0"], "fit.batch_tokens must be >= 1024"),
         (["patch.method=yarn:factor=2", "fit.steps=3"], "fit.* without patch.method=fit would change nothing"),

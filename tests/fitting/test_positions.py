@@ -22,9 +22,10 @@ from rope_patch.evaluation.tasks import TASKS
 from rope_patch.fitting import Objective
 from rope_patch.fitting.positions import stretched_positions
 from rope_patch.fitting.rows import Rows
+from rope_patch.fitting.texts import TextPart
 from rope_patch.patching.locate import find_rotary
 
-POSE = Objective(positions="pose", row_length=48)
+POSE = Objective(positions="pose", row_length=48, mix=0.0)
 
 
 # --- prompts
@@ -129,7 +130,7 @@ def test_tokens_that_reach_over_an_end_of_a_needle_belong_to_it(depth):
 
 
 def of(objective, *, target=512, tokens=512, seed=1):
-    return Rows(TOKENIZER, TEXT, objective, 64, target, tokens, seed)
+    return Rows(TOKENIZER, [TextPart("text", TEXT)], objective, 64, target, tokens, seed)
 
 
 @pytest.mark.parametrize("goal", [0, 1])
@@ -253,7 +254,7 @@ def test_sliding_layers_with_a_table_of_their_own_get_consecutive_positions():
     fitted(model, TOKENIZER, objective=POSE, init="abf:factor=10", steps=1, checks=1)
     other = small("gemma3")
     rope_patch.apply(other, "abf:factor=10", target_length=96)
-    rotary, rows = find_rotary(other).module, Rows(TOKENIZER, TEXT, POSE, 64, 96, 192, 0)
+    rotary, rows = find_rotary(other).module, Rows(TOKENIZER, [TextPart("text", TEXT)], POSE, 64, 96, 192, 0)
     (sent,) = [part[3] for part in rows(0, 0)]
     x = torch.zeros(1)
     torch.testing.assert_close(sliding[0], rotary(x, torch.arange(48)[None], "sliding_attention")[0])

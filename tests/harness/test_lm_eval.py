@@ -69,13 +69,14 @@ FAMILIES = {
     "cwe": "recall",
     "fwe": "recall",
     "rope_ppl": "token_perplexity",
+    "rope_longppl": "longppl",
 }
 LENGTHS = {"256": 256, "512": 512, **{f"{k}k": 1024 * k for k in (1, 2, 4, 8, 16, 32, 64, 128)}}
 VARIANTS = {
     f"{family}_{name}": (family, name, length)
     for family in FAMILIES
     for name, length in LENGTHS.items()
-    if length > {"rope_ppl": 0, "cwe": 512}.get(family, 256)
+    if length > {"rope_ppl": 0, "rope_longppl": 0, "cwe": 512}.get(family, 256)
 }
 DOCUMENT = "def area(width, height):\n    return width * height\n\nclass Shape:\n    sides = 4\n"
 PAIRS = [
@@ -503,11 +504,12 @@ def test_there_is_a_file_for_each_variant_and_no_other():
         assert 3 <= len(files[name].read_text().splitlines()) <= 5
         config = load_yaml(files[name])
         assert config["task"] == name
-        assert config["class"] is OfflineTask
+        assert issubclass(config["class"], OfflineTask)
         assert callable(config["custom_dataset"])
         assert callable(config["process_results"])
         assert config["dataset_kwargs"] == {"length": length}
-        assert {f"rope_{family.removeprefix('rope_')}", f"rope_{length_name}"} <= set(config["tag"])
+        by_length = set() if family == "rope_longppl" else {f"rope_{length_name}"}  # short ones have no key tokens
+        assert {f"rope_{family.removeprefix('rope_')}"} | by_length <= set(config["tag"])
         assert config["metadata"]["version"] == 1.0
         assert set(config["metadata"]) - {"version"} <= set(lm_eval_tasks.OPTIONS)
         assert FAMILIES[family] in [metric["metric"] for metric in config["metric_list"]]
@@ -710,7 +712,8 @@ def test_wrong_metadata_is_an_error(task, metadata, message):
 
 def test_options_of_other_tasks_pass():
     metadata = {"pretrained": LLAMA, "samples": 1, "windows": 1, "stride": 50, "method": "pi", "p": 0.5}
-    assert set(index(**metadata).load(["rope_512"])["tasks"]) == {name for name in VARIANTS if name.endswith("_512")}
+    others = {name for name, (family, _, length) in VARIANTS.items() if length == 512 and family != "rope_longppl"}
+    assert set(index(**metadata).load(["rope_512"])["tasks"]) == others
 
 
 def test_the_request_cache_knows_its_documents(tmp_path, monkeypatch):

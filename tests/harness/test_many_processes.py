@@ -16,37 +16,43 @@ from rope_patch.harness.model import RopePatchLM
 pytestmark = pytest.mark.slow
 
 LLAMA = str(rope_patch.data_path("assets") / "llama")
-TASKS = ["passkey_512", "rope_ppl_256"]
+TASKS = ["passkey_512", "rope_ppl_256", "rope_longppl_512"]
 
 
-def to_six_digits(value):
-    """What JSON holds of a value, numbers to six digits: rows side by side differ from rows alone in the eighth."""
-    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.6g}"))
+def apart(value):
+    """What JSON holds of a value without its numbers, and these: rows side by side differ in the eighth digit."""
+    numbers = []
+    return json.loads(json.dumps(value), parse_float=lambda text: numbers.append(float(text))), numbers
 
 
-def scores():
-    """Scores of both tasks, each answer, and the tokens that this process has read."""
+def scores(folder_of_keys):
+    """Scores of all tasks, each answer, and the tokens that this process has read."""
     model = RopePatchLM(LLAMA, method="yarn:factor=4", target_length=1024, dtype="float32", device="cpu", batch_size=2)
     folder = str(rope_patch.data_path("eval_tasks"))
     asked = {"pretrained": LLAMA, "samples": 1, "windows": 3, "depths": [0.1, 0.5, 0.9]}
+    asked |= {"resume": str(folder_of_keys / "keys.jsonl")}
     manager = TaskManager(include_defaults=False, include_path=folder, metadata=asked)
     with spy_ids(model.model) as read:
         found = lm_eval.simple_evaluate(model, tasks=TASKS, task_manager=manager, log_samples=True, bootstrap_iters=0)
     answers = {}
     if found is not None:
         answers = {
-            task: sorted((s["doc_id"], json.dumps(to_six_digits(s["filtered_resps"]))) for s in samples)
+            task: sorted((s["doc_id"], s["filtered_resps"]) for s in samples)
             for task, samples in found["samples"].items()
         }
     results = None if found is None else found["results"]
-    return to_six_digits([results, answers, sum(ids.numel() for ids in read)])
+    return [results, answers, sum(ids.numel() for ids in read)]
 
 
 def test_two_processes_score_what_one_scores(tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
-    together(lambda rank: (tmp_path / f"{rank}.json").write_text(json.dumps(scores())), tmp_path)
-    alone = scores()
+    together(lambda rank: (tmp_path / f"{rank}.json").write_text(json.dumps(scores(tmp_path / "both"))), tmp_path)
+    alone = scores(tmp_path / "one")
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first[:2] == alone[:2] and len(alone[1]["passkey_512"]) == 3
+    (texts, numbers), (expected, wanted) = apart(first[:2]), apart(alone[:2])
+    assert texts == expected and numbers == pytest.approx(wanted, rel=1e-5) and len(alone[1]["passkey_512"]) == 3
+    assert alone[0]["rope_longppl_512"]["longppl,none"] > 1
+    keys = [sorted((tmp_path / name / "keys.jsonl").read_text().splitlines()) for name in ("both", "one")]
+    assert keys[0] == keys[1] and len(keys[0]) == 3, "the first process alone writes what both have chosen"
     assert second[0] is None, "the first process alone has the results of all"
     assert 0.2 * alone[2] < second[2] < 0.8 * alone[2] and first[2] < 0.8 * alone[2]

@@ -309,8 +309,8 @@ def test_values_out_of_range_are_named(word, message):
         ),
         (
             ["evaluation.mode=multikey", "evaluation.task=vt"],
-            "evaluation: unknown task 'vt' in mode 'multikey'. Known: json_kv, niah, niah_multikey_2, niah_multikey_3, "
-            "passage_retrieval, passkey, qa1, qa2, qa3",
+            "evaluation: task 'vt' has no mode 'multikey'. Tasks that have it: json_kv, niah, niah_multikey_2, "
+            "niah_multikey_3, passage_retrieval, passkey, qa1, qa2, qa3",
         ),
         (
             ["data.retrieval=0.1", "data.task=needle"],

@@ -190,7 +190,8 @@ class Task(ABC):
     Attributes:
         name: what users call it.
         source: where the task is from, and how ours differs.
-        modes: of :data:`MODES`, those that it knows.
+        modes: of :data:`MODES`, those that it has. ``"multikey"`` is a needle for every depth in one text, which is not
+            RULER's multi-key NIAH: that has distractors, and is ``niah_multikey_2`` and ``_3`` here.
         joined: one question asks for all needles at once.
         placed: its needles stand at depths. Else what is asked for stands everywhere in the text, the depths change
             nothing, and results list the parts of the answer by their order, from 0 for the first to 1 for the last.
@@ -349,5 +350,7 @@ def find_task(task: str, mode: str = "single") -> Task:
     known = {name: other for name, other in TASKS.items() if mode in other.modes}
     if task not in known:
         hint = did_you_mean(task, known)
+        if task in TASKS:
+            raise ValueError(f"task {task!r} has no mode {mode!r}. Tasks that have it: {', '.join(known)}")
         raise ValueError(f"unknown task {task!r} in mode {mode!r}.{hint} Known: {', '.join(known)}")
     return known[task]
