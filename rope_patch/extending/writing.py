@@ -64,8 +64,13 @@ def write(
     """
     staged = outcome.work / "written" / out.name  # so that an interrupted run leaves no half of an output
     shutil.rmtree(staged.parent, ignore_errors=True)
+    loaded_in = model.config.dtype  # saving changes it
     with extended_model(outcome, model, adapter) as chosen:
         checkpoints.save(chosen, staged, tokenizer=tokenizer)
+        if adapter is None and chosen.dtype == torch.float32 and loaded_in in (torch.bfloat16, torch.float16):
+            # Computed in float32, because the CPU is faster then. Casting the model itself would round its table.
+            chosen = checkpoints.load(staged, dtype=loaded_in).to(chosen.device).eval()
+            checkpoints.save(chosen, staged, tokenizer=tokenizer)
         ours, device = probe_logits(chosen), str(chosen.device)
     on_step("the checkpoint is saved; loading it in a process without rope_patch")
     theirs = plain_logits(staged, ours.shape[-1], device=device)

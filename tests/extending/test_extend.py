@@ -151,6 +151,15 @@ def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
     assert sum(read) == run.tokens_of(2, 1)
 
 
+def test_a_checkpoint_of_16_bits_that_is_computed_in_32_is_written_in_16(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.bfloat16).float()
+    options = {"output": tmp_path / "out", "budget": 40, "pace": PACE, **QUICK, "methods": ["yarn"]}
+    extend(model, TOKENIZER, **options)
+    written, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", LLAMA))
+    assert written.keys() == before.keys() and all(torch.equal(written[name], before[name]) for name in before)
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+
+
 def test_where_nothing_will_do_nothing_is_written(tmp_path):
     """Random weights read no text and answer nothing, under any table."""
     model = bold(max_position_embeddings=128)
