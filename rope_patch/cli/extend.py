@@ -93,7 +93,11 @@ def extend(
         ),
     ] = 0.01,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Let a rotary table compete that is fitted to text first.")
+        bool,
+        typer.Option(
+            "--fit",
+            help="Also fit a rotary table to Python's code and let it compete. Its time is not counted in --budget.",
+        ),
     ] = False,
     train: Annotated[
         bool, typer.Option("--train", help="Train the best method with LoRA, and let the trained model compete.")
@@ -110,17 +114,18 @@ def extend(
         int | None,
         typer.Option(
             metavar="COUNT",
-            help="With --train: the number of rows. By default 200, or as many as half of --budget has time for.",
+            help="With --train: the number of rows, rounded up to a multiple of 8. By default 200, or as many as half "
+            "of --budget has time for.",
             show_default=False,
         ),
     ] = None,
-    to: Annotated[
+    exports: Annotated[
         str,
         typer.Option(
             "--export",
             parser=value_of("--export", items),
             metavar="ENGINES",
-            help="The engines to export to as well, separated by spaces: gguf (llama.cpp), vllm, sglang.",
+            help="Engines to export the result to as well, separated by spaces: gguf (llama.cpp), vllm, sglang.",
             show_default=False,
         ),
     ] = "",
@@ -132,13 +137,17 @@ def extend(
     chat_template: ChatTemplate = "auto",
     chunk: Chunk = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the steps with their tokens and times, and stop.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Load the model, measure its speed, print the steps with their tokens and times, and stop.",
+        ),
     ] = False,
     finish_now: Annotated[
         bool,
         typer.Option(
             "--finish-now",
-            help="Choose by what an interrupted run has finished, without a training, and write that.",
+            help="Choose by the rounds that an interrupted run has finished, without training, and write that.",
         ),
     ] = False,
     force: Force = False,
@@ -178,7 +187,7 @@ def extend(
         train=train,
         train_text=train_text,
         train_rows=train_rows,
-        to=tuple(to),
+        exports=tuple(exports),
         budget=budget,
         tasks=tuple(tasks),
         mode=mode,
@@ -190,6 +199,8 @@ def extend(
         seed=seed,
         **context.meta.get(RECIPE, {}),
     )
+    if dry_run and finish_now:
+        raise ValueError("--dry-run and --finish-now exclude each other")
     check_outputs(options, output, force)
     prepare(threads)
     work = output.with_name(f"{output.name}.work")
@@ -215,7 +226,7 @@ def extend(
             if dry_run:
                 return
             total = int(sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds))
-        again = "the same command (or with --finish-now, to choose by what is measured so far)"
+        again = "the same command (with --finish-now to choose by the finished rounds)"
         with (
             resumable(work / CACHE, again=again),
             progress_bar(total, hidden=as_json or not first) as (bar, on_progress),

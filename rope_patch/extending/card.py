@@ -13,6 +13,7 @@ from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS, Span, spans_at
 from rope_patch.extending.options import AFTER, UNPATCHED, short
 from rope_patch.extending.result import Extended
+from rope_patch.fitting.card import HEADING, parts_of
 
 TEMPLATE = """---
 {head}---
@@ -27,7 +28,8 @@ model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
 ```
 
-Plain transformers loads it: in a process without rope_patch the logits were equal, bit for bit.
+Plain transformers loads it: in a process without rope_patch its logits for a probe text were equal, bit for bit, to
+those of the patched model in memory.
 
 ## Why this method
 
@@ -60,7 +62,12 @@ def card(outcome: Extended) -> str:
     """
     options, choice, comparison = outcome.options, outcome.choice, outcome.comparison
     base = Path(options.model).name if Path(options.model).exists() else options.model
-    head = {"library_name": "transformers", "tags": ["rope_patch", "long-context"]}
+    theirs, body = parts_of(base_card(options.model))
+    theirs.pop("model-index", None)  # the scores of the base
+    tags = theirs.get("tags")
+    given = tags if isinstance(tags, list) else [] if tags is None else [tags]
+    head = {"library_name": "transformers", **theirs}
+    head["tags"] = list(dict.fromkeys([*given, "rope_patch", "long-context"]))
     if not Path(options.model).exists() and options.model.count("/") == 1:
         head["base_model"] = options.model
     method = str(choice.method)
@@ -68,15 +75,16 @@ def card(outcome: Extended) -> str:
     done = ""
     if method.endswith(AFTER):
         done = f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
-    others = [row.method for row in outcome.comparisons[0].rows if row.method not in (UNPATCHED, method)]
+    measured = dict.fromkeys(row.method for one in outcome.comparisons for row in one.rows)
+    others = [name for name in measured if name not in (UNPATCHED, method)]
     effective = comparison.effective_lengths()
     lengths = ""
     if effective is not None:
         lengths = f"\n{effective.explanation}\n\n" + "".join(
             f"- {short(name)}: {effective.of(name)}\n" for name in (UNPATCHED, method)
         )
-    return TEMPLATE.format(
-        head=yaml.safe_dump(head, sort_keys=False),
+    ours = TEMPLATE.format(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         base=base,
         length=options.length,
         trained_length=outcome.trained_length,
@@ -92,6 +100,13 @@ def card(outcome: Extended) -> str:
         if outcome.exports
         else "",
     )
+    return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours
+
+
+def base_card(source: str) -> str:
+    """Return the card of the base, where it is a folder that has one; "" elsewhere."""
+    path = Path(source) / "README.md"
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def scores(comparison: Comparison, method: str) -> str:

@@ -92,7 +92,7 @@ class Judge:
         """Return the perplexity in the second half of the positions below one."""
         text = row.scores.perplexity
         if text is None:
-            raise ValueError("no window of text was measured: give windows >= 1")
+            raise ValueError("no window of text was measured")
         found = text.between(self.comparison.spec.edge_at(stop // 2), stop)
         return math.inf if math.isnan(found) else found  # so that it sorts last
 
@@ -123,7 +123,7 @@ class Judge:
                 f"at {self.positions(self.target)} perplexity is {perplexity_text(perplexity)}, where that of the "
                 f"unpatched model is {perplexity_text(end)} at {self.positions(self.within)}"
             )
-        if not self.ahead(row.method, UNPATCHED):
+        if not self.better_than_unpatched(row):
             failures.append(f"at {self.target} tokens it is not shown to be better than the unpatched model")
         native = all(table.rope_type in NATIVE for table in row.tables)
         return Judged(row.method, answered, perplexity, change, native, tuple(failures))
@@ -160,13 +160,21 @@ class Judge:
         if not all(self.ahead(best.method, other.method) for other in others):
             return False
         kept = [relative(end) <= self.tolerance for end in (best.change.low, best.change.high)]
-        return not conditions or (kept[0] == kept[1] and self.ahead(best.method, UNPATCHED))
+        return not conditions or (kept[0] == kept[1] and self.better_than_unpatched(self.rows[best.method]))
 
     def ahead(self, method: str, other: str) -> bool:
         """Tell whether a method is significantly better than another at the target, in retrieval or in perplexity."""
         return self._sign(method, other, "retrieval") > 0 or (
             self._sign(method, other, "retrieval") == 0 and self._sign(method, other, "perplexity") > 0
         )
+
+    def better_than_unpatched(self, row: Row) -> bool:
+        """Tell whether a method is ahead of the unpatched model at the target, significantly or by far.
+
+        A single window has no interval; a perplexity that differs by more than a factor of :data:`FLAT` needs none.
+        """
+        by_far = FLAT * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
+        return self.ahead(row.method, UNPATCHED) or (by_far and self._sign(row.method, UNPATCHED, "retrieval") == 0)
 
     def level(self, judged: Sequence[Judged]) -> tuple[list[Judged], str]:
         """Return those that nothing tells from the best, and what told them from the others.
@@ -207,7 +215,7 @@ class Judge:
         if len(left) > 1:
             reason += f"; not told apart from {_names(one.method for one in left if one is not chosen)}"
             if chosen.native and chosen is not left[0] and not trained:
-                reason += ", and chosen because every loader computes its table by a formula"
+                reason += ", and chosen because other programs know its formula, without a list of frequencies"
         return Choice(chosen.method, reason, tuple(judged))
 
     def _sign(self, method: str, other: str, metric: str) -> int:
@@ -242,14 +250,14 @@ class Judge:
             least = min(costly, key=lambda one: one.change.estimate)
             enough = math.ceil(1000 * relative(least.change.estimate)) / 1000
             advice.append(
-                f"--tolerance {enough:g} would choose {least.method}, the least costly of those measured to the end"
+                f"a --tolerance of {enough:g} or more: {least.method} is the least costly of those measured to the end"
             )
             if not least.method.endswith(AFTER):
                 advice.append(
-                    f"rope-patch apply with {least.method}@{self.within}: short texts are read as before, but only by "
-                    "rope_patch, since plain transformers has one table for all"
+                    f"rope-patch apply MODEL {least.method}@{self.within} -o OUT: keeps the original table for texts "
+                    f"of up to {self.within} tokens, but needs rope_patch when the model is used"
                 )
-        if any(not self.ahead(one.method, UNPATCHED) for one in near):
+        if any(not self.better_than_unpatched(self.rows[one.method]) for one in near):
             advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
         advice.append(f"a smaller --length than {self.target}")
         return advice

@@ -39,8 +39,9 @@ class ExtendOptions:
         fit: let a table that is fitted to text compete, too.
         train: adapt the best candidate with LoRA, and judge what came of that.
         train_text: file, folder or dataset to train on; None for the text that ships with Python.
-        train_rows: rows of the training; None for as many as the budget has time for, 200 where there is none.
-        to: engines to export to as well: ``"gguf"``, ``"vllm"``, ``"sglang"``.
+        train_rows: rows of the training, rounded up to a multiple of 8; None for as many as half of the budget has time
+            for, 200 without a budget.
+        exports: engines to export to as well: ``"gguf"``, ``"vllm"``, ``"sglang"``.
         budget: time for measuring and training; None for what suits the size of the model [s].
         tasks: retrieval tasks.
         mode: ``"single"``, or ``"multikey"``, which is harder and reads a haystack once for all depths.
@@ -65,7 +66,7 @@ class ExtendOptions:
     train: bool = False
     train_text: str | None = None
     train_rows: int | None = None
-    to: tuple[str, ...] = ()
+    exports: tuple[str, ...] = ()
     budget: int | None = None
     tasks: tuple[str, ...] = ("passkey",)
     mode: str = "single"
@@ -80,14 +81,14 @@ class ExtendOptions:
 
     def __post_init__(self) -> None:
         """Check the values; lists become tuples."""
-        for name in ("methods", "to", "tasks", "depths"):
+        for name in ("methods", "exports", "tasks", "depths"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"{name} must be a list, got {value!r}")
             object.__setattr__(self, name, tuple(value))
         object.__setattr__(self, "methods", tuple(dict.fromkeys(m for m in self.methods if m != UNPATCHED)))
         if not self.methods and not self.fit:
-            raise ValueError("methods is empty: name one candidate at least")
+            raise ValueError("name a method beside 'default', which is always measured, or give fit=True (--fit)")
         for method in self.methods:
             if isinstance(as_method(method), TwoTables):
                 raise ValueError(
@@ -100,12 +101,12 @@ class ExtendOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be >= {least}, got {value}")
-        for engine in self.to:
+        for engine in self.exports:
             if engine not in TARGETS:
                 raise ValueError(f"unknown engine {engine!r}. Known: {', '.join(TARGETS)}")
         given = [name for name in ("train_text", "train_rows") if getattr(self, name) is not None]
         if given and not self.train:
-            raise ValueError(f"{given[0]} is of training: give train=True (--train) too, or leave it out")
+            raise ValueError(f"{given[0]} needs train=True (--train)")
         self.spec((self.length,), windows=1, samples=1)
 
     def spec(self, lengths: tuple[int, ...], *, windows: int, samples: int) -> EvalSpec:

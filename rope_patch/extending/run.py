@@ -67,8 +67,8 @@ def extend(
         length: the context to reach [tokens].
         output: folder to write; new or empty unless ``overwrite``.
         overwrite: write into a folder that holds files.
-        finish_now: choose by the rounds that an earlier call finished, and measure and train no more.
-        pace: at which the model reads; measured where a budget is given and this is not.
+        finish_now: choose by the rounds that an earlier call finished, without more measurements or training.
+        pace: the speed of reading; measured where a budget is given and this is not.
         on_step: called with a sentence about each step.
         on_progress: called with a stage and the tokens that were just read.
         **options: of :class:`~rope_patch.extending.options.ExtendOptions`.
@@ -159,7 +159,10 @@ class Run:
     def _suite(self, depths: Sequence[float]) -> EvalSuite:
         """Return the largest suite that rounds take their parts of."""
         options = replace(self.options, depths=tuple(depths))
-        largest = options.spec((self.trained_length, options.length), windows=64, samples=64)
+        lengths = [self.trained_length]
+        while 2 * lengths[-1] < options.length:
+            lengths.append(2 * lengths[-1])
+        largest = options.spec((*lengths, options.length), windows=64, samples=64)
         try:
             suite = EvalSuite(largest, self.tokenizer)
         except ValueError:  # the text has no room for so many windows
@@ -227,7 +230,7 @@ class Run:
 
         for depths in dict.fromkeys((options.depths, options.depths[len(options.depths) // 2 :][:1])):
             if depths != options.depths:
-                self.on_step(f"the budget is short: needles at depth {depths[0]:g} alone")
+                self.on_step(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
                 self.suite = self._suite(depths)
             rounds = rounds_within(candidates, most, cost)
             if cost_of(rounds[:1], cost) <= most:
@@ -347,7 +350,7 @@ class Run:
         specs = [replace(self.suite.spec, windows=one.windows, samples=one.samples).sha256 for one in rounds]
         named = set(self.methods) <= set(methods[0]) and len(methods[0]) == len(self.methods) + self.options.fit
         if not named or specs != [one["spec"] for one in before]:
-            raise ValueError(f"what is finished in {self.work} are other methods, lengths, tasks or texts: {first}")
+            raise ValueError(f"{self.work} holds results of other methods, lengths, tasks or texts: {first}")
         return rounds, methods
 
     def finish(self, *, overwrite: bool, finish_now: bool, pace: Pace | None) -> Extended:

@@ -82,12 +82,12 @@ def write(
         )
     on_step("plain transformers gives the same logits, bit for bit")
     base_gguf = outcome.options.model if adapter is None and is_gguf(outcome.options.model) else None
-    for engine in outcome.options.to:
+    for engine in outcome.options.exports:
         path = export_path(out, engine)
         on_step(f"exporting to {path}")
         more: dict[str, Any] = {"base_gguf": base_gguf} if engine == "gguf" else {}  # its quantized tensors are copied
         export(staged, staged.with_name(path.name), to=engine, **more)
-    exports = tuple(export_path(out, engine) for engine in outcome.options.to)
+    exports = tuple(export_path(out, engine) for engine in outcome.options.exports)
     outcome = replace(outcome, output=out, exports=exports)
     write_atomically(staged / "extend.yaml", outcome.options.to_yaml())
     write_atomically(staged / RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
@@ -110,7 +110,7 @@ def check_outputs(options: ExtendOptions, out: Path, overwrite: bool) -> None:
     if Path(options.model).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
     check_free(out, overwrite)
-    for path in (export_path(out, engine) for engine in options.to):
+    for path in (export_path(out, engine) for engine in options.exports):
         if Path(options.model).resolve() == path.resolve():
             raise ValueError(f"the export would replace {path}, the checkpoint itself: give another output folder")
         if (file_stands(path) if is_gguf(path) else holds_files(path)) and not overwrite:

@@ -80,7 +80,7 @@ def test_a_table_that_every_loader_computes_wins_between_those_that_nothing_tell
     found = choose(row("mrrope", rope_type="longrope"), row("yarn", end=2.001, spread=0.05))
     assert found.method == "yarn"
     assert found.reason.endswith(
-        "; not told apart from mrrope, and chosen because every loader computes its table by a formula"
+        "; not told apart from mrrope, and chosen because other programs know its formula, without a list of frequencies"
     )
     clear = choose(row("mrrope", rope_type="longrope"), row("yarn", end=2.05))
     assert clear.method == "mrrope"
@@ -104,7 +104,7 @@ def test_one_that_costs_too_much_gives_way_to_the_next():
 def test_where_all_cost_too_much_the_advice_names_the_tolerance_that_would_do():
     found = choose(row("yarn", within=2.1), row("ntk", within=2.05, right=(20, 18)))
     assert found.method is None
-    assert any("--tolerance 0.052 would choose ntk, the least costly" in sentence for sentence in found.advice)
+    assert any("a --tolerance of 0.052 or more: ntk is the least costly" in sentence for sentence in found.advice)
     assert choose(row("yarn", within=2.1), row("ntk", within=2.05, right=(20, 18)), tolerance=0.052).method == "ntk"
 
 
@@ -174,3 +174,13 @@ def test_a_trained_model_competes_with_the_untrained_one():
     assert choose(plain, row(trained, end=2.21, spread=0.3)).method == trained, "nothing tells them apart"
     assert choose(plain, row(trained, end=2.3)).method == "yarn", "the training made it worse"
     assert choose(plain, row(trained, within=2.1, end=2.1)).method == "yarn", "the training costs too much"
+
+
+def test_a_perplexity_that_is_lower_by_far_needs_no_interval():
+    """One window has no interval: 4.0 against 2.0 nats are a factor of 7.4, and 2.2 against 2.0 one of 1.22."""
+    noisy = {"spread": 3.0, "right": (20, 20)}  # of which no interval is narrow
+    far = row("default", end=4.0, right=(20, 20))
+    assert choose(row("yarn", **noisy), unpatched=far, tolerance=1.0).method == "yarn"
+    near = row("default", end=2.2, right=(20, 20))
+    found = choose(row("yarn", **noisy), unpatched=near, tolerance=1.0)
+    assert found.method is None and "not shown to be better than the unpatched model" in found.reason

@@ -105,7 +105,8 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
         if sentence.startswith("exporting to"):
             raise KeyboardInterrupt
 
-    options = {"output": tmp_path / "out", "budget": 40, "pace": PACE, **QUICK, "methods": ["yarn"], "to": ["vllm"]}
+    options = {"output": tmp_path / "out", "budget": 40, "pace": PACE, **QUICK}
+    options |= {"methods": ["yarn"], "exports": ["vllm"]}
     with pytest.raises(KeyboardInterrupt):
         extend(llama, TOKENIZER, on_step=stop, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
@@ -113,7 +114,7 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
     for name in ("out", "out-vllm"):
         assert rope_patch.verify(tmp_path / name).record.target_length == 512
     for changes in ({"length": 300}, {"methods": ["pi"]}, {"tasks": ["niah"]}):
-        with pytest.raises(ValueError, match="are other methods, lengths, tasks or texts"):
+        with pytest.raises(ValueError, match="holds results of other methods, lengths, tasks or texts"):
             extend(llama, TOKENIZER, finish_now=True, overwrite=True, **(options | changes))
 
 
@@ -125,7 +126,7 @@ def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama,
             extend(model, TOKENIZER, output=output, overwrite=True, **QUICK)
     (tmp_path / "out.gguf").write_text("mine")
     with pytest.raises(FileExistsError, match=r"out\.gguf exists: give another output folder"):
-        extend(model, TOKENIZER, output=tmp_path / "out", to=["gguf"], **QUICK)
+        extend(model, TOKENIZER, output=tmp_path / "out", exports=["gguf"], **QUICK)
 
 
 def test_a_recipe_says_what_no_option_does(tmp_path):
@@ -185,13 +186,13 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path):
     [
         ({"length": 256}, "the model is trained at 256 tokens, so 256 need no patch: give a longer length"),
         ({"methods": ["yarn@256"]}, "yarn@256 has two tables, which a folder for plain transformers cannot hold"),
-        ({"methods": []}, "methods is empty: name one candidate at least"),
+        ({"methods": []}, "name a method beside 'default', which is always measured"),
         ({"methods": ["yarn", "yarn:factor=2"]}, "methods must differ from each other"),
         ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
         ({"tolerance": -0.1}, "tolerance must be a share >= 0 such as 0.01, got -0.1"),
         ({"tolerance": float("nan")}, "tolerance must be a share"),
-        ({"to": ["trt"]}, "unknown engine 'trt'. Known: "),
-        ({"train_rows": 9}, r"train_rows is of training: give train=True \(--train\) too"),
+        ({"exports": ["trt"]}, "unknown engine 'trt'. Known: "),
+        ({"train_rows": 9}, r"train_rows needs train=True \(--train\)"),
         ({"length": 10**7, "methods": ["p_rope"]}, "the text has room for|too short|is shorter|ask for fewer"),
     ],
 )
