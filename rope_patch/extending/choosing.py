@@ -215,7 +215,7 @@ class Judge:
         if len(left) > 1:
             reason += f"; not told apart from {_names(one.method for one in left if one is not chosen)}"
             if chosen.native and chosen is not left[0] and not trained:
-                reason += ", and chosen because other programs know its formula, without a list of frequencies"
+                reason += ", and chosen because other programs know its formula and need no list"
         return Choice(chosen.method, reason, tuple(judged))
 
     def _sign(self, method: str, other: str, metric: str) -> int:

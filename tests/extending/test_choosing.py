@@ -80,7 +80,7 @@ def test_a_table_that_every_loader_computes_wins_between_those_that_nothing_tell
     found = choose(row("mrrope", rope_type="longrope"), row("yarn", end=2.001, spread=0.05))
     assert found.method == "yarn"
     assert found.reason.endswith(
-        "; not told apart from mrrope, and chosen because other programs know its formula, without a list of frequencies"
+        "; not told apart from mrrope, and chosen because other programs know its formula and need no list"
     )
     clear = choose(row("mrrope", rope_type="longrope"), row("yarn", end=2.05))
     assert clear.method == "mrrope"
