@@ -31,6 +31,7 @@ _HOME = {
     "fitting": "FittedPatch fit",
     "analysis.run": "analyze",
     "exporting.run": "export",
+    "extending.run": "extend",
     "packaged": "data_path",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.spec import EvalSpec as EvalSpec
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
     from rope_patch.exporting.run import export as export
+    from rope_patch.extending.run import extend as extend
     from rope_patch.fitting import FittedPatch as FittedPatch
     from rope_patch.fitting import fit as fit
     from rope_patch.kv_evaluation.run import kv_check as kv_check

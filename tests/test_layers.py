@@ -23,7 +23,18 @@ ROOT = "rope_patch"
 MODULES = {"claims", "errors", "files", "frequencies", "packaged", "peers", "processes", "tables", "words"}
 FOLDERS = (
     *(ROOT, "methods", "patching", "checkpoints", "modeling", "kv_cache", "evaluation", "harness", "analysis"),
-    *("kv_evaluation", "theory", "planning", "fitting", "training", "exporting", "plots", "reports", "cli"),
+    *(
+        "kv_evaluation",
+        "theory",
+        "planning",
+        "fitting",
+        "training",
+        "exporting",
+        "extending",
+        "plots",
+        "reports",
+        "cli",
+    ),
     *("recipes", "eval_tasks", "benchmarks"),
 )
 LEVEL = {folder: level for level, folder in enumerate(FOLDERS)}

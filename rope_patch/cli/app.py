@@ -15,6 +15,7 @@ from rope_patch.cli.audit import audit
 from rope_patch.cli.compare import compare
 from rope_patch.cli.demo import demo
 from rope_patch.cli.export import export
+from rope_patch.cli.extend import extend
 from rope_patch.cli.finetune import finetune
 from rope_patch.cli.fit import fit
 from rope_patch.cli.flags import flags
@@ -40,7 +41,23 @@ app = typer.Typer(
 )
 app.add_typer(recipes, name="recipes")
 for command in (
-    *(methods, inspect, apply, verify, restore, tasks, compare, plan, finetune, theory, analyze, kv_check, fit, export),
+    *(
+        extend,
+        methods,
+        inspect,
+        apply,
+        verify,
+        restore,
+        tasks,
+        compare,
+        plan,
+        finetune,
+        theory,
+        analyze,
+        kv_check,
+        fit,
+        export,
+    ),
     *(audit, flags, demo),
 ):
     app.command(command.__name__.replace("_", "-"))(command)

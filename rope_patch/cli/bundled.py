@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import checkpoints
+from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.cli.loading import in_cpu_type
 from rope_patch.evaluation.compare import Comparison, compare
 from rope_patch.evaluation.spec import EvalSpec
@@ -41,19 +38,6 @@ METHODS = (
     "nope",
 )
 """Every method at four times the trained context; ``table`` alone is missing, since it is whatever one gives it."""
-
-# What a user without this package does. Importing rope_patch there would fail.
-PLAIN_RELOAD = """
-import sys
-sys.modules["rope_patch"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-folder, ids, out = sys.argv[1:]
-with torch.no_grad():
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    save_file({"logits": model(load_file(ids)["ids"], use_cache=False).logits.contiguous()}, out)
-"""
 
 
 @dataclass(frozen=True)
@@ -132,14 +116,5 @@ def tokens_to_read(quick: bool) -> int:
 
 def reloads_equal(model: Any, folder: Path) -> bool:
     """Tell whether plain transformers, in a process of its own, gives bit-equal float32 logits from the folder."""
-    ids = torch.arange(3, 203)[None] % model.config.vocab_size
     reference = model.to("cpu", torch.float32)  # a patched table does not mind the cast
-    with torch.no_grad():
-        ours = reference(ids, use_cache=False).logits
-    with tempfile.TemporaryDirectory() as scratch:
-        save_file({"ids": ids}, f"{scratch}/ids")
-        command = [sys.executable, "-c", PLAIN_RELOAD, str(folder), f"{scratch}/ids", f"{scratch}/logits"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")
-        return torch.equal(load_file(f"{scratch}/logits")["logits"], ours)
+    return torch.equal(plain_logits(folder, model.config.vocab_size, dtype="float32"), probe_logits(reference))

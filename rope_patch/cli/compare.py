@@ -305,13 +305,30 @@ def _with_adapter(loaded: Any, model: str, adapter: str | None) -> tuple[Any, di
 
 
 def print_table(comparison: Any) -> None:
-    """Print the scores of every method, those that are significantly ahead in green with a star."""
+    """Print the scores of every method, their effective lengths, and what to know before reading them."""
+    from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+
+    columns = print_scores(comparison)
+    if (keys := comparison.rows[0].scores.key_tokens) is not None:
+        print(f"LongPPL: {keys}")
+    if (effective := comparison.effective_lengths()) is not None:
+        print(effective.explanation)
+        for row in comparison.rows:
+            print(f"  {row.method}: {effective.of(row.method)}")
+    for sentence in comparison.warnings:
+        print(f"note: {sentence}", file=sys.stderr)
+    if any(column.winner for column in columns):
+        print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
+        print(f"{OF_WINDOWS} {OF_PROMPTS}")
+
+
+def print_scores(comparison: Any) -> Any:
+    """Print the scores of every method, those that are significantly ahead in green with a star; return the columns."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
     from rope_patch.evaluation.metrics import METRICS
 
     columns = comparison.columns()
@@ -327,14 +344,4 @@ def print_table(comparison: Any) -> None:
             cells.append(f"[bold green]{value}*[/]" if column.winner == row.method else value)
         table.add_row(row.method, *cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    if (keys := comparison.rows[0].scores.key_tokens) is not None:
-        print(f"LongPPL: {keys}")
-    if (effective := comparison.effective_lengths()) is not None:
-        print(effective.explanation)
-        for row in comparison.rows:
-            print(f"  {row.method}: {effective.of(row.method)}")
-    for sentence in comparison.warnings:
-        print(f"note: {sentence}", file=sys.stderr)
-    if any(column.winner for column in columns):
-        print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
-        print(f"{OF_WINDOWS} {OF_PROMPTS}")
+    return columns

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,30 @@ class EvalSuite:
     def tokens(self) -> int:
         """Tokens that one run reads, for a progress bar."""
         return self.spec.tokens_to_read(len(self.windows))
+
+    def smaller(self, windows: int, samples: int) -> EvalSuite:
+        """Return a suite that measures a part of this one, with the same windows and prompts.
+
+        A smaller suite's windows are among those of any larger one, and spread over the text like them.
+
+        Args:
+            windows: of text, at most as many as this suite has.
+            samples: haystacks for each task and length.
+
+        Raises:
+            ValueError: more windows or samples than there are, or no sample.
+        """
+        if not (0 <= windows <= len(self.windows) and 1 <= samples <= self.spec.samples):
+            raise ValueError(
+                f"windows must be 0 to {len(self.windows)} and samples 1 to {self.spec.samples}, got {windows} and "
+                f"{samples}"
+            )
+        part = copy.copy(self)
+        part.spec = replace(self.spec, windows=windows, samples=samples)
+        bits = max(1, len(self.windows) - 1).bit_length()
+        order = sorted(range(len(self.windows)), key=lambda i: f"{i:0{bits}b}"[::-1])
+        part.windows = [self.windows[i] for i in sorted(order[:windows])]
+        return part
 
     def tokens_to_choose(self, context: int) -> int:
         """Return how many tokens :meth:`choose_key_tokens` reads; 0 where LongPPL is not measured.

@@ -38,7 +38,7 @@ base, unchanged.
 HEADING = """
 ## The card of the base model
 
-It describes the base before the fit; its scores are not of this model.
+It describes the base before its rotary table was changed; its scores are not of this model.
 
 """
 
@@ -80,7 +80,7 @@ def card(source: str, patch: Any, length: int, base_card: str | None, *, rows: s
         rows: length and positions of the rows, as :meth:`~rope_patch.fitting.Objective.describe_rows` says them.
         on_hub: the source is a hub id, which the front matter then names.
     """
-    head, body = _parts(base_card or "")
+    head, body = parts_of(base_card or "")
     head.pop("model-index", None)  # the scores of the base
     start, _, candidate = patch.chosen.rpartition(", ")
     winner, first = patch.winner
@@ -114,7 +114,7 @@ def _notes(warnings: Sequence[str]) -> str:
     return "".join(f"{note}\n\n" for note in (POPULATION, CARRIES_OVER, *(f"**Note**: {w}." for w in warnings)))
 
 
-def _parts(text: str) -> tuple[dict[str, Any], str]:
+def parts_of(text: str) -> tuple[dict[str, Any], str]:
     """Return the front matter of a card and what follows it; what is no front matter stays text."""
     block = re.match(r"---\r?\n(.*?\r?\n)?---\r?\n", text, re.DOTALL)
     if block is None:

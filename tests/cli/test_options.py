@@ -27,7 +27,7 @@ TOKENS = {
     *("--context", "--window", "--tokens", "--bucket", "--row-length", "--switch-at", "--short-context"),
 }
 OWN = {  # what a command says of an option in words of its own, because it is about something else there
-    "--length": {"plan", "theory"},
+    "--length": {"plan", "theory", "extend"},
     "--target-length": {"fit"},
     "--batch-tokens": {"fit", "compare"},
     "--windows": {"fit"},
@@ -35,8 +35,9 @@ OWN = {  # what a command says of an option in words of its own, because it is a
     "--text": {"analyze", "fit"},
     "--method": {"theory"},
     "--dtype": {"plan", "export"},
-    "--tolerance": {"analyze", "kv-check"},
-    "--output": {"apply", "restore", "fit", "export"},
+    "--tolerance": {"analyze", "kv-check", "extend"},
+    "--output": {"apply", "restore", "fit", "export", "extend"},
+    "--dry-run": {"extend", "finetune"},
 }
 
 
@@ -125,7 +126,7 @@ def test_defaults_of_a_plan_are_those_of_python():
 
 def test_models_run_on_auto_in_their_own_data_type_by_default():
     loading = [name for name in COMMANDS if "--device" in options(name)]
-    assert set(loading) == {"compare", "kv-check", "fit", "analyze", "demo"}
+    assert set(loading) == {"compare", "kv-check", "fit", "analyze", "demo", "extend"}
     assert {options(name)["--device"].default for name in loading} == {"auto"}
     assert {options(name)["--dtype"].default for name in loading if name != "demo"} == {"auto"}
 

@@ -1,0 +1,65 @@
+"""Does a saved folder give the same logits in plain transformers, in a process that cannot import this package?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+TOKENS = 200
+"""Of the text that both read [tokens]."""
+
+# What a user without this package does. Importing rope_patch there would fail.
+PROGRAM = """
+import sys
+sys.modules["rope_patch"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+folder, ids, out, dtype, device = sys.argv[1:]
+with torch.no_grad():
+    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    logits = model(load_file(ids)["ids"].to(device), use_cache=False).logits
+    save_file({"logits": logits.cpu().contiguous()}, out)
+"""
+
+
+def probe_logits(model: Any) -> torch.Tensor:
+    """Return a model's logits of a fixed row of tokens (1, tokens, vocabulary), on the CPU."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(
+            _ids(model.config.get_text_config().vocab_size, model.device), use_cache=False
+        ).logits
+    return logits.cpu()
+
+
+def plain_logits(folder: str | Path, vocabulary: int, *, dtype: str = "auto", device: str = "cpu") -> torch.Tensor:
+    """Return the logits that plain transformers gives from a folder, of the tokens of :func:`probe_logits`.
+
+    Args:
+        folder: of a checkpoint.
+        vocabulary: size of its vocabulary.
+        dtype: of the weights; ``"auto"`` as they are stored.
+        device: to compute on.
+
+    Raises:
+        RuntimeError: transformers cannot load the folder; the message ends with what it said.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        save_file({"ids": _ids(vocabulary, "cpu")}, f"{scratch}/ids")
+        files = [str(folder), f"{scratch}/ids", f"{scratch}/logits"]
+        command = [sys.executable, "-c", PROGRAM, *files, dtype, device]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"plain transformers could not load {folder}:\n{done.stderr[-2000:]}")
+        return load_file(f"{scratch}/logits")["logits"]
+
+
+def _ids(vocabulary: int, device: Any) -> torch.Tensor:
+    return (torch.arange(3, 3 + TOKENS, device=device)[None]) % vocabulary

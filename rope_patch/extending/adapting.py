@@ -1,0 +1,153 @@
+"""LoRA on the chosen method: which rows, how many, and the run of the recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rope_patch.evaluation.result_cache import key
+from rope_patch.extending.options import ExtendOptions
+from rope_patch.files import folder_in_one_move
+from rope_patch.modeling.budget import Pace
+from rope_patch.planning import plan
+from rope_patch.processes import first_alone, processes
+
+ROWS = 200
+"""Rows of a training where no time is given; fewer teach little."""
+
+ROW = 2048
+"""Length of a row at skipped positions, at most [tokens]."""
+
+ACCUMULATE = 8
+"""Rows of a step of the optimizer."""
+
+PASSES = 4.0
+"""How many times as long as reading a token a step of training takes for it: forward, backward, and checkpointing."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained on.
+
+    Attributes:
+        positions: ``"full"``, rows of the target length, or ``"pose"``, short rows whose positions skip ahead.
+        row: length of the rows [tokens].
+        steps: of the optimizer, of :data:`ACCUMULATE` rows each.
+        seconds: that it takes, about [s].
+    """
+
+    positions: str
+    row: int
+    steps: int
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """That are read in all [tokens]."""
+        return self.steps * ACCUMULATE * self.row
+
+    def __str__(self) -> str:
+        where = "" if self.positions == "full" else ", at positions that skip ahead (PoSE)"
+        return f"{self.steps * ACCUMULATE} rows of {self.row} tokens{where}"
+
+
+def plan_training(
+    model: Any, options: ExtendOptions, trained_length: int, pace: Pace, seconds: float | None
+) -> Training:
+    """Return which rows to train on, by what fits into memory and time.
+
+    Args:
+        model: in memory.
+        options: of the run.
+        trained_length: of the model [tokens].
+        pace: at which it reads.
+        seconds: time for the training; None for :data:`ROWS` rows [s].
+    """
+    short = min(options.length, trained_length, ROW)
+    whole = options.length <= ROW or _fits(model, options.length)
+    for positions, row in (("full", options.length), ("pose", short)):
+        if positions == "full" and not whole:
+            continue
+        each = PASSES * pace.seconds(row, row)
+        rows = options.train_rows or (ROWS if seconds is None else max(ACCUMULATE, int(seconds / each)))
+        if positions == "full" and row > ROW and seconds is not None and rows < ROWS:
+            continue  # more short rows teach more in the same time
+        steps = math.ceil(rows / ACCUMULATE)
+        return Training(positions, row, steps, steps * ACCUMULATE * each)
+    raise AssertionError("rows at skipped positions are always possible")
+
+
+def _fits(model: Any, length: int) -> bool:
+    """Tell whether a row of a length fits into the memory of this process's GPU; on a CPU whole rows take too long."""
+    if model.device.type != "cuda":
+        return False
+    memory = torch.cuda.get_device_properties(model.device).total_memory / 2**30
+    return plan(model, length=length, lora_rank=16, checkpointing=True).fits(memory)
+
+
+def train(model: Any, tokenizer: Any, method: str, options: ExtendOptions, training: Training, work: Path) -> Path:
+    """Train an adapter with the recipe, or go on where it was interrupted; return its folder.
+
+    Args:
+        model: in memory. It is saved and trained from there, since it may be merged from an adapter, or changed.
+        tokenizer: its tokenizer.
+        method: as a method string.
+        options: of the run.
+        training: what is trained on.
+        work: folder in which the adapter's folder is made.
+    """
+    from rope_patch.training.finetune import finetune
+    from rope_patch.training.reading import read
+
+    source, dtype = work / "model", str(model.dtype).removeprefix("torch.")
+    with first_alone(f"save to {source}") as writes:
+        if writes:
+            with folder_in_one_move(source) as folder:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+    recipe: dict[str, Any] = {
+        "model": {"name": str(source), "dtype": dtype},
+        "patch": {"method": method, "target_length": options.length},
+        "data": {"lengths": training.row, "positions": training.positions},
+        "train": {
+            "steps": training.steps,
+            "batch": 1,
+            "accumulate": max(1, ACCUMULATE // processes()[1]),  # each process reads as many
+            "learning_rate": 4e-4,
+            "scheduler": "cosine",
+            "warmup": 0.1,
+            "precision": "float32" if dtype == "float32" else dtype,
+            "checkpointing": torch.cuda.is_available(),
+            "seed": options.seed,
+            "save_every": max(1, training.steps // 10),
+        },
+        # The caller evaluates, by the same protocol as before the training.
+        "evaluation": {"before": False, "every": 0, "lengths": str(training.row), "samples": 1, "windows": 0},
+    }
+    recipe["evaluation"]["depths"] = [0.5]
+    if options.train_text is not None:
+        recipe["data"]["source"] = options.train_text
+    folder = work / f"adapter-{key(recipe=recipe)[:8]}"
+    with elsewhere(model):
+        finetune(read(base=recipe | {"output": str(folder)}), command="rope-patch extend")
+    return folder
+
+
+@contextmanager
+def elsewhere(model: Any) -> Iterator[None]:
+    """Keep a model in the CPU's memory within a ``with`` block, so that another has room on the GPU."""
+    device = model.device
+    if device.type != "cpu":
+        model.to("cpu")
+        torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            model.to(device)

@@ -1,0 +1,131 @@
+"""The model card of an extended checkpoint: what was done, its scores before and after, and how it is used."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import yaml
+
+from rope_patch import __version__
+from rope_patch.evaluation.compare import Comparison
+from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+from rope_patch.evaluation.metrics import METRICS, Span, spans_at
+from rope_patch.extending.options import AFTER, UNPATCHED, short
+from rope_patch.extending.result import Extended
+from rope_patch.fitting.card import HEADING, parts_of
+
+TEMPLATE = """---
+{head}---
+# {base}, {length} tokens
+
+`{base}`, trained at {trained_length} tokens, with the rotary table of `{method}` for {length}.
+{training}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
+```
+
+Plain transformers loads it: in a process without rope_patch its logits for a probe text were equal, bit for bit, to
+those of the patched model in memory.
+
+## Why this method
+
+{reason}.
+
+Measured and not chosen: {others}.
+
+## Scores
+
+{scores}
+
+Changes are against the model before, on the same windows and prompts, with 95 % intervals. {population}
+{effective}
+## How it was made
+
+```bash
+rope-patch extend --recipe extend.yaml -o AGAIN
+```
+
+`extend.yaml` holds the options, with paths as they were given; `rope_patch_extend.json` holds the choices and their
+evidence. rope_patch {version}.
+{exports}"""
+
+
+def card(outcome: Extended) -> str:
+    """Return the card.
+
+    Args:
+        outcome: of the run.
+    """
+    options, choice, comparison = outcome.options, outcome.choice, outcome.comparison
+    base = Path(options.model).name if Path(options.model).exists() else options.model
+    theirs, body = parts_of(base_card(options.model))
+    theirs.pop("model-index", None)  # the scores of the base
+    tags = theirs.get("tags")
+    given = tags if isinstance(tags, list) else [] if tags is None else [tags]
+    head = {"library_name": "transformers", **theirs}
+    head["tags"] = list(dict.fromkeys([*given, "rope_patch", "long-context"]))
+    if not Path(options.model).exists() and options.model.count("/") == 1:
+        head["base_model"] = options.model
+    method = str(choice.method)
+    training = outcome.training
+    done = ""
+    if method.endswith(AFTER):
+        done = f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
+    measured = dict.fromkeys(row.method for one in outcome.comparisons for row in one.rows)
+    others = [name for name in measured if name not in (UNPATCHED, method)]
+    effective = comparison.effective_lengths()
+    lengths = ""
+    if effective is not None:
+        lengths = f"\n{effective.explanation}\n\n" + "".join(
+            f"- {short(name)}: {effective.of(name)}\n" for name in (UNPATCHED, method)
+        )
+    ours = TEMPLATE.format(
+        head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
+        base=base,
+        length=options.length,
+        trained_length=outcome.trained_length,
+        method=short(method.removesuffix(AFTER)),
+        training=done,
+        reason=choice.reason,
+        others=", ".join(f"`{short(name)}`" for name in others) or "nothing else",
+        scores=scores(comparison, method),
+        population=f"{OF_WINDOWS} {OF_PROMPTS}",
+        effective=lengths,
+        version=__version__,
+        exports=f"\nExported beside it: {', '.join(f'`{path.name}`' for path in outcome.exports)}.\n"
+        if outcome.exports
+        else "",
+    )
+    return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours
+
+
+def base_card(source: str) -> str:
+    """Return the card of the base, where it is a folder that has one; "" elsewhere."""
+    path = Path(source) / "README.md"
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def scores(comparison: Comparison, method: str) -> str:
+    """Return the scores before and after as a Markdown table, at every length."""
+    rows = {row.method: row.scores for row in comparison.rows}
+    lines = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
+    for length in comparison.lengths:
+        for metric, span in spans_at(comparison.spec, length):
+            before, after = metric.value(rows[UNPATCHED], span), metric.value(rows[method], span)
+            change = metric.difference(rows[method], rows[UNPATCHED], span)
+            if metric is METRICS["retrieval"]:
+                text = f"{change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
+            else:
+                text = metric.describe(change) if math.isfinite(change.estimate) else "–"
+            lines.append(f"| {_what(span)} | {metric.format(before)} | {metric.format(after)} | {text} |")
+    return "\n".join(lines)
+
+
+def _what(span: Span) -> str:
+    if span.task is not None:
+        return f"{span.task} prompts of {span.stop} tokens that are answered"
+    return f"{span.metric} at positions {span.start or 0} to {span.stop}"

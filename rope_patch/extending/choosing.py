@@ -1,0 +1,268 @@
+"""Which method is chosen, and why; or why none is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rope_patch.evaluation.compare import Comparison, Row
+from rope_patch.evaluation.metric import PairedDifference
+from rope_patch.evaluation.metrics import METRICS
+from rope_patch.evaluation.numbers import percent, perplexity_text, relative
+from rope_patch.extending.options import AFTER, UNPATCHED, short
+
+REACHED = 0.5
+"""A method reaches the target if it answers this share of what the unpatched model answers within its context."""
+
+FLAT = 1.25
+"""Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
+the end is at most this many times the unpatched model's at the end of that context."""
+
+NATIVE = ("default", "linear", "dynamic", "yarn", "llama3")
+"""Types of rotary tables that other programs compute by a formula of their own, without a list of numbers."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What speaks for and against a method.
+
+    Attributes:
+        method: as a method string.
+        answered: share of the prompts answered at the target, over all tasks.
+        perplexity: in the second half of the positions up to the target; infinite where it is not a number.
+        change: of the loss within the trained context against the unpatched model, paired over windows [nats/token].
+        native: every loader computes its table by a formula of its own.
+        failures: why it cannot be chosen, a sentence each; empty where it can.
+    """
+
+    method: str
+    answered: float
+    perplexity: float
+    change: PairedDifference
+    native: bool
+    failures: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values for JSON; differences that no interval is known of are None."""
+        values = asdict(self)
+        values["change"] = [x if math.isfinite(x) else None for x in self.change]
+        return values
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was decided.
+
+    Attributes:
+        method: that is chosen; None where none can be.
+        reason: in a sentence.
+        judged: every method but the unpatched one, the best first.
+        advice: what would help where none is chosen, a sentence each.
+    """
+
+    method: str | None
+    reason: str
+    judged: tuple[Judged, ...]
+    advice: tuple[str, ...] = ()
+
+
+class Judge:
+    """Compares the methods of a comparison by the rules of ``extend``.
+
+    Args:
+        comparison: with the unpatched model as ``"default"``.
+        tolerance: by which share the perplexity within the trained context may rise.
+    """
+
+    def __init__(self, comparison: Comparison, tolerance: float) -> None:
+        self.comparison, self.tolerance = comparison, tolerance
+        self.target = comparison.spec.longest
+        self.within = max(n for n in comparison.spec.lengths if n <= comparison.trained_length)
+        self.rows = {row.method: row for row in comparison.rows}
+        self.unpatched = self.rows[UNPATCHED]
+
+    def answered(self, row: Row, length: int) -> float:
+        """Return the share of the prompts that are answered, over all tasks."""
+        return statistics.fmean(result.accuracy(length) for result in row.scores.retrieval.values())
+
+    def perplexity(self, row: Row, stop: int) -> float:
+        """Return the perplexity in the second half of the positions below one."""
+        text = row.scores.perplexity
+        if text is None:
+            raise ValueError("no window of text was measured")
+        found = text.between(self.comparison.spec.edge_at(stop // 2), stop)
+        return math.inf if math.isnan(found) else found  # so that it sorts last
+
+    def positions(self, stop: int) -> str:
+        """Return which positions :meth:`perplexity` is of, in words."""
+        return f"positions {self.comparison.spec.edge_at(stop // 2)} to {stop}"
+
+    def judge(self, row: Row) -> Judged:
+        """Return what speaks for and against a method."""
+        change = PairedDifference(*self._against(row.method, UNPATCHED, "perplexity", self.within))
+        answered, perplexity = self.answered(row, self.target), self.perplexity(row, self.target)
+        failures = []
+        rise = relative(change.estimate)
+        if not rise <= self.tolerance:
+            failures.append(
+                f"within the trained {self.within} tokens perplexity changes by {percent(change.estimate)}, where "
+                f"{self.tolerance:+.1%} are allowed"
+            )
+        possible = self.answered(self.unpatched, self.within)
+        if possible >= REACHED and answered < REACHED * possible:
+            failures.append(
+                f"at {self.target} tokens it answers {answered:.0%} of the prompts, where the unpatched model answers "
+                f"{possible:.0%} at {self.within}"
+            )
+        end = self.perplexity(self.unpatched, self.within)
+        if not math.isfinite(perplexity) or (possible < REACHED and perplexity > FLAT * end):
+            failures.append(
+                f"at {self.positions(self.target)} perplexity is {perplexity_text(perplexity)}, where that of the "
+                f"unpatched model is {perplexity_text(end)} at {self.positions(self.within)}"
+            )
+        if not self.better_than_unpatched(row):
+            failures.append(f"at {self.target} tokens it is not shown to be better than the unpatched model")
+        native = all(table.rope_type in NATIVE for table in row.tables)
+        return Judged(row.method, answered, perplexity, change, native, tuple(failures))
+
+    def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[Judged]:
+        """Return methods with the best first, by what was measured and without regard to intervals.
+
+        Those that keep more of the conditions come first; then retrieval at the target decides, then perplexity there.
+
+        Args:
+            methods: to be ordered.
+            conditions: regard them.
+        """
+        judged = [self.judge(self.rows[method]) for method in methods]
+        return sorted(judged, key=lambda one: (len(one.failures) * conditions, -one.answered, one.perplexity))
+
+    def leaders(self, methods: Sequence[str], count: int, *, conditions: bool = True) -> list[str]:
+        """Return the methods that are worth more windows and prompts, the best first.
+
+        Few windows tell poorly whether a condition is kept, and methods that change nothing keep most of them. So the
+        best with regard to the conditions and the best without take turns.
+        """
+        orders = [self.order(methods, conditions=one) for one in dict.fromkeys((conditions, False))]
+        turns = dict.fromkeys(judged.method for pair in zip(*orders, strict=True) for judged in pair)
+        return list(turns)[:count]
+
+    def settled(self, methods: Sequence[str], *, conditions: bool = True) -> bool:
+        """Tell whether more windows and prompts would hardly change the decision.
+
+        The best is significantly ahead of all others, and of the unpatched model, and the interval of what it loses
+        within the trained context lies on one side of the tolerance.
+        """
+        best, *others = self.order(methods, conditions=conditions)
+        if not all(self.ahead(best.method, other.method) for other in others):
+            return False
+        kept = [relative(end) <= self.tolerance for end in (best.change.low, best.change.high)]
+        return not conditions or (kept[0] == kept[1] and self.better_than_unpatched(self.rows[best.method]))
+
+    def ahead(self, method: str, other: str) -> bool:
+        """Tell whether a method is significantly better than another at the target, in retrieval or in perplexity."""
+        return self._sign(method, other, "retrieval") > 0 or (
+            self._sign(method, other, "retrieval") == 0 and self._sign(method, other, "perplexity") > 0
+        )
+
+    def better_than_unpatched(self, row: Row) -> bool:
+        """Tell whether a method is ahead of the unpatched model at the target, significantly or by far.
+
+        A single window has no interval; a perplexity that differs by more than a factor of :data:`FLAT` needs none.
+        """
+        by_far = FLAT * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
+        return self.ahead(row.method, UNPATCHED) or (by_far and self._sign(row.method, UNPATCHED, "retrieval") == 0)
+
+    def level(self, judged: Sequence[Judged]) -> tuple[list[Judged], str]:
+        """Return those that nothing tells from the best, and what told them from the others.
+
+        Args:
+            judged: methods, the best first.
+        """
+        left, by = list(judged), []
+        for metric, name in (("retrieval", "retrieval"), ("perplexity", "perplexity")):
+            best = (
+                max(left, key=lambda one: one.answered)
+                if metric == "retrieval"
+                else min(left, key=lambda one: one.perplexity)
+            )
+            behind = [one for one in left if one is not best and self._sign(one.method, best.method, metric) < 0]
+            by += [name] if behind else []
+            left = [one for one in left if one not in behind]
+        return left, " and ".join(by)
+
+    def choose(self, methods: Sequence[str], *, conditions: bool = True) -> Choice:
+        """Return the decision between methods.
+
+        Args:
+            methods: to choose from, without the unpatched one.
+            conditions: leave out those that lose too much or do not reach the target.
+        """
+        judged = self.order(methods, conditions=conditions)
+        fit = [one for one in judged if math.isfinite(one.perplexity) and not (conditions and one.failures)]
+        if not fit:
+            return Choice(None, self._why_none(judged), tuple(judged), tuple(self._advice(judged)))
+        left, by = self.level(fit)
+        trained = [one for one in left if one.method.endswith(AFTER)]
+        chosen = next((one for one in left if one.native), left[0]) if not trained else trained[0]
+        reason = f"{short(chosen.method)}: {chosen.answered:.0%} of the prompts of {self.target} tokens are answered"
+        reason += f", perplexity is {perplexity_text(chosen.perplexity)} at {self.positions(self.target)}"
+        if by:
+            reason += f"; ahead of {_names(one.method for one in fit if one not in left)} in {by}"
+        if len(left) > 1:
+            reason += f"; not told apart from {_names(one.method for one in left if one is not chosen)}"
+            if chosen.native and chosen is not left[0] and not trained:
+                reason += ", and chosen because other programs know its formula and need no list"
+        return Choice(chosen.method, reason, tuple(judged))
+
+    def _sign(self, method: str, other: str, metric: str) -> int:
+        """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
+        signs = set()
+        for task in self.comparison.spec.tasks if metric == "retrieval" else (None,):
+            start = self.comparison.spec.edge_at(self.target // 2) if metric == "perplexity" else 0
+            change = self._against(method, other, metric, self.target, start, task)
+            better = change.high < 0 if METRICS[metric].lower_is_better else change.low > 0
+            worse = change.low > 0 if METRICS[metric].lower_is_better else change.high < 0
+            signs.add(1 if better else -1 if worse else 0)
+        signs.discard(0)
+        return signs.pop() if len(signs) == 1 else 0
+
+    def _against(
+        self, method: str, other: str, metric: str, stop: int, start: int = 0, task: str | None = None
+    ) -> PairedDifference:
+        found = self.comparison.difference(method, other, metric, stop, start, task)
+        return PairedDifference(found.estimate, found.low, found.high)
+
+    def _why_none(self, judged: Sequence[Judged]) -> str:
+        best = judged[0]
+        return f"no method can be chosen; the best is {short(best.method)}, and {'; '.join(best.failures)}"
+
+    def _advice(self, judged: Sequence[Judged]) -> list[str]:
+        """Return what would help, a sentence each, by what the methods fail at."""
+        trained = any(one.method.endswith(AFTER) for one in judged)
+        advice = ["more training: --train-rows, or a larger --budget" if trained else "training: --train"]
+        near = [one for one in judged if len(one.failures) == 1]
+        costly = [one for one in near if math.inf > relative(one.change.estimate) > self.tolerance]
+        if costly:
+            least = min(costly, key=lambda one: one.change.estimate)
+            enough = math.ceil(1000 * relative(least.change.estimate)) / 1000
+            advice.append(
+                f"a --tolerance of {enough:g} or more: {least.method} is the least costly of those measured to the end"
+            )
+            if not least.method.endswith(AFTER):
+                advice.append(
+                    f"rope-patch apply MODEL {least.method}@{self.within} -o OUT: keeps the original table for texts "
+                    f"of up to {self.within} tokens, but needs rope_patch when the model is used"
+                )
+        if any(not self.better_than_unpatched(self.rows[one.method]) for one in near):
+            advice.append("a larger --budget: more windows and prompts tell smaller differences apart")
+        advice.append(f"a smaller --length than {self.target}")
+        return advice
+
+
+def _names(methods: Any) -> str:
+    names = [short(method) for method in methods]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,41 @@
+"""What came of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rope_patch.evaluation.compare import Comparison
+from rope_patch.extending.adapting import Training
+from rope_patch.extending.choosing import Choice
+from rope_patch.extending.options import ExtendOptions
+
+
+@dataclass(frozen=True)
+class Extended:
+    """What came of a run.
+
+    Attributes:
+        output: the folder that was written; None where no method could be chosen.
+        choice: which method was chosen, and why; or why none was.
+        comparisons: of every round; the last one has the adapted model too, where one was trained.
+        trained_length: of the model before [tokens].
+        training: what was trained on; None where nothing was.
+        exports: files and folders for other engines.
+        work: folder of the finished measurements, which may be deleted.
+        options: of the run.
+    """
+
+    output: Path | None
+    choice: Choice
+    comparisons: tuple[Comparison, ...]
+    trained_length: int
+    training: Training | None
+    exports: tuple[Path, ...]
+    work: Path
+    options: ExtendOptions
+
+    @property
+    def comparison(self) -> Comparison:
+        """The scores that the choice rests on."""
+        return self.comparisons[-1]

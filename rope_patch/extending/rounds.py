@@ -1,0 +1,94 @@
+"""Successive halving: all candidates at a small cost, the better half at twice the cost, until two are left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.evaluation.compare import Comparison
+from rope_patch.extending.options import UNPATCHED
+
+SIZES = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4))
+"""Windows of text and haystacks of the first round, from the smallest."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round.
+
+    Attributes:
+        candidates: that are measured; the unpatched model is measured besides.
+        windows: of text, those of the rounds before among them.
+        samples: haystacks for each task and length, those of the rounds before among them.
+    """
+
+    candidates: int
+    windows: int
+    samples: int
+
+
+def rounds_of(candidates: int, windows: int, samples: int) -> tuple[Round, ...]:
+    """Return the rounds of some candidates; the last two meet twice.
+
+    >>> [(r.candidates, r.windows, r.samples) for r in rounds_of(7, 4, 1)]
+    [(7, 4, 1), (4, 8, 2), (2, 16, 4), (2, 32, 8)]
+    >>> rounds_of(1, 4, 1)
+    (Round(candidates=1, windows=4, samples=1), Round(candidates=1, windows=8, samples=2))
+
+    Args:
+        candidates: in the first round.
+        windows: of text in the first round.
+        samples: haystacks in the first round.
+    """
+    counts = [candidates]
+    while counts[-1] > 2:
+        counts.append(math.ceil(counts[-1] / 2))
+    return tuple(Round(n, windows * 2**i, samples * 2**i) for i, n in enumerate([*counts, counts[-1]]))
+
+
+def cost_of(rounds: tuple[Round, ...], cost: Callable[[int, int], float]) -> float:
+    """Return what the rounds cost, each only what it measures anew.
+
+    Args:
+        rounds: in order.
+        cost: of a number of windows and of haystacks under one method.
+    """
+    total, windows, samples = 0.0, 0, 0
+    for one in rounds:
+        total += (one.candidates + 1) * cost(one.windows - windows, one.samples - samples)
+        windows, samples = one.windows, one.samples
+    return total
+
+
+def rounds_within(candidates: int, most: float, cost: Callable[[int, int], float]) -> tuple[Round, ...]:
+    """Return the largest rounds that cost no more than is allowed.
+
+    Where the smallest ones cost more, later rounds are left out; the first one always takes place.
+
+    Args:
+        candidates: in the first round.
+        most: in the unit of the cost.
+        cost: of a number of windows and of haystacks under one method.
+    """
+    fitting = [r for size in SIZES if cost_of(r := rounds_of(candidates, *size), cost) <= most]
+    if fitting:
+        return fitting[-1]
+    smallest = rounds_of(candidates, *SIZES[0])
+    counts = [n for n in range(1, len(smallest)) if cost_of(smallest[:n], cost) <= most]
+    return smallest[: max(counts, default=1)]
+
+
+def rounds_to_list(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """Return what each round measured, for JSON."""
+    return [
+        {
+            "methods": [row.method for row in comparison.rows if row.method != UNPATCHED],
+            "windows": comparison.spec.windows,
+            "samples": comparison.spec.samples,
+            "depths": list(comparison.spec.depths),
+            "spec": comparison.spec.sha256,
+        }
+        for comparison in comparisons
+    ]

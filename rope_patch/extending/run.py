@@ -1,0 +1,400 @@
+"""``rope_patch.extend``: look, measure, choose, adapt, write, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
+from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.evaluation.spec import LEAST_WINDOWS
+from rope_patch.evaluation.suite import EvalSuite
+from rope_patch.extending.adapting import Training, plan_training, train
+from rope_patch.extending.choosing import Choice, Judge
+from rope_patch.extending.options import AFTER, CANDIDATES, UNPATCHED, ExtendOptions, short
+from rope_patch.extending.result import Extended
+from rope_patch.extending.rounds import Round, cost_of, rounds_to_list, rounds_within
+from rope_patch.extending.writing import check_outputs, write
+from rope_patch.files import write_atomically
+from rope_patch.methods import as_method
+from rope_patch.modeling.budget import SAFETY, Pace, default_tokens, duration_text
+from rope_patch.modeling.scoring import fingerprint
+from rope_patch.patching.apply import patched
+from rope_patch.patching.locate import PatchError, find_rotary
+from rope_patch.patching.targets import for_target
+from rope_patch.patching.verify import inspect_model, trained_length
+from rope_patch.planning import plan
+from rope_patch.processes import first_alone
+
+CACHE = "finished.jsonl"
+ROUNDS = "rounds.json"
+MEASURING = 0.4
+"""Share of a budget that is for measuring where a training follows; half is for the training."""
+TRAINING = 0.5
+
+
+def extend(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    length: int,
+    output: str | Path,
+    overwrite: bool = False,
+    finish_now: bool = False,
+    pace: Pace | None = None,
+    on_step: Callable[[str], None] = lambda sentence: None,
+    on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
+    **options: Any,
+) -> Extended:
+    """Find the method that brings a model to a longer context, and write a checkpoint that plain transformers loads.
+
+    Candidates are measured by successive halving: all of them on little text and few prompts, the better half on twice
+    as much, until two are left and told apart. Chosen is the one that answers the most prompts at the target length;
+    between those that nothing tells apart, the lowest perplexity there decides, and then whether every loader knows
+    its formula. It must not raise perplexity within the trained context by more than the tolerance. Where no method
+    will do, nothing is written, and the choice says what would help.
+
+    Finished work is kept in ``OUTPUT.work``: after Ctrl-C or a crash the same call goes on where it was.
+
+    Args:
+        model: a causal language model that is not patched; it is left as it was.
+        tokenizer: its tokenizer.
+        length: the context to reach [tokens].
+        output: folder to write; new or empty unless ``overwrite``.
+        overwrite: write into a folder that holds files.
+        finish_now: choose by the rounds that an earlier call finished, without more measurements or training.
+        pace: the speed of reading; measured where a budget is given and this is not.
+        on_step: called with a sentence about each step.
+        on_progress: called with a stage and the tokens that were just read.
+        **options: of :class:`~rope_patch.extending.options.ExtendOptions`.
+
+    Raises:
+        ValueError: a bad option or method, or a model that reaches the length already: before anything is measured.
+        PatchError: a model that is patched.
+        RuntimeError: what was written does not give the same logits in plain transformers.
+
+    Example:
+        ``extend(model, tokenizer, length=32768, output="llama-32k", budget=1800)``
+    """
+    name = str(getattr(model.config, "name_or_path", "")) or type(model).__name__
+    run = Run(model, tokenizer, ExtendOptions(model=name, length=length, **options), Path(output), on_step, on_progress)
+    check_outputs(run.options, run.output, overwrite)
+    run.look()
+    return run.finish(overwrite=overwrite, finish_now=finish_now, pace=pace)
+
+
+class Run:
+    """One run: what its steps share.
+
+    Args:
+        model: to be extended.
+        tokenizer: its tokenizer.
+        options: of the run.
+        output: folder to write.
+        on_step: called with a sentence about each step.
+        on_progress: called with a stage and the tokens that were just read.
+
+    Raises:
+        ValueError: what cannot be measured or patched.
+        PatchError: a model that is patched.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        options: ExtendOptions,
+        output: Path,
+        on_step: Callable[[str], None] = lambda sentence: None,
+        on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
+    ) -> None:
+        self.model, self.tokenizer, self.options, self.output = model.eval(), tokenizer, options, output
+        self.on_step, self.on_progress = on_step, on_progress
+        self.work = output.with_name(f"{output.name}.work")
+        record = find_rotary(model).record
+        if record is not None:
+            raise PatchError(
+                f"the model is patched already, with {record.to_method()}: give the checkpoint before the patch, or "
+                "undo it with rope_patch.restore (rope-patch restore)"
+            )
+        self.trained_length = trained_length(model)
+        if options.length <= self.trained_length:
+            raise ValueError(
+                f"the model is trained at {self.trained_length} tokens, so {options.length} need no patch: give a "
+                "longer length"
+            )
+        if hasattr(model, "peft_config"):
+            raise ValueError("an adapter is on the model: merge it first, with model.merge_and_unload()")
+        self.methods = self._fitting(options.methods)
+        if len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods must differ from each other, got {', '.join(self.methods)}")
+        self.suite = self._suite(options.depths)
+
+    def _fitting(self, methods: Sequence[str]) -> list[str]:
+        """Return the methods that fit the model, with their factors; of those by default others are left out."""
+        fitting = []
+        try:
+            with patched(self.model, UNPATCHED, target_length=self.options.length):
+                pass
+        except ValueError as error:  # a table that changes with the length
+            raise ValueError(f"{error} (rope-patch compare and rope-patch apply --freeze-at; extend cannot)") from error
+        for name in methods:
+            try:
+                method = for_target(self.model, as_method(name), self.options.length)
+                with patched(self.model, method, target_length=self.options.length):
+                    fitting.append(str(method))
+            except ValueError as error:
+                if tuple(methods) != CANDIDATES:
+                    raise ValueError(f"{name}: {error}") from error
+                self.on_step(f"{name} is left out: {error}")
+        if methods and not fitting:
+            raise ValueError("none of the methods fits the model: name others (methods, --methods)")
+        return fitting
+
+    def _suite(self, depths: Sequence[float]) -> EvalSuite:
+        """Return the largest suite that rounds take their parts of."""
+        options = replace(self.options, depths=tuple(depths))
+        lengths = [self.trained_length]
+        while 2 * lengths[-1] < options.length:
+            lengths.append(2 * lengths[-1])
+        largest = options.spec((*lengths, options.length), windows=64, samples=64)
+        try:
+            suite = EvalSuite(largest, self.tokenizer)
+        except ValueError:  # the text has no room for so many windows
+            suite = EvalSuite(replace(largest, windows=None), self.tokenizer)
+        if len(suite.windows) < LEAST_WINDOWS:
+            raise ValueError(
+                f"the text has room for {len(suite.windows)} windows of {options.length} tokens, and {LEAST_WINDOWS} "
+                "are needed: give a longer one (text, --text)"
+            )
+        return suite
+
+    def look(self) -> None:
+        """Say what the model is."""
+        inspection = inspect_model(self.model)
+        self.on_step(
+            f"{self.options.model}: {inspection.model_class}, trained at {self.trained_length} tokens; to reach: "
+            f"{self.options.length} ({self.options.length / self.trained_length:g} times)"
+        )
+        for warning in inspection.warnings:
+            self.on_step(f"note: {warning}")
+        try:
+            one = plan(self.model, length=self.options.length).kv_cache / 2**30
+        except ValueError:  # shapes that the plan does not know
+            return
+        self.on_step(f"keys and values of one sequence of {self.options.length} tokens take {one:.2g} GiB")
+
+    def pace(self) -> Pace:
+        """Measure how fast the model reads."""
+        return pace_of(self.model, as_method(UNPATCHED), self.suite)
+
+    def pace_at_first(self) -> Pace:
+        """Return the pace that the first of several calls measured, so that all plan alike."""
+        cache = ResultCache(self.work / CACHE)
+        name = key(what="pace", model=fingerprint(self.model), options=self.options.to_yaml())
+        if name not in cache:
+            cache[name] = list(astuple(self.pace()))
+        return Pace(*cache[name])
+
+    def plan(self, pace: Pace | None) -> tuple[tuple[Round, ...], Training | None]:
+        """Return the rounds and the training.
+
+        Args:
+            pace: at which the model reads; None without a budget and a training.
+        """
+        options = self.options
+        rounds = tuple(self._capped(self._rounds(pace)))
+        if not options.train or pace is None:
+            return rounds, None
+        seconds = None if options.budget is None else TRAINING * options.budget
+        return rounds, plan_training(self.model, options, self.trained_length, pace, seconds)
+
+    def _rounds(self, pace: Pace | None) -> tuple[Round, ...]:
+        """Return the rounds that the budget has time for, with needles at a single depth where all take too long.
+
+        Raises:
+            ValueError: the budget has no time for the smallest first round.
+        """
+        options, candidates = self.options, len(self.methods) + self.options.fit
+        if options.budget is None or pace is None:
+            return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
+        most = SAFETY * (MEASURING if options.train else 1.0) * options.budget
+
+        def cost(windows: int, samples: int) -> float:
+            return self.seconds_of(pace, windows, samples)
+
+        for depths in dict.fromkeys((options.depths, options.depths[len(options.depths) // 2 :][:1])):
+            if depths != options.depths:
+                self.on_step(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
+                self.suite = self._suite(depths)
+            rounds = rounds_within(candidates, most, cost)
+            if cost_of(rounds[:1], cost) <= most:
+                return rounds
+        raise ValueError(
+            f"the first round of {candidates + 1} methods takes about {duration_text(cost_of(rounds[:1], cost))}, and "
+            f"the budget leaves {duration_text(most)} for it: name fewer methods, or give a larger budget"
+        )
+
+    def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:
+        """Yield rounds no larger than the suite; one that would only repeat the round before is left out."""
+        before = None
+        for one in rounds:
+            windows, samples = min(one.windows, len(self.suite.windows)), min(one.samples, self.suite.spec.samples)
+            capped = replace(one, windows=windows, samples=samples)
+            if capped != before:
+                yield capped
+            before = capped
+
+    def tokens_of(self, windows: int, samples: int) -> float:
+        """Return the tokens that one method reads of so many windows and haystacks, as a progress bar counts them."""
+        prompts = replace(self.suite.spec, samples=max(samples, 1)).tokens_to_read(0) if samples else 0
+        return windows * self.suite.spec.longest + prompts
+
+    def seconds_of(self, pace: Pace, windows: int, samples: int) -> float:
+        """Return how long one method takes for so many windows and haystacks [s]."""
+        prompts = replace(self.suite.spec, samples=max(samples, 1)).seconds(pace, 0) if samples else 0.0
+        return pace.seconds(windows * self.suite.spec.longest, self.suite.spec.longest) + prompts
+
+    def describe(self, rounds: Sequence[Round], training: Training | None, pace: Pace) -> list[str]:
+        """Return the steps of a run with their tokens and times, a line each."""
+        lines, done = [], (0, 0)
+        for number, one in enumerate(rounds, 1):
+            methods = one.candidates + 1
+            new = one.windows - done[0], one.samples - done[1]
+            tokens, seconds = methods * self.tokens_of(*new), methods * self.seconds_of(pace, *new)
+            lines.append(
+                f"round {number}: {methods} methods, windows: {one.windows}, haystacks for each task and length: "
+                f"{one.samples}; {tokens:,.0f} new tokens, {duration_text(seconds)}"
+            )
+            done = one.windows, one.samples
+        if training is not None:
+            lines.append(f"training: {training}, {training.tokens:,} tokens, {duration_text(training.seconds)}")
+            again = self.tokens_of(*done), self.seconds_of(pace, *done)
+            lines.append(f"the adapted model: {again[0]:,.0f} tokens, {duration_text(again[1])}")
+        return lines
+
+    def measure(
+        self, rounds: Sequence[Round], before: Sequence[Sequence[str]] = (), *, conditions: bool
+    ) -> list[Comparison]:
+        """Measure the rounds, and return their comparisons.
+
+        Args:
+            rounds: to be measured.
+            before: methods of each round in an earlier run, which are taken again; empty to choose them by the scores.
+            conditions: regard them in that.
+        """
+        left, comparisons = list(self.methods), list[Comparison]()
+        if self.options.fit and not before:
+            left.append(self.fitted())
+        for number, one in enumerate(rounds, 1):
+            left = list(before[number - 1]) if before else left
+            suite = self.suite.smaller(one.windows, one.samples)
+            self.on_step(
+                f"round {number} of {len(rounds)}: {', '.join(short(m) for m in left)}; windows: {one.windows}, "
+                f"haystacks: {one.samples}"
+            )
+            comparison = compare(
+                self.model,
+                self.tokenizer,
+                [UNPATCHED, *left],
+                suite,
+                resume=self.work / CACHE,
+                on_progress=self.on_progress,
+            )
+            comparisons.append(comparison)
+            write_atomically(self.work / ROUNDS, json.dumps(rounds_to_list(comparisons), indent=1))
+            if before:
+                continue
+            judge = Judge(comparison, self.options.tolerance)
+            if len(left) <= 2 and judge.settled(left, conditions=conditions):
+                break
+            if number < len(rounds):
+                left = judge.leaders(left, rounds[number].candidates, conditions=conditions)
+        return comparisons
+
+    def fitted(self) -> str:
+        """Fit a table to text at skipped positions, and return it as a method string."""
+        from rope_patch.fitting import Objective, fit
+
+        self.on_step("fitting a table to text, with the weights as they are")
+        patch = fit(
+            self.model,
+            self.tokenizer,
+            target_length=self.options.length,
+            objective=Objective(positions="pose"),
+            resume=self.work / CACHE,
+            on_progress=self.on_progress,
+        )
+        patch.restore()
+        return str(patch.method)
+
+    def rounds_before(self) -> tuple[list[Round], list[list[str]]]:
+        """Return the rounds that an earlier run finished, and the methods of each.
+
+        Raises:
+            ValueError: there is none, or not of this measurement.
+        """
+        path, first = self.work / ROUNDS, "run without finish_now (--finish-now) first"
+        if not path.is_file():
+            raise ValueError(f"no round is finished in {self.work}: {first}")
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if tuple(before[0]["depths"]) != self.suite.spec.depths:
+            self.suite = self._suite(before[0]["depths"])
+        methods = [list(one["methods"]) for one in before]
+        rounds = [Round(len(one["methods"]), one["windows"], one["samples"]) for one in before]
+        specs = [replace(self.suite.spec, windows=one.windows, samples=one.samples).sha256 for one in rounds]
+        named = set(self.methods) <= set(methods[0]) and len(methods[0]) == len(self.methods) + self.options.fit
+        if not named or specs != [one["spec"] for one in before]:
+            raise ValueError(f"{self.work} holds results of other methods, lengths, tasks or texts: {first}")
+        return rounds, methods
+
+    def finish(self, *, overwrite: bool, finish_now: bool, pace: Pace | None) -> Extended:
+        """Do all steps that are left."""
+        options = self.options
+        rounds: Sequence[Round]
+        before: list[list[str]] = []
+        training: Training | None = None
+        if finish_now:
+            rounds, before = self.rounds_before()
+        else:
+            if pace is None and (options.budget is not None or options.train):
+                pace = self.pace_at_first()
+            rounds, training = self.plan(pace)
+        self.work.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.work / "extend.yaml", options.to_yaml())
+        comparisons = self.measure(rounds, before, conditions=training is None)
+        methods = [row.method for row in comparisons[-1].rows[1:]]
+        choice = Judge(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
+        adapter = None
+        if training is not None and choice.method is not None:
+            adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
+            adapter = adapter if str(choice.method).endswith(AFTER) else None
+        write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
+        self.on_step(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
+        outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, (), self.work, options)
+        with first_alone(f"write {self.output}") as writes:
+            if choice.method is None or not writes:
+                return outcome
+            parts = self.output, self.model, self.tokenizer, adapter
+            return write(outcome, *parts, overwrite=overwrite, on_step=self.on_step)
+
+    def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
+        """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
+        from rope_patch.checkpoints.save_load import load
+
+        self.on_step(f"training under {short(method)}: {training}, about {duration_text(training.seconds)}")
+        adapter = train(self.model, self.tokenizer, method, self.options, training, self.work)
+        adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
+        suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)
+        name = f"{method}{AFTER}"
+        self.on_step("measuring the adapted model")
+        scores = suite.run(adapted, resume=self.work / CACHE, on_progress=lambda tokens: self.on_progress(name, tokens))
+        tables = inspect_model(adapted).tables
+        comparison = replace(comparison, rows=(*comparison.rows, Row(name, scores, tables)))
+        names = [row.method for row in comparison.rows if row.method != UNPATCHED]
+        return adapter, comparison, Judge(comparison, self.options.tolerance).choose(names)

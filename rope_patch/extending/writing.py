@@ -1,0 +1,162 @@
+"""What is written: a folder for plain transformers, checked in a process of its own, its card, and exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rope_patch import checkpoints
+from rope_patch.checkpoints.offline import check_free
+from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
+from rope_patch.evaluation.result_cache import finite
+from rope_patch.exporting.run import export
+from rope_patch.extending.card import card
+from rope_patch.extending.options import ExtendOptions
+from rope_patch.extending.result import Extended
+from rope_patch.files import (
+    file_in_one_move,
+    file_stands,
+    folder_in_one_move,
+    holds_files,
+    is_gguf,
+    write_atomically,
+)
+from rope_patch.patching.apply import patched
+
+RECORD = "rope_patch_extend.json"
+SCHEMA = 1
+
+
+def write(
+    outcome: Extended,
+    out: Path,
+    model: Any,
+    tokenizer: Any,
+    adapter: Path | None,
+    *,
+    overwrite: bool,
+    on_step: Callable[[str], None],
+) -> Extended:
+    """Write the checkpoint, its card and its record, and export it.
+
+    Args:
+        outcome: what was chosen.
+        out: folder to write.
+        model: that was measured, without a patch.
+        tokenizer: its own.
+        adapter: folder of the trained adapter, which is merged; None where nothing was trained.
+        overwrite: replace what an earlier run wrote.
+        on_step: called with a sentence about each step.
+
+    Returns:
+        The outcome with what was written.
+
+    Raises:
+        RuntimeError: plain transformers gives other logits from what was written.
+    """
+    staged = outcome.work / "written" / out.name  # so that an interrupted run leaves no half of an output
+    shutil.rmtree(staged.parent, ignore_errors=True)
+    loaded_in = model.config.dtype  # saving changes it
+    with extended_model(outcome, model, adapter) as chosen:
+        checkpoints.save(chosen, staged, tokenizer=tokenizer)
+        if adapter is None and chosen.dtype == torch.float32 and loaded_in in (torch.bfloat16, torch.float16):
+            # Computed in float32, because the CPU is faster then. Casting the model itself would round its table.
+            chosen = checkpoints.load(staged, dtype=loaded_in).to(chosen.device).eval()
+            checkpoints.save(chosen, staged, tokenizer=tokenizer)
+        ours, device = probe_logits(chosen), str(chosen.device)
+    on_step("the checkpoint is saved; loading it in a process without rope_patch")
+    theirs = plain_logits(staged, ours.shape[-1], device=device)
+    if not torch.equal(ours, theirs):
+        largest = float((ours.float() - theirs.float()).abs().max())
+        raise RuntimeError(
+            f"{staged}: plain transformers gives other logits, by up to {largest:.3g}. Please report this; the folder "
+            "is not to be used"
+        )
+    on_step("plain transformers gives the same logits, bit for bit")
+    base_gguf = outcome.options.model if adapter is None and is_gguf(outcome.options.model) else None
+    for engine in outcome.options.exports:
+        path = export_path(out, engine)
+        on_step(f"exporting to {path}")
+        more: dict[str, Any] = {"base_gguf": base_gguf} if engine == "gguf" else {}  # its quantized tensors are copied
+        export(staged, staged.with_name(path.name), to=engine, **more)
+    exports = tuple(export_path(out, engine) for engine in outcome.options.exports)
+    outcome = replace(outcome, output=out, exports=exports)
+    write_atomically(staged / "extend.yaml", outcome.options.to_yaml())
+    write_atomically(staged / RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
+    write_atomically(staged / "README.md", card(outcome))
+    for path in (*exports, out):
+        move(staged.with_name(path.name), path, overwrite=overwrite)
+    shutil.rmtree(staged.parent)
+    return outcome
+
+
+def check_outputs(options: ExtendOptions, out: Path, overwrite: bool) -> None:
+    """Raise where what will be written is in the way, before anything is measured.
+
+    Raises:
+        ValueError: the output is the checkpoint itself, or no folder.
+        FileExistsError: the folder or an export exists, and ``overwrite`` is not set.
+    """
+    if is_gguf(out):
+        raise ValueError(f"a folder is written, got {str(out)!r}: --export gguf writes a GGUF file beside it")
+    if Path(options.model).resolve() == out.resolve():
+        raise ValueError(f"{out} is the checkpoint itself: give another output folder")
+    check_free(out, overwrite)
+    for path in (export_path(out, engine) for engine in options.exports):
+        if Path(options.model).resolve() == path.resolve():
+            raise ValueError(f"the export would replace {path}, the checkpoint itself: give another output folder")
+        if (file_stands(path) if is_gguf(path) else holds_files(path)) and not overwrite:
+            raise FileExistsError(f"{path} exists: give another output folder, or allow overwriting (--force)")
+
+
+def export_path(out: Path, engine: str) -> Path:
+    """Return where an export is written: beside the folder."""
+    return out.with_name(f"{out.name}.gguf" if engine == "gguf" else f"{out.name}-{engine}")
+
+
+def move(source: Path, out: Path, *, overwrite: bool) -> None:
+    """Move a file or a folder to where it belongs, in place of what an older run wrote there."""
+    if source.is_file():
+        with file_in_one_move(out, overwrite=overwrite) as file:
+            os.replace(source, file)
+        return
+    with folder_in_one_move(out, overwrite=overwrite) as folder:
+        for path in source.iterdir():
+            os.replace(path, folder / path.name)
+
+
+@contextmanager
+def extended_model(outcome: Extended, model: Any, adapter: Path | None) -> Iterator[Any]:
+    """Give the chosen model within a ``with`` block: patched, or loaded with its adapter merged."""
+    if adapter is None:
+        with patched(model, outcome.choice.method, target_length=outcome.options.length):
+            yield model
+        return
+    loaded: Any = checkpoints.load(adapter, dtype=model.dtype).to(model.device)
+    yield loaded.merge_and_unload().eval()
+
+
+def record(outcome: Extended) -> dict[str, Any]:
+    """Return the choice and its evidence, for JSON."""
+    choice, training = outcome.choice, outcome.training
+    return {
+        "schema": SCHEMA,
+        "options": json.loads(json.dumps(asdict(outcome.options))),
+        "trained_length": outcome.trained_length,
+        "length": outcome.options.length,
+        "chosen": choice.method,
+        "reason": choice.reason,
+        "judged": finite([one.to_dict() for one in choice.judged]),
+        "training": None if training is None else {**asdict(training), "tokens": training.tokens},
+        "exports": [path.name for path in outcome.exports],
+        "plain_transformers": "equal logits",
+        "rounds": [json.loads(comparison.to_json()) for comparison in outcome.comparisons],
+    }

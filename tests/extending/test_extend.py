@@ -1,0 +1,230 @@
+"""A checkpoint at a longer context, from the measurement to a folder that plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from prompting import TOKENIZER, bold
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli.app import app
+from rope_patch.extending import extend
+from rope_patch.extending.options import ExtendOptions, read_options
+from rope_patch.extending.run import Run
+from rope_patch.modeling.budget import Pace
+
+LLAMA = rope_patch.data_path("assets") / "llama"
+QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5, "depths": [0.3, 0.7]}
+PACE = Pace(1e-3)  # so that a budget gives the same rounds on every machine
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def extended(llama, tmp_path_factory):
+    folder, said = tmp_path_factory.mktemp("extend") / "out", []
+    outcome = extend(llama, TOKENIZER, output=folder, budget=70, pace=PACE, on_step=said.append, **QUICK)
+    return outcome, said
+
+
+def test_the_folder_is_one_of_plain_transformers(extended, llama):
+    outcome, said = extended
+    assert outcome.choice.method == "yarn:factor=2" and outcome.output is not None
+    assert "plain transformers gives the same logits, bit for bit" in said
+    record = rope_patch.verify(outcome.output).record
+    assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
+    ids, root = torch.arange(5, 405)[None], outcome.output.parent
+    save_file({"ids": ids}, root / "ids.safetensors")
+    script = Path(__file__).parents[1] / "stock_reload.py"
+    subprocess.run([sys.executable, str(script), str(root), "out"], check=True, capture_output=True)
+    with rope_patch.patched(llama, "yarn", factor=2.0), torch.no_grad():
+        assert torch.equal(load_file(root / "stock.safetensors")["out"], llama(ids, use_cache=False).logits)
+    assert rope_patch.inspect(llama).record is None, "the model is as it was"
+
+
+def test_the_card_and_the_record_say_why(extended):
+    outcome, _ = extended
+    record = json.loads((outcome.output / "rope_patch_extend.json").read_text())
+    assert record["chosen"] == "yarn:factor=2" and record["trained_length"] == 256 and record["length"] == 512
+    assert len(record["rounds"][0]["rows"]) == 4, "the unpatched model beside three candidates"
+    card = (outcome.output / "README.md").read_text()
+    assert record["reason"] in card and "`nope`" in card and "+" in card
+    row = re.search(r"passkey prompts of 512 tokens that are answered \| (\S+) \| (\S+) ", card)
+    after = outcome.comparison.rows[[r.method for r in outcome.comparison.rows].index("yarn:factor=2")]
+    assert float(row[2]) == round(after.scores.retrieval["passkey"].accuracy(512), 2)
+    options = ExtendOptions(**read_options(outcome.output / "extend.yaml"))
+    assert options.length == 512 and options.methods == ("yarn", "pi", "nope")
+
+
+def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
+    def stop(stage, tokens):
+        if stage == "pi:factor=2":
+            raise KeyboardInterrupt
+
+    options = {"output": tmp_path / "out", "budget": 70, "pace": PACE, **QUICK}
+    with pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, on_progress=stop, **options)
+    assert not (tmp_path / "out").exists() and rope_patch.inspect(llama).record is None
+    again = extend(llama, TOKENIZER, **options)
+    assert again.comparison.to_json() == extended[0].comparison.to_json()
+    assert again.choice == extended[0].choice
+
+
+def test_what_is_finished_can_be_used_at_once(llama, extended, tmp_path):
+    def stop(stage, tokens):
+        if (tmp_path / "out.work" / "rounds.json").exists():
+            raise KeyboardInterrupt
+
+    options = {"output": tmp_path / "out", "budget": 70, "pace": PACE, **QUICK}
+    with pytest.raises(ValueError, match=r"no round is finished in .*out\.work: run without finish_now"):
+        extend(llama, TOKENIZER, finish_now=True, **options)
+    with pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, on_progress=stop, **options)
+    finished = (tmp_path / "out.work" / "finished.jsonl").read_bytes()
+    outcome = extend(llama, TOKENIZER, finish_now=True, **options)
+    assert (tmp_path / "out.work" / "finished.jsonl").read_bytes() == finished, "nothing was measured now"
+    assert len(outcome.comparisons) == 1
+    assert outcome.comparison.to_json() == extended[0].comparisons[0].to_json()
+    assert outcome.output is not None and (outcome.output / "config.json").is_file()
+
+
+def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(llama, tmp_path):
+    def stop(sentence):
+        if sentence.startswith("exporting to"):
+            raise KeyboardInterrupt
+
+    options = {"output": tmp_path / "out", "budget": 40, "pace": PACE, **QUICK}
+    options |= {"methods": ["yarn"], "exports": ["vllm"]}
+    with pytest.raises(KeyboardInterrupt):
+        extend(llama, TOKENIZER, on_step=stop, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
+    assert extend(llama, TOKENIZER, **options).exports == (tmp_path / "out-vllm",)
+    for name in ("out", "out-vllm"):
+        assert rope_patch.verify(tmp_path / name).record.target_length == 512
+    for changes in ({"length": 300}, {"methods": ["pi"]}, {"tasks": ["niah"]}):
+        with pytest.raises(ValueError, match="holds results of other methods, lengths, tasks or texts"):
+            extend(llama, TOKENIZER, finish_now=True, overwrite=True, **(options | changes))
+
+
+def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama, tmp_path):
+    llama.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for output in (tmp_path / "model", tmp_path / "x" / ".." / "model"):
+        with pytest.raises(ValueError, match="is the checkpoint itself: give another output folder"):
+            extend(model, TOKENIZER, output=output, overwrite=True, **QUICK)
+    (tmp_path / "out.gguf").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out\.gguf exists: give another output folder"):
+        extend(model, TOKENIZER, output=tmp_path / "out", exports=["gguf"], **QUICK)
+
+
+def test_a_recipe_says_what_no_option_does(tmp_path):
+    def tokens(**values):
+        options = ExtendOptions(str(LLAMA), 512, methods=["yarn"], **values)
+        (tmp_path / "extend.yaml").write_text(options.to_yaml())
+        arguments = ["extend", "--recipe", str(tmp_path / "extend.yaml"), "-o", str(tmp_path / "out"), "--dry-run"]
+        result = CliRunner().invoke(app, [*arguments, "--threads", "1"])
+        assert result.exit_code == 0, result.output
+        found = re.search(
+            r"windows: (\d+), haystacks for each task and length: (\d+); ([\d,]+) new tokens", result.output
+        )
+        windows, haystacks, read = (int(text.replace(",", "")) for text in found.groups())
+        return (read // 2 - windows * 512) / haystacks  # of two methods
+
+    assert tokens() == 3 * (256 + 512) and tokens(depths=[0.5]) == 256 + 512
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "multikey"}, {"tasks": ["passkey", "vt"]}], ids=str)
+def test_the_estimate_counts_the_tokens_that_are_read(llama, tmp_path, options):
+    run, read = Run(llama, TOKENIZER, ExtendOptions("llama", **QUICK, **options), tmp_path / "out"), []
+    run.suite.smaller(2, 1).run(llama, on_progress=read.append)
+    assert sum(read) == run.tokens_of(2, 1)
+
+
+def test_a_checkpoint_of_16_bits_that_is_computed_in_32_is_written_in_16(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.bfloat16).float()
+    options = {"output": tmp_path / "out", "budget": 40, "pace": PACE, **QUICK, "methods": ["yarn"]}
+    extend(model, TOKENIZER, **options)
+    written, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", LLAMA))
+    assert written.keys() == before.keys() and all(torch.equal(written[name], before[name]) for name in before)
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+
+
+def test_where_nothing_will_do_nothing_is_written(tmp_path):
+    """Random weights read no text and answer nothing, under any table."""
+    model = bold(max_position_embeddings=128)
+    outcome = extend(
+        model, TOKENIZER, length=256, output=tmp_path / "out", methods=["yarn", "pi"], budget=40, pace=PACE
+    )
+    assert outcome.output is None and outcome.choice.method is None and not (tmp_path / "out").exists()
+    assert outcome.choice.advice
+
+
+def test_the_command_says_no_with_a_status_of_its_own(tmp_path):
+    arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
+    result = CliRunner().invoke(
+        app, [*arguments, "--budget", "5s", "--no-report", "--dtype", "float32", "--threads", "1"]
+    )
+    assert result.exit_code == 4, result.output
+    assert "nothing was written. What would help:\n  training: --train\n" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 256}, "the model is trained at 256 tokens, so 256 need no patch: give a longer length"),
+        ({"methods": ["yarn@256"]}, "yarn@256 has two tables, which a folder for plain transformers cannot hold"),
+        ({"methods": []}, "name a method beside 'default', which is always measured"),
+        ({"methods": ["yarn", "yarn:factor=2"]}, "methods must differ from each other"),
+        ({"methods": ["yrn"]}, "did you mean 'yarn'|yarn"),
+        ({"tolerance": -0.1}, "tolerance must be a share >= 0 such as 0.01, got -0.1"),
+        ({"tolerance": float("nan")}, "tolerance must be a share"),
+        ({"exports": ["trt"]}, "unknown engine 'trt'. Known: "),
+        ({"train_rows": 9}, r"train_rows needs train=True \(--train\)"),
+        ({"length": 10**7, "methods": ["p_rope"]}, "the text has room for|too short|is shorter|ask for fewer"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, changes, message):
+    read = []
+    options = {"output": tmp_path / "out", **QUICK, **changes}
+    with pytest.raises(ValueError, match=message):
+        extend(llama, TOKENIZER, on_progress=lambda *progress: read.append(progress), **options)
+    assert not read and not list(tmp_path.iterdir())
+
+
+def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
+    with rope_patch.patched(llama, "yarn", factor=2), pytest.raises(rope_patch.PatchError, match="is patched already"):
+        extend(llama, TOKENIZER, output=tmp_path / "out", **QUICK)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError):
+        extend(llama, TOKENIZER, output=tmp_path / "full", **QUICK)
+
+
+@pytest.mark.slow
+def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(llama, tmp_path):
+    options = {**QUICK, "methods": ["yarn"], "output": tmp_path / "out", "budget": 60, "pace": PACE}
+    outcome = extend(llama, TOKENIZER, train=True, train_rows=8, **options)
+    rows = [row.method for row in outcome.comparison.rows]
+    assert rows == ["default", "yarn:factor=2", "yarn:factor=2 after training"]
+    assert outcome.choice.method == rows[-1] and outcome.training.tokens == 8 * 512
+    untrained, trained = (row.scores.perplexity.nll for row in outcome.comparison.rows[1:])
+    assert trained < untrained
+    merged = AutoModelForCausalLM.from_pretrained(outcome.output)
+    assert str(rope_patch.verify(merged).record.to_method()) == "yarn:factor=2"
+    base = llama.model.layers[0].self_attn.q_proj.weight
+    assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, base)
+    assert not (outcome.output / "adapter_config.json").exists()
+    assert "Its weights were trained with LoRA on 8 rows of 512 tokens" in (outcome.output / "README.md").read_text()
