@@ -2,8 +2,8 @@
 
     python benchmarks/extend_choices.py -o benchmarks/results/extend_choices.json      # about 10 minutes of a core
 
-Every run measures the default candidates without training. The tolerance is 30 %: at four times the context each of
-them costs more than the 1 % that a run allows by default.
+Every run measures the default candidates without training. The tolerance is 30 %: those that
+reach four times the context cost more than the 1 % that a run allows by default.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def choose(shape: str, seed: int) -> dict[str, Any]:
         "rounds": [[row.method for row in comparison.rows] for comparison in outcome.comparisons],
         "windows": last.windows,
         "samples": last.samples,
-        "judged": [
+        "evaluated": [
             {
                 "method": one.method,
                 "answered": one.answered,
@@ -52,7 +52,7 @@ def choose(shape: str, seed: int) -> dict[str, Any]:
                 "change_within": list(one.change),
                 "failures": list(one.failures),
             }
-            for one in outcome.choice.judged
+            for one in outcome.choice.evaluated
         ],
     }
 

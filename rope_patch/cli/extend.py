@@ -171,7 +171,6 @@ def extend(
     from rope_patch.extending.options import ExtendOptions
     from rope_patch.extending.run import CACHE, Run
     from rope_patch.extending.writing import check_outputs
-    from rope_patch.files import write_atomically
 
     if report:
         from rope_patch.reports import comparison as page
@@ -247,7 +246,6 @@ def extend(
     else:
         _print(outcome)
     if outcome.output is None:
-        write_atomically(outcome.work / "choice.txt", outcome.choice.reason + "\n")
         raise typer.Exit(NOTHING)
 
 
@@ -260,7 +258,7 @@ def _print(outcome: Any) -> None:
         print("the last round, on more text and prompts:")
     print_table(outcome.comparison)
     print(outcome.choice.reason)
-    for one in outcome.choice.judged:
+    for one in outcome.choice.evaluated:
         for failure in one.failures:
             print(f"  {one.method}: {failure}")
     if outcome.output is None:

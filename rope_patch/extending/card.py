@@ -9,9 +9,10 @@ import yaml
 
 from rope_patch import __version__
 from rope_patch.evaluation.compare import Comparison
+from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS, Span, spans_at
-from rope_patch.extending.options import AFTER, UNPATCHED, short
+from rope_patch.extending.options import AFTER, short
 from rope_patch.extending.result import Extended
 from rope_patch.fitting.card import HEADING, parts_of
 

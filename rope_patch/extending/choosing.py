@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rope_patch.evaluation.compare import Comparison, Row
+from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metric import PairedDifference
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.numbers import percent, perplexity_text, relative
-from rope_patch.extending.options import AFTER, UNPATCHED, short
+from rope_patch.extending.options import AFTER, short
 
 REACHED = 0.5
 """A method reaches the target if it answers this share of what the unpatched model answers within its context."""
@@ -26,7 +27,7 @@ NATIVE = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvaluatedMethod:
     """What speaks for and against a method.
 
     Attributes:
@@ -59,17 +60,17 @@ class Choice:
     Attributes:
         method: that is chosen; None where none can be.
         reason: in a sentence.
-        judged: every method but the unpatched one, the best first.
+        evaluated: every method but the unpatched one, the best first.
         advice: what would help where none is chosen, a sentence each.
     """
 
     method: str | None
     reason: str
-    judged: tuple[Judged, ...]
+    evaluated: tuple[EvaluatedMethod, ...]
     advice: tuple[str, ...] = ()
 
 
-class Judge:
+class MethodEvaluator:
     """Compares the methods of a comparison by the rules of ``extend``.
 
     Args:
@@ -100,7 +101,7 @@ class Judge:
         """Return which positions :meth:`perplexity` is of, in words."""
         return f"positions {self.comparison.spec.edge_at(stop // 2)} to {stop}"
 
-    def judge(self, row: Row) -> Judged:
+    def evaluate(self, row: Row) -> EvaluatedMethod:
         """Return what speaks for and against a method."""
         change = PairedDifference(*self._against(row.method, UNPATCHED, "perplexity", self.within))
         answered, perplexity = self.answered(row, self.target), self.perplexity(row, self.target)
@@ -126,9 +127,9 @@ class Judge:
         if not self.better_than_unpatched(row):
             failures.append(f"at {self.target} tokens it is not shown to be better than the unpatched model")
         native = all(table.rope_type in NATIVE for table in row.tables)
-        return Judged(row.method, answered, perplexity, change, native, tuple(failures))
+        return EvaluatedMethod(row.method, answered, perplexity, change, native, tuple(failures))
 
-    def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[Judged]:
+    def order(self, methods: Sequence[str], *, conditions: bool = True) -> list[EvaluatedMethod]:
         """Return methods with the best first, by what was measured and without regard to intervals.
 
         Those that keep more of the conditions come first; then retrieval at the target decides, then perplexity there.
@@ -137,8 +138,8 @@ class Judge:
             methods: to be ordered.
             conditions: regard them.
         """
-        judged = [self.judge(self.rows[method]) for method in methods]
-        return sorted(judged, key=lambda one: (len(one.failures) * conditions, -one.answered, one.perplexity))
+        evaluated = [self.evaluate(self.rows[method]) for method in methods]
+        return sorted(evaluated, key=lambda one: (len(one.failures) * conditions, -one.answered, one.perplexity))
 
     def leaders(self, methods: Sequence[str], count: int, *, conditions: bool = True) -> list[str]:
         """Return the methods that are worth more windows and prompts, the best first.
@@ -147,7 +148,7 @@ class Judge:
         best with regard to the conditions and the best without take turns.
         """
         orders = [self.order(methods, conditions=one) for one in dict.fromkeys((conditions, False))]
-        turns = dict.fromkeys(judged.method for pair in zip(*orders, strict=True) for judged in pair)
+        turns = dict.fromkeys(evaluated.method for pair in zip(*orders, strict=True) for evaluated in pair)
         return list(turns)[:count]
 
     def settled(self, methods: Sequence[str], *, conditions: bool = True) -> bool:
@@ -176,13 +177,13 @@ class Judge:
         by_far = FLAT * self.perplexity(row, self.target) < self.perplexity(self.unpatched, self.target)
         return self.ahead(row.method, UNPATCHED) or (by_far and self._sign(row.method, UNPATCHED, "retrieval") == 0)
 
-    def level(self, judged: Sequence[Judged]) -> tuple[list[Judged], str]:
-        """Return those that nothing tells from the best, and what told them from the others.
+    def level(self, evaluated: Sequence[EvaluatedMethod]) -> tuple[list[EvaluatedMethod], str]:
+        """Return those that do not differ significantly from the best, and in what the others do.
 
         Args:
-            judged: methods, the best first.
+            evaluated: methods, the best first.
         """
-        left, by = list(judged), []
+        left, by = list(evaluated), []
         for metric, name in (("retrieval", "retrieval"), ("perplexity", "perplexity")):
             best = (
                 max(left, key=lambda one: one.answered)
@@ -201,10 +202,10 @@ class Judge:
             methods: to choose from, without the unpatched one.
             conditions: leave out those that lose too much or do not reach the target.
         """
-        judged = self.order(methods, conditions=conditions)
-        fit = [one for one in judged if math.isfinite(one.perplexity) and not (conditions and one.failures)]
+        evaluated = self.order(methods, conditions=conditions)
+        fit = [one for one in evaluated if math.isfinite(one.perplexity) and not (conditions and one.failures)]
         if not fit:
-            return Choice(None, self._why_none(judged), tuple(judged), tuple(self._advice(judged)))
+            return Choice(None, self._why_none(evaluated), tuple(evaluated), tuple(self._advice(evaluated)))
         left, by = self.level(fit)
         trained = [one for one in left if one.method.endswith(AFTER)]
         chosen = next((one for one in left if one.native), left[0]) if not trained else trained[0]
@@ -213,10 +214,10 @@ class Judge:
         if by:
             reason += f"; ahead of {_names(one.method for one in fit if one not in left)} in {by}"
         if len(left) > 1:
-            reason += f"; not told apart from {_names(one.method for one in left if one is not chosen)}"
+            reason += f"; not significantly different from {_names(one.method for one in left if one is not chosen)}"
             if chosen.native and chosen is not left[0] and not trained:
                 reason += ", and chosen because other programs know its formula and need no list"
-        return Choice(chosen.method, reason, tuple(judged))
+        return Choice(chosen.method, reason, tuple(evaluated))
 
     def _sign(self, method: str, other: str, metric: str) -> int:
         """Return 1 where a method is significantly better at the target, -1 where it is worse, else 0."""
@@ -236,15 +237,15 @@ class Judge:
         found = self.comparison.difference(method, other, metric, stop, start, task)
         return PairedDifference(found.estimate, found.low, found.high)
 
-    def _why_none(self, judged: Sequence[Judged]) -> str:
-        best = judged[0]
+    def _why_none(self, evaluated: Sequence[EvaluatedMethod]) -> str:
+        best = evaluated[0]
         return f"no method can be chosen; the best is {short(best.method)}, and {'; '.join(best.failures)}"
 
-    def _advice(self, judged: Sequence[Judged]) -> list[str]:
+    def _advice(self, evaluated: Sequence[EvaluatedMethod]) -> list[str]:
         """Return what would help, a sentence each, by what the methods fail at."""
-        trained = any(one.method.endswith(AFTER) for one in judged)
+        trained = any(one.method.endswith(AFTER) for one in evaluated)
         advice = ["more training: --train-rows, or a larger --budget" if trained else "training: --train"]
-        near = [one for one in judged if len(one.failures) == 1]
+        near = [one for one in evaluated if len(one.failures) == 1]
         costly = [one for one in near if math.inf > relative(one.change.estimate) > self.tolerance]
         if costly:
             least = min(costly, key=lambda one: one.change.estimate)

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.haystack import HAYSTACK
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.exporting.run import TARGETS
@@ -18,9 +19,6 @@ from rope_patch.methods import TwoTables, as_method
 
 CANDIDATES = ("yarn", "ntk", "abf", "mrrope", "cope", "llama3", "p_rope")
 """Methods that compete by default, beside the checkpoint as it is."""
-
-UNPATCHED = "default"
-"""The method that leaves a checkpoint as it is: what all others are compared with."""
 
 AFTER = " after training"
 """What stands after the method of an adapted model."""
@@ -37,7 +35,7 @@ class ExtendOptions:
             checkpoint as it is, is always measured beside them.
         tolerance: by which share the perplexity within the trained context may rise.
         fit: let a table that is fitted to text compete, too.
-        train: adapt the best candidate with LoRA, and judge what came of that.
+        train: adapt the best candidate with LoRA, and evaluate what comes of that.
         train_text: file, folder or dataset to train on; None for the text that ships with Python.
         train_rows: rows of the training, rounded up to a multiple of 8; None for as many as half of the budget has time
             for, 200 without a budget.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.evaluation.compare import Comparison
-from rope_patch.extending.options import UNPATCHED
+from rope_patch.evaluation.effective_length import UNPATCHED
 
 SIZES = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4))
 """Windows of text and haystacks of the first round, from the smallest."""

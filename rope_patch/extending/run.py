@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
+from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
-from rope_patch.extending.choosing import Choice, Judge
-from rope_patch.extending.options import AFTER, CANDIDATES, UNPATCHED, ExtendOptions, short
+from rope_patch.extending.choosing import Choice, MethodEvaluator
+from rope_patch.extending.options import AFTER, CANDIDATES, ExtendOptions, short
 from rope_patch.extending.result import Extended
 from rope_patch.extending.rounds import Round, cost_of, rounds_to_list, rounds_within
 from rope_patch.extending.writing import check_outputs, write
@@ -54,8 +55,8 @@ def extend(
     """Find the method that brings a model to a longer context, and write a checkpoint that plain transformers loads.
 
     Candidates are measured by successive halving: all of them on little text and few prompts, the better half on twice
-    as much, until two are left and told apart. Chosen is the one that answers the most prompts at the target length;
-    between those that nothing tells apart, the lowest perplexity there decides, and then whether every loader knows
+    as much, until two are left and differ significantly. Chosen is the one that answers the most prompts at the target
+    length; where prompts do not decide, the lowest perplexity there does, and then whether every loader knows
     its formula. It must not raise perplexity within the trained context by more than the tolerance. Where no method
     will do, nothing is written, and the choice says what would help.
 
@@ -310,11 +311,11 @@ class Run:
             write_atomically(self.work / ROUNDS, json.dumps(rounds_to_list(comparisons), indent=1))
             if before:
                 continue
-            judge = Judge(comparison, self.options.tolerance)
-            if len(left) <= 2 and judge.settled(left, conditions=conditions):
+            evaluator = MethodEvaluator(comparison, self.options.tolerance)
+            if len(left) <= 2 and evaluator.settled(left, conditions=conditions):
                 break
             if number < len(rounds):
-                left = judge.leaders(left, rounds[number].candidates, conditions=conditions)
+                left = evaluator.leaders(left, rounds[number].candidates, conditions=conditions)
         return comparisons
 
     def fitted(self) -> str:
@@ -369,7 +370,7 @@ class Run:
         write_atomically(self.work / "extend.yaml", options.to_yaml())
         comparisons = self.measure(rounds, before, conditions=training is None)
         methods = [row.method for row in comparisons[-1].rows[1:]]
-        choice = Judge(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
+        choice = MethodEvaluator(comparisons[-1], options.tolerance).choose(methods, conditions=training is None)
         adapter = None
         if training is not None and choice.method is not None:
             adapter, comparisons[-1], choice = self.adapt(choice.method, training, comparisons[-1])
@@ -397,4 +398,4 @@ class Run:
         tables = inspect_model(adapted).tables
         comparison = replace(comparison, rows=(*comparison.rows, Row(name, scores, tables)))
         names = [row.method for row in comparison.rows if row.method != UNPATCHED]
-        return adapter, comparison, Judge(comparison, self.options.tolerance).choose(names)
+        return adapter, comparison, MethodEvaluator(comparison, self.options.tolerance).choose(names)

@@ -154,7 +154,7 @@ def record(outcome: Extended) -> dict[str, Any]:
         "length": outcome.options.length,
         "chosen": choice.method,
         "reason": choice.reason,
-        "judged": finite([one.to_dict() for one in choice.judged]),
+        "evaluated": finite([one.to_dict() for one in choice.evaluated]),
         "training": None if training is None else {**asdict(training), "tokens": training.tokens},
         "exports": [path.name for path in outcome.exports],
         "plain_transformers": "equal logits",

@@ -165,7 +165,7 @@ def key_token_documents(
     asked = sum(map(len, found))
     said = f"{length} tokens in {len(rows)} windows: {keys}"
     if asked < keys.tokens:
-        said += f"; {keys.tokens - asked} of them are left out, whose text cannot be told from its neighbours'"
+        said += f"; {keys.tokens - asked} of them are left out, whose text cannot be separated from its neighbours'"
     if processes()[0] == 0:
         tqdm.write(f"LongPPL, {said}", file=sys.stderr)
     if not asked:

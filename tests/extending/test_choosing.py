@@ -12,7 +12,7 @@ from evaluated import answered, result_of
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
-from rope_patch.extending.choosing import Judge
+from rope_patch.extending.choosing import MethodEvaluator
 from rope_patch.tables import RotaryTable
 
 TRAINED, TARGET = 16, 32
@@ -50,12 +50,12 @@ def row(method, within=2.0, end=2.0, right=(20, 20), rope_type="yarn", spread=0.
 UNPATCHED = row("default", end=4.0, right=(20, 0))
 
 
-def judge(*rows, unpatched=UNPATCHED, tolerance=0.01):
-    return Judge(Comparison((unpatched, *rows), unpatched.scores.spec, TRAINED, "", "text", None), tolerance)
+def evaluator(*rows, unpatched=UNPATCHED, tolerance=0.01):
+    return MethodEvaluator(Comparison((unpatched, *rows), unpatched.scores.spec, TRAINED, "", "text", None), tolerance)
 
 
 def choose(*rows, unpatched=UNPATCHED, tolerance=0.01, **options):
-    return judge(*rows, unpatched=unpatched, tolerance=tolerance).choose([one.method for one in rows], **options)
+    return evaluator(*rows, unpatched=unpatched, tolerance=tolerance).choose([one.method for one in rows], **options)
 
 
 def test_retrieval_at_the_target_decides_first():
@@ -80,7 +80,7 @@ def test_a_table_that_every_loader_computes_wins_between_those_that_nothing_tell
     found = choose(row("mrrope", rope_type="longrope"), row("yarn", end=2.001, spread=0.05))
     assert found.method == "yarn"
     assert found.reason.endswith(
-        "; not told apart from mrrope, and chosen because other programs know its formula and need no list"
+        "; not significantly different from mrrope, and chosen because other programs know its formula and need no list"
     )
     clear = choose(row("mrrope", rope_type="longrope"), row("yarn", end=2.05))
     assert clear.method == "mrrope"
@@ -95,8 +95,8 @@ def test_no_more_is_lost_within_the_context_than_is_allowed(rise, chosen):
 def test_one_that_costs_too_much_gives_way_to_the_next():
     found = choose(row("yarn", within=2.1, end=1.9), row("ntk", end=2.2, right=(20, 15)))
     assert found.method == "ntk"
-    assert [one.method for one in found.judged] == ["ntk", "yarn"]
-    assert found.judged[1].failures == (
+    assert [one.method for one in found.evaluated] == ["ntk", "yarn"]
+    assert found.evaluated[1].failures == (
         "within the trained 16 tokens perplexity changes by +10.5%, where +1.0% are allowed",
     )
 
@@ -115,7 +115,7 @@ def test_fewer_than_half_of_the_prompts_do_not_reach_the_target():
     assert choose(row("yarn", right=(20, 10))).method == "yarn"
 
 
-def test_a_model_that_answers_nothing_is_judged_by_perplexity():
+def test_a_model_that_answers_nothing_is_evaluated_by_perplexity():
     """1.25 times the perplexity at the end of the context are .223 nats."""
     mute = row("default", end=4.0, right=(0, 0))
     assert choose(row("yarn", end=2.22, right=(0, 0)), unpatched=mute).method == "yarn"
@@ -143,7 +143,7 @@ LEVEL = row("default", end=4.0)
 def test_methods_that_change_nothing_do_not_drive_out_those_that_reach_far():
     """The idle ones lose nothing within the context; the others lose 3 %, on the little text of a first round."""
     far = [row(name, within=2.03, end=end) for name, end in (("yarn", 2.2), ("ntk", 2.3))]
-    scores = judge(*IDLE, *far, unpatched=row("default", end=4.0, right=(20, 12)))
+    scores = evaluator(*IDLE, *far, unpatched=row("default", end=4.0, right=(20, 12)))
     assert "yarn" in scores.leaders(["cope", "p_rope", "abf", "yarn", "ntk"], 2)
     assert scores.leaders(["cope", "yarn", "ntk"], 2, conditions=False) == ["yarn", "ntk"], "before a training"
 
@@ -162,16 +162,16 @@ def test_a_perplexity_that_is_no_number_is_never_chosen():
     assert found.method is None and not any("--tolerance" in sentence for sentence in found.advice)
 
 
-def test_a_single_candidate_is_measured_on_until_its_loss_is_told_from_the_tolerance():
+def test_a_single_candidate_is_measured_until_its_loss_is_clearly_within_or_beyond_the_tolerance():
     """.009 nats are lost within the context; with .05 of noise in every window the interval is wider than the rest."""
-    assert judge(row("yarn", within=2.001)).settled(["yarn"])
-    assert not judge(row("yarn", within=2.009, spread=0.05)).settled(["yarn"])
-    assert not judge(row("yarn", end=4.0, right=(20, 0))).settled(["yarn"]), "not told from the unpatched model"
+    assert evaluator(row("yarn", within=2.001)).settled(["yarn"])
+    assert not evaluator(row("yarn", within=2.009, spread=0.05)).settled(["yarn"])
+    assert not evaluator(row("yarn", end=4.0, right=(20, 0))).settled(["yarn"]), "no better than the unpatched model"
 
 
 def test_a_trained_model_competes_with_the_untrained_one():
     plain, trained = row("yarn", end=2.2), "yarn after training"
-    assert choose(plain, row(trained, end=2.21, spread=0.3)).method == trained, "nothing tells them apart"
+    assert choose(plain, row(trained, end=2.21, spread=0.3)).method == trained, "they do not differ significantly"
     assert choose(plain, row(trained, end=2.3)).method == "yarn", "the training made it worse"
     assert choose(plain, row(trained, within=2.1, end=2.1)).method == "yarn", "the training costs too much"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli.app import app
+from rope_patch.cli.extend import extend as extend_command
 from rope_patch.extending import extend
 from rope_patch.extending.options import ExtendOptions, read_options
 from rope_patch.extending.run import Run
@@ -228,3 +231,11 @@ def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(lla
     assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, base)
     assert not (outcome.output / "adapter_config.json").exists()
     assert "Its weights were trained with LoRA on 8 rows of 512 tokens" in (outcome.output / "README.md").read_text()
+
+
+def test_the_command_has_the_defaults_of_python():
+    command = inspect.signature(extend_command).parameters
+    python = {field.name: field.default for field in fields(ExtendOptions) if field.name in command}
+    shared = {name: command[name].default for name in python if name not in ("model", "length")}
+    assert len(shared) > 10
+    assert {name: tuple(v) if name == "exports" else v for name, v in shared.items()} == {n: python[n] for n in shared}

@@ -306,8 +306,10 @@ class CrowdedTask(NeedleTask):
     def questions(self, depths: Sequence[float], mode: str, draw: Draw) -> list[Question]:
         """Return a question for each depth; the other needles are the same for all."""
         asked = super().questions(depths, mode, draw)
-        told = "".join(text for question in asked for _, text in question.hidden)
-        others = ((name, value) for name, value in self.others(draw) if name not in told and value not in told)
+        asked_for = "".join(text for question in asked for _, text in question.hidden)
+        others = (
+            (name, value) for name, value in self.others(draw) if name not in asked_for and value not in asked_for
+        )
         closing, pieces = self.closing, list[str]()
         if "{name}" in closing:
             name, value = next(others)
@@ -324,6 +326,18 @@ class CrowdedTask(NeedleTask):
             return pieces[:size]
 
         return [replace(one, context=context, opening=self.opening, closing=closing) for one in asked]
+
+
+class UuidTask(CrowdedTask):
+    """A UUID for each UUID, among others."""
+
+    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
+        """Return values and the names they belong to."""
+        return draw.uuids(count), draw.uuids(count)
+
+    def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
+        """Yield other names and values."""
+        return zip(endless_uuids(draw.rng), endless_uuids(draw.rng), strict=True)
 
 
 def in_order(count: int) -> tuple[float, ...]:

@@ -1,11 +1,9 @@
 """The value of a key in a JSON object of UUIDs."""
 
-from collections.abc import Iterator
-
-from rope_patch.evaluation.tasks.base import CrowdedTask, Draw, endless_uuids
+from rope_patch.evaluation.tasks.base import UuidTask
 
 
-class JsonKV(CrowdedTask, name="json_kv"):
+class JsonKV(UuidTask, name="json_kv"):
     """A JSON object with as many pairs of UUIDs as the prompt has room for; one more pair follows all depths."""
 
     source = (
@@ -18,11 +16,3 @@ class JsonKV(CrowdedTask, name="json_kv"):
     closing = ' "{name}": "{value}"\n}}\n\n'
     question = '\n\nWhat is the value of the key "{name}" in the JSON object?'
     answer_prefix = " The value is"
-
-    def draw(self, count: int, several: bool, draw: Draw) -> tuple[list[str], list[str]]:
-        """Return values and keys."""
-        return draw.uuids(count), draw.uuids(count)
-
-    def others(self, draw: Draw) -> Iterator[tuple[str, str]]:
-        """Yield other keys and values."""
-        return zip(endless_uuids(draw.rng), endless_uuids(draw.rng), strict=True)

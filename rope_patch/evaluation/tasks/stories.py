@@ -25,7 +25,7 @@ OBJECTS = """
 """
 
 CAST = 4
-"""Fewest people of a story: with fewer questions the others are there to be told apart."""
+"""Fewest people of a story: with fewer questions the others are distractors."""
 
 
 @dataclass(frozen=True)
