@@ -23,6 +23,10 @@ SHORTEST = 128
 MEASURING = 4.0
 """Time for measuring the pace, about; a single row of the shortest length is read in any case [s]."""
 
+FAR, PATIENCE = 8, 4.0
+"""Rows so many times shorter than the longest say little about it: up to so many times as long is measured to get beyond.
+With rows of up to 512 tokens, noise hid what attention costs, and 16k tokens were planned at a fifth of their time."""
+
 SAFETY = 0.85
 """Share of a time that is filled with what is known to be read."""
 
@@ -104,7 +108,8 @@ def measure_pace(
         read: called with ids (rows, tokens); returns how many tokens it read where these are not all.
         length: of the longest row [tokens].
         rows: that are read side by side; more than one are tried where a row of the whole length took little time.
-        seconds: to measure for, about; the cost of longer rows is extrapolated.
+        seconds: to measure for, about, and up to :data:`PATIENCE` times as long while the rows are :data:`FAR` times
+            shorter than the longest; the cost of longer rows is extrapolated.
     """
     size, count, spent = min(length, SHORTEST), 1, 0.0
     read(_ids(1, min(size, 16)))  # the first call of a process is slower
@@ -121,7 +126,8 @@ def measure_pace(
         else:
             sizes.append(size)
             costs.append(took / tokens)
-        if spent + 2.5 * took > seconds or (size == length and count >= rows):
+        allowed = seconds * (PATIENCE if FAR * size < length else 1.0)
+        if spent + 2.5 * took > allowed or (size == length and count >= rows):
             break
         if size < length:
             size = min(2 * size, length)

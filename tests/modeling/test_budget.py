@@ -48,8 +48,15 @@ def test_the_pace_grows_with_the_length_as_it_was_measured(monkeypatch):
 def test_measuring_stops_in_time_and_what_is_longer_is_extrapolated(monkeypatch):
     clock = Clock(lambda rows, n: rows * n * (1e-3 + 1e-6 * n))
     pace = clock.pace(monkeypatch, 16384, seconds=2)
-    assert clock.now < 3 and max(n for _, n in clock.read) < 4096
+    assert clock.now < 8 and max(n for _, n in clock.read) < 4096
     assert pace.seconds(16384, 16384) == pytest.approx(16384 * (1e-3 + 1e-6 * 16384))
+
+
+def test_more_time_is_taken_while_all_rows_are_far_shorter_than_the_longest(monkeypatch):
+    for length, longest in ((16384, 2048), (2048, 512)):
+        clock = Clock(lambda rows, n: rows * n * 1e-3)
+        clock.pace(monkeypatch, length, seconds=2)
+        assert max(n for _, n in clock.read) == longest
 
 
 def test_the_shortest_row_is_read_even_where_it_takes_long(monkeypatch):
