@@ -24,7 +24,7 @@ MEASURING = 4.0
 """Time for measuring the pace, about; a single row of the shortest length is read in any case [s]."""
 
 FAR, PATIENCE = 8, 4.0
-"""Rows so many times shorter than the longest say little about it: up to so many times as long is measured to get beyond.
+"""Rows so many times shorter than the longest say little about it: measuring takes up to so many times as long then.
 With rows of up to 512 tokens, noise hid what attention costs, and 16k tokens were planned at a fifth of their time."""
 
 SAFETY = 0.85
