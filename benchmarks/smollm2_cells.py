@@ -541,6 +541,7 @@ def kv(study: Study, cell: Cell) -> dict[str, Any]:
         tokenizer,
         list(SCHEMES),
         EvalSuite(spec, tokenizer, text=study.text("novels", held_out=True)),
+        attributed=0,  # each of 30 layers alone takes ten times as long as the rest
         resume=study.parts(cell),
         on_progress=lambda _, tokens: study.on_progress(tokens),
     )

@@ -44,7 +44,7 @@ def _whole(name: str, value: Any) -> int:
 class EvalSpec:
     """What is measured: perplexity by position, and retrieval at every length and depth.
 
-    ``compare``, ``kv_check``, ``fit``, the fine-tuning recipe and the demo all take one, so that the same numbers mean
+    ``compare``, ``extend``, ``kv_check``, ``fit`` and the fine-tuning recipe take one, so that the same numbers mean
     the same measurement everywhere.
 
     Attributes:

@@ -30,7 +30,7 @@ tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")
 ```
 
 Plain transformers loads it: in a process without rope_patch its logits for a probe text were equal, bit for bit, to
-those of the patched model in memory.
+those of the patched model in memory. {programs}
 
 ## Why this method
 
@@ -91,6 +91,7 @@ def card(outcome: Extended) -> str:
         trained_length=outcome.trained_length,
         method=short(method.removesuffix(AFTER)),
         training=done,
+        programs=programs_of(outcome),
         reason=choice.reason,
         others=", ".join(f"`{short(name)}`" for name in others) or "nothing else",
         scores=scores(comparison, method),
@@ -102,6 +103,14 @@ def card(outcome: Extended) -> str:
         else "",
     )
     return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours
+
+
+def programs_of(outcome: Extended) -> str:
+    """Return what other programs compute from the folder."""
+    if not outcome.programs:
+        return "transformers 4, vLLM, SGLang and llama.cpp compute the same table from its config."
+    sentences = "".join(f"\n- {sentence.replace(str(outcome.output), 'THIS FOLDER')}" for sentence in outcome.programs)
+    return f"Other programs (`rope-patch audit` shows all):\n{sentences}"
 
 
 def base_card(source: str) -> str:

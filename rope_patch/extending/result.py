@@ -24,6 +24,7 @@ class Extended:
         exports: files and folders for other engines.
         work: folder of the finished measurements, which may be deleted.
         options: of the run.
+        programs: which programs compute another table than transformers 5 from the folder, a sentence each.
     """
 
     output: Path | None
@@ -34,6 +35,7 @@ class Extended:
     exports: tuple[Path, ...]
     work: Path
     options: ExtendOptions
+    programs: tuple[str, ...] = ()
 
     @property
     def comparison(self) -> Comparison:

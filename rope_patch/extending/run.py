@@ -17,6 +17,7 @@ from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import Choice, MethodEvaluator
+from rope_patch.extending.looking import look
 from rope_patch.extending.options import AFTER, CANDIDATES, ExtendOptions, short
 from rope_patch.extending.result import Extended
 from rope_patch.extending.rounds import Round, cost_of, rounds_to_list, rounds_within
@@ -29,7 +30,6 @@ from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model, trained_length
-from rope_patch.planning import plan
 from rope_patch.processes import first_alone
 
 CACHE = "finished.jsonl"
@@ -177,18 +177,8 @@ class Run:
 
     def look(self) -> None:
         """Say what the model is."""
-        inspection = inspect_model(self.model)
-        self.on_step(
-            f"{self.options.model}: {inspection.model_class}, trained at {self.trained_length} tokens; to reach: "
-            f"{self.options.length} ({self.options.length / self.trained_length:g} times)"
-        )
-        for warning in inspection.warnings:
-            self.on_step(f"note: {warning}")
-        try:
-            one = plan(self.model, length=self.options.length).kv_cache / 2**30
-        except ValueError:  # shapes that the plan does not know
-            return
-        self.on_step(f"keys and values of one sequence of {self.options.length} tokens take {one:.2g} GiB")
+        for line in look(self.model, self.options, self.trained_length):
+            self.on_step(line)
 
     def pace(self) -> Pace:
         """Measure how fast the model reads."""

@@ -19,6 +19,7 @@ from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.evaluation.result_cache import finite
 from rope_patch.exporting.run import export
 from rope_patch.extending.card import card
+from rope_patch.extending.looking import other_programs
 from rope_patch.extending.options import ExtendOptions
 from rope_patch.extending.result import Extended
 from rope_patch.files import (
@@ -81,6 +82,9 @@ def write(
             "is not to be used"
         )
     on_step("plain transformers gives the same logits, bit for bit")
+    programs = tuple(sentence.replace(str(staged), str(out)) for sentence in other_programs(staged))
+    for sentence in programs:
+        on_step(f"note: {sentence}")
     base_gguf = outcome.options.model if adapter is None and is_gguf(outcome.options.model) else None
     for engine in outcome.options.exports:
         path = export_path(out, engine)
@@ -88,7 +92,7 @@ def write(
         more: dict[str, Any] = {"base_gguf": base_gguf} if engine == "gguf" else {}  # its quantized tensors are copied
         export(staged, staged.with_name(path.name), to=engine, **more)
     exports = tuple(export_path(out, engine) for engine in outcome.options.exports)
-    outcome = replace(outcome, output=out, exports=exports)
+    outcome = replace(outcome, output=out, exports=exports, programs=programs)
     write_atomically(staged / "extend.yaml", outcome.options.to_yaml())
     write_atomically(staged / RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))
@@ -158,5 +162,6 @@ def record(outcome: Extended) -> dict[str, Any]:
         "training": None if training is None else {**asdict(training), "tokens": training.tokens},
         "exports": [path.name for path in outcome.exports],
         "plain_transformers": "equal logits",
+        "other_programs": list(outcome.programs),
         "rounds": [json.loads(comparison.to_json()) for comparison in outcome.comparisons],
     }

@@ -117,7 +117,10 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
         (("restore", "{base}", "-o", "{out}"), "carries no patch record"),
         (("recipes", "copy", "{full}"), "is not empty"),
         (("demo", "--shape", "mamba"), "shape must be one of llama, gemma3, got 'mamba'"),
-        (("demo", "--dtype", "int8"), "dtype must be one of auto, float32"),
+        (
+            ("extend", "{base}", "--length", "1k", "-o", "{out}", "--dtype", "int8"),
+            "dtype must be one of auto, float32",
+        ),
         (("apply", "{base}", "yarn:factor=4,truncate=false", "-o", "{out}"), "parameters are separated by ':'"),
         (("apply", "{base}", "table", "values=1,2", "-o", "{out}"), "the numbers of a list by '/'"),
     ],

@@ -126,9 +126,9 @@ def test_defaults_of_a_plan_are_those_of_python():
 
 def test_models_run_on_auto_in_their_own_data_type_by_default():
     loading = [name for name in COMMANDS if "--device" in options(name)]
-    assert set(loading) == {"compare", "kv-check", "fit", "analyze", "demo", "extend"}
+    assert set(loading) == {"compare", "kv-check", "fit", "analyze", "extend"}
     assert {options(name)["--device"].default for name in loading} == {"auto"}
-    assert {options(name)["--dtype"].default for name in loading if name != "demo"} == {"auto"}
+    assert {options(name)["--dtype"].default for name in loading} == {"auto"}
 
 
 def test_auto_is_the_gpu_of_this_process_or_else_the_cpu(monkeypatch):

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,8 @@ import rope_patch
 from rope_patch.cli.app import app
 from rope_patch.cli.extend import extend as extend_command
 from rope_patch.extending import extend
+from rope_patch.extending.card import card
+from rope_patch.extending.looking import other_programs
 from rope_patch.extending.options import ExtendOptions, read_options
 from rope_patch.extending.run import Run
 from rope_patch.modeling.budget import Pace
@@ -62,13 +64,27 @@ def test_the_card_and_the_record_say_why(extended):
     record = json.loads((outcome.output / "rope_patch_extend.json").read_text())
     assert record["chosen"] == "yarn:factor=2" and record["trained_length"] == 256 and record["length"] == 512
     assert len(record["rounds"][0]["rows"]) == 4, "the unpatched model beside three candidates"
-    card = (outcome.output / "README.md").read_text()
-    assert record["reason"] in card and "`nope`" in card and "+" in card
-    row = re.search(r"passkey prompts of 512 tokens that are answered \| (\S+) \| (\S+) ", card)
+    page = (outcome.output / "README.md").read_text()
+    assert record["reason"] in page and "`nope`" in page and "+" in page
+    row = re.search(r"passkey prompts of 512 tokens that are answered \| (\S+) \| (\S+) ", page)
     after = outcome.comparison.rows[[r.method for r in outcome.comparison.rows].index("yarn:factor=2")]
     assert float(row[2]) == round(after.scores.retrieval["passkey"].accuracy(512), 2)
+    assert record["other_programs"] == [] and "vLLM, SGLang and llama.cpp compute the same table" in page
     options = ExtendOptions(**read_options(outcome.output / "extend.yaml"))
     assert options.length == 512 and options.methods == ("yarn", "pi", "nope")
+
+
+def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, extended, tmp_path):
+    with rope_patch.patched(llama, "mrrope", factor=2.0, target_length=512):
+        rope_patch.save(llama, tmp_path / "model", tokenizer=TOKENIZER)
+    (sentence,) = other_programs(tmp_path / "model")
+    assert re.fullmatch(
+        r"llama\.cpp \w+ computes another table from the config: it does not read the type longrope, and computes "
+        r"plain RoPE\. Run: rope-patch export \S+/model --to gguf -o FILE\.gguf",
+        sentence,
+    )
+    outcome = replace(extended[0], output=tmp_path / "model", programs=(sentence,))
+    assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in card(outcome)
 
 
 def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
@@ -119,6 +135,13 @@ def test_a_run_interrupted_while_it_writes_leaves_no_output_and_can_be_repeated(
     for changes in ({"length": 300}, {"methods": ["pi"]}, {"tasks": ["niah"]}):
         with pytest.raises(ValueError, match="holds results of other methods, lengths, tasks or texts"):
             extend(llama, TOKENIZER, finish_now=True, overwrite=True, **(options | changes))
+
+
+def test_a_folder_that_gives_other_logits_in_plain_transformers_is_not_left(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.extending.writing.plain_logits", lambda folder, vocabulary, **_: torch.zeros(1, 1))
+    with pytest.raises(RuntimeError, match="plain transformers gives other logits, by up to"):
+        extend(llama, TOKENIZER, output=tmp_path / "out", budget=40, pace=PACE, **{**QUICK, "methods": ["yarn"]})
+    assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
 
 
 def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama, tmp_path):

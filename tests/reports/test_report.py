@@ -206,3 +206,12 @@ def test_write_is_all_or_nothing(tmp_path, undrawn):
             report.write(path, [comparison(GOOD)], title="two")
     assert path.read_text(encoding="utf-8") == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_figures_have_units_and_every_line():
+    curves = {f"m{i}": ([1.0, 2.0], [3.0 + i, 4.0 + i]) for i in range(12)}
+    figure = plots.perplexity_by_position(curves, trained_length=2, title="t")
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "position [tokens]"
+    assert axes.get_legend().get_texts()[0].get_text() == "m0  (4)"
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines[:12]}) == 12

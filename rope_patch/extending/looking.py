@@ -1,0 +1,64 @@
+"""What a checkpoint is before it is extended, and what other programs compute from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rope_patch.exporting.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
+from rope_patch.exporting.readings import PROGRAMS
+from rope_patch.extending.options import ExtendOptions
+from rope_patch.patching.verify import inspect_model
+from rope_patch.planning import plan
+
+
+def look(model: Any, options: ExtendOptions, trained_length: int) -> list[str]:
+    """Return what a model is, a sentence each.
+
+    Args:
+        model: in memory.
+        options: of the run; where the model is a folder or a GGUF file, its config is audited.
+        trained_length: of the model [tokens].
+    """
+    inspection = inspect_model(model)
+    lines = [
+        f"{options.model}: {inspection.model_class}, trained at {trained_length} tokens; to reach: "
+        f"{options.length} ({options.length / trained_length:g} times)"
+    ]
+    lines += [f"note: {warning}" for warning in inspection.warnings]
+    if Path(options.model).exists():
+        lines += [f"note: {sentence}" for sentence in other_programs(options.model)]
+    try:
+        one = plan(model, length=options.length).kv_cache / 2**30
+    except ValueError:  # shapes that the plan does not know
+        return lines
+    return [*lines, f"keys and values of one sequence of {options.length} tokens take {one:.2g} GiB"]
+
+
+def other_programs(source: str | Path) -> tuple[str, ...]:
+    """Return which programs compute another table than transformers 5, and what to run instead, a sentence each.
+
+    Args:
+        source: folder or GGUF file.
+    """
+    try:
+        rows = audit(source).rows
+    except ValueError as error:  # an adapter, or a family that nothing is known of
+        return (f"what other programs compute from its config is not known: {error}",)
+    sentences: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.verdict in (DIFFERS, REFUSES, UNVERIFIED):
+            known = PROGRAMS[row.program]
+            sentences.setdefault(_sentence(row), {})[f"{known.name} {known.version}"] = None
+    return tuple(f"{', '.join(names)} {sentence}" for sentence, names in sentences.items())
+
+
+def _sentence(row: AuditRow) -> str:
+    what = {
+        DIFFERS: "computes another table from the config",
+        REFUSES: "refuses the config",
+        UNVERIFIED: "was not compared on models like this",
+    }[row.verdict]
+    where = f" for {row.layer_type} layers" if row.layer_type else ""
+    reasons = f": {'; '.join(row.reasons)}" if row.reasons else ""
+    return f"{what}{where}{reasons}" + (f". Run: {row.fix}" if row.fix else "")
