@@ -10,9 +10,9 @@ much slower than estimated this stage has been, still fits into the stage's 8 mi
 lacks (a package, weights, a text, a GPU) is said, written under ``skipped``, and the next one begins; what ran out of
 memory is a result.
 
-Time, estimated for one H200 and not measured: a 4 minutes, b 2.5, c 18, d 7, e 4, f 21, g 8. So 25 minutes are
-a, b, the first 8 minutes of c, and what then remains of d; three such runs are all of it but the rest of f. Shorter
-rows come first in each stage, so that a stage that is cut off has every length but the longest.
+Time, estimated for one H200 and not measured (minutes): a 4, b 4.5, c 12.5, d 8.5, e 4, f 29, g 7. The first run of 25
+minutes is then a, b, the first 8 minutes of c, and d; the second the rest of c, e, 8 minutes of f, and g; what is left
+of f takes 21 more. Shorter rows come first in each stage, so that one that is cut off has every length but the longest.
 
 Random weights take the place of checkpoints wherever only memory, time or equality is measured. Text is always given
 by ``--text``, never Python's own, which differs from release to release; in a rehearsal a text of this package is read.
@@ -32,17 +32,19 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several GPUs Trainer would split the batch
 
 import torch
 import transformers
 
-from gpu_stages import correctness, decoding, overhead, reading, training
+from gpu_stages import checkpoint, correctness, decoding, from_scratch, overhead, reading, training
 from gpu_stages.base import Setting, Stage
 from gpu_stages.manifest import NEEDS, download_command, lacking, pack
 from gpu_stages.running import Suite
 from rope_patch.packaged import data_path
 
-STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in (correctness, overhead, training, reading, decoding))
+MODULES = (correctness, overhead, training, reading, decoding, checkpoint, from_scratch)
+STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in MODULES)
 STAGE_SECONDS = 480.0
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,9 +87,8 @@ def listing(stages: Sequence[Stage], setting: Setting) -> str:
             reason = "; ".join(lacking([name], setting))
             state = f"MISSING: {reason}" if reason else "here"
             lines.append(f"   needs {name} for {count} of {len(cells)} cells ({NEEDS[name].what}); {state}")
-    names = dict.fromkeys(name for stage in stages for cell in stage.cells(setting) for name in cell.needs)
-    packages = [name for name in names if NEEDS[name].kind == "wheel" and not lacking([name], setting)]
-    lines.append("For a machine without a network, the wheels of what is installed here:")
+    packages = [name for name, need in NEEDS.items() if need.kind == "wheel" and not lacking([name], setting)]
+    lines.append("For a machine without a network, the wheels of the packages among these that are installed here:")
     lines.append(f"   {download_command(packages)}")
     return "\n".join(lines)
 
@@ -134,8 +135,6 @@ def main() -> None:
         parser.error("there is no GPU here: --tiny rehearses the stages on a CPU")
     if given.tiny and given.output is None:
         output = work / "tiny.json"
-    if device == "cuda":
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several, Trainer would split the batch
     try:
         suite = Suite(setting, output, given.budget, again=given.again)
         left = suite.run(given.stages)
@@ -144,6 +143,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: finished cells are in {output}, and the same command goes on")
     print(f"written to {output}" + (f"; {len(left)} cells are left" if left else ""))
+    if suite.failed:
+        sys.exit(f"error: {len(suite.failed)} cells failed: {', '.join(suite.failed)}")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,9 @@ class Setting:
     def config(self, name: str, **changes: Any) -> Any:
         """Return the config of a shape that ships with the package, or of the tiny one that stands for it."""
         family = "gemma3" if name.startswith("gemma-3") else "llama"
-        shape = TINY[family] if self.tiny else json.loads((data_path("assets") / "configs" / f"{name}.json").read_text())
+        shape = (
+            TINY[family] if self.tiny else json.loads((data_path("assets") / "configs" / f"{name}.json").read_text())
+        )
         return AutoConfig.for_model(**{"max_position_embeddings": 8192, **shape, **changes})
 
     def random_model(self, name: str, dtype: str = "bfloat16", attention: str = "sdpa", **changes: Any) -> Any:
@@ -149,9 +151,7 @@ class Setting:
         torch.manual_seed(0)
         config = self.config(name, **changes)
         with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation=attention
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
         return model.eval().requires_grad_(False)
 
     def held(self, key: Any, build: Callable[[], Any]) -> Any:

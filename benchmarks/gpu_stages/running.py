@@ -58,6 +58,7 @@ class Suite:
                         "another file with -o"
                     )
         self.begun = False
+        self.failed: list[str] = []
 
     def part(self, stage: Stage) -> dict[str, Any]:
         """Return the part of the report that is a stage's."""
@@ -118,7 +119,9 @@ class Suite:
             self.setting.drop()
         except Exception as error:
             part["failed"][cell.name] = f"{type(error).__name__}: {error}"
+            self.failed.append(f"{stage.key}/{cell.name}")
             traceback.print_exc()
+            print(f"   {cell.name}: failed, {part['failed'][cell.name]}", flush=True)
             self._write(stage)
             if any(sign in str(error) for sign in _POISONED):
                 sys.exit("error: the GPU cannot be used by this process any more: run the same command again")
@@ -134,7 +137,9 @@ class Suite:
     def _run(self) -> int:
         """Return the number of this run among those of the report; it is entered with its first result."""
         if not self.begun:
-            self.report["runs"].append({"command": command(), "environment": self.environment, "precision": precision()})
+            self.report["runs"].append(
+                {"command": command(), "environment": self.environment, "precision": precision()}
+            )
             self.begun = True
         return len(self.report["runs"]) - 1
 

@@ -37,10 +37,10 @@ ROWS = (512, 2048, 8192)
 GUESS = 0.3
 """Share of the peak that is assumed where a cell's time is estimated."""
 FORMULA = (
-    "mfu: FLOPs of the forward and backward pass as they are run (2 per weight and token forward; backward 2 for states "
-    "and 2 for the weights that are trained; causal attention), without recomputation, / time / peak. palm_mfu: tokens/s "
-    "x (6 N + 12 L H Q T) / peak (arXiv:2204.02311, appendix B), which counts gradients of frozen weights and masked "
-    "scores. executed: recomputation counted."
+    "mfu: FLOPs of the forward and backward pass as they are run (2 per weight and token forward; backward 2 for "
+    "states and 2 for the weights that are trained; causal attention), without recomputation, / time / peak. palm_mfu: "
+    "tokens/s x (6 N + 12 L H Q T) / peak (arXiv:2204.02311, appendix B), which counts gradients of frozen weights and "
+    "masked scores. executed: recomputation counted."
 )
 
 
@@ -290,9 +290,9 @@ def summary(done: Results) -> dict[str, Any]:
 STAGE = Stage(
     "c",
     "a training step, against plan",
-    "LoRA and QLoRA steps of a model in the shape of Llama 3.1 8B on rows of 8k, 32k and 128k, with Liger's kernels and "
-    "without: tokens/s, MFU, and peak memory beside what `plan` predicts; the size of a slice of the loss, and of the "
-    "blocks of a chunked reading, by measurement.",
+    "LoRA and QLoRA steps of a model in the shape of Llama 3.1 8B on rows of 8k, 32k and 128k, with Liger's kernels "
+    "and without: tokens/s, MFU, and peak memory beside what `plan` predicts; the size of a slice of the loss, and of "
+    "the blocks of a chunked reading, by measurement.",
     cells,
     summary=summary,
 )
