@@ -30,6 +30,8 @@ def study_of(setting: Setting) -> Study:
     root = setting.work / ("study-tiny" if setting.tiny else "study")
     novels = root / "novels"
     novels.mkdir(parents=True, exist_ok=True)
+    for path in novels.glob("*.txt"):  # of an earlier run, perhaps with other texts
+        path.unlink()
     if setting.tiny:
         text = "\n\n".join(setting.texts.values())
         for number, name in enumerate([*HELD_OUT, "another.txt"]):

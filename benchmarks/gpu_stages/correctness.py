@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -101,16 +100,20 @@ def positions(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
     for precision in ("float32", "float64"):
         sides[f"patched, {precision}"] = twin(model)
         rope_patch.apply(sides[f"patched, {precision}"], "default", precision=precision)
-    found: dict[str, dict[str, float]] = {side: {} for side in sides}
+    exact = [theta ** (-2 * i / width) for i in range(width // 2)]
+    in_use = find_rotary(model).module.inv_freq.double().tolist()  # rounded to float32, which far positions multiply
+    tables = {"the exact table": exact, "the table in use": in_use}
+    found: dict[str, dict[str, dict[str, float]]] = {name: {side: {} for side in sides} for name in tables}
     with torch.no_grad(), matmul_precision(MODES[mode][1]):
         for position in POSITIONS:
-            exact = [position * theta ** (-2 * i / width) for i in range(width // 2)]
-            expected = torch.tensor([[math.cos(a) for a in exact], [math.sin(a) for a in exact]], dtype=torch.float64)
             where = torch.tensor([[position]], device=setting.device)
             for side, one in sides.items():
-                cos_sin = torch.cat([part[0, :, : width // 2] for part in find_rotary(one).module(x, where)])
-                found[side][str(position)] = float((cos_sin.double().cpu() - expected).abs().max())
-    return {"what": "largest difference of cos and sin from float64", "by position": found}
+                got = torch.cat([part[0, :, : width // 2] for part in find_rotary(one).module(x, where)]).double().cpu()
+                for name, table in tables.items():
+                    angles = torch.tensor(table, dtype=torch.float64) * position
+                    expected = torch.stack([angles.cos(), angles.sin()])
+                    found[name][side][str(position)] = float((got - expected).abs().max())
+    return {"what": "largest difference of cos and sin from those in float64, by position", "against": found}
 
 
 def loss(setting: Setting, mode: str, _: Results) -> dict[str, Any]:
