@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -245,6 +246,17 @@ def test_every_need_of_a_cell_is_in_the_manifest(stages: Any, monkeypatch: pytes
     for stage in gpu.STAGES:
         names = [cell.name for cell in stage.cells(setting)]
         assert len(names) == len(set(names)) and max(cell.seconds for cell in stage.cells(setting)) < 480 / 2
+
+
+def test_the_minutes_that_are_stated_are_those_of_the_cells(stages: Any, tmp_path: Path) -> None:
+    setting = stages("base").Setting(False, "cpu", [], tmp_path, tmp_path)
+    gpu = importlib.import_module("gpu")
+    page = (FOLDER.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for stage in gpu.STAGES:
+        minutes = sum(cell.seconds for cell in stage.cells(setting)) / 60
+        (stated,) = re.findall(rf"\b{stage.key} ([0-9.]+)[,.]", gpu.__doc__)
+        (shown,) = re.findall(rf"^\| {stage.key}\. [^|]+\| ([0-9.]+) \|", page, re.MULTILINE)
+        assert float(stated.rstrip(".")) == float(shown) == pytest.approx(minutes, abs=0.5)
 
 
 def test_the_budget_stops_a_run_before_a_cell_that_would_exceed_it(suite: Any) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rope_patch.packaged import data_path
 from rope_patch.patching.locate import find_rotary
 from rope_patch.planning import shape_of
-from rope_patch.training.estimate import describe, training_plan
+from rope_patch.training.estimate import describe, duration, evaluation_flops, evaluations, training_plan
 from rope_patch.training.models import BUNDLED, prepare
 from rope_patch.training.reading import read
 from rope_patch.training.recipe import RecipeOptions
@@ -160,5 +160,9 @@ def test_the_table_of_the_readme_is_predicted(path: Path) -> None:
     assert cells[2] == str(options.target_length)
     assert int(cells[3]) == pytest.approx(training_plan(options).total / GIB, abs=0.51)
     assert int(cells[4]) == pytest.approx(quantized.total / GIB, abs=0.51)
+    speed = 989e12 * 0.45  # FLOP/s, as the page assumes
+    training = training_plan(options).compute.executed_flops * options.train.accumulate * options.train.steps
+    evaluation = evaluation_flops(options, shape_of(options.model.name)) * evaluations(options)
+    assert cells[5] == duration((training + evaluation) / speed)
     launches = [launch for *_, launch, _, _ in LAUNCH.findall(path.read_text(encoding="utf-8"))]
     assert cells[6] == launches[-1]
