@@ -283,7 +283,7 @@ def test_a_slow_machine_gets_fewer_cells(suite: Any) -> None:
         clock.now += 180.0  # three times its estimate
         return {}
 
-    _, left, _ = suite({"one": slow, "two": slow, "three": slow}, clock=clock, stage_seconds=400.0)
+    _, left, _ = suite({"one": slow, "two": slow, "three": slow}, clock=clock, stage_seconds=450.0)
     assert left == ["x/three"]  # 360 s are over, and the next one is expected to take 180, not 60
 
 
