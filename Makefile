@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo smollm2 adapt test test-full test-engines check
+.PHONY: help demo smollm2 adapt gpu test test-full test-engines check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to downlo
 
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png
+
+gpu: $(DEV) ## what only a GPU can measure, 25 minutes a run: make gpu TEXT="novels/*.txt" BUDGET=25m
+	$(BIN)/python benchmarks/gpu.py --budget $(or $(BUDGET),25m) $(if $(TEXT),--text $(TEXT))
 
 # The tests start many processes: each would compile the package again where Python keeps nothing compiled.
 test test-full test-engines: export PYTHONDONTWRITEBYTECODE :=

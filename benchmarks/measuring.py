@@ -128,7 +128,7 @@ def peak_of(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, Job]:
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        forget_peak(device)
         before = torch.cuda.memory_allocated()
         began = time.perf_counter()
         result = work()
@@ -139,16 +139,25 @@ def peak_of(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, Job]:
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)
         before = _status("VmRSS")
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            how = "VmHWM"
-        except OSError:  # not allowed here: the highest of all of this process, imports included
-            how = "ru_maxrss"
+        # Where that is not allowed it is the highest of all of this process, imports included.
+        how = "VmHWM" if forget_peak(device) else "ru_maxrss"
         began = time.perf_counter()
         result = work()
         seconds = time.perf_counter() - began
         highest = _status("VmHWM") if how == "VmHWM" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return result, {"peak_bytes": highest - before, "loaded_bytes": before, "peak_from": how, "seconds": seconds}
+
+
+def forget_peak(device: str = "cpu") -> bool:
+    """Let a peak of memory be counted from now on; returns whether this machine allows that."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 def _status(field: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 GIB = 2**30
+_GROUPS = (2, 4, 8, 16, 32, 64)
 _WORTH = 0.98  # advice that saves less than 2 % is left out
 
 
@@ -168,13 +169,27 @@ def _candidates(planned: Plan) -> Iterator[_Candidate]:
     yield "--attention flash", "the same attention; needs the kernel", {"attention": "flash"}
     yield "--checkpointing", "the same gradients, up to a third more time", {"checkpointing": True}
     yield "--batch 1", "accumulate gradients to keep the batch", {"batch": 1}
+    yield from _sharing(planned, [n for n in _GROUPS if o.gpus % n == 0])
     yield "--optimizer adamw_8bit", "states rounded to 8 bits", {"optimizer": "adamw_8bit"}
     if o.lora_rank is None:
         yield "no --full", "adapters of rank 16 in place of full fine-tuning", {"lora_rank": 16}
     yield "--quantization nf4", "frozen weights rounded to 4 bits; slower", {"quantization": "nf4"}
-    for n in (2, 4, 8, 16, 32, 64):
+    for n in _GROUPS:
         if n > o.gpus:
             yield f"--gpus {n}", "weights and states divided among them (FSDP)", {"gpus": n}
-        if n > o.context_parallel:
-            many = {"gpus": max(n, o.gpus), "context_parallel": n}
-            yield f"--gpus {many['gpus']} --context-parallel {n}", "each sequence divided among them", many
+            yield from _sharing(planned, [n])
+
+
+def _sharing(planned: Plan, groups: Sequence[int]) -> Iterator[_Candidate]:
+    """Each sequence divided among groups of GPUs, of which there are at least as many as a group has.
+
+    Ring attention ignores sliding windows. Ulysses keeps them under flash attention, and divides the heads.
+    """
+    gpus, kinds = planned.options.gpus, planned.shape.kinds
+    windows = any(layer.window is not None for layer in kinds)
+    for n in groups:
+        if n <= planned.options.context_parallel or (windows and any(layer.heads % n for layer in kinds)):
+            continue
+        more = {} if n <= gpus else {"gpus": n}
+        cost = "the same gradients, each sequence divided among them" + ": Ulysses under flash attention" * windows
+        yield f"--gpus {n} " * bool(more) + f"--context-parallel {n}", cost, {**more, "context_parallel": n}

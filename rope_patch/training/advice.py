@@ -105,6 +105,8 @@ def _setting(changes: Mapping[str, Any]) -> str:
             return f"BitsAndBytesConfig(load_in_4bit=True) of NF4 for the model (recipe: model.quantization={kind})"
         case {"gpus": gpus, "context_parallel": sharing}:
             return f"FSDP over {gpus} GPUs, {sharing} of them sharing each row (context parallel, cp_size={sharing})"
+        case {"context_parallel": sharing}:
+            return f"{sharing} of the GPUs sharing each row (context parallel, cp_size={sharing})"
         case {"gpus": gpus}:
             return f"FSDP over {gpus} GPUs (full shard)"
     return ", ".join(f"{name}={value}" for name, value in changes.items())

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -23,8 +23,9 @@ from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, same_tables
 from rope_patch.patching.verify import verify_model
-from rope_patch.training.options import FIT
-from rope_patch.training.recipe import RecipeOptions
+
+if TYPE_CHECKING:
+    from rope_patch.training.recipe import RecipeOptions
 
 TABLE_FILE = "rope_patch_table.safetensors"
 """Parameters of a table that is trained with the weights, in every checkpoint of such a run."""
@@ -42,6 +43,8 @@ def check_table(model: Any, options: RecipeOptions) -> None:
         PatchError: the model is patched already, or the start does not fit it.
         ValueError: a model whose weights are divided among processes.
     """
+    from rope_patch.training.options import FIT  # a recipe's options need omegaconf, and a trainer does not
+
     if sharded():
         raise ValueError(
             "patch.method=fit and patch.trainable need whole models in every process, not FSDP or DeepSpeed: fit with "

@@ -6,15 +6,11 @@ import importlib.util
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from rope_patch.planning import plan
-from rope_patch.training.reading import read
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "adapt.py"
@@ -97,19 +93,3 @@ def test_pages_say_what_the_study_measured(adapt):
     assert "\n".join(llama) in page
     step = json.loads((ROOT / "benchmarks" / "results" / "train_step.json").read_text())["summary"]
     assert f"{step['loss_path_peak_stock_over']['ours']:.0f} times less memory" in page
-
-
-def test_the_table_of_configs_says_what_is_planned():
-    page = (ROOT / "recipes" / "README.md").read_text()
-    rows = re.findall(
-        r"^\| \[([\w.-]+)\]\(configs/\1\.yaml\) \| ([\w.-]+) \| `([^`]+)` \| (\d+) \|[^|]+\| (\d+) \| (\d+)", page, re.M
-    )
-    configs = {path.stem for path in (ROOT / "recipes" / "configs").glob("*-*k.yaml")}
-    assert {name for name, *_ in rows} == configs and len(configs) == 14
-    for name, model, method, length, plain, packed in rows:
-        options = read([ROOT / "recipes" / "configs" / f"{name}.yaml"])
-        assert options.model.name.endswith(model) and options.patch.method.startswith(method)
-        assert options.target_length == int(length)
-        for kind, stated in (("none", plain), ("nf4", packed)):
-            more = {"quantization": kind, "attention": options.model.attention, "lora_rank": options.lora.rank}
-            assert round(plan(options.model.name, length=int(length), **more).total / 2**30) == int(stated), name

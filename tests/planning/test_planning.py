@@ -423,6 +423,27 @@ def test_advice_is_replanned_in_order_until_it_fits():
     assert plan("Llama-3-8B", length=2**30).advice(1)[-1].fits is False
 
 
+def test_gpus_that_are_there_share_a_sequence_before_anything_is_rounded():
+    """FSDP leaves the activations of a sequence whole on each GPU: 80.8 GiB of 80."""
+    planned = plan("Llama-3.1-8B", length=131072, gpus=8)
+    assert not planned.fits(80)
+    (step,) = planned.advice(80)
+    assert (step.option, step.changes, step.fits) == ("--context-parallel 2", {"context_parallel": 2}, True)
+    assert step.total == planned.but(context_parallel=2).total and "the same gradients" in step.cost
+    assert planned.but(gpus=7).advice(80)[0].option == "--quantization nf4"  # 7 form no groups of 2 or 4
+    (larger,) = planned.but(context_parallel=8).advice(12)
+    assert larger.option == "--gpus 16 --context-parallel 16" and larger.changes["gpus"] == 16
+
+
+def test_sliding_windows_are_shared_by_heads():
+    """Ring attention ignores windows; Ulysses divides the heads, of which gemma-3-4b has 8."""
+    planned = plan("gemma-3-4b", length=131072)
+    groups = {s.changes["context_parallel"] for s in planned.advice(1) if "context_parallel" in s.changes}
+    assert groups and groups <= {2, 4, 8}
+    (cost,) = {s.cost for s in planned.but(gpus=8).advice(40)}
+    assert cost == "the same gradients, each sequence divided among them: Ulysses under flash attention"
+
+
 def test_longest_fits_and_the_next_does_not():
     planned = plan("Llama-3.1-8B", length=4096)
     longest = planned.longest(80)

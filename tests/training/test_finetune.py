@@ -473,12 +473,12 @@ def script(monkeypatch, capfd, tmp_path):
 
 @pytest.mark.slow
 def test_the_smoke_run_of_the_command_line(script, tmp_path):
-    config = ROOT / "recipes" / "configs" / "llama-3.1-8b-32k.yaml"
+    config = ROOT / "recipes" / "configs" / "llama-3-8b-32k.yaml"
     few = ("train.steps=2", "evaluation.before=false", "evaluation.windows=1", *TEXTS[1:])
     done = script(config, "--smoke", f"output={tmp_path / 'out'}", *few)
     assert done.returncode == 0, done.err[-2000:]
     assert "retrieval 1024:" in done.out and "perplexity 256 to 1024:" in done.out
-    assert str(read_record(tmp_path / "out").to_method()) == "p_rope:p=0.75"
+    assert str(read_record(tmp_path / "out").to_method()) == "yarn:factor=4"
     assert "text that ships with CPython, rows of 512 tokens" in (tmp_path / "out" / "README.md").read_text()
     assert "FutureWarning" not in done.err and "Traceback" not in done.err
 
@@ -507,4 +507,4 @@ def test_a_dry_run_tells_what_it_takes_and_writes_nothing(script, tmp_path):
     assert "200 steps of 524288 tokens" in done.out and "fits into 141" in done.out
     assert "evaluation: 5 times (before training, every 50 steps), 2 windows of 131072 tokens" in done.out
     assert ("time on this CPU: at least" in done.out) is not torch.cuda.is_available()
-    assert "method: p_rope:p=0.75" in done.out and list(tmp_path.iterdir()) == []
+    assert "method: default" in done.out and list(tmp_path.iterdir()) == []

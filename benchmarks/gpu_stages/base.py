@@ -1,0 +1,213 @@
+"""What the stages share: a cell, a stage, what all of them are told, random models of known shapes, and their ids."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rope_patch.packaged import data_path
+
+Results = Mapping[str, Mapping[str, Any]]
+"""The finished cells of a stage, by name."""
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+}
+"""Shapes of the models that stand for the real ones when a suite is rehearsed."""
+PEAKS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
+"""Dense bfloat16 peaks by a part of the device's name, from the makers' data sheets [TFLOP/s]."""
+
+
+def peak_tflops(device: str) -> float | None:
+    """Return the dense bfloat16 peak of a device by its name; None where it is not known [TFLOP/s].
+
+    >>> peak_tflops("NVIDIA H200"), peak_tflops("x86_64")
+    (989.0, None)
+    """
+    return next((peak for name, peak in PEAKS if name in device), None)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement, which is written as soon as it is finished.
+
+    Attributes:
+        name: within its stage.
+        seconds: that it is expected to take on one H200, an estimate.
+        measure: called with the finished cells of its stage; returns the result, for JSON.
+        needs: names of the manifest, beside what the stage needs.
+        settings: what the result depends on, for JSON: a cell with other settings is measured again.
+    """
+
+    name: str
+    seconds: float
+    measure: Callable[[Results], dict[str, Any]]
+    needs: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Cells that answer one question.
+
+    Attributes:
+        key: its letter.
+        title: a few words.
+        what: what it measures, a sentence or two.
+        cells: makes them; must be quick and must load nothing.
+        needs: names of the manifest that every cell needs.
+        summary: what follows from the finished cells.
+    """
+
+    key: str
+    title: str
+    what: str
+    cells: Callable[[Setting], list[Cell]]
+    needs: tuple[str, ...] = ()
+    summary: Callable[[Results], dict[str, Any]] | None = None
+
+
+@dataclass
+class Setting:
+    """What all stages are told.
+
+    Attributes:
+        tiny: rehearse with tiny models.
+        device: ``cpu`` or ``cuda``.
+        text: files.
+        carried: folder of the weights that were brought along.
+        work: folder for files that a cell writes.
+        stage_seconds: that a stage has.
+    """
+
+    tiny: bool
+    device: str
+    text: Sequence[Path]
+    carried: Path
+    work: Path
+    stage_seconds: float = 480.0
+    _held: tuple[Any, Any] | None = None
+
+    def size(self, real: Any, tiny: Any) -> Any:
+        """Return the first of two sizes, or in a rehearsal the second."""
+        return tiny if self.tiny else real
+
+    def seconds(self, real: float) -> float:
+        """Return what a cell is expected to take: its estimate, or a second in a rehearsal."""
+        return 1.0 if self.tiny else real
+
+    @cached_property
+    def device_name(self) -> str:
+        """The name of the device."""
+        import platform
+
+        return torch.cuda.get_device_name() if self.device == "cuda" else platform.machine()
+
+    # --- models
+
+    def config(self, name: str, **changes: Any) -> Any:
+        """Return the config of a shape that ships with the package, or of the tiny one that stands for it."""
+        family = "gemma3" if name.startswith("gemma-3") else "llama"
+        shape = (
+            TINY[family] if self.tiny else json.loads((data_path("assets") / "configs" / f"{name}.json").read_text())
+        )
+        return AutoConfig.for_model(**{"max_position_embeddings": 8192, **shape, **changes})
+
+    def random_model(self, name: str, dtype: str = "bfloat16", attention: str = "sdpa", **changes: Any) -> Any:
+        """Return a model with random weights in eval mode; the same weights at every call."""
+        torch.manual_seed(0)
+        config = self.config(name, **changes)
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+        return model.eval().requires_grad_(False)
+
+    def held(self, key: Any, build: Callable[[], Any]) -> Any:
+        """Return what was built last if it has this key; otherwise drop it, and build."""
+        if self._held is None or self._held[0] != key:
+            self.drop()
+            self._held = key, build()
+        return self._held[1]
+
+    def drop(self) -> None:
+        """Drop the model that is held, and give its memory back."""
+        self._held = None
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    # --- tokens
+
+    def ids(self, tokens: int, vocab: int, seed: int = 1) -> Tensor:
+        """Return random token ids (tokens,) on the device; the same at every call."""
+        return torch.randint(3, vocab, (tokens,), generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the bundled checkpoint: its 1024 ids are words of every model here."""
+        return AutoTokenizer.from_pretrained(data_path("assets") / "llama")
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """The texts that were given, by file name."""
+        return {path.name: path.read_text(encoding="utf-8") for path in self.text}
+
+    @cached_property
+    def text_sha256(self) -> str:
+        """Digest of the texts."""
+        digest = hashlib.sha256()
+        for name, text in self.texts.items():
+            digest.update(f"{name}\0{text}\0".encode())
+        return digest.hexdigest()[:16]
+
+    def text_ids(self, tokens: int) -> Tensor:
+        """Return the first tokens of the texts (tokens,), read again from the start where they are too short."""
+        stream = self._stream
+        return stream.repeat(-(-tokens // len(stream)))[:tokens].to(self.device)
+
+    @cached_property
+    def _stream(self) -> Tensor:
+        encoded = self.tokenizer("\n\n".join(self.texts.values()), add_special_tokens=False, verbose=False)
+        return torch.tensor(encoded["input_ids"])
+
+
+def twin(model: Any) -> Any:
+    """Return a copy of a model that shares its weights."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def gib(size: float) -> float:
+    """Return GiB of 2**30 bytes."""
+    return round(size / 2**30, 3)

@@ -1,0 +1,116 @@
+"""Stage e: quantized caches, in one pass against decoding token by token."""
+
+from __future__ import annotations
+
+import copy
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_stages.base import Cell, Results, Setting, Stage
+from measuring import peak_of, synchronize
+from rope_patch.kv_cache.cache import quantized
+
+MODEL = "Llama-3.2-1B"
+SCHEMES = ("int4-token", "kivi-2-window")
+WHOLE, LONG, LAST = 2048, 32768, 256
+"""Tokens that are all decoded; tokens of a long text; how many of its last ones are decoded."""
+
+
+def losses(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each target from the state before it [nats]."""
+    return functional.cross_entropy(model.lm_head(hidden).double(), targets, reduction="none")
+
+
+def in_one_pass(model: Any, ids: Tensor, scheme: str, last: int) -> Tensor:
+    """Return the losses of the last tokens, read with all others in one pass."""
+    with quantized(model, scheme) as factory:
+        hidden = model.model(ids[None], past_key_values=factory(), use_cache=True).last_hidden_state[0]
+    return losses(model, hidden[-last - 1 : -1], ids[-last:])
+
+
+def decoded(model: Any, ids: Tensor, scheme: str, last: int, device: str) -> tuple[Tensor, float]:
+    """Return the losses of the last tokens and the time of a token [s].
+
+    What comes before them is read in one pass that leaves the cache as decoding would; each of the others is a pass of
+    its own, through the model's own attention.
+    """
+    before = len(ids) - last - 1
+    kept: list[Any] = []
+    if before:
+        with quantized(model, scheme) as factory:
+            cache = factory()
+            model.model(ids[None, :before], past_key_values=cache, use_cache=True)
+            kept = list(cache.layers)
+    with quantized(model, scheme, exact=False) as factory:
+        cache = factory()
+        for i, layer in enumerate(kept):
+            cache.layers[i] = copy.deepcopy(layer)
+            cache.layers[i].run, cache.layers[i].plan = factory.run, factory.run.plans[i]
+        parts = []
+        synchronize(device)
+        began = time.perf_counter()
+        for i in range(before, len(ids) - 1):
+            hidden = model.model(ids[None, i : i + 1], past_key_values=cache, use_cache=True).last_hidden_state[0]
+            parts.append(losses(model, hidden, ids[i + 1 : i + 2]))
+        synchronize(device)
+        seconds = time.perf_counter() - began
+    return torch.cat(parts), seconds / last
+
+
+@torch.no_grad()
+def compare(setting: Setting, scheme: str, tokens: int, last: int, _: Results) -> dict[str, Any]:
+    """Compare the losses of both ways, and what a token takes."""
+    model = setting.held("decoding", lambda: setting.random_model(MODEL, "float32"))
+    ids = setting.ids(tokens, model.config.vocab_size)
+    in_one_pass(model, ids[: tokens // 4], scheme, 8)  # loads what is loaded late
+    one_pass, usage = peak_of(lambda: in_one_pass(model, ids, scheme, last), setting.device)
+    streamed, token_seconds = decoded(model, ids, scheme, last, setting.device)
+    apart = (one_pass - streamed).abs()
+    return {
+        "tokens": tokens,
+        "decoded_tokens": last,
+        "one_pass_seconds": round(usage["seconds"], 4),
+        "one_pass_seconds_per_token": usage["seconds"] / tokens,
+        "decoded_seconds_per_token": token_seconds,
+        "decoded_over_one_pass_per_token": round(token_seconds * tokens / usage["seconds"], 1),
+        "one_pass_peak_bytes": usage["peak_bytes"],
+        "mean_loss": float(one_pass.mean()),
+        "mean_loss_difference": abs(float(one_pass.mean() - streamed.mean())),
+        "largest_loss_difference": float(apart.max()),
+        "dtype": "float32",
+    }
+
+
+def cells(setting: Setting) -> list[Cell]:
+    """Return the cells: a text that is decoded whole, and the end of a long one."""
+    listed = []
+    for scheme in SCHEMES:
+        whole, long, last = setting.size((WHOLE, LONG, LAST), (48, 96, 16))
+        for tokens, count, seconds in ((whole, whole - 1, 75), (long, last, 40)):
+            name = f"{scheme}-{WHOLE if tokens == whole else LONG}"
+            listed.append(Cell(name, setting.seconds(seconds), partial(compare, setting, scheme, tokens, count)))
+    return listed
+
+
+def summary(done: Results) -> dict[str, Any]:
+    """Return how much faster one pass is, and how far the losses are apart."""
+    rows = {name: c for name, c in done.items() if "decoded_over_one_pass_per_token" in c}
+    return {
+        "decoding / one pass, time per token": {n: c["decoded_over_one_pass_per_token"] for n, c in rows.items()},
+        "mean loss difference, nats": {name: c["mean_loss_difference"] for name, c in rows.items()},
+    }
+
+
+STAGE = Stage(
+    "e",
+    "quantized caches in one pass",
+    "A model in the shape of Llama 3.2 1B in float32 under two cache formats: one pass that simulates decoding against "
+    "decoding itself, of 2048 tokens and of the last 256 of 32768; time and losses.",
+    cells,
+    summary=summary,
+)

@@ -1,0 +1,64 @@
+"""Stage b: what a patch costs in time, in prefill and in decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import rope_patch
+from gpu_stages.base import Cell, Results, Setting, Stage, twin
+from patch_overhead import Decoding, paired, prefill
+
+MODELS = {"Llama-3.2-1B": 1.0, "Llama-3.1-8B": 3.0}
+"""Shapes, and how long one takes against the other."""
+METHODS = ("yarn:factor=4", "p_rope:p=0.75")
+PHASES = ("prefill", "decode")
+
+
+def overhead(setting: Setting, name: str, method: str, phase: str, _: Results) -> dict[str, Any]:
+    """Time a patched and an unpatched model in turn."""
+    model = setting.held(("overhead", name), lambda: setting.random_model(name))
+    both = [model, twin(model)]
+    rope_patch.apply(both[1], method, target_length=32768)
+    tokens, steps, rounds = setting.size((8192, 64, 20), (64, 4, 2))
+    ids = setting.ids(tokens, model.config.vocab_size)[None]
+    works: list[Callable[[], None]]
+    if phase == "prefill":
+        works = [partial(prefill, one, ids) for one in both]
+    else:
+        works, rounds = [Decoding(one, ids, steps) for one in both], rounds * steps // 4
+    timed = paired(works[0], works[1], rounds, setting.device)
+    return {"tokens": tokens if phase == "prefill" else 1, **timed}
+
+
+def cells(setting: Setting) -> list[Cell]:
+    """Return the cells, decoding first, where small kernels weigh most."""
+    listed = []
+    for name, factor in MODELS.items():
+        for phase in reversed(PHASES):
+            for method in METHODS:
+                measure = partial(overhead, setting, name, method, phase)
+                seconds = setting.seconds(factor * (20 if phase == "decode" else 12))
+                listed.append(Cell(f"{phase}-{name}-{method.partition(':')[0]}", seconds, measure))
+    return listed
+
+
+def summary(done: Results) -> dict[str, Any]:
+    """Return the largest ratio of each phase."""
+    found = {}
+    for phase in PHASES:
+        ratios = [c["ratio"] for name, c in done.items() if name.startswith(phase) and "ratio" in c]
+        if ratios:
+            found[f"{phase}: largest median of patched / unpatched time"] = max(ratios)
+    return found
+
+
+STAGE = Stage(
+    "b",
+    "overhead of a patch",
+    "Time of a patched model against the unpatched one, bfloat16, in turn: a prefill of 8192 tokens and decoding token "
+    "by token, random weights in the shapes of 1B and 8B models.",
+    cells,
+    summary=summary,
+)

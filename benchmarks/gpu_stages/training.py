@@ -1,0 +1,299 @@
+"""Stage c: a training step on long rows: speed, memory beside what ``plan`` predicts, and two sizes to be tuned."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
+
+import rope_patch
+from gpu_stages.base import Cell, Results, Setting, Stage, gib, peak_tflops
+from measuring import forget_peak, peak_of, spread, synchronize, time_in_turn
+from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.modeling import loss as loss_module
+from rope_patch.modeling import prefill as prefill_module
+from rope_patch.modeling.scoring import Reader
+from rope_patch.planning import Plan, plan, shape_of
+from rope_patch.training.collators import Collator
+from rope_patch.training.trainer import LongTrainer
+
+MODEL = "Llama-3.1-8B"
+RANK = 16
+LENGTHS = (8192, 32768, 131072)
+STEPS = {8192: 6, 32768: 3, 131072: 1}
+"""Steps that are timed, after one of a short row that loads what is loaded late."""
+SLICES = (256, 512, 1024, 2048, 4096)
+CHUNKS = (1024, 4096, 16384)
+ROWS = (512, 2048, 8192)
+GUESS = 0.3
+"""Share of the peak that is assumed where a cell's time is estimated."""
+FORMULA = (
+    "mfu: FLOPs of the forward and backward pass as they are run (2 per weight and token forward; backward 2 for "
+    "states and 2 for the weights that are trained; causal attention), without recomputation, / time / peak. palm_mfu: "
+    "tokens/s x (6 N + 12 L H Q T) / peak (arXiv:2204.02311, appendix B), which counts gradients of frozen weights and "
+    "masked scores. executed: recomputation counted."
+)
+
+
+class Clock(TrainerCallback):
+    """Keeps the time of every step [s]. The first one loads what is loaded late: its peak of memory is forgotten."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.seconds = device, []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        synchronize(self.device)
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop the clock."""
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - self.began)
+        if len(self.seconds) == 1:
+            forget_peak(self.device)
+
+
+def quantize(model: Any) -> Any:
+    """Replace the projections of the decoder by NF4 ones, double-quantized, as the recipe loads them; in place."""
+    import bitsandbytes as bnb
+
+    for name, module in list(model.get_decoder().named_modules()):
+        if isinstance(module, nn.Linear):
+            packed = bnb.nn.Linear4bit(
+                module.in_features,
+                module.out_features,
+                bias=module.bias is not None,
+                compute_dtype=torch.bfloat16,
+                compress_statistics=True,
+                quant_type="nf4",
+                device="meta",
+            )
+            packed.weight = bnb.nn.Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+            ).to(module.weight.device)
+            parent = model.get_decoder().get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], packed)
+    model.is_loaded_in_4bit = True
+    return model
+
+
+def planned_step(setting: Setting, length: int, quantization: str) -> Plan:
+    """Return the plan of a step of one row."""
+    with torch.device("meta"):
+        shape = shape_of(AutoModelForCausalLM.from_config(setting.config(MODEL)))
+    return plan(
+        shape, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa", loss="fused", mfu=GUESS
+    )
+
+
+def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str, liger: bool, clock: Clock) -> Any:
+    """Return a trainer that takes one step per row, with the arguments of the recipe."""
+    args = TrainingArguments(
+        folder,
+        per_device_train_batch_size=1,
+        max_steps=len(rows),
+        learning_rate=1e-4,
+        optim="adamw_torch",
+        bf16=True,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_liger_kernel=liger,
+        liger_kernel_config={"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False},
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=device == "cpu",
+    )
+    trainer = LongTrainer(model, args, rows, Collator(), callbacks=[clock])
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def step(setting: Setting, length: int, quantization: str, liger: bool, _: Results) -> dict[str, Any]:
+    """Time LoRA steps of one row, and compare the peak of memory with the plan's."""
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+    setting.drop()
+    tokens, steps = setting.size((length, STEPS[length]), (length // 256, 1))
+    planned = planned_step(setting, tokens, quantization)
+    model = setting.random_model(MODEL)
+    if quantization == "nf4":
+        quantize(model)
+    rope_patch.apply(model, "yarn:factor=16", target_length=131072)
+    model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
+    vocab = model.config.vocab_size
+    rows = [
+        {"ids": setting.ids(tokens, vocab, seed=i).tolist(), "index": i, "starts": [0], "weights": None}
+        for i in range(steps)
+    ]
+    clock, short = Clock(setting.device), {**rows[0], "ids": rows[0]["ids"][:64]}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(model, [short, *rows], folder, setting.device, liger, clock)
+        _, usage = peak_of(trainer.train, setting.device)
+        reserved = torch.cuda.max_memory_reserved() if setting.device == "cuda" else None
+    seconds = clock.seconds[1:]
+    return {
+        "tokens": tokens,
+        "steps": steps,
+        "step_seconds": [round(value, 4) for value in seconds],
+        "attention": "sdpa",
+        "liger": liger,
+        **speeds(planned, statistics.median(seconds), peak_tflops(setting.device_name)),
+        "memory": memory(setting, planned, usage, model, reserved),
+    }
+
+
+def speeds(planned: Plan, seconds: float, peak: float | None) -> dict[str, Any]:
+    """Return tokens/s and the share of the peak [TFLOP/s]; None where the peak is not known.
+
+    The formulas are the plan's own, at the time that was measured.
+    """
+    done, tokens = planned.compute, planned.options.step_tokens
+    found: dict[str, Any] = {"tokens_per_second": round(tokens / seconds, 2), "peak_tflops": peak}
+    scale = None if peak is None else done.seconds / seconds * planned.options.tflops / peak  # a plan's peak is its own
+    for name, share in (
+        ("mfu", done.model_flops_share),
+        ("palm_mfu", done.palm_mfu),
+        ("palm_mfu_causal", done.palm_mfu_causal),
+        ("executed", planned.options.mfu),
+    ):
+        found[name] = None if scale is None else round(share * scale, 4)
+    return found | {"model_flops": done.model_flops, "executed_flops": done.executed_flops}
+
+
+def memory(setting: Setting, planned: Plan, usage: dict[str, Any], model: Any, reserved: int | None) -> dict[str, Any]:
+    """Return the peak beside the plan's, without the plan's allowance for what no allocator counts."""
+    if setting.device == "cuda":
+        before = usage["loaded_bytes"]
+    else:  # the process holds more than the model
+        before = sum(p.numel() * p.element_size() for p in model.parameters())
+    peak, predicted = before + usage["peak_bytes"], planned.total - planned["overhead"]
+    return {
+        "peak_gib": gib(peak),
+        "peak_from": usage["peak_from"],
+        "predicted_gib": gib(predicted),
+        "measured_over_predicted": round(peak / predicted, 4),
+        "reserved_gib": None if reserved is None else gib(reserved),
+        "predicted_with_overhead_gib": gib(planned.total),
+        "parts_gib": {part.name: gib(part.bytes) for part in planned.parts if part.bytes},
+    }
+
+
+def loss_slices(setting: Setting, _: Results) -> dict[str, Any]:
+    """Time the loss path, forward and backward, with slices of several sizes, and measure its peak."""
+    tokens = setting.size(32768, 512)
+    model = setting.held("one layer", lambda: setting.random_model(MODEL, num_hidden_layers=1))
+    hidden = torch.randn(1, tokens, model.config.hidden_size, device=setting.device, dtype=model.dtype)
+    labels = setting.ids(tokens, model.config.vocab_size)[None]
+    library = loss_module.SLICE
+
+    def run(size: int) -> None:
+        loss_module.SLICE = size
+        try:
+            states = hidden.clone().requires_grad_()
+            loss_module.token_loss(Reader(model), states, labels)[0].backward()
+        finally:
+            loss_module.SLICE = library
+
+    sizes = [size for size in SLICES if size <= tokens]
+    times = time_in_turn({str(s): partial(run, s) for s in sizes}, setting.size(5, 1), warm_up=1, device=setting.device)
+    peaks = {str(size): gib(peak_of(partial(run, size), setting.device)[1]["peak_bytes"]) for size in sizes}
+    seconds = {size: spread(values) for size, values in times["wall"].items()}
+    best = min(seconds, key=lambda size: seconds[size]["median"])
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "peak_gib": peaks,
+        "now": library,
+        "fastest": int(best),
+        "now_over_fastest": round(seconds[str(library)]["median"] / seconds[best]["median"], 3),
+    }
+
+
+def prefill_blocks(setting: Setting, _: Results) -> dict[str, Any]:
+    """Time a chunked reading with chunks, and blocks of a mask, of several sizes."""
+    tokens = setting.size(32768, 256)
+    model = setting.held("prefill", lambda: setting.random_model(MODEL))
+    ids = setting.ids(tokens, model.config.vocab_size)
+    library = prefill_module.MANY_ROWS
+    rows = []
+    for chunk in CHUNKS if not setting.tiny else (64, 128):
+        for block in ROWS:
+            prefill_module.MANY_ROWS = block
+            try:
+                perplexity(model, ids[: 2 * chunk], chunk=chunk)
+                score, usage = peak_of(partial(perplexity, model, ids, chunk=chunk), setting.device)
+            finally:
+                prefill_module.MANY_ROWS = library
+            rows.append(
+                {
+                    "chunk": chunk,
+                    "rows": block,
+                    "seconds": round(usage["seconds"], 4),
+                    "peak_gib": gib(usage["peak_bytes"]),
+                    "nll": score.nll,
+                }
+            )
+    return {
+        "tokens": tokens,
+        "now": library,
+        "sizes": rows,
+        "fastest": min(rows, key=lambda row: row["seconds"]),
+        "largest_loss_difference": max(row["nll"] for row in rows) - min(row["nll"] for row in rows),
+    }
+
+
+def cells(setting: Setting) -> list[Cell]:
+    """Return the cells, short rows first; what a long one takes is estimated from the FLOPs of its plan."""
+    steps: dict[str, Cell] = {}
+    for length in LENGTHS:
+        seconds = (
+            1.0
+            if setting.tiny
+            else 25 + 1.15 * STEPS[length] * plan(MODEL, length=length, attention="sdpa", mfu=GUESS).compute.seconds
+        )
+        for quantization, liger in (("none", False), ("nf4", False), ("none", True)):
+            name = f"{'qlora' if quantization == 'nf4' else 'lora'}{'-liger' * liger}-{length}"
+            needs = ("bitsandbytes",) * (quantization == "nf4") + ("liger-kernel", "GPU") * liger
+            measure = partial(step, setting, length, quantization, liger)
+            steps[name] = Cell(name, math.ceil(seconds), measure, needs)
+    sizes = [
+        Cell("loss-slices", setting.seconds(20), partial(loss_slices, setting)),
+        Cell("prefill-blocks", setting.seconds(90), partial(prefill_blocks, setting)),
+    ]
+    plain = [steps.pop(f"lora-{length}") for length in LENGTHS[:2]]
+    return [*plain, sizes[0], steps.pop(f"lora-{LENGTHS[2]}"), *steps.values(), sizes[1]]
+
+
+def summary(done: Results) -> dict[str, Any]:
+    """Return where the plan's memory is wrong by over 10 %, and the speeds."""
+    ratios = {name: c["memory"]["measured_over_predicted"] for name, c in done.items() if "memory" in c}
+    return {
+        "formula": FORMULA,
+        "peak memory, measured / predicted": ratios,
+        "plan is wrong by over 10 %": [name for name, ratio in ratios.items() if abs(ratio - 1) > 0.1],
+        "tokens per second": {n: c["tokens_per_second"] for n, c in done.items() if "tokens_per_second" in c},
+        "mfu": {name: c["mfu"] for name, c in done.items() if "mfu" in c},
+    }
+
+
+STAGE = Stage(
+    "c",
+    "a training step, against plan",
+    "LoRA and QLoRA steps of a model in the shape of Llama 3.1 8B on rows of 8k, 32k and 128k, with Liger's kernels "
+    "and without: tokens/s, MFU, and peak memory beside what `plan` predicts; the size of a slice of the loss, and of "
+    "the blocks of a chunked reading, by measurement.",
+    cells,
+    summary=summary,
+)

@@ -1,0 +1,168 @@
+"""The configs of the recipe: a step of each in shapes alone, and what its header says of GPUs and of its table."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rope_patch.packaged import data_path
+from rope_patch.patching.locate import find_rotary
+from rope_patch.planning import shape_of
+from rope_patch.training.estimate import describe, duration, evaluation_flops, evaluations, training_plan
+from rope_patch.training.models import BUNDLED, prepare
+from rope_patch.training.reading import read
+from rope_patch.training.recipe import RecipeOptions
+from rope_patch.training.setup import arguments
+from rope_patch.training.tables import check_table
+
+CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+GIB = 2**30
+BASE = {"model": {"name": "llama"}, "data": {"lengths": "512"}, "output": "x"}
+FILES = sorted(CONFIGS.glob("*.yaml"))
+PAIRS = [
+    (CONFIGS / f"{first}.yaml", second)
+    for second in FILES
+    for first in re.findall(r"recipes/configs/(\S+)\.yaml recipes/configs/\S+\.yaml", second.read_text("utf-8"))
+]
+NAMED = [path for path in FILES if re.search(r"-\d+k$", path.stem)]
+ALONE = [(path,) for path in FILES if path not in {second for _, second in PAIRS}]  # the others go after one of these
+every_run = pytest.mark.parametrize("files", ALONE + PAIRS, ids=lambda files: "+".join(path.stem for path in files))
+every_named_config = pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
+
+
+def llama31(factor: float) -> dict[str, Any]:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"max_position_embeddings": 131072, "rope_parameters": rope | {"original_max_position_embeddings": 8192}}
+
+
+def plain(context: int, theta: float) -> dict[str, Any]:
+    return {"max_position_embeddings": context, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+# As the config.json of each checkpoint says it.
+ROPES = {
+    "Llama-3-8B": plain(8192, 5e5),
+    "Llama-3.1-8B": llama31(8.0),
+    "Llama-3.2-1B": llama31(32.0),
+    "Llama-3.2-3B": llama31(32.0),
+    "Qwen2.5-7B": plain(131072, 1e6),
+    "Qwen3-8B": plain(40960, 1e6),
+    "gemma-2-9b": plain(8192, 1e4),
+    "gemma-3-4b": {
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+}
+# The length each was trained at, by its model card or report: Qwen's base models state more than that.
+TRAINED = {"Llama-3-8B": 8192, "Qwen2.5-7B": 32768, "Qwen3-8B": 32768, "gemma-2-9b": 8192}
+
+
+def two_layers(options: RecipeOptions) -> Any:
+    """The model of a run without weights, on the meta device, cut to two layers (of both kinds, where it has two)."""
+    name = options.model.name if options.model.name in BUNDLED else shape_of(options.model.name).name
+    shipped = data_path("assets") / (f"{name}/config.json" if name in BUNDLED else f"configs/{name}.json")
+    shape = json.loads(shipped.read_text(encoding="utf-8")) | ROPES.get(name, {})
+    if name.startswith("gemma"):
+        shape["layer_types"] = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model(**shape | {"num_hidden_layers": 2})
+    with torch.device("meta"):  # eager: kernels may have no form for shapes alone
+        return AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, options.model.dtype), attn_implementation="eager"
+        )
+
+
+@every_run
+@pytest.mark.filterwarnings("ignore:there is no patch.method")
+def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None:
+    """Patch, adapters, a pass forward and backward; and transformers accepts the arguments of the training."""
+    options = read(list(files), base=BASE)
+    model = two_layers(options)
+    if options.patch.method == "fit":
+        check_table(model, options)
+        return
+    model = prepare(model, options)
+    record = find_rotary(model).record
+    assert record is not None and (
+        options.patch.method is None or record.changed == (options.patch.method != "default")
+    )
+    assert find_rotary(model).config.max_position_embeddings >= options.target_length
+    ids = torch.zeros(1, 32, dtype=torch.long, device="meta")
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert loss.shape == () and loss.is_meta
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(p.grad is not None and p.grad.shape == p.shape for p in trained.values())
+    assert arguments(options, tmp_path).max_steps == options.train.steps
+
+
+@every_run
+def test_a_dry_run(files: tuple[Path, ...]) -> None:
+    assert re.search(
+        r"^memory of one GPU, predicted: [0-9.]+ GiB, fits into 141$", describe(read(list(files), base=BASE), 141), re.M
+    )
+
+
+# --- what a header says
+
+LAUNCH = re.compile(r"^#   (\d+) x (\d+) GB +(\S+)\.yaml +(?:with (\S+) +)?([0-9.]+) GiB$", re.MULTILINE)
+
+
+@every_named_config
+def test_the_launch_files_of_a_header_are_those_of_the_plan(path: Path) -> None:
+    rows = LAUNCH.findall(path.read_text(encoding="utf-8"))
+    assert [count for count, *_ in rows][:1] == ["1"] and rows[-1][:2] == ("8", "80")
+    for count, size, launch, added, shown in rows:
+        file = yaml.safe_load((CONFIGS / "accelerate" / f"{launch}.yaml").read_text(encoding="utf-8"))
+        assert file["num_processes"] == int(count)
+        shared = file.get("parallelism_config", {})
+        sharing = max(shared.get(f"parallelism_config_{kind}_size", 1) for kind in ("cp", "sp"))
+        more = [CONFIGS / added] if added.endswith(".yaml") else []
+        options = read([path, *more], [added] if added and not more else [])
+        planned = training_plan(options).but(gpus=int(count), context_parallel=sharing)
+        assert float(shown) == pytest.approx(planned.total / GIB, abs=0.06)
+        assert planned.total <= 0.95 * int(size) * GIB  # a GPU of 80 GB has 79.6 GiB, some of them taken
+        windows = any(layer.window for layer in planned.shape.kinds)
+        assert not (windows and sharing > 1) or (launch.endswith("ulysses") and options.model.attention == "flash")
+        if launch.endswith("ulysses"):
+            assert options.data.answer_weight == 1 and all(layer.heads % sharing == 0 for layer in planned.shape.kinds)
+
+
+@every_named_config
+def test_a_config_patches_only_beyond_the_trained_length(path: Path) -> None:
+    options = read([path])
+    name = shape_of(options.model.name).name
+    trained = TRAINED.get(name, 131072)
+    if options.target_length <= trained:
+        assert options.patch.method == "default" and "No new table" in path.read_text(encoding="utf-8")
+    else:
+        factor = float(re.fullmatch(r"yarn:factor=(\d+)(:original\S+)?", options.patch.method)[1])  # type: ignore[index]
+        assert factor * trained >= options.target_length and "# YaRN, because" in path.read_text(encoding="utf-8")
+
+
+@every_named_config
+def test_the_table_of_the_readme_is_predicted(path: Path) -> None:
+    page = (CONFIGS.parent / "README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| \[{re.escape(path.stem)}\]\(configs/{re.escape(path.name)}\) \|(.*)\|$", page, re.M)
+    cells = [cell.strip() for cell in row.split("|")]
+    options = read([path])
+    quantized = training_plan(read([path, CONFIGS / "qlora.yaml"]))
+    assert cells[1].strip("`") == str(options.patch.method).partition(":original")[0]
+    assert cells[2] == str(options.target_length)
+    assert int(cells[3]) == pytest.approx(training_plan(options).total / GIB, abs=0.51)
+    assert int(cells[4]) == pytest.approx(quantized.total / GIB, abs=0.51)
+    speed = 989e12 * 0.45  # FLOP/s, as the page assumes
+    training = training_plan(options).compute.executed_flops * options.train.accumulate * options.train.steps
+    evaluation = evaluation_flops(options, shape_of(options.model.name)) * evaluations(options)
+    assert cells[5] == duration((training + evaluation) / speed)
+    launches = [launch for *_, launch, _, _ in LAUNCH.findall(path.read_text(encoding="utf-8"))]
+    assert cells[6] == launches[-1]
