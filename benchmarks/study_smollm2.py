@@ -9,7 +9,8 @@ Three novels and the second half of WikiText-2 are held out for evaluation; the 
 The study is a list of cells, which `--list` shows. What a cell will cost is printed before it begins, a finished one is
 a file in build/study_smollm2 and is not measured again, and an interrupted one goes on where it was. Without `--more`
 it takes an estimated nine hours on two quiet cores: `--cells 'text-*-zero-*' 'passkey-*-zero-1024'` runs a part of it,
-and the report is of what is finished. It needs the extras train and engines. `--more` adds what a GPU has time for
+and the report is of what is finished, together with the cells of an earlier report in the file that `-o` names, which
+may have been measured on another machine. It needs the extras train and engines. `--more` adds what a GPU has time for
 (`--device cuda`): three seeds, rows of the full length, 32768 tokens.
 """
 
@@ -43,6 +44,7 @@ from rope_patch.files import write_atomically
 from smollm2_cells import Cell, Study
 
 Results = dict[Cell, dict[str, Any]]
+COLUMNS = ("table", "state", "length", "factor", "seed")
 NEEDED = {"train": "peft", "engine": "llama_cpp"}
 """Packages that only some kinds of cells need."""
 
@@ -143,9 +145,9 @@ def change(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     return {"estimate": estimate, "interval": list(paired_means(ours, theirs)) if len(both) > 1 else None}
 
 
-def text_rows(done: Results) -> list[dict[str, Any]]:
+def text_rows(done: Results, earlier: Results) -> list[dict[str, Any]]:
     """Return perplexity by position, and what it differs by from the model as it was and from its equal in training."""
-    rows = []
+    rows, known = [], earlier | done
     for cell, result in done.items():
         if cell.kind not in ("text", "short", "wiki"):
             continue
@@ -153,12 +155,12 @@ def text_rows(done: Results) -> list[dict[str, Any]]:
         row["nll"] = result["nll"]
         row["perplexity"] = {span: math.exp(statistics.fmean(nll)) for span, nll in result["nll"].items()}
         same = Cell(cell.kind, "default", "zero", cell.length)  # as it was, whatever it is patched for
-        plain = done.get(same, done.get(same._replace(factor=cell.factor)))
+        plain = known.get(same, known.get(same._replace(factor=cell.factor)))
         if plain is not None and plain is not result:
             row["nll_minus_unpatched"] = {
                 span: change(result["nll"][span], plain["nll"][span]) for span in plain["nll"]
             }
-        equal = done.get(cell._replace(table="default"))
+        equal = known.get(cell._replace(table="default"))
         if equal is not None and cell.state != "zero" and cell.table != "default":
             row["nll_minus_default_trained_alike"] = {
                 span: change(result["nll"][span], equal["nll"][span]) for span in equal["nll"]
@@ -169,7 +171,7 @@ def text_rows(done: Results) -> list[dict[str, Any]]:
 
 def of(cell: Cell) -> dict[str, Any]:
     """Return a cell as columns."""
-    return {name: getattr(cell, name) for name in ("table", "state", "length", "factor", "seed")}
+    return {name: getattr(cell, name) for name in COLUMNS}
 
 
 def passkey_rows(done: Results) -> list[dict[str, Any]]:
@@ -209,21 +211,63 @@ def cache_rows(done: Results) -> list[dict[str, Any]]:
     return rows
 
 
-def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str) -> dict[str, Any]:
-    """Return everything that is finished."""
+ROWS = {"text": "text", "passkey": "by", "caches": "scheme"}
+"""The lists of a report, and what tells a cell's rows apart beside its columns."""
+
+
+def earlier_report(path: Path | None, about: str) -> dict[str, Any]:
+    """Return the report in a file; an empty one where there is none.
+
+    Raises:
+        ValueError: it is of other weights, texts or sizes.
+    """
+    if path is None or not path.exists():
+        return {"sha256": about, "unfinished": [], "minutes": 0.0, **{name: [] for name in ROWS}}
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if before["sha256"] != about:
+        raise ValueError(f"{path} is a report on other weights, texts or sizes: give another file")
+    return before
+
+
+def earlier_losses(before: dict[str, Any], study: Study) -> Results:
+    """Return the losses in an earlier report, by cell."""
+    losses = {}
+    for row in before["text"]:
+        kind = "text" if row["text"] == "novels" else "short" if row["length"] == study.sizes.short else "wiki"
+        losses[Cell(kind, *(row[name] for name in COLUMNS))] = row
+    return losses
+
+
+def joined(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return a report with the cells of an earlier one that it lacks."""
+    for name, more in ROWS.items():
+
+        def key(row: dict[str, Any], more: str = more) -> tuple[Any, ...]:
+            return (*(row[column] for column in COLUMNS), row[more])
+
+        measured = {key(row) for row in report[name]}
+        report[name] = [row for row in before[name] if key(row) not in measured] + report[name]
+    if "settings" in before:
+        report["unfinished"] = [name for name in report["unfinished"] if name in before["unfinished"]]
+    return {**{name: value for name, value in before.items() if name not in report}, **report}
+
+
+def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str, before: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that is finished, with what an earlier report holds besides."""
     plain = ("about", "patch", "operations", "device", "seconds")
     others = {
         cell.name: {key: value for key, value in result.items() if key not in plain}
         for cell, result in done.items()
         if cell.kind in ("heads", "train", "fit")
     }
-    return {
+    new = [result for cell, result in done.items() if "settings" not in before or cell.name in before["unfinished"]]
+    report = {
         "benchmark": "study_smollm2",
         "command": command(),
         "what": "SmolLM2-135M-Instruct (8192 tokens) at 16384: perplexity by position, passkeys, heads, caches",
         "weights": "dequantized Q4_1, bfloat16",
         "unfinished": [cell.name for cell in asked if cell not in done],
-        "minutes": round(sum(result["seconds"] for result in done.values()) / 60, 1),
+        "minutes": round(before["minutes"] + sum(result["seconds"] for result in new) / 60, 1),
         "sha256": about,
         "settings": {
             "methods": cells.METHODS,
@@ -232,11 +276,12 @@ def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str) ->
             "rank": 16,
         },
         "environment": environment(device=study.device, threads=torch.get_num_threads()),
-        "text": text_rows(done),
+        "text": text_rows(done, earlier_losses(before, study)),
         "passkey": passkey_rows(done),
         "caches": cache_rows(done),
         **others,
     }
+    return joined(report, before)
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -301,6 +346,7 @@ def main() -> None:
     given.root.mkdir(parents=True, exist_ok=True)
     try:
         about = digest_of(study)
+        before = earlier_report(given.output, about)
         done = finished(study, asked, about)
         todo = [cell for cell in chosen if cell not in done]
         if given.list:
@@ -321,7 +367,7 @@ def main() -> None:
         sys.exit(130)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    report = report_of(done, asked, study, about)
+    report = report_of(done, asked, study, about, before)
     write(report, given.output)
     if given.figure and (report["text"] or report["passkey"]):
         draw(report, given.figure)

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import runpy
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -136,6 +137,12 @@ def test_cells_are_measured_once_and_equal_transformers(tmp_path: Path, texts: t
     again = study(tmp_path, texts, "--cells", *names)
     assert again["text"] == report["text"] and again["passkey"] == report["passkey"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").glob("*.json")} == before
+    joined = tmp_path / "elsewhere"
+    joined.mkdir()
+    shutil.copy(tmp_path / "study.json", joined)
+    elsewhere = study(joined, texts, "--cells", "text-yarn-zero*")  # which has none of the finished cells
+    assert elsewhere["text"] == report["text"] and elsewhere["passkey"] == report["passkey"]
+    assert elsewhere["unfinished"] == report["unfinished"] and elsewhere["minutes"] == report["minutes"]
     cell = tmp_path / "cells" / "text-yarn-zero-512.json"
     cell.write_text(cell.read_text().replace("yarn:factor=2", "yarn:factor=3"))
     with pytest.raises(AssertionError, match="with another table"):
