@@ -10,7 +10,8 @@ depth and a haystack is read once for all questions; in mode single every prompt
 question asks for all needles has as many more haystacks as the others read theirs again. A task is saturated at a
 length where no method answers more than 5 % of its prompts, or none less than 95 %. It separates two methods where the
 95 % interval of their difference lies on one side of 0: of the exact matches, and of the log-probability of the right
-answers, which moves before greedy decoding does. Interrupted, the same command with --cache goes on where it was.
+answers, which moves before greedy decoding does. Interrupted, the same command with --cache goes on where it was. Where
+the file that -o names holds other tasks or lengths of the same model, mode, depths and haystacks, they stay in it.
 """
 
 from __future__ import annotations
@@ -157,6 +158,25 @@ def page_with_tables(page: str) -> str:
     return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", filled, page, flags=re.DOTALL)
 
 
+def joined(report: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a report with the tasks and lengths that only an earlier one in the file has.
+
+    Raises:
+        SystemExit: that one is of another model, mode, depths or number of haystacks.
+    """
+    if not path.exists():
+        return report
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("model", "mode", "depths", "samples"):
+        if before[name] != report[name]:
+            raise SystemExit(f"error: {path} has another {name}, {before[name]}: give another file")
+    measured = {(one["task"], one["length"]) for one in report["rows"]}
+    rows = [one for one in before["rows"] if (one["task"], one["length"]) not in measured] + report["rows"]
+    rows.sort(key=lambda one: (one["length"], one["task"]))
+    commands = list(dict.fromkeys([*before["commands"], *report["commands"]]))
+    return {**report, "commands": commands, "rows": rows}
+
+
 def main() -> None:
     """Measure, print a table, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,19 +209,18 @@ def main() -> None:
     rows = measure(args)
     print(table(rows, args.methods))
     if args.output:
-        write(
-            {
-                "benchmark": "task_table",
-                "command": command(),
-                "what": "every retrieval task under every method, at equal tokens: which saturate, which separate",
-                "environment": environment(threads=int(os.environ["OMP_NUM_THREADS"])),
-                "samples": args.samples,
-                "depths": args.depths,
-                "mode": args.mode,
-                "rows": rows,
-            },
-            args.output,
-        )
+        report = {
+            "benchmark": "task_table",
+            "commands": [command()],
+            "model": Path(args.model).name,
+            "what": "every retrieval task under every method, at equal tokens: which saturate, which separate",
+            "environment": environment(threads=int(os.environ["OMP_NUM_THREADS"])),
+            "samples": args.samples,
+            "depths": args.depths,
+            "mode": args.mode,
+            "rows": rows,
+        }
+        write(joined(report, args.output), args.output)
 
 
 if __name__ == "__main__":

@@ -39,3 +39,20 @@ def test_a_task_that_one_method_answers_separates_it_from_one_that_does_not(scri
     # Two depths, .1 and .9, are read 1.9 times, so a task that asks once has 15 haystacks for the others' 8.
     assert vt["prompts"] == 15 * 2 and passkey["prompts"] == 8 * 2
     assert "needs at least" in json_kv["no_room"]
+
+
+def test_other_tasks_and_lengths_stay_in_the_file(script, tmp_path):
+    def report(task, length, command, model="llama"):
+        rows = [{"task": task, "length": length, "no_room": command}]
+        same = {"mode": "single", "depths": [0.5], "samples": 1, "model": model}
+        return {**same, "commands": [command], "rows": rows}
+
+    path = tmp_path / "table.json"
+    first = report("niah", 256, "one")
+    assert script.joined(first, path) == first
+    path.write_text(json.dumps(first))
+    both = script.joined(report("cwe", 256, "two"), path)
+    assert [row["task"] for row in both["rows"]] == ["cwe", "niah"] and both["commands"] == ["one", "two"]
+    assert script.joined(report("niah", 256, "again"), path)["rows"] == report("niah", 256, "again")["rows"]
+    with pytest.raises(SystemExit, match="has another model, llama: give another file"):
+        script.joined(report("cwe", 256, "two", model="gemma3"), path)
