@@ -299,6 +299,9 @@ class Run:
             )
             comparisons.append(comparison)
             write_atomically(self.work / ROUNDS, json.dumps(rounds_to_list(comparisons), indent=1))
+            effective = comparison.effective_lengths()
+            if number == 1 and effective is not None:
+                self.on_step(f"the effective length as it is: {effective.of(UNPATCHED)}")
             if before:
                 continue
             evaluator = MethodEvaluator(comparison, self.options.tolerance)

@@ -48,6 +48,8 @@ def test_the_folder_is_one_of_plain_transformers(extended, llama):
     outcome, said = extended
     assert outcome.choice.method == "yarn:factor=2" and outcome.output is not None
     assert "plain transformers gives the same logits, bit for bit" in said
+    (effective,) = [sentence for sentence in said if sentence.startswith("the effective length as it is: ")]
+    assert re.search(r": perplexity 256 \(512 .*\), retrieval ", effective), effective
     record = rope_patch.verify(outcome.output).record
     assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
     ids, root = torch.arange(5, 405)[None], outcome.output.parent
