@@ -14,7 +14,7 @@ import pytest
 import torch
 from prompting import TOKENIZER, bold
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 from typer.testing import CliRunner
 
 import rope_patch
@@ -256,6 +256,33 @@ def test_a_trained_adapter_is_measured_beside_the_unadapted_model_and_merged(lla
     assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight, base)
     assert not (outcome.output / "adapter_config.json").exists()
     assert "Its weights were trained with LoRA on 8 rows of 512 tokens" in (outcome.output / "README.md").read_text()
+
+
+@pytest.mark.full
+def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_path, monkeypatch):
+    options = {**QUICK, "methods": ["yarn"], "budget": 60, "pace": PACE, "train": True, "train_rows": 16}
+    whole = extend(llama, TOKENIZER, output=tmp_path / "whole", **options)
+    rows, step = [], Trainer.training_step
+
+    def counted(trainer, *arguments, **keywords):
+        rows.append(trainer.state.global_step)
+        if len(rows) == 10:
+            raise KeyboardInterrupt
+        return step(trainer, *arguments, **keywords)
+
+    def stop(sentence):
+        if sentence == "measuring the adapted model":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "training_step", counted)
+    for said in (lambda sentence: None, stop):
+        with pytest.raises(KeyboardInterrupt):
+            extend(llama, TOKENIZER, output=tmp_path / "out", on_step=said, **options)
+    assert rows[10:] == [1] * 8, "the training went on after its first step"
+    outcome = extend(llama, TOKENIZER, output=tmp_path / "out", **options)
+    assert len(rows) == 18, "and was not repeated"
+    assert outcome.choice == whole.choice
+    assert outcome.comparison.to_json() == whole.comparison.to_json()
 
 
 def test_the_command_has_the_defaults_of_python():
