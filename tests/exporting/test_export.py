@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import tiny
 import torch
 from commands import fail, run
+from fresh import stock_logits
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, SIZE, YARN, ids, logits, tiny_model
@@ -173,16 +172,13 @@ def tiny_neox() -> Any:
 
 @pytest.mark.slow
 def test_plain_transformers_gives_equal_logits_in_a_fresh_process(base, tmp_path):
-    save_file({"ids": ids()}, tmp_path / "ids.safetensors")
     expected = {}
     for to, method in (("hf", "p_rope:p=0.5"), ("vllm", "pi:factor=4"), ("sglang", "yarn:factor=4")):
         export(base, tmp_path / to, to=to, method=method)
         model = AutoModelForCausalLM.from_pretrained(base)
         rope_patch.apply(model, method)
         expected[to] = logits(model)
-    script = Path(__file__).parents[1] / "stock_reload.py"
-    subprocess.run([sys.executable, str(script), str(tmp_path), *expected], check=True, capture_output=True)
-    loaded_logits = load_file(tmp_path / "stock.safetensors")
+    loaded_logits = stock_logits(tmp_path, ids(), *expected)
     assert all(torch.equal(loaded_logits[to], expected[to]) for to in expected)
 
 
