@@ -14,6 +14,8 @@ from rope_patch.cli import bundled as demo
 from rope_patch.methods import METHODS
 from rope_patch.plots import base as plots
 
+pytestmark = pytest.mark.usefixtures("reloads_fork")
+
 
 @pytest.fixture(scope="module")
 def bundled():

@@ -23,6 +23,8 @@ from rope_patch.extending.options import ExtendOptions, read_options
 from rope_patch.extending.run import Run
 from rope_patch.modeling.budget import Pace
 
+pytestmark = pytest.mark.usefixtures("reloads_fork")
+
 LLAMA = rope_patch.data_path("assets") / "llama"
 QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5, "depths": [0.3, 0.7]}
 PACE = Pace(1e-3)  # so that a budget gives the same rounds on every machine
