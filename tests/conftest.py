@@ -68,7 +68,7 @@ def long_texts_are_encoded_once():
 def reloads_fork():
     """A check in plain transformers runs its program in a fork of a process that has it, not in a new interpreter.
 
-    tests/test_packaging.py has the new interpreter.
+    tests/cli/test_demo.py has both.
     """
     from rope_patch.checkpoints import plain_reload
 

@@ -14,8 +14,6 @@ from rope_patch.cli import bundled as demo
 from rope_patch.methods import METHODS
 from rope_patch.plots import base as plots
 
-pytestmark = pytest.mark.usefixtures("reloads_fork")
-
 
 @pytest.fixture(scope="module")
 def bundled():
@@ -31,7 +29,7 @@ def test_every_method_is_in_the_demo():
 
 
 @pytest.mark.slow
-def test_quick_demo(tmp_path):
+def test_quick_demo(tmp_path, reloads_fork):
     reads = []
     shown = demo.run("llama", tmp_path, quick=True, on_progress=lambda *read: reads.append(read))
     assert sum(tokens for _, tokens in reads) == demo.tokens_to_read(quick=True)
