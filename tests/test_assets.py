@@ -24,6 +24,7 @@ def bundled(request):
     return request.param, model, AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.full
 def test_retrieval_within_the_trained_length_and_not_beyond(bundled):
     shape, model, tokenizer = bundled
     near = retrieval(model, tokenizer, lengths=[256], depths=DEPTHS, samples=10, seed=77)
@@ -33,6 +34,7 @@ def test_retrieval_within_the_trained_length_and_not_beyond(bundled):
     assert far.accuracy(1024) <= most
 
 
+@pytest.mark.full
 def test_a_patch_brings_it_back(bundled):
     _, model, tokenizer = bundled
     with rope_patch.patched(model, "yarn", factor=4):
