@@ -22,7 +22,7 @@ logging.disable_progress_bar()
 
 
 LONGEST = ("test_readme.py", "test_packaging.py")
-"""Files with a test of half a minute or more, which begin: at the end, one process would run it and the others wait."""
+"""Files with a test of 20 seconds or more, which begin: at the end, one process would run it and the others wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

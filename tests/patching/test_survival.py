@@ -288,7 +288,7 @@ def frames_of_stock(family):
     return counter.frame_count
 
 
-@pytest.mark.slow
+@FULL
 def test_compiled_for_real_with_a_static_cache():
     """Inductor, decoding step by step: the table is read inside the compiled graph."""
     model = tiny_model()
