@@ -130,6 +130,7 @@ def test_train_step(tmp_path: Path) -> None:
         assert all(gradient["relative"] < 1e-5 for gradient in compared["gradients"].values())
 
 
+@pytest.mark.full
 def test_retrieval_grid(tmp_path: Path) -> None:
     report = run("retrieval_grid", tmp_path, fork=True)
     assert report["summary"]["outputs_identical"] and report["summary"]["outputs_compared"] > 0
