@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,7 +17,6 @@ from fresh import run_code
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-gc.disable()  # until all tests are imported: nothing is to be freed before
 torch.set_num_threads(1)
 logging.disable_progress_bar()
 
@@ -30,12 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Any:
+    """Collect no garbage while all is imported: nothing is to be freed."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what importing made out of every later garbage collection: a million objects that nothing frees."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
