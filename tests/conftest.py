@@ -1,15 +1,20 @@
-"""What every test shares: one thread (tiny models are fastest so), no progress bars, no hub."""
+"""What every test shares: one thread (tiny models are fastest so), no progress bars, no hub, work that is done once."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from fresh import run_code
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 torch.set_num_threads(1)
@@ -17,7 +22,7 @@ logging.disable_progress_bar()
 
 
 LONGEST = ("test_readme.py", "test_packaging.py")
-"""Files with a test of half a minute or more, which begin: at the end, one process would run it and the others wait."""
+"""Files with a test of 20 seconds or more, which begin: at the end, one process would run it and the others wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,8 +30,61 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Any:
+    """Collect no garbage while all is imported: nothing is to be freed."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what importing made out of every later garbage collection: a million objects that nothing frees."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def long_texts_are_encoded_once():
+    """The tokens of the built-in text, which dozens of tests measure something in, and which take seconds to find.
+
+    Each tokenizer encodes it once in each process; tests/evaluation/test_slices.py calls what encodes it directly.
+    """
+    from rope_patch.evaluation import documents
+    from rope_patch.evaluation.slices import TokenArrays
+
+    encode, results = documents.token_arrays, {}
+
+    def once(tokenizer, text, *options):
+        if len(text) < 300_000 or not (isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.is_fast):
+            return encode(tokenizer, text, *options)
+        key = (tokenizer.backend_tokenizer.to_str(), text, *options)
+        if key not in results:
+            results[key] = encode(tokenizer, text, *options)
+        copy = TokenArrays(results[key].ids, ends=True)
+        copy.ends[:] = results[key].ends
+        return copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "token_arrays", once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def reloads_fork():
+    """A check in plain transformers runs its program in a fork of a process that has it, not in a new interpreter.
+
+    tests/cli/test_demo.py takes a new interpreter.
+    """
+    from rope_patch.checkpoints import plain_reload
+
+    def run(command, **_):
+        assert command[:2] == [sys.executable, "-c"]
+        return run_code(*command[2:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_reload, "subprocess", SimpleNamespace(run=run))
+        yield

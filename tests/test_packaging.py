@@ -129,10 +129,12 @@ def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
 
 def test_a_bare_install_needs_no_extra(installed: Path, tmp_path: Path) -> None:
     hide = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"  # None there makes `import` fail
-    use = "import rope_patch, rope_patch.cli.app; [getattr(rope_patch, name) for name in rope_patch.__all__]"
+    use = "import rope_patch, rope_patch.cli.app; [getattr(rope_patch, name) for name in rope_patch.__all__]; "
+    use += "rope_patch.load(rope_patch.data_path('assets') / 'gemma3', 'yarn:factor=4')"
     run(installed / "python", "-c", f"{hide}; {use}", cwd=tmp_path)
 
 
+@pytest.mark.full
 def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     printed = run_quick_demo(installed, tmp_path / "out")
     assert "yarn:factor=4" in printed

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from subsets import full
 from typer.testing import CliRunner
 
 from rope_patch.cli.app import app
@@ -36,7 +37,17 @@ def instead_of_the_hub(folder):
     tiny_model(head_dim=64, **rotary).save_pretrained(folder)
 
 
-def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch):
+def put_a_tiny_model_into(folder):
+    """A model that reads the bundled tokenizer's ids, in a third of the time."""
+    from tiny import tiny_model
+
+    one_layer = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tiny_model(vocab_size=1024, max_position_embeddings=256, **one_layer).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("model", ["tiny", full("bundled")])
+def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch, model):
+    """The Python blocks on the bundled checkpoint; the commands on a model of another size, too."""
     monkeypatch.chdir(tmp_path)
     found = blocks("README.md")
     space: dict[str, object] = {}
@@ -49,6 +60,8 @@ def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch
                 exec(compile(code, "README.md", "exec"), space)
             assert following == "text"
             assert printed.getvalue().strip() == output.strip()
+    if model == "tiny":
+        put_a_tiny_model_into("llama")
     commands = [line.partition("#")[0].strip() for kind, text in found if kind == "bash" for line in text.splitlines()]
     ran = 0
     for command in filter(None, commands):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from subsets import full
 from tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -284,7 +285,7 @@ def test_a_model_without_rotary_table(tokenizer):
         run(model, tokenizer)
 
 
-@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+@pytest.mark.parametrize("shape", ["llama", full("gemma3")])
 def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     """Copying takes previous-token heads and induction heads above them; slow pairs are hardly turned in 256 tokens."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS / shape).eval()

@@ -59,6 +59,7 @@ def run(name: str, tmp_path: Path, *more: str, against: str = "lm_eval", fork: b
     return report
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
 def test_perplexity_memory(tmp_path: Path) -> None:
     report = run("perplexity_memory", tmp_path)
@@ -99,6 +100,7 @@ def test_cpu_dtypes(tmp_path: Path) -> None:
     assert all(row["nll"] == pytest.approx(row["nll_float32"], abs=0.05) for row in report["rows"])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
 def test_train_step(tmp_path: Path) -> None:
     report = run("train_step", tmp_path, against="accelerate")
@@ -128,6 +130,7 @@ def test_train_step(tmp_path: Path) -> None:
         assert all(gradient["relative"] < 1e-5 for gradient in compared["gradients"].values())
 
 
+@pytest.mark.full
 def test_retrieval_grid(tmp_path: Path) -> None:
     report = run("retrieval_grid", tmp_path, fork=True)
     assert report["summary"]["outputs_identical"] and report["summary"]["outputs_compared"] > 0
@@ -161,6 +164,7 @@ def test_engine_tables(tmp_path: Path) -> None:
             assert len(rows) == summary["runs"] == 2 and summary["largest_difference"] <= 1e-6
 
 
+@pytest.mark.full
 def test_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it keeps its cells
     report = run("fit", tmp_path, against="transformers", fork=True)
@@ -254,6 +258,7 @@ def test_kv_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cell.stat().st_mtime_ns == before
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
 def test_analysis_overhead(tmp_path: Path) -> None:
     report = run("analysis_overhead", tmp_path, against="transformers")

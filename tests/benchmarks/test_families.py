@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh import run_code
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -70,10 +68,8 @@ def test_three_types_do_what_the_page_says(
     for model_type in LIVE:
         (tmp_path / model_type).mkdir()
         reports[model_type] = checks.run_checks((model_type, str(tmp_path / model_type)))
-    command = [sys.executable, "-c", RELOAD, *(str(tmp_path / model_type) for model_type in LIVE)]
-    done = subprocess.run(
-        command, cwd=BENCHMARKS, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
-    )
+    done = run_code(RELOAD, *(tmp_path / model_type for model_type in LIVE), cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
     problems = json.loads(done.stdout)
     live = [families.conclude(name, reports[name], each) for name, each in zip(LIVE, problems, strict=True)]
     recorded = {row["type"]: row for row in report["results"]}

@@ -7,15 +7,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import stock_logits
 from patches import edit_json, lora, method_for, module_of
 from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +28,6 @@ CHAINS = ("abf:rope_theta=500000+p_rope:p=0.5", "p_rope:p=0.25+pi:factor=8", "ya
 def reloaded(tmp_path_factory):
     """Logits of every method × family before saving, and after a plain reload in one new process."""
     root = tmp_path_factory.mktemp("saved")
-    save_file({"ids": ids()}, root / "ids.safetensors")
     ours = {}
     for family in ARCHITECTURES:
         model = tiny_model(family)
@@ -42,10 +39,7 @@ def reloaded(tmp_path_factory):
             with rope_patch.patched(model, method, target_length=256 if name == "yarn" else None):
                 model.save_pretrained(root / folder)
                 ours[folder] = logits(model)
-    script = Path(__file__).parents[1] / "stock_reload.py"
-    done = subprocess.run([sys.executable, script, root, *ours], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return root, ours, load_file(root / "stock.safetensors")
+    return root, ours, stock_logits(root, ids(), *ours)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

@@ -91,7 +91,7 @@ def test_killed_at_any_moment_it_leaves_nothing_and_runs_again(sources, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("new", ["model", "adapter"])
 def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new, every):
     """What loads is the old one whole or the new one whole; in between it does not load."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from commands import fail, run
+from fresh import run_code
 from gguf_files import rewritten
 from tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,8 +108,7 @@ def test_an_interrupted_copy_leaves_nothing(tmp_path, file):
         gguf_file.np.ascontiguousarray = interrupted
         app.main()
     """
-    words = ["apply", str(file), "yarn:factor=4", "-o", str(tmp_path / "out.gguf")]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    done = run_code(code, "apply", file, "yarn:factor=4", "-o", tmp_path / "out.gguf")
     assert done.returncode == 130 and "interrupted: no file was left half written" in done.stderr
     assert not list(tmp_path.iterdir())
 

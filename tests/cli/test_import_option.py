@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 from commands import fail
+from fresh import run_module
 from tiny import tiny_model
 from typer.main import get_command
 
@@ -28,9 +28,8 @@ class Slower(rope_patch.Method, name="slower"):
 '''
 
 
-def child(folder, *words: object, program: str = "rope_patch.cli.app") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", program, *map(str, words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def child(folder, *words):
+    return run_module("rope_patch.cli.app", *words, cwd=folder)
 
 
 @pytest.fixture

@@ -333,7 +333,7 @@ def test_a_file_of_another_kind_is_not_written_to(bundled, tmp_path):
     assert path.read_text() == "one line without an end"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_bundled_checkpoint_orders_the_methods_as_it_should(bundled):
     """At four times its context: the default collapses, YaRN holds, NTK fails past twice, PI fails at once."""
     model, tokenizer = bundled

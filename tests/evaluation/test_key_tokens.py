@@ -61,16 +61,16 @@ def copying_row(length=96):
 def test_key_tokens_are_those_of_the_paper_and_the_evaluator_stays_within_its_context(llama):
     model, tokenizer = llama
     text = rope_patch.data_path("assets").joinpath("domains", "english.txt").read_text()
-    row = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:320])
+    row = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:160])
     sizes = []
     hook = model.model.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    keys, _ = chosen(model, TokenDocument("text", row), 256, 40)
+    keys, _ = chosen(model, TokenDocument("text", row), 128, 20)
     hook.remove()
-    assert max(length for _, length in sizes) == 256
-    assert sum(rows * length for rows, length in sizes) >= tokens_to_choose(320, 256, 40)
-    assert keys == by_hand(model, row, 256, 40) and keys
+    assert max(length for _, length in sizes) == 128
+    assert sum(rows * length for rows, length in sizes) >= tokens_to_choose(160, 128, 20)
+    assert keys == by_hand(model, row, 128, 20) and keys
 
 
 def test_the_special_tokens_stand_in_front_of_every_context():

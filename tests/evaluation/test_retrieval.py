@@ -17,6 +17,7 @@ from evaluated import answered
 from prompting import ANSWER, HAY, MAKER, TOKENIZER, bold
 from reference_recipe import recipe
 from scored import Caches, spy, spy_ids
+from subsets import covering
 from tiny import ARCHITECTURES, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -79,10 +80,10 @@ def from_logits(model, prompt):
 # --- asking: identical to asking alone
 
 
-@pytest.mark.parametrize(("shape", "method"), [("llama", "yarn:factor=4"), ("gemma3", "default")])
-@pytest.mark.parametrize(("task", "mode"), EVERY)
-def test_answers_are_those_of_stock_generation_of_each_prompt_alone(shape, task, mode, method):
+@covering(asked=EVERY, patched_shape=[("llama", "yarn:factor=4"), ("gemma3", "default")])
+def test_answers_are_those_of_stock_generation_of_each_prompt_alone(asked, patched_shape):
     """The trained checkpoints: their sliding windows (64) are far shorter than the prompts."""
+    (task, mode), (shape, method) = asked, patched_shape
     model, reader_rows = bundled(shape), []
     columns = [MAKER.prompts(task, 400, (0.0, 0.3, 0.7, 1.0), mode=mode, sample=i) for i in range(2)]
     rows = list(zip(*columns, strict=True))
@@ -122,9 +123,7 @@ def test_every_family_under_a_patch(family):
             assert list(found.output) == generated(model, prompt)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])
-@pytest.mark.parametrize("cache", [DynamicCache, Rounded])
-@pytest.mark.parametrize("mode", ["single", "multikey"])
+@covering(2, family=["llama", "gemma2", "gemma3", "gemma4"], cache=[DynamicCache, Rounded], mode=["single", "multikey"])
 def test_through_a_cache_shared_is_as_alone(family, cache, mode):
     """Also where sliding layers forget (16 of 150 tokens), and for a cache that rounds."""
     model = bold(family)
@@ -230,8 +229,7 @@ def memorised(request):
     return model.eval(), prompts
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 2 * 72, 10**6])
-@pytest.mark.parametrize("cached", [False, True])
+@covering(batch_tokens=[1, 2 * 72, 10**6], cached=[False, True])
 def test_exact_matches_are_those_of_greedy_generation(memorised, batch_tokens, cached):
     model, prompts = memorised
     hits = [generated(model, p) == list(p.ids[-ANSWER:]) for p in prompts]

@@ -45,7 +45,7 @@ def test_language_topics_docstrings_and_source_are_all_there():
 
 def test_the_corpus_is_the_same_each_time():
     for split in SPLITS:
-        assert builtin_text.__wrapped__(split) == builtin_text.__wrapped__(split)
+        assert builtin_text.__wrapped__(split) == builtin_text(split)
         assert builtin_text(split) is builtin_text(split)
 
 
@@ -58,7 +58,7 @@ def test_the_corpus_is_the_same_in_each_process():
 
 
 def test_the_corpus_does_not_depend_on_what_the_process_did(monkeypatch):
-    before = [builtin_text.__wrapped__(split).sha256 for split in SPLITS]
+    before = [builtin_text(split).sha256 for split in SPLITS]
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)  # by typer: the command line, and not the library
     monkeypatch.setattr(sys, "last_type", OverflowError, raising=False)  # by an uncaught error in a notebook
     monkeypatch.setattr(builtins, "display", re.compile, raising=False)  # by IPython

@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import subprocess
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
+from fresh import stock_logits
 from prompting import TOKENIZER, bold
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer
 from typer.testing import CliRunner
 
@@ -26,6 +24,8 @@ from rope_patch.extending.looking import other_programs
 from rope_patch.extending.options import ExtendOptions, read_options
 from rope_patch.extending.run import Run
 from rope_patch.modeling.budget import Pace
+
+pytestmark = pytest.mark.usefixtures("reloads_fork")
 
 LLAMA = rope_patch.data_path("assets") / "llama"
 QUICK = {"length": 512, "methods": ["yarn", "pi", "nope"], "tolerance": 0.5, "depths": [0.3, 0.7]}
@@ -53,11 +53,8 @@ def test_the_folder_is_one_of_plain_transformers(extended, llama):
     record = rope_patch.verify(outcome.output).record
     assert str(record.to_method()) == "yarn:factor=2" and record.target_length == 512
     ids, root = torch.arange(5, 405)[None], outcome.output.parent
-    save_file({"ids": ids}, root / "ids.safetensors")
-    script = Path(__file__).parents[1] / "stock_reload.py"
-    subprocess.run([sys.executable, str(script), str(root), "out"], check=True, capture_output=True)
     with rope_patch.patched(llama, "yarn", factor=2.0), torch.no_grad():
-        assert torch.equal(load_file(root / "stock.safetensors")["out"], llama(ids, use_cache=False).logits)
+        assert torch.equal(stock_logits(root, ids, "out")["out"], llama(ids, use_cache=False).logits)
     assert rope_patch.inspect(llama).record is None, "the model is as it was"
 
 

@@ -795,39 +795,37 @@ def test_a_patched_model_needs_replace(tokenizer):
     assert str(rope_patch.verify(model).record.to_method()) == "pi:factor=2"
 
 
-@pytest.fixture(scope="module")
-def helped(tokenizer):
-    """Six steps on the bundled checkpoint at four times the length; what was before them."""
+def fit_bundled(tokenizer, target_length, **options):
+    """Six steps on the bundled checkpoint at a longer context; the model, its patch, and what was before them."""
     model = rope_patch.load(ASSETS / "llama", dtype=torch.float32)
     model.lm_head.weight.requires_grad_(False)
     model.train()
     before = everything(model), [p.requires_grad for p in model.parameters()]
-    patch = fit_by_name(
-        model, tokenizer, target_length=1024, steps=6, checks=2, windows=4, samples=2, depths=(0.0, 0.5, 1.0)
-    )
-    return model, patch, *before
+    asked = {"steps": 6, "windows": 4, "depths": (0.0, 0.5, 1.0), **options}
+    return model, fit_by_name(model, tokenizer, target_length=target_length, **asked), *before
 
 
 @pytest.mark.slow
-def test_fitting_touches_nothing_but_the_table(helped):
-    model, patch, before, asked = helped
-    assert patch.chosen != "yarn:factor=4, start"
+def test_fitting_touches_nothing_but_the_table(tokenizer):
+    model, patch, before, asked = fit_bundled(tokenizer, 512, checks=1, samples=1, batch_tokens=2048)
+    assert patch.chosen != "yarn:factor=2, start"
     assert same(model, before) and [p.requires_grad for p in model.parameters()] == asked
     assert all(p.grad is None for p in model.parameters()) and model.training
-    assert isinstance(patch.method, Table) and len(patch.losses["yarn:factor=4"]) == 6
-    yarn = rope_patch.load(ASSETS / "llama", "yarn:factor=4").model.rotary_emb.tables[None].inv_freq
+    assert isinstance(patch.method, Table) and len(patch.losses["yarn:factor=2"]) == 6
+    yarn = rope_patch.load(ASSETS / "llama", "yarn:factor=2").model.rotary_emb.tables[None].inv_freq
     moved = patch.after[None].inv_freq / yarn
     assert 0.01 < float(moved.log().abs().max()) < 0.25  # by less than 6 steps of .04
     assert rope_patch.verify(model)
-
-
-@pytest.mark.slow
-def test_fitting_helps_the_bundled_checkpoint(helped, tokenizer):
-    """Better than YaRN on text and prompts that the choice never saw; undone, the model is as it was."""
-    model, patch, before, _ = helped
-    model.eval()
     patch.restore()
     assert rope_patch.inspect(model).record is None and same(model, before)
+
+
+@pytest.mark.full
+def test_fitting_helps_the_bundled_checkpoint(tokenizer):
+    """Better than YaRN on text and prompts that the choice never saw."""
+    model, patch, *_ = fit_bundled(tokenizer, 1024, checks=2, samples=2)
+    model.eval()
+    patch.restore()
     methods = ["yarn:factor=4", patch.method]
     comparison = compare(model, tokenizer, methods, EvalSpec([256, 1024], windows=8, bucket=256, samples=2))
     for low, high in ((0, 256), (256, 1024)):

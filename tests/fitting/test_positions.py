@@ -12,6 +12,7 @@ from fits import ASSETS, TEXT, Verdicts, fit_by_name, fitted, run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompting import HAY, MAKER, ROOM, TOKENIZER, hay_of
+from subsets import examples
 from tiny import small
 
 import rope_patch
@@ -44,25 +45,29 @@ def decoded(ids):
 MAKERS = {task: PromptMaker(TOKENIZER, hay_of(task)) for task in TASKS}
 
 
+@examples
 @pytest.mark.parametrize("task", list(TASKS))
-@settings(max_examples=25, deadline=None)
-@given(
-    depths=st.lists(st.sampled_from([0.0, 0.01, 0.3, 0.5, 0.99, 1.0]), min_size=1, max_size=4),
-    seed=st.integers(0, 99),
-    room=st.integers(0, 5000),
-)
-def test_no_needle_and_no_question_is_cut(task, depths, seed, room):
-    length = 250 + ROOM.get(task, 0)
-    (prompt, *_) = MAKERS[task].prompts(task, length, depths, seed=seed)
-    positions = stretched_positions(prompt, MAKERS[task], length + room, random.Random(seed))
-    assert len(positions) == length and int(positions[0]) == 0 and int(positions[-1]) < length + room
-    assert bool((positions.diff() >= 1).all()), "positions rise"
-    parts = pieces(prompt, positions, decoded)
-    assert len(parts) <= len(prompt.hidden) + 2
-    for _, needle in prompt.hidden:
-        assert sum(needle.strip() in part for part in parts) == 1
-    asked = prompt.text[prompt.text.rindex(prompt.question.strip()) :] + prompt.target
-    assert parts[-1].endswith(asked)
+def test_no_needle_and_no_question_is_cut(task, examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        depths=st.lists(st.sampled_from([0.0, 0.01, 0.3, 0.5, 0.99, 1.0]), min_size=1, max_size=4),
+        seed=st.integers(0, 99),
+        room=st.integers(0, 5000),
+    )
+    def check(depths, seed, room):
+        length = 250 + ROOM.get(task, 0)
+        (prompt, *_) = MAKERS[task].prompts(task, length, depths, seed=seed)
+        positions = stretched_positions(prompt, MAKERS[task], length + room, random.Random(seed))
+        assert len(positions) == length and int(positions[0]) == 0 and int(positions[-1]) < length + room
+        assert bool((positions.diff() >= 1).all()), "positions rise"
+        parts = pieces(prompt, positions, decoded)
+        assert len(parts) <= len(prompt.hidden) + 2
+        for _, needle in prompt.hidden:
+            assert sum(needle.strip() in part for part in parts) == 1
+        asked = prompt.text[prompt.text.rindex(prompt.question.strip()) :] + prompt.target
+        assert parts[-1].endswith(asked)
+
+    check()
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])

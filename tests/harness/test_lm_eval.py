@@ -30,6 +30,7 @@ from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import simple_parse_args_string
 from peft import LoraConfig, get_peft_model
+from subsets import covering
 from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
@@ -517,22 +518,21 @@ def test_there_is_a_file_for_each_variant_and_no_other():
     assert set(group["task"]) <= set(index().all_tags)
 
 
-@pytest.mark.parametrize("length", [512, 1024])
-@pytest.mark.parametrize("bos", [None, False])
-@pytest.mark.parametrize(
-    ("task", "mode", "depths"),
-    [
-        ("passkey", "single", [0.0, 0.5, 1.0]),
-        ("niah", "multikey", [0.2, 0.8]),
-        ("multivalue", "single", [0.1, 0.9]),
-        ("multiquery", "single", [0.1, 0.9]),
-        ("vt", "single", [0.1, 0.5, 0.9]),
-        ("json_kv", "single", [0.1, 0.9]),
-        ("qa2", "single", [0.1, 0.9]),
-        ("fwe", "single", [0.5]),
-    ],
-)
-def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(task, mode, depths, length, bos):
+ASKED = [
+    ("passkey", "single", (0.0, 0.5, 1.0)),
+    ("niah", "multikey", (0.2, 0.8)),
+    ("multivalue", "single", (0.1, 0.9)),
+    ("multiquery", "single", (0.1, 0.9)),
+    ("vt", "single", (0.1, 0.5, 0.9)),
+    ("json_kv", "single", (0.1, 0.9)),
+    ("qa2", "single", (0.1, 0.9)),
+    ("fwe", "single", (0.5,)),
+]
+
+
+@covering(2, asked=ASKED, bos=[None, False], length=[512, 1024])
+def test_prompts_are_those_of_the_engine_in_the_tokens_the_model_will_see(asked, bos, length):
+    task, mode, depths = asked
     arguments = {"pretrained": LLAMA, **({} if bos is None else {"add_bos_token": bos})}
     haystack = "builtin" if bos is None else "noise"
     options = {"length": length, "samples": 2, "depths": depths, "seed": 3, "haystack": haystack, **arguments}

@@ -46,8 +46,8 @@ def scores(folder_of_keys):
 
 def test_two_processes_score_what_one_scores(tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
+    alone = scores(tmp_path / "one")  # first: both processes inherit the text that is encoded by then
     together(lambda rank: (tmp_path / f"{rank}.json").write_text(json.dumps(scores(tmp_path / "both"))), tmp_path)
-    alone = scores(tmp_path / "one")
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     (texts, numbers), (expected, wanted) = apart(first[:2]), apart(alone[:2])
     assert texts == expected and numbers == pytest.approx(wanted, rel=1e-5) and len(alone[1]["passkey_512"]) == 3

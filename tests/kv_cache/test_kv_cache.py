@@ -18,6 +18,7 @@ from prompting import ANSWER, MAKER, TOKENIZER, bold
 from rounding import naive
 from scored import bold_model, spy_ids
 from states import INTERLEAVED, model_of, refused
+from subsets import covering
 from tiny import MIXED, SIZE, ids, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -217,9 +218,9 @@ def test_kivi_stores_up_to_127_keys_in_full_precision():
     assert {n - window.frozen("key", n) for n in range(160, 400)} == set(range(128, 160))
 
 
-@pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize(("name", "method"), MODELS, ids=[f"{name}-{method or 'stock'}" for name, method in MODELS])
-def test_streaming_and_one_pass_agree(name, method, text):
+@covering(2, patched_model=MODELS, text=SCHEMES)
+def test_streaming_and_one_pass_agree(patched_model, text):
+    name, method = patched_model
     model, means = model_for(name, method)
     rows = ids(TOKENS, 4)
     if name == "gemma2" and ".centre" in text and ".pre" not in text:

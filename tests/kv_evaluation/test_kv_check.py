@@ -13,6 +13,7 @@ import pytest
 import torch
 from evaluated import check_cache, compared
 from kv_rows import BASE, by_hand, error, off
+from subsets import full
 from tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -441,7 +442,7 @@ def test_the_trained_length_is_that_of_a_comparison_also_where_the_config_scales
 # --- finished work, and errors
 
 
-@pytest.mark.parametrize("attributed", [2, 1, 0])
+@pytest.mark.parametrize("attributed", [full(2), 1, full(0)])
 def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_and_work_is_resumed(
     tokenizer, monkeypatch, attributed
 ):

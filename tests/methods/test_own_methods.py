@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh import run_code
 
 from rope_patch import METHODS, parse
 from rope_patch.methods import import_methods
@@ -38,10 +38,9 @@ def package(site: Path, name: str, code: str, entry: str) -> None:
     (info / "entry_points.txt").write_text(f"[rope_patch.methods]\n{entry}\n")
 
 
-def python(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+def python(code, *paths):
     path = os.pathsep.join(map(str, (*paths, ROOT)))
-    env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    return run_code(code, env={**os.environ, "PYTHONPATH": path})
 
 
 def test_an_installed_package_offers_a_method_and_is_imported_when_it_is_needed(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import ids, logits, small, tiny_model
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 import rope_patch
 from rope_patch import PatchError
@@ -163,7 +163,8 @@ def test_a_switch_beyond_what_the_short_table_reaches_is_warned_about(caplog):
 
 def test_continuous_batching_is_refused():
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False)
-    answers = two()[0].generate_batch([ids(10, batch=1)[0].tolist()], generation_config=config, progress_bar=False)
+    room = ContinuousBatchingConfig(num_blocks=4, page_size=32, max_batch_tokens=32)  # not the memory of the machine
+    answers = two()[0].generate_batch([ids(10, batch=1)[0].tolist()], config, room)
     assert all("reads several sequences as one row" in answer.error for answer in answers.values())
 
 

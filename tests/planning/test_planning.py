@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import fail, run
 from peft import LoraConfig, get_peft_model
+from subsets import covering
 from tiny import SIZE as TINY
 from tiny import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -269,10 +270,10 @@ def test_saved_activations_are_those_autograd_saves(family, attention, dtype, ra
     assert planned["activations"] == pytest.approx(counted, rel=0.1)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize(("family", "attention", "dtype", "rank"), RUNS)
-def test_peak_of_the_decoder(family, attention, dtype, rank, checkpointing):
+@covering(run=RUNS, checkpointing=[True, False])
+def test_peak_of_the_decoder(run, checkpointing):
     """Checkpointing saves outside the reach of hooks, so live tensors are counted: after the forward, and at most."""
+    family, attention, dtype, rank = run
     model, planned, context = prepared(family, attention, dtype, rank, checkpointing=checkpointing, num_hidden_layers=8)
     live, counted = measured(model, context, lambda: decoder(model)(IDS, use_cache=False).last_hidden_state.sum())
     last_norm = (

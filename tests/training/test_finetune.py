@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fresh import run_code
 from peft import PeftModel
 from recipe_runs import LLAMA, SMALL, losses
 from tiny import ids
@@ -118,9 +119,8 @@ def test_the_round_trip_of_an_adapter(done, tmp_path):
     with torch.no_grad():
         expected = model(rows, use_cache=False).logits
     save_file({"ids": rows}, tmp_path / "ids")
-    subprocess.run(
-        [sys.executable, "-c", RELOAD, done.folder, tmp_path / "ids", tmp_path / "logits"], check=True, cwd=ROOT
-    )
+    reloaded = run_code(RELOAD, done.folder, tmp_path / "ids", tmp_path / "logits", cwd=ROOT)
+    assert reloaded.returncode == 0, reloaded.stderr
     assert torch.equal(load_file(tmp_path / "logits")["logits"], expected)
 
     bare = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)

@@ -8,8 +8,6 @@ import itertools
 import json
 import random
 import re
-import subprocess
-import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -18,6 +16,7 @@ import datasets
 import peft
 import pytest
 import torch
+from fresh import run_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -720,7 +719,8 @@ def test_another_process_makes_the_same_rows(stories, tmp_path, tokenizer):
     )
     words = ["model.name=llama", f"data.source={stories}", "data.lengths=128", "train.steps=4", "train.accumulate=2"]
     words += ["output=out", "data.retrieval=0.4"]
-    subprocess.run([sys.executable, "-c", code, LLAMA, tmp_path / "theirs", *words], check=True, timeout=120)
+    done = run_code(code, LLAMA, tmp_path / "theirs", *words)
+    assert done.returncode == 0, done.stderr
     make_rows(read(overrides=words), tokenizer, tmp_path / "ours", quiet=True)
     (theirs,), (ours,) = (list((tmp_path / name).iterdir()) for name in ("theirs", "ours"))
     assert theirs.name == ours.name and theirs.read_bytes() == ours.read_bytes()

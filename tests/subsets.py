@@ -1,0 +1,44 @@
+"""Which cases of a test run in ``make test``, and which are left to ``make test-full``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def full(*values: Any, id: str | None = None) -> Any:
+    """One case that is left to ``make test-full``."""
+    return pytest.param(*values, marks=pytest.mark.full, id=id)
+
+
+def covering(rounds: int = 1, /, **axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by every combination of values, of which ``make test`` runs a part that has each value.
+
+    That part is the diagonal: its n-th case has the n-th value of each axis, and shorter axes begin again. Each further
+    round is a diagonal that begins with the next value of the second axis, the one after that of the third, and so on.
+    """
+    longest = max(map(len, axes.values()))
+    chosen = {
+        tuple((n + shift * axis) % len(values) for axis, values in enumerate(axes.values()))
+        for shift in range(rounds)
+        for n in range(longest)
+    }
+    cases = []
+    for places in itertools.product(*(range(len(values)) for values in axes.values())):
+        values = [axis[place] for axis, place in zip(axes.values(), places, strict=True)]
+        name = "-".join(map(_name, values))
+        cases.append(pytest.param(*values, id=name) if places in chosen else full(*values, id=name))
+    return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "-".join(map(_name, value))
+    return getattr(value, "__name__", str(value))
+
+
+examples = pytest.mark.parametrize("examples", [4, full(40)])
+"""How many random examples a slow property test draws in either."""
