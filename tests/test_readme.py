@@ -21,7 +21,9 @@ from rope_patch.evaluation.metrics import METRICS as EVALUATED
 from rope_patch.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md"]
+PAGES += [f"docs/{name}.md" for name in ("measure", "analysis", "kv-caches", "fit", "adapt", "serving", "commands")]
+"""Pages whose code is run, one after the other: what one leaves is there for the next."""
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
 
 
@@ -30,11 +32,13 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def instead_of_the_hub(folder):
-    """A tiny model with the rotary table of SmolLM2, in a folder whose path is its hub id."""
+    """A tiny model with the rotary table of SmolLM2 and a bundled tokenizer, in a folder whose path is its hub id."""
+    from prompting import TOKENIZER
     from tiny import tiny_model
 
     rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "max_position_embeddings": 8192}
-    tiny_model(head_dim=64, **rotary).save_pretrained(folder)
+    tiny_model(head_dim=64, vocab_size=1024, **rotary).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
 
 
 def put_a_tiny_model_into(folder):
@@ -46,10 +50,10 @@ def put_a_tiny_model_into(folder):
 
 
 @pytest.mark.parametrize("model", ["tiny", full("bundled")])
-def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch, model):
+def test_the_code_of_the_pages_gives_its_output_and_their_commands_run(tmp_path, monkeypatch, model):
     """The Python blocks on the bundled checkpoint; the commands on a model of another size, too."""
     monkeypatch.chdir(tmp_path)
-    found = blocks("README.md")
+    found = [block for page in PAGES for block in blocks(page)]
     space: dict[str, object] = {}
     shutil.copytree(ROOT / "rope_patch/assets/llama", "llama")  # the README's cp, which Python blocks read too
     instead_of_the_hub(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
@@ -57,7 +61,7 @@ def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch
         if kind == "python":
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec(compile(code, "README.md", "exec"), space)
+                exec(compile(code, "a page", "exec"), space)
             assert following == "text"
             assert printed.getvalue().strip() == output.strip()
     if model == "tiny":
@@ -80,8 +84,26 @@ def test_readme_code_gives_its_output_and_its_commands_run(tmp_path, monkeypatch
     assert ran >= 9
 
 
-def test_readme_lists_every_method():
-    assert set(re.findall(r"^\| `(\w+)[:`]", README, re.M)) == set(METHODS)
+def test_a_page_lists_every_method():
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)[:`]", page, re.M)) == set(METHODS)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def links():
+    """The files that pages name, by page."""
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", path.read_text(encoding="utf-8")):
+            yield path, target
+
+
+def test_what_pages_link_to_is_there():
+    found = list(links())
+    assert len(found) > 50
+    assert [f"{path.name}: {target}" for path, target in found if not (path.parent / target).exists()] == []
 
 
 def contributed(mark):
@@ -164,5 +186,10 @@ def test_import_does_no_work():
 
 
 def test_pages_name_no_machine():
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("rope_patch/assets/*/README.md")]:
+    for path in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("rope_patch/assets/*/README.md"),
+    ]:
         assert not re.search(r"/(home|root|work)/", path.read_text(encoding="utf-8")), path

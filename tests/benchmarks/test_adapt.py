@@ -87,7 +87,7 @@ def test_pages_say_what_the_study_measured(adapt):
     assert len(report["rows"]) == 12 and all(row["seeds"] == [0, 1, 2] for row in report["rows"])
     assert all(row["passkey"]["1024"]["prompts"] == 600 for row in report["rows"])
     lines = [line.rstrip() for line in adapt.table(report["rows"]).splitlines()]
-    recipes, page = ((ROOT / name).read_text() for name in ("recipes/README.md", "README.md"))
+    recipes, page = ((ROOT / name).read_text() for name in ("recipes/README.md", "docs/adapt.md"))
     assert "\n".join(lines) in recipes
     llama = [line[12:] for line in lines if line.startswith(("checkpoint", "llama"))]
     assert "\n".join(llama) in page

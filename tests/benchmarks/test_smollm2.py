@@ -331,9 +331,9 @@ def test_the_tour_ends_with_scores_files_and_answers(tmp_path, tour, packed, cap
     assert again.count("(finished before, in ") == 5 and again.endswith(shown[shown.index("\nSummary") :])
 
 
-def test_the_readme_shows_what_was_measured(tour):
+def test_a_page_shows_what_was_measured(tour):
     measured = json.loads((FOLDER / "results" / "smollm2.json").read_text(encoding="utf-8"))
-    page = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs" / "extend.md").read_text(encoding="utf-8")
     assert tour.table(measured) in page
     assert measured["environment"]["weights"] == "dequantized Q4_1"
     assert measured["reason"] in " ".join(page.split())

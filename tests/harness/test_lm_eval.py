@@ -823,9 +823,9 @@ def test_the_commands_of_the_pages_run(page, shell, capsys):
         assert "```bibtex" in text
 
 
-def test_the_command_of_the_readme_runs(shell, capsys, tmp_path):
+def test_the_command_of_the_page_on_measuring_runs(shell, capsys, tmp_path):
     shutil.copytree(LLAMA, tmp_path / "llama")
-    lines = [line for line in commands(ROOT / "README.md") if line.startswith("rope-patch-eval")]
+    lines = [line for line in commands(ROOT / "docs" / "measure.md") if line.startswith("rope-patch-eval")]
     assert lines
     for line in lines:
         shell(shlex.split(line, comments=True))
