@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
 ENGINES := $(VENV)/.engines
+SITE := $(VENV)/.site
 # A process per core, up to four: each holds torch and small models, and computes on one thread.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo smollm2 adapt gpu test test-full test-engines check
+.PHONY: help docs demo smollm2 adapt gpu test test-full test-engines check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +48,9 @@ check: $(DEV) ## style, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+docs: $(SITE) ## the pages under docs as a site, with search, the commands and the Python API, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .venv: $(DEV)
 
 # The demo and the tour ask for half of what the tests need. The second environment holds the first.
@@ -62,6 +66,10 @@ $(DEV): pyproject.toml constraints.txt
 
 $(ENGINES): $(DEV)
 	$(INSTALL) -e ".[dev,engines]"
+	@touch $@
+
+$(SITE): $(RUNTIME)
+	$(INSTALL) -e ".[docs]"
 	@touch $@
 
 define make_venv

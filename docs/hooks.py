@@ -1,0 +1,106 @@
+"""What mkdocs makes besides the pages of this folder: home, the command line, the Python API, and what pages link to.
+
+make docs        # into build/site
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File
+
+import rope_patch
+from rope_patch.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?:\.\./)*([^)#:]+)((?:#[^)]*)?)\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made here, and the results that pages link to."""
+    home = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = {
+        "index.md": home.replace("](docs/", "]("),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "]("),
+        "command-line.md": command_line(),
+        "api.md": api(),
+    }
+    for name, content in made.items():
+        files.append(File.generated(config, name, content=content))
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        files.append(File.generated(config, f"benchmarks/results/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Point links to results into the site; what is in the repository alone becomes its path."""
+
+    def target(match: re.Match[str]) -> str:
+        text, path, anchor = match.groups()
+        if files.get_file_from_path(path) is not None:
+            return f"[{text}]({path}{anchor})"
+        return f"{text} (`{path}`)" if (ROOT / path).exists() else match[0]
+
+    return LINK.sub(target, markdown)
+
+
+def api() -> str:
+    """Return the page of all public names, by the part of the package that they come from."""
+    lines = [
+        "# Python API",
+        "",
+        "All names are imported from `rope_patch`; importing it does no work until one is used.",
+    ]
+    parts: dict[str, list[str]] = {}
+    for name in rope_patch.__all__:
+        module = rope_patch._MODULE_OF.get(name)
+        if module is not None:
+            parts.setdefault(module.split(".")[0], []).append(f"rope_patch.{module}.{name}")
+    for part, names in parts.items():
+        lines += ["", f"## {part.replace('_', ' ')}"]
+        for name in names:
+            lines += ["", f"::: {name}"]
+    return "\n".join(lines) + "\n"
+
+
+def command_line() -> str:
+    """Return the page of all commands and their options."""
+    group: Any = typer.main.get_command(app)
+    lines = ["# Command line", "", "What `rope-patch COMMAND --help` prints."]
+    for name, command in sorted(group.commands.items()):
+        for words, one in leaves(f"rope-patch {name}", command):
+            lines += ["", f"## {words}", "", str(one.help or "").replace("\b", ""), "", *options(one)]
+    return "\n".join(lines) + "\n"
+
+
+def leaves(words: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a command, or those of a group."""
+    for name, one in getattr(command, "commands", {}).items():
+        yield from leaves(f"{words} {name}", one)
+    if not hasattr(command, "commands"):
+        yield words, command
+
+
+def options(command: Any) -> Iterator[str]:
+    """Yield the rows of the table of a command's options."""
+    yield "| option | what it does | default |"
+    yield "| --- | --- | --- |"
+    for option in command.params:
+        if getattr(option, "hidden", False) or option.name == "help":
+            continue
+        flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
+        named = f" {option.metavar}" if option.metavar and not getattr(option, "is_flag", False) else ""
+        default = option.default
+        shown = "" if callable(default) or default in (None, (), "", False) else f"`{_words(default)}`"
+        help_text = str(getattr(option, "help", "") or "").replace("|", "\\|").replace("\n", " ")
+        if option.param_type_name == "argument":
+            flags, named = f"`{option.metavar or option.name.upper()}`", ""
+        yield f"| {flags}{named} | {help_text} | {shown} |"
+
+
+def _words(default: Any) -> str:
+    return " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
