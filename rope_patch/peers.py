@@ -102,14 +102,14 @@ class Peers:
             ConnectionError: a process failed, or gives no sign of life.
             RuntimeError: the first process never comes.
         """
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         first, last = (patience.total_seconds() for patience in processes.PATIENCE)
         while (value := self.get(name)) is None:
             self.check()
             waited = time.monotonic() - began
-            if waited > first and not told:
+            if waited > first and not warned:
                 warnings.warn(f"still waiting for the first process: {what}", stacklevel=3)
-                told = True
+                warned = True
             if waited > last:
                 raise RuntimeError(
                     f"the first process does not come to {what}: every process has to make the same calls, or none "

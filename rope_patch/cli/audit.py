@@ -74,14 +74,14 @@ def _print(audited: Any) -> None:
             known = PROGRAMS.get(row["program"])
             name = f"{known.name if known else 'transformers 5'} ({row['version']})"
             print(f"  {name:<24} {row['verdict']:<11} {_table(row)}".rstrip())
-    said: dict[tuple[str, ...], list[str]] = {}
+    programs_by_lines: dict[tuple[str, ...], list[str]] = {}
     for row in audited.rows:
         if row.verdict != "agrees" and (row.reasons or row.fix):
             where = f" [{row.layer_type}]" if row.layer_type else ""
             lines = (*row.reasons, *([f"fix: {row.fix}"] if row.fix else []))
             name = f"{PROGRAMS[row.program].name} ({PROGRAMS[row.program].version})"
-            said.setdefault(lines, []).append(f"{name}{where}")
-    for lines, names in said.items():
+            programs_by_lines.setdefault(lines, []).append(f"{name}{where}")
+    for lines, names in programs_by_lines.items():
         print(f"{', '.join(dict.fromkeys(names))}:")
         for line in lines:
             print(f"  {line}")

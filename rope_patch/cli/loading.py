@@ -191,8 +191,8 @@ def load_model(
     spread: dict[str, Any] = {"device_map": BALANCED} if device == BALANCED else {}
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     loaded: Any = load(source, method, dtype=kind, **apply_options, **spread)
-    for said in weights_in_file(loaded).values():
-        print(f"{source}: the weights are {said}", file=sys.stderr)
+    for weights in weights_in_file(loaded).values():
+        print(f"{source}: the weights are {weights}", file=sys.stderr)
     if not spread:
         place = torch.device(choose_device(device))
         if any(not _lies_on(parameter.device, place) for parameter in loaded.parameters()):

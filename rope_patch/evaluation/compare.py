@@ -389,6 +389,6 @@ def _precision(model: Any, dtype: str) -> str:
     config: Any = getattr(model.config, "quantization_config", None)
     if config is None:
         return dtype
-    said = config if isinstance(config, dict) else config.to_dict()
-    bits = next((f"{n} bits" for n in (4, 8) if said.get(f"load_in_{n}bit")), "")
-    return f"{said.get('quant_method', 'quantized')} {bits}, computed in {dtype}".replace(" ,", ",")
+    config_values = config if isinstance(config, dict) else config.to_dict()
+    bits = next((f"{n} bits" for n in (4, 8) if config_values.get(f"load_in_{n}bit")), "")
+    return f"{config_values.get('quant_method', 'quantized')} {bits}, computed in {dtype}".replace(" ,", ",")

@@ -341,11 +341,11 @@ def _check(engine: AnsweringEngine, prompt: Prompt) -> None:
 
 def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sample]:
     """Return the score of each part of an answer."""
-    said = tokenizer.decode(list(answer.output), skip_special_tokens=True)
+    written = tokenizer.decode(list(answer.output), skip_special_tokens=True)
     right = prompt.ids[len(prompt.ids) - prompt.answer :]
     samples, start = [], 0
     for part, end in zip(prompt.parts, prompt.ends, strict=True):
-        correct = task.correct(part, said)
+        correct = task.correct(part, written)
         first_choice = tuple(answer.predicted[start:end]) == tuple(right[start:end])
         hits = characters = 0
         for token, guess in zip(right[start:end], answer.predicted[start:end], strict=True):
@@ -354,6 +354,6 @@ def grade(tokenizer: Any, task: Task, prompt: Prompt, answer: Answer) -> list[Sa
             hits += sum(a == b for a, b in zip(letters, guessed, strict=False))
             characters += len(letters)
         digits = hits / characters if characters else float(correct)
-        samples.append(Sample(part, said, correct, first_choice, digits, math.fsum(answer.logprobs[start:end])))
+        samples.append(Sample(part, written, correct, first_choice, digits, math.fsum(answer.logprobs[start:end])))
         start = end
     return samples

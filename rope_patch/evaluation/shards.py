@@ -235,13 +235,13 @@ def compare_joined(
         which = ", ".join(f"{count} of shard {number}" for number, count in sorted(nothing.missing.items()))
         raise ValueError(f"results are missing, {which}: run these shards again")
     names = dict.fromkeys(name for record in records for name in record["environment"])
-    told = {name: dict.fromkeys(record["environment"].get(name, "") for record in records) for name in names}
+    values_of = {name: dict.fromkeys(record["environment"].get(name, "") for record in records) for name in names}
     return replace(
         comparison,
         model=first["model"],
         environment={
             **{name: value for name, value in comparison.environment.items() if name == "patch before"},
-            **{name: ", ".join(value for value in values if value) for name, values in told.items()},
+            **{name: ", ".join(value for value in values if value) for name, values in values_of.items()},
         },
     )
 

@@ -69,7 +69,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PatchedCheckpoint:
     """A method on a checkpoint, before any program states it.
 
     Attributes:
@@ -153,30 +153,30 @@ def flags(
         complete=before,
         tables={table.layer_type: table for table in tables},
     )
-    written = WRITERS[program](Wanted(str(source), model, tables, stated))
+    written = WRITERS[program](PatchedCheckpoint(str(source), model, tables, stated))
     return replace(written, notes=(*written.notes, *about_two_tables(find_rotary(model).record)))
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
-def _vllm(wanted: Wanted) -> Flags:
-    settings = wanted.settings(everywhere=True)
-    shown = wanted.shown_by("vllm", settings)
-    lines = (f"--hf-overrides {_quoted(settings)}", f"--max-model-len {wanted.context}")
-    return Flags("vllm", lines, settings, wanted.tables, shown)
+def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
+    settings = checkpoint.settings(everywhere=True)
+    shown = checkpoint.shown_by("vllm", settings)
+    lines = (f"--hf-overrides {_quoted(settings)}", f"--max-model-len {checkpoint.context}")
+    return Flags("vllm", lines, settings, checkpoint.tables, shown)
 
 
-def _sglang(wanted: Wanted) -> Flags:
-    if wanted.stated.model_type == "olmo3":
+def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
+    if checkpoint.stated.model_type == "olmo3":
         raise ValueError(
             "SGLang 0.5.23 cannot run olmo3 with it: its class for OLMo fails on a table for each layer type"
         )
-    settings = wanted.settings(everywhere=True)
-    merged = settings | {"rope_parameters": wanted.stated.complete["rope_parameters"] | settings["rope_parameters"]}
-    shown = wanted.shown_by("sglang", merged)
-    lines = (f"--json-model-override-args {_quoted(settings)}", f"--context-length {wanted.context}")
-    return Flags("sglang", lines, settings, wanted.tables, shown)
+    settings = checkpoint.settings(everywhere=True)
+    merged = settings | {"rope_parameters": checkpoint.stated.complete["rope_parameters"] | settings["rope_parameters"]}
+    shown = checkpoint.shown_by("sglang", merged)
+    lines = (f"--json-model-override-args {_quoted(settings)}", f"--context-length {checkpoint.context}")
+    return Flags("sglang", lines, settings, checkpoint.tables, shown)
 
 
 def _quoted(settings: Mapping[str, Any]) -> str:
@@ -188,25 +188,25 @@ _GRAPHS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
 Gemma 2 does so in every other layer: the sliding ones keep what the file says (``llama_model::get_rope_freq_base``)."""
 
 
-def _llama_cpp(wanted: Wanted) -> Flags:
-    if wanted.stated.model_type == "gemma2":
+def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
+    if checkpoint.stated.model_type == "gemma2":
         raise ValueError(
             "llama.cpp's options do not reach the sliding layers of gemma2, every other one: these keep the base and "
             "the scale of the file. rope-patch apply FILE.gguf METHOD -o OUT.gguf writes another base for all of them"
         )
-    if wanted.stated.model_type not in _GRAPHS:
+    if checkpoint.stated.model_type not in _GRAPHS:
         raise ValueError(
-            f"whether llama.cpp's graph for {wanted.stated.model_type} obeys its options was never checked"
+            f"whether llama.cpp's graph for {checkpoint.stated.model_type} obeys its options was never checked"
         )
-    table = next(table for table in wanted.tables if table.layer_type in (None, "full_attention"))
-    for other in wanted.tables:
+    table = next(table for table in checkpoint.tables if table.layer_type in (None, "full_attention"))
+    for other in checkpoint.tables:
         if other is not table and not other.is_geometric:
             raise ValueError(
                 f"llama.cpp's options do not reach {other.layer_type} layers, and their table is not plain"
             )
-    if is_gguf(wanted.source) and not read_gguf(wanted.source).tables[0].is_geometric:
+    if is_gguf(checkpoint.source) and not read_gguf(checkpoint.source).tables[0].is_geometric:
         raise ValueError(
-            f"{wanted.source} holds factors or a scaling of its own, and the options would come on top of them"
+            f"{checkpoint.source} holds factors or a scaling of its own, and the options would come on top of them"
         )
     encoded = dict(table.rope_parameters or {})
     kind = str(encoded.get("rope_type", "default")) if encoded else "custom"
@@ -225,18 +225,18 @@ def _llama_cpp(wanted: Wanted) -> Flags:
     if rebuilt is None:
         raise ValueError(
             f"llama.cpp's options cannot express this table ({table.rope_type}): they know a base, linear scaling and "
-            f"YaRN with a factor on cos and sin of its own. {_in_a_file(wanted.stated.model_type)}"
+            f"YaRN with a factor on cos and sin of its own. {_in_a_file(checkpoint.stated.model_type)}"
         )
-    options |= {"--ctx-size": wanted.context}
+    options |= {"--ctx-size": checkpoint.context}
     lines = tuple(
         f"{name} {value:.9g}" if isinstance(value, float) else f"{name} {value}" for name, value in options.items()
     )
     shown = f"{UNVERIFIED}: read in llama.cpp's source at 0c1e57098, and run on Llama alone"
-    if wanted.stated.model_type == "llama":
+    if checkpoint.stated.model_type == "llama":
         shown = "llama.cpp 0c1e57098, whose logits with such options are those of the table (make test-engines)"
     notes = (
         ()
-        if is_gguf(wanted.source)
+        if is_gguf(checkpoint.source)
         else ("use them with a GGUF file of this checkpoint that holds no rotary factors and no scaling",)
     )
     return Flags("llama.cpp", lines, options, (rebuilt,), shown, notes)
@@ -252,7 +252,7 @@ def _in_a_file(model_type: str) -> str:
 
 
 def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable | None:
-    """Return the table that llama.cpp computes from its options; None where it is another than wanted."""
+    """Return the table that llama.cpp computes from its options; None where it is not the one of the method."""
     theta, factor = float(f"{options['--rope-freq-base']:.9g}"), float(f"{options.get('--rope-scale', 1.0):.9g}")
     inv_freq, attention = frequencies.geometric(theta, table.rotary_dim) / factor, 1.0
     if options.get("--rope-scaling") == "yarn":
@@ -275,14 +275,14 @@ def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable |
 # --- trainers --------------------------------------------------------------------------------------------------------
 
 
-def _axolotl(wanted: Wanted) -> Flags:
-    settings = wanted.settings(everywhere=False)
-    written = {"overrides_of_model_config": settings, "sequence_len": wanted.context}
+def _axolotl(checkpoint: PatchedCheckpoint) -> Flags:
+    settings = checkpoint.settings(everywhere=False)
+    written = {"overrides_of_model_config": settings, "sequence_len": checkpoint.context}
     return Flags(
         "axolotl",
         tuple(yaml.safe_dump(written, sort_keys=True).splitlines()),
         written,
-        wanted.tables,
+        checkpoint.tables,
         f"{UNVERIFIED}: axolotl was not run; transformers builds the tables from these keys",
     )
 
@@ -295,17 +295,17 @@ _NAMED = {
 """The types that LLaMA-Factory names, and the keys that it sets of each."""
 
 
-def _llamafactory(wanted: Wanted) -> Flags:
+def _llamafactory(checkpoint: PatchedCheckpoint) -> Flags:
     refusal = "LLaMA-Factory names linear, yarn and llama3, with a whole factor and no other parameters"
-    if len(wanted.tables) > 1:
+    if len(checkpoint.tables) > 1:
         raise ValueError(f"{refusal}, and for all layers; this model has a table for each layer type")
-    table, raw = wanted.tables[0], wanted.stated.raw
+    table, raw = checkpoint.tables[0], checkpoint.stated.raw
     encoded = dict(table.rope_parameters or {})
     kind = str(encoded.get("rope_type", "custom"))
-    before = wanted.stated.complete
+    before = checkpoint.stated.complete
     old = int(before["rope_parameters"].get("original_max_position_embeddings", before["max_position_embeddings"]))
-    factor = float(math.ceil(wanted.context / old))
-    if kind not in _NAMED or wanted.context <= old:
+    factor = float(math.ceil(checkpoint.context / old))
+    if kind not in _NAMED or checkpoint.context <= old:
         raise ValueError(f"{refusal}, and a length beyond {old}: not {table}")
     set_there: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind != "linear":
@@ -313,15 +313,21 @@ def _llamafactory(wanted: Wanted) -> Flags:
     if kind == "llama3":
         set_there |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     reached = int(old * factor)
-    wanted_there = replace(table, max_position_embeddings=reached)
-    same_kind = replace(wanted.stated, tables={None: wanted_there})
+    table_there = replace(table, max_position_embeddings=reached)
+    same_kind = replace(checkpoint.stated, tables={None: table_there})
     changed = {**raw, "rope_scaling": set_there, "max_position_embeddings": reached}
     reading = reading_of("transformers-4", replace(same_kind, raw=changed))
-    if not reading.tables or not reading.tables[None].is_table(wanted_there):
-        said = reading.refused or reading.unverified or "; ".join(reading.tables[None].reasons)
-        hint = "" if "rope_theta" in raw else f". rope-patch export {wanted.source} --to hf writes what version 4 reads"
-        raise ValueError(f"{refusal}: its {kind} with factor {factor:g} is not {table}{': ' * bool(said)}{said}{hint}")
-    written = {"rope_scaling": kind, "cutoff_len": wanted.context}
+    if not reading.tables or not reading.tables[None].is_table(table_there):
+        reason = reading.refused or reading.unverified or "; ".join(reading.tables[None].reasons)
+        hint = (
+            ""
+            if "rope_theta" in raw
+            else f". rope-patch export {checkpoint.source} --to hf writes what version 4 reads"
+        )
+        raise ValueError(
+            f"{refusal}: its {kind} with factor {factor:g} is not {table}{': ' * bool(reason)}{reason}{hint}"
+        )
+    written = {"rope_scaling": kind, "cutoff_len": checkpoint.context}
     notes = (
         "with transformers 4 alone: in version 5 LLaMA-Factory's way to set rope_scaling loses the base",
         f"it sets max_position_embeddings to {reached}",
@@ -330,16 +336,16 @@ def _llamafactory(wanted: Wanted) -> Flags:
     return Flags("llamafactory", tuple(yaml.safe_dump(written).splitlines()), written, (table,), shown, notes)
 
 
-def _verl(wanted: Wanted) -> Flags:
+def _verl(checkpoint: PatchedCheckpoint) -> Flags:
     raise ValueError(
         "verl 0.9.1 cannot express it: its override_config goes into rope_parameters as if it were a config, and fails "
-        f"at the first key. Write a patched folder (rope-patch apply {wanted.source} METHOD -o FOLDER) and give it as "
-        "actor_rollout_ref.model.path, so that the trainer and its rollout engine read one table; rope-patch audit "
+        f"at the first key. Write a patched folder (rope-patch apply {checkpoint.source} METHOD -o FOLDER) and give it "
+        "as actor_rollout_ref.model.path, so that the trainer and its rollout engine read one table; rope-patch audit "
         "FOLDER says whether they do"
     )
 
 
-WRITERS: dict[str, Callable[[Wanted], Flags]] = {
+WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,

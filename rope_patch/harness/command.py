@@ -75,19 +75,19 @@ def with_ours(arguments: Any) -> Any:
         arguments: of lm-eval's command line, parsed; changed in place. Its ``--include_path`` may be several folders,
             joined as in ``PATH``; a ``--config`` may hold one too.
     """
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if getattr(arguments, "config", None):
         from lm_eval.config.evaluate_config import EvaluatorConfig
 
-        said = EvaluatorConfig.load_yaml_config(arguments.config)
+        given = EvaluatorConfig.load_yaml_config(arguments.config)
     if hasattr(arguments, "include_path"):
-        own = arguments.include_path or said.get("include_path") or []
+        own = arguments.include_path or given.get("include_path") or []
         folders = own.split(os.pathsep) if isinstance(own, str) else [str(folder) for folder in own]
         for folder in folders:
             if not os.path.isdir(folder):
                 raise FileNotFoundError(f"--include_path: no folder {folder}")
         arguments.include_path = [str(data_path("eval_tasks")), *folders]
-    if getattr(arguments, "model", "") is None and "model" not in said:
+    if getattr(arguments, "model", "") is None and "model" not in given:
         arguments.model = "rope_patch"
     return arguments
 

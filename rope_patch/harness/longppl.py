@@ -163,13 +163,13 @@ def key_token_documents(
         chosen = [int(i) - len(prefix) for i in row.key_tokens.nonzero().flatten()]
         found.append(_Spans(tokenizer, window).of(chosen))
     asked = sum(map(len, found))
-    said = f"{length} tokens in {len(rows)} windows: {keys}"
+    summary = f"{length} tokens in {len(rows)} windows: {keys}"
     if asked < keys.tokens:
-        said += f"; {keys.tokens - asked} of them are left out, whose text cannot be separated from its neighbours'"
+        summary += f"; {keys.tokens - asked} of them are left out, whose text cannot be separated from its neighbours'"
     if processes()[0] == 0:
-        tqdm.write(f"LongPPL, {said}", file=sys.stderr)
+        tqdm.write(f"LongPPL, {summary}", file=sys.stderr)
     if not asked:
-        raise ValueError(f"{said}: nothing is left to measure with this tokenizer")
+        raise ValueError(f"{summary}: nothing is left to measure with this tokenizer")
     shares = {"key_token_share": keys.share, "left_out_share": 1 - asked / keys.tokens}
     return {
         "test": Dataset.from_list(

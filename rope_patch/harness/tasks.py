@@ -83,8 +83,8 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
                 metadata, fixed = self.config.metadata or {}, self.config.dataset_kwargs or {}
                 turns = turns_of(kwargs["chat_template"])
                 self.dataset = self.config.custom_dataset(**metadata, **fixed, turns=turns)
-        said = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples]
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+        settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples]
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         super().build_all_requests(tokenizer_name=f"{tokenizer_name}-{digest[:16]}", samples=samples, **kwargs)
 
 
@@ -203,15 +203,15 @@ def perplexity_documents(
         if whole[: len(context)] != context:  # this tokenizer joins what stands on both sides: cut a word later
             middle += 1
             continue
-        said = "".join(words[middle:end])
+        continuation = "".join(words[middle:end])
         rows.append(
             {
                 "context": "".join(words[begin:middle]).lstrip(),
-                "continuation": said,
+                "continuation": continuation,
                 "context_tokens": len(context),
                 "tokens": len(whole) - len(context),
                 "words": end - middle,
-                "bytes": len(said.encode("utf-8", "surrogatepass")),
+                "bytes": len(continuation.encode("utf-8", "surrogatepass")),
             }
         )
         middle = max(end, bisect.bisect_right(upto, room + len(rows) * apart) - 1)
