@@ -161,10 +161,10 @@ def extend(
 ) -> None:
     """Bring a checkpoint to a longer context: measure methods, choose one, write the checkpoint and check it.
 
-    All methods are measured on little text, the better half on more, until one is ahead. The output folder is a
+    All candidates are measured on little text, the better half on more, until one is ahead. The output folder is a
     checkpoint that plain transformers loads, with a model card that shows the scores before and after, and
-    **report.html**. If no method reaches the length without losing quality at short texts, nothing is written, the
-    command says what would help, and the exit status is 4. If it is interrupted, run it again to continue.
+    **report.html**. If no method reaches the length, or each loses more than --tolerance at short texts, nothing is
+    written, the command says what would help, and the exit status is 4. If it is interrupted, run it again to continue.
 
     Example: **rope-patch extend ./llama --length 32k -o ./llama-32k --budget 30m**
     """

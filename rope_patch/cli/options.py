@@ -229,8 +229,7 @@ Budget = Annotated[
         parser=value_of("--budget", parse_duration),
         metavar="TIME",
         help="The time to aim at, such as 5m, 30m or 2h, by the measured speed of the model. Less text and fewer "
-        "prompts are read then, so that the intervals get wider, and the longest lengths are left out if need be; the "
-        "command says what is lost.",
+        "prompts are read then, so that the intervals get wider; the command says what else is left out.",
         show_default=False,
     ),
 ]

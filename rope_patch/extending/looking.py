@@ -8,6 +8,7 @@ from typing import Any
 from rope_patch.exporting.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
 from rope_patch.exporting.readings import PROGRAMS
 from rope_patch.extending.options import ExtendOptions
+from rope_patch.patching.undo import Patch
 from rope_patch.patching.verify import inspect_model
 from rope_patch.planning import plan
 
@@ -62,3 +63,8 @@ def _sentence(row: AuditRow) -> str:
     where = f" for {row.layer_type} layers" if row.layer_type else ""
     reasons = f": {'; '.join(row.reasons)}" if row.reasons else ""
     return f"{what}{where}{reasons}" + (f". Run: {row.fix}" if row.fix else "")
+
+
+def slows_a_pair(patch: Patch) -> bool:
+    """Tell whether a patch lowers a frequency; another base does not where the checkpoint's is as large already."""
+    return any(bool((after.inv_freq < patch.before[kind].inv_freq).any()) for kind, after in patch.after.items())

@@ -17,7 +17,7 @@ from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import Choice, MethodEvaluator
-from rope_patch.extending.looking import look
+from rope_patch.extending.looking import look, slows_a_pair
 from rope_patch.extending.options import AFTER, CANDIDATES, ExtendOptions, short
 from rope_patch.extending.result import Extended
 from rope_patch.extending.rounds import Round, cost_of, rounds_to_list, rounds_within
@@ -147,7 +147,9 @@ class Run:
         for name in methods:
             try:
                 method = for_target(self.model, as_method(name), self.options.length)
-                with patched(self.model, method, target_length=self.options.length):
+                with patched(self.model, method, target_length=self.options.length) as patch:
+                    if tuple(methods) == CANDIDATES and not slows_a_pair(patch):
+                        raise ValueError("no pair of this checkpoint would turn slower")
                     fitting.append(str(method))
             except ValueError as error:
                 if tuple(methods) != CANDIDATES:

@@ -12,6 +12,7 @@ import torch
 from fresh import stock_logits
 from prompting import TOKENIZER, bold
 from safetensors.torch import load_file
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 from typer.testing import CliRunner
 
@@ -280,6 +281,16 @@ def test_a_run_interrupted_in_its_training_and_after_it_ends_alike(llama, tmp_pa
     assert len(rows) == 18, "and was not repeated"
     assert outcome.choice == whole.choice
     assert outcome.comparison.to_json() == whole.comparison.to_json()
+
+
+def test_another_base_is_no_candidate_where_the_checkpoint_has_a_larger_one(tmp_path):
+    rotary = {"rope_type": "default", "rope_theta": 1e6}
+    model, said = tiny_model(vocab_size=1024, max_position_embeddings=256, rope_parameters=rotary), []
+    methods = Run(model, TOKENIZER, ExtendOptions("tiny", 512), tmp_path / "out", said.append).methods
+    assert "yarn:factor=2" in methods and not any(method.startswith("abf") for method in methods)
+    assert said == ["abf is left out: no pair of this checkpoint would turn slower"]
+    named = ExtendOptions("tiny", 512, methods=("abf",))
+    assert Run(model, TOKENIZER, named, tmp_path / "out").methods == ["abf:rope_theta=500000"]
 
 
 def test_the_command_has_the_defaults_of_python():
