@@ -18,6 +18,7 @@ from fits import ASKED, ASSETS, TEXT, Verdicts, candidate, fit_by_name, fitted, 
 from forks import together
 from huggingface_hub import ModelCard
 from states import model_of
+from subsets import full
 from tiny import ids, small, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from typer.main import get_command
@@ -561,11 +562,11 @@ def test_the_learning_rate_rises_and_falls_to_zero(tokenizer):
     ("now", "share", "remaining"),
     [
         (((10, 5), (1.9, 2.9), 0.1), 0.5, 1.0),
-        (((10, 5), (1.9, 2.9), 0.2), 0.5, 1.0),  # as many are found
-        (((10, 4), (1.9, 2.9), 0.2), 0.8, 0.5),
-        (((10, 4), (2.1, 2.9), 0.2), 0.8, 0.5),
+        full(((10, 5), (1.9, 2.9), 0.2), 0.5, 1.0),  # as many are found
+        full(((10, 4), (1.9, 2.9), 0.2), 0.8, 0.5),
+        full(((10, 4), (2.1, 2.9), 0.2), 0.8, 0.5),
         (((4, 10), (1.9, 2.9), 0.05), 0.8, 0.5),  # significantly fewer at one length, however probable
-        (((10, 5), (2.1, 2.9), 0.05), 0.2, 0.5),
+        full(((10, 5), (2.1, 2.9), 0.05), 0.2, 0.5),
         (((10, 8), (2.1, 2.9), 0.2), 0.2, 0.5),  # more are found, though less probable on average
     ],
 )
@@ -682,20 +683,22 @@ def test_an_interrupted_fit_goes_on(tokenizer, tmp_path):
     assert other.losses != whole.losses
 
 
-def test_what_was_kept_is_of_the_same_call(tokenizer):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": Objective(retrieval=0.2)},
+        full({"constraint": Constraint(band=1.01)}),
+        full({"learning_rate": 0.05}),
+        full({"batch_tokens": 288}),
+        {"haystack": "noise"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_was_kept_is_of_the_same_call(tokenizer, changes):
     result_cache, fewer = {}, {"steps": 2, "checks": 1, "windows": 1}
     fitted(small(), tokenizer, resume=result_cache, **fewer)
-    for changes in (
-        {"objective": Objective(retrieval=0.2)},
-        {"constraint": Constraint(band=1.01)},
-        {"learning_rate": 0.05},
-        {"batch_tokens": 288},
-        {"haystack": "noise"},
-    ):
-        again, fresh = (
-            fitted(small(), tokenizer, resume=resume, **fewer, **changes) for resume in (result_cache, None)
-        )
-        assert again.losses == fresh.losses and again.candidates == fresh.candidates
+    again, fresh = (fitted(small(), tokenizer, resume=resume, **fewer, **changes) for resume in (result_cache, None))
+    assert again.losses == fresh.losses and again.candidates == fresh.candidates
 
 
 def test_checkpointing_changes_nothing(tokenizer):

@@ -126,7 +126,7 @@ def test_a_resumed_run_does_not_fit_again(tmp_path):
     assert again.results["patch"] == whole.results["patch"] and again.results["fit"] == whole.results["fit"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_interrupted_fit_goes_on(tmp_path):
     with steps_of_fits(stop=2) as taken, pytest.raises(KeyboardInterrupt):
         finetune(options(tmp_path / "run", *FITTED))
