@@ -151,9 +151,8 @@ def answers(report: Report) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "answers": ("answers_smollm2", answers),
-    **{
-        function.__name__: ("study_smollm2", function) for function in (text, within, passkeys, caches, outliers, sweep)
-    },
+    "caches": ("study_smollm2_caches", caches),
+    **{function.__name__: ("study_smollm2", function) for function in (text, within, passkeys, outliers, sweep)},
 }
 """Name of each table, to the results it is made of and what makes it."""
 
