@@ -109,11 +109,6 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="collect texts and weights, and measure nothing")
     parser.add_argument("--weights", type=Path, help="GGUF file to pack; by default the one in --carried")
     given = parser.parse_args()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("rope_patch").setLevel(logging.ERROR)  # it says of each identity that it changes nothing
-    gc.collect()
-    gc.freeze()  # what importing made is left out of the many collections between cells
     for path in given.text:
         if not path.is_file():
             parser.error(f"no file {path}")
@@ -135,6 +130,11 @@ def main() -> None:
         parser.error("there is no GPU here: --tiny rehearses the stages on a CPU")
     if given.tiny and given.output is None:
         output = work / "tiny.json"
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("rope_patch").setLevel(logging.ERROR)  # it says of each identity that it changes nothing
+    gc.collect()
+    gc.freeze()  # what importing made is left out of the many collections between cells
     try:
         suite = Suite(setting, output, given.budget, again=given.again)
         left = suite.run(given.stages)
