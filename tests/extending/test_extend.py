@@ -197,10 +197,11 @@ def test_where_nothing_will_do_nothing_is_written(tmp_path):
     assert outcome.choice.advice
 
 
-def test_the_command_says_no_with_a_status_of_its_own(tmp_path):
+def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.evaluation.compare.pace_of_reading", lambda *_, **__: PACE)
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
     result = CliRunner().invoke(
-        app, [*arguments, "--budget", "5s", "--no-report", "--dtype", "float32", "--threads", "1"]
+        app, [*arguments, "--budget", "6s", "--no-report", "--dtype", "float32", "--threads", "1"]
     )
     assert result.exit_code == 4, result.output
     assert "nothing was written. What would help:\n  training: --train\n" in result.output
