@@ -6,7 +6,7 @@
 
 The stages stand in the order of their worth. Each is a list of cells; a finished cell is in the JSON at once and is not
 measured again, so that a run may be stopped at any moment. A cell begins only if its estimated time, multiplied by how
-much slower than estimated this stage has been, still fits into the stage's 8 minutes and into the budget. What a cell
+much slower than estimated this stage has been, fits into what is left of the stage's 8 minutes and the budget. What it
 lacks (a package, weights, a text, a GPU) is said, written under ``skipped``, and the next one begins; what ran out of
 memory is a result.
 

@@ -6,12 +6,12 @@ make docs        # into build/site
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
 from mkdocs.structure.files import File
+from typer.cli import get_docs_for_click
 
 import rope_patch
 from rope_patch.cli.app import app
@@ -68,39 +68,7 @@ def api() -> str:
 
 
 def command_line() -> str:
-    """Return the page of all commands and their options."""
+    """Return the page of all commands and their options, as typer writes it."""
     group: Any = typer.main.get_command(app)
-    lines = ["# Command line", "", "What `rope-patch COMMAND --help` prints."]
-    for name, command in sorted(group.commands.items()):
-        for words, one in leaves(f"rope-patch {name}", command):
-            lines += ["", f"## {words}", "", str(one.help or "").replace("\b", ""), "", *options(one)]
-    return "\n".join(lines) + "\n"
-
-
-def leaves(words: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a command, or those of a group."""
-    for name, one in getattr(command, "commands", {}).items():
-        yield from leaves(f"{words} {name}", one)
-    if not hasattr(command, "commands"):
-        yield words, command
-
-
-def options(command: Any) -> Iterator[str]:
-    """Yield the rows of the table of a command's options."""
-    yield "| option | what it does | default |"
-    yield "| --- | --- | --- |"
-    for option in command.params:
-        if getattr(option, "hidden", False) or option.name == "help":
-            continue
-        flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
-        named = f" {option.metavar}" if option.metavar and not getattr(option, "is_flag", False) else ""
-        default = option.default
-        shown = "" if callable(default) or default in (None, (), "", False) else f"`{_words(default)}`"
-        help_text = str(getattr(option, "help", "") or "").replace("|", "\\|").replace("\n", " ")
-        if option.param_type_name == "argument":
-            flags, named = f"`{option.metavar or option.name.upper()}`", ""
-        yield f"| {flags}{named} | {help_text} | {shown} |"
-
-
-def _words(default: Any) -> str:
-    return " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+    page = get_docs_for_click(obj=group, ctx=typer.Context(group), name="rope-patch", title="Command line")
+    return re.sub(r"^(\*\*(?:Arguments|Options|Commands)\*\*)", r"\n\1", page, flags=re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -99,3 +100,24 @@ def together(call: Callable[[int], None], folder: Path, count: int = 2, ends: tu
     texts = [page.read_text() for page in pages]
     assert ended == list(ends or [0] * count), "\n".join(text[-3000:] for text in texts)
     return texts
+
+
+def run_script(command: list[str], log: Path) -> str:
+    """Run a script in a fork, as ``python command`` would, and return what it printed; it must end well."""
+
+    def script() -> None:
+        with log.open("w", buffering=1) as sys.stdout:
+            sys.stderr = sys.stdout
+            sys.argv, sys.path[:0] = command, [str(Path(command[0]).parent)]
+            try:
+                runpy.run_path(command[0], run_name="__main__")
+            except SystemExit as stopped:
+                if stopped.code:
+                    print(stopped)
+                    raise SystemExit(1) from None
+            except BaseException:
+                traceback.print_exc(file=sys.stdout)
+                raise
+
+    assert forked(script) == 0, log.read_text()[-3000:]
+    return log.read_text()

@@ -1,4 +1,4 @@
-"""What the stages share: a cell, a stage, what all of them are told, random models of known shapes, and their ids."""
+"""What the stages share: a cell, a stage, their setting, random models of known shapes, and their ids."""
 
 from __future__ import annotations
 
@@ -20,31 +20,20 @@ from rope_patch.packaged import data_path
 
 Results = Mapping[str, Mapping[str, Any]]
 """The finished cells of a stage, by name."""
+_TINY: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+}
+_LAYERS = ["sliding_attention", "full_attention"]
 TINY: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model_type": "llama",
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "tie_word_embeddings": True,
-    },
+    "llama": {"model_type": "llama", **_TINY},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 32, "layer_types": _LAYERS, **_TINY},
 }
 """Shapes of the models that stand for the real ones when a suite is rehearsed."""
 PEAKS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
@@ -102,7 +91,7 @@ class Stage:
 
 @dataclass
 class Setting:
-    """What all stages are told.
+    """What all stages share.
 
     Attributes:
         tiny: rehearse with tiny models.

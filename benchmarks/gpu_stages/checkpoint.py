@@ -52,19 +52,19 @@ def study_cell(kind: str, table: str, state: str, setting: Setting, seed: int = 
     return study_cells.Cell(kind, table, state, FACTOR * setting.size(SIZES, QUICK).context, FACTOR, seed)
 
 
-def measure(setting: Setting, wanted: Sequence[study_cells.Cell], _: Results) -> dict[str, Any]:
+def measure(setting: Setting, asked: Sequence[study_cells.Cell], _: Results) -> dict[str, Any]:
     """Measure cells of the study one after another: what trains or fits a table comes before what reads it.
 
-    They are one cell here, since the files between them do not come back from a machine that is lent.
+    They are one cell here, so that a cell needs no files of another run.
     """
     setting.drop()
     study = study_of(setting)
     found: dict[str, Any] = {}
-    for cell in wanted:
+    for cell in asked:
         found[cell.kind] = study_cells.MEASURES[cell.kind](study, cell)
         if cell.kind == "fit":  # from where the others read its table
             write_atomically(study.path(cell), json.dumps(found["fit"]))
-    last = wanted[-1]
+    last = asked[-1]
     return {"table": last.table, "state": last.state, "seed": last.seed, "patch": study.named(last), **found}
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import runpy
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import forked
+from forks import run_script
 from scipy import stats
 
 import rope_patch
@@ -29,22 +27,9 @@ def tiny(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
     output, log = folder / "gpu.json", folder / "log.txt"
     command = [str(FOLDER / "gpu.py"), "--tiny", "-o", str(output), "--carried", str(folder / "carried"), *options]
 
-    def script() -> None:
-        with log.open("w", buffering=1) as sys.stdout:
-            sys.stderr = sys.stdout
-            sys.argv, sys.path[:0] = command, [str(FOLDER)]
-            try:
-                runpy.run_path(command[0], run_name="__main__")
-            except SystemExit as stopped:
-                print(stopped)
-                raise
-            except BaseException:
-                traceback.print_exc(file=sys.stdout)
-                raise
-
-    assert forked(script) == 0, log.read_text()[-3000:]
+    printed = run_script(command, log)
     report: dict[str, Any] = json.loads(output.read_text())
-    return report, log.read_text()
+    return report, printed
 
 
 # --- all of it

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import runpy
 import shutil
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forks import forked
+from forks import run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -51,20 +48,7 @@ def study(tmp_path: Path, texts: tuple[Path, Path], *options: str) -> dict[str, 
     command = [str(FOLDER / "study_smollm2.py"), str(MODEL), "--novels", str(texts[0]), "--wikitext", str(texts[1])]
     command += ["--root", str(tmp_path / "cells"), "--quick", "-o", str(output), *options]
 
-    def script() -> None:
-        with log.open("w") as sys.stdout:
-            sys.stderr = sys.stdout
-            sys.argv, sys.path[:0] = command, [str(FOLDER)]
-            try:
-                runpy.run_path(command[0], run_name="__main__")
-            except SystemExit as stopped:
-                print(stopped)
-                raise SystemExit(1) from None
-            except BaseException:
-                traceback.print_exc(file=sys.stdout)
-                raise
-
-    assert forked(script) == 0, log.read_text()[-3000:]
+    run_script(command, log)
     report: dict[str, Any] = json.loads(output.read_text())
     return report
 
