@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,18 @@ from transformers.utils import logging
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
+
+
+def build_the_thread_pool_anew() -> None:
+    """Give a forked process a thread pool: torch's is lost there, and two threads that both miss it race for a new one.
+
+    transformers loads weights in threads; the one that loses ends in "Invalid thread pool!".
+    """
+    with warnings.catch_warnings(action="ignore"):
+        torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=build_the_thread_pool_anew)
 
 
 LONGEST = ("test_readme.py", "test_packaging.py")
