@@ -49,18 +49,33 @@ NEEDED = {"train": "peft", "engine": "llama_cpp"}
 """Packages that only some kinds of cells need."""
 
 
-def digest_of(study: Study) -> str:
-    """Return what all results depend on: the weights, the texts, and how much is measured."""
-    sha256 = hashlib.sha256(json.dumps(asdict(study.sizes)).encode())
+def identity(study: Study) -> dict[str, str]:
+    """Return sha256 hashes of what results depend on.
+
+    "weights" is of the weights and of how much is measured, "held out" of the texts that are measured, and "training"
+    of those that adapters and fitted tables learn from.
+    """
     weights = sorted(study.folder.glob("*.safetensors"))
     if not weights:
         raise FileNotFoundError(f"{study.folder} is no folder of a checkpoint: it holds no *.safetensors")
+    parts = {"weights": hashlib.sha256(json.dumps(asdict(study.sizes)).encode())}
     for path in weights:
-        sha256.update(path.read_bytes())
-    for domain in ("novels", "wikitext"):
-        for held_out in (True, False):
-            sha256.update(study.text(domain, held_out).encode())
-    return sha256.hexdigest()
+        parts["weights"].update(path.read_bytes())
+    for name, held_out in (("held out", True), ("training", False)):
+        parts[name] = hashlib.sha256()
+        for domain in ("novels", "wikitext"):
+            parts[name].update(study.text(domain, held_out).encode())
+    return {name: part.hexdigest() for name, part in parts.items()}
+
+
+def learns(study: Study, cell: Cell) -> bool:
+    """Whether a cell trains or fits something, or measures what another has trained or fitted."""
+    return cell.kind in ("train", "fit") or study.needs(cell) is not None
+
+
+def identity_of(study: Study, cell: Cell, about: dict[str, str]) -> dict[str, str]:
+    """Return the part of the identity that a cell depends on."""
+    return {name: about[name] for name in about if name != "training" or learns(study, cell)}
 
 
 def lacks(kind: str, package: str, todo: Sequence[Cell]) -> bool:
@@ -68,7 +83,7 @@ def lacks(kind: str, package: str, todo: Sequence[Cell]) -> bool:
     return any(cell.kind == kind for cell in todo) and importlib.util.find_spec(package) is None
 
 
-def run(study: Study, todo: Sequence[Cell], done: Results, about: str) -> None:
+def run(study: Study, todo: Sequence[Cell], done: Results, about: dict[str, str]) -> None:
     """Measure cells one after another, after what they need."""
     for number, cell in enumerate(todo):
         path = study.path(cell)
@@ -92,7 +107,7 @@ def run(study: Study, todo: Sequence[Cell], done: Results, about: str) -> None:
                 raise
         seconds = before + time.perf_counter() - began
         made_by = {
-            "about": about,
+            "about": identity_of(study, cell, about),
             "patch": study.named(cell),
             "device": study.device,
             "seconds": round(seconds, 1),
@@ -108,7 +123,7 @@ def minutes(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
 
 
-def finished(study: Study, asked: Sequence[Cell], about: str) -> Results:
+def finished(study: Study, asked: Sequence[Cell], about: dict[str, str]) -> Results:
     """Return the results that are there, of these weights, texts and tables.
 
     Raises:
@@ -116,7 +131,7 @@ def finished(study: Study, asked: Sequence[Cell], about: str) -> Results:
     """
     done = {cell: json.loads(study.path(cell).read_text()) for cell in asked if study.path(cell).exists()}
     for cell, result in done.items():
-        if (result["about"], result.get("patch")) != (about, study.named(cell)):
+        if (result["about"], result.get("patch")) != (identity_of(study, cell, about), study.named(cell)):
             raise ValueError(
                 f"{study.path(cell)} was measured on other weights or texts, at other sizes or with another table: "
                 "give another --root"
@@ -215,8 +230,13 @@ ROWS = {"text": "text", "passkey": "by", "caches": "scheme"}
 """The lists of a report, and what tells a cell's rows apart beside its columns."""
 
 
-def earlier_report(path: Path | None, about: str) -> dict[str, Any]:
+def earlier_report(path: Path | None, about: dict[str, str], learned: bool) -> dict[str, Any]:
     """Return the report in a file; an empty one where there is none.
+
+    Args:
+        path: of the report.
+        about: identity of the present study.
+        learned: whether cells that were trained or fitted are to be added.
 
     Raises:
         ValueError: it is of other weights, texts or sizes.
@@ -224,8 +244,9 @@ def earlier_report(path: Path | None, about: str) -> dict[str, Any]:
     if path is None or not path.exists():
         return {"sha256": about, "unfinished": [], "minutes": 0.0, **{name: [] for name in ROWS}}
     before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if before["sha256"] != about:
-        raise ValueError(f"{path} is a report on other weights, texts or sizes: give another file")
+    for name, theirs in before["sha256"].items():
+        if theirs != about[name] and (learned or name != "training"):
+            raise ValueError(f"{path} is a report on other weights, texts or sizes ({name}): give another file")
     return before
 
 
@@ -249,10 +270,10 @@ def joined(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         report[name] = [row for row in before[name] if key(row) not in measured] + report[name]
     if "settings" in before:
         report["unfinished"] = [name for name in report["unfinished"] if name in before["unfinished"]]
-    return {**{name: value for name, value in before.items() if name not in report}, **report}
+    return {**report, **{name: value for name, value in before.items() if name not in report}}
 
 
-def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str, before: dict[str, Any]) -> dict[str, Any]:
+def report_of(done: Results, asked: Sequence[Cell], study: Study, before: dict[str, Any]) -> dict[str, Any]:
     """Return everything that is finished, with what an earlier report holds besides."""
     plain = ("about", "patch", "operations", "device", "seconds")
     others = {
@@ -268,7 +289,7 @@ def report_of(done: Results, asked: Sequence[Cell], study: Study, about: str, be
         "weights": "dequantized Q4_1, bfloat16",
         "unfinished": [cell.name for cell in asked if cell not in done],
         "minutes": round(before["minutes"] + sum(result["seconds"] for result in new) / 60, 1),
-        "sha256": about,
+        "sha256": before["sha256"],
         "settings": {
             "methods": cells.METHODS,
             "held out": list(cells.HELD_OUT),
@@ -345,10 +366,11 @@ def main() -> None:
         parser.error(f"no cell is named like {' or '.join(given.cells)}: --list shows them")
     given.root.mkdir(parents=True, exist_ok=True)
     try:
-        about = digest_of(study)
-        before = earlier_report(given.output, about)
+        about = identity(study)
         done = finished(study, asked, about)
         todo = [cell for cell in chosen if cell not in done]
+        reported = {*done, *([] if given.report or given.list else todo)}
+        before = earlier_report(given.output, about, any(learns(study, cell) for cell in reported))
         if given.list:
             speed = cells.speed_of(list(done.values()))
             for cell in chosen:
@@ -367,7 +389,7 @@ def main() -> None:
         sys.exit(130)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    report = report_of(done, asked, study, about, before)
+    report = report_of(done, asked, study, before)
     write(report, given.output)
     if given.figure and (report["text"] or report["passkey"]):
         draw(report, given.figure)

@@ -136,8 +136,25 @@ def test_cells_are_measured_once_and_equal_transformers(tmp_path: Path, texts: t
 def test_results_of_other_texts_are_refused(tmp_path: Path, texts: tuple[Path, Path], cells: Any) -> None:
     root = tmp_path / "cells"
     root.mkdir()
-    (root / "heads---zero-128.json").write_text('{"about": "other weights"}')
+    (root / "heads---zero-128.json").write_text('{"about": {"weights": "others"}}')
     with pytest.raises(AssertionError, match="other weights or texts"):
+        study(tmp_path, texts, "--report")
+
+
+def test_a_report_may_be_of_adapters_trained_on_another_text(tmp_path: Path, texts: tuple[Path, Path]) -> None:
+    report = study(tmp_path, texts, "--cells", "short-default-zero*")
+    trained = {**report["text"][0], "table": "yarn", "state": "pose"}
+    (tmp_path / "study.json").write_text(json.dumps({**report, "text": [*report["text"], trained]}))
+    (texts[0] / "another.txt").write_text("Another text to train on.", encoding="utf-8")
+    more = study(tmp_path, texts, "--cells", "short-yarn-zero*")
+    assert [(row["table"], row["state"]) for row in more["text"]] == [
+        ("yarn", "pose"), ("default", "zero"), ("yarn", "zero")
+    ]  # fmt: skip
+    assert more["sha256"] == report["sha256"]
+    with pytest.raises(AssertionError, match=r"other weights, texts or sizes \(training\)"):
+        study(tmp_path, texts, "--cells", "train-yarn*")
+    (texts[0] / "moby_dick.txt").write_text("Another text to measure.", encoding="utf-8")
+    with pytest.raises(AssertionError, match="measured on other weights or texts"):
         study(tmp_path, texts, "--report")
 
 
