@@ -151,7 +151,7 @@ def answers(report: Report) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "answers": ("answers_smollm2", answers),
-    **{function.__name__: ("study_smollm2", function) for function in (text, within, passkeys, caches, outliers, sweep)},
+    **{each.__name__: ("study_smollm2", each) for each in (text, within, passkeys, caches, outliers, sweep)},
 }
 """Name of each table, to the results it is made of and what makes it."""
 
