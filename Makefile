@@ -8,13 +8,14 @@ RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
 ENGINES := $(VENV)/.engines
 SITE := $(VENV)/.site
+RELEASE := $(VENV)/.release
 # A process per core, up to four: each holds torch and small models, and computes on one thread.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs demo smollm2 adapt gpu test test-full test-engines check
+.PHONY: help docs demo smollm2 adapt gpu test test-full test-engines check release
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +52,11 @@ check: $(DEV) ## style, format and types
 docs: $(SITE) ## the pages under docs as a site, with search, the commands and the Python API, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+release: $(RELEASE) ## the wheel and the source archive, in build/dist, as the package index will check them
+	rm -rf build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist
+	$(BIN)/twine check --strict build/dist/*
+
 .venv: $(DEV)
 
 # The demo and the tour ask for half of what the tests need. The second environment holds the first.
@@ -70,6 +76,10 @@ $(ENGINES): $(DEV)
 
 $(SITE): $(RUNTIME)
 	$(INSTALL) -e ".[docs]"
+	@touch $@
+
+$(RELEASE): $(RUNTIME)
+	$(INSTALL) -e ".[release]"
 	@touch $@
 
 define make_venv

@@ -134,6 +134,35 @@ def test_a_bare_install_needs_no_extra(installed: Path, tmp_path: Path) -> None:
     run(installed / "python", "-c", f"{hide}; {use}", cwd=tmp_path)
 
 
+def test_the_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size < 10e6
+
+
+def test_a_typed_project_sees_the_public_names_and_their_types(installed: Path, tmp_path: Path) -> None:
+    names = ", ".join(name for name in rope_patch.__all__ if name != "__version__")
+    wrong = 'rope_patch.apply(nn.Linear(1, 1), "yarn", target_length="32k")'
+    (tmp_path / "user.py").write_text(
+        f"""from collections.abc import Sequence
+import rope_patch
+from rope_patch import {names}
+from torch import nn
+
+def widen(model: nn.Module) -> Patch:
+    return rope_patch.apply(model, Yarn(factor=4.0), target_length=32768)
+
+lengths: Sequence[int] = EvalSpec(lengths=[512]).lengths
+{wrong}
+"""
+    )
+    skipped = "torch.*,transformers.*,numpy.*,scipy.*,matplotlib.*,typer.*,peft.*,accelerate.*,datasets.*"
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = true\n[mypy-{skipped}]\nfollow_imports = skip\n")
+    checker = [sys.executable, "-m", "mypy", "--python-executable", installed / "python"]
+    with pytest.raises(AssertionError) as failed:
+        run(*checker, "--cache-dir", os.devnull, "user.py", cwd=tmp_path)
+    assert 'user.py:10: error: Argument "target_length" to "apply"' in str(failed.value)
+    assert "Found 1 error in 1 file" in str(failed.value)
+
+
 @pytest.mark.full
 def test_the_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     printed = run_quick_demo(installed, tmp_path / "out")
