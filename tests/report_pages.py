@@ -83,3 +83,24 @@ class Page(HTMLParser):
     def row(self, method):
         """The first row of a method: its scores."""
         return next(cells for cells in self.rows if cells[0][1].strip() == method)
+
+
+def accessible(text: str) -> None:
+    """Check what a keyboard and a screen reader need: an order of headings, names of tables, figures and regions."""
+    page = Page(text)
+    levels = [int(tag[1]) for tag, _ in page.tags if tag in ("h1", "h2", "h3", "h4")]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), "no level is left out"
+    assert page.all("html") == [{"lang": "en"}] and len(page.all("main")) == 1
+    assert all(len(image["alt"] or "") > 40 for image in page.all("img"))
+    assert len(page.all("caption")) == len(page.all("table"))
+    assert all(head.get("scope") in ("col", "row", "colgroup") for head in page.all("th"))
+    scrolled = [given for _, given in page.tags if given.get("role") == "region"]
+    assert all(given["aria-label"] and given["tabindex"] == "0" for given in scrolled)
+    ids = [given["id"] for _, given in page.tags if "id" in given]
+    assert len(ids) == len(set(ids))
+    links = [link["href"] or "" for link in page.all("a")]
+    assert {link.removeprefix("#") for link in links} <= set(ids), "every link points into the page"
+    assert {name for name in ids if name.startswith("term-")} == {
+        link["href"].removeprefix("#") for link in page.all("a") if link.get("class") == "term"
+    }

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 
 from rope_patch.evaluation.compare import Column, Comparison, Row
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
@@ -28,6 +28,8 @@ from rope_patch.files import write_atomically
 from rope_patch.frequencies import unrotated, wavelength
 from rope_patch.packaged import data_path
 from rope_patch.plots import base as plots
+from rope_patch.reports.glossary import Terms
+from rope_patch.reports.summary import summary
 
 TITLE = "Methods compared"
 _LONGEST = 80  # characters of a method's name before it is shortened in tables and figures
@@ -91,7 +93,7 @@ def write(
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page of ``assets``: everything escaped, an unknown name an error."""
+    """Return a page of ``assets``: everything escaped, terms explained, an unknown name an error."""
     environment = Environment(
         loader=FileSystemLoader(data_path("assets")),
         autoescape=True,
@@ -99,7 +101,11 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    terms = Terms()
     environment.filters["breakable"] = _breakable
+    # With a context, so that jinja2 does not apply it to constant texts when it compiles, in blocks that are not shown.
+    environment.filters["linked"] = pass_context(lambda _, text: terms.link(text))
+    environment.globals["terms_used"] = terms.used
     return environment.get_template(template).render(**values)
 
 
@@ -115,6 +121,7 @@ def _section(comparison: Comparison) -> dict[str, Any]:
     names = short_names([row.method for row in rows])
     return {
         "heading": f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks)}",
+        "summary": summary(comparison, dict(zip((row.method for row in rows), names, strict=True))),
         "facts": _facts(comparison),
         "warnings": comparison.warnings,
         "answers": list(answers([(name, row.scores) for name, row in zip(names, rows, strict=True)])),
