@@ -21,7 +21,8 @@ def glossary() -> dict[str, str]:
 @functools.cache
 def _terms() -> re.Pattern[str]:
     longest_first = sorted(glossary(), key=len, reverse=True)
-    return re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})s?\b", re.IGNORECASE)
+    words = "|".join(map(re.escape, longest_first))
+    return re.compile(rf"(?<![\w:+])({words})s?(?![\w=])", re.IGNORECASE)  # not within a method such as yarn:factor=2
 
 
 class Terms:

@@ -66,6 +66,7 @@ def test_a_term_is_linked_once_and_explained():
         '<a class="term" href="#term-unrotated-pair">unrotated pairs</a>'
     )
     assert terms.link("perplexity") == "perplexity"
+    assert terms.link("yarn:factor=2 and p_rope+depth") == "yarn:factor=2 and p_rope+depth"
     assert [(term, meaning) for _, term, meaning in terms.used()] == [
         (term, glossary()[term]) for term in ("Passkey", "Perplexity", "Unrotated pair")
     ]
