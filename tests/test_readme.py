@@ -86,16 +86,17 @@ def test_the_code_of_the_pages_gives_its_output_and_their_commands_run(tmp_path,
 
 def test_a_page_lists_every_method():
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w+)[:`]", page, re.M)) == set(METHODS)
+    assert set(re.findall(r"^\| \[`(\w+)[:`]", page, re.M)) == set(METHODS)
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    page = re.sub(r"<!--.*?-->\n", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(page.splitlines()) <= 150
 
 
 def links():
     """The files that pages name, by page."""
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", path.read_text(encoding="utf-8")):
             yield path, target
 
@@ -188,7 +189,7 @@ def test_import_does_no_work():
 def test_pages_name_no_machine():
     for path in [
         *ROOT.glob("*.md"),
-        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("*/README.md"),
         *ROOT.glob("rope_patch/assets/*/README.md"),
     ]:
