@@ -1,4 +1,4 @@
-"""The tables of docs/methods, of the section on newer methods in docs/study.md: from the classes and the results.
+"""The tables of docs/methods, docs/adapt.md, and newer methods in docs/study.md: from the classes and the results.
 
     python benchmarks/method_pages.py            # writes them anew; benchmarks/tables_figure.py draws the figures
 
@@ -23,7 +23,7 @@ from rope_patch.methods import METHODS
 from rope_patch.methods.parameters import written
 from tables_figure import CONTEXT, FACTOR, LONGROPE, scales, smollm2
 
-PAGES = (*sorted((ROOT / "docs" / "methods").glob("*.md")), ROOT / "docs" / "study.md")
+PAGES = (*sorted((ROOT / "docs" / "methods").glob("*.md")), ROOT / "docs" / "adapt.md", ROOT / "docs" / "study.md")
 MEANINGS = {
     "attention_factor": "factor on cos and sin",
     "attention_scaling": "factor on cos and sin; left out: the one found",
@@ -181,7 +181,26 @@ def beside_yarn(score: dict[str, Any]) -> str:
     return f"{text}, {middle:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-TABLES = {function.__name__: function for function in (parameters, config, untrained, trained, newer)}
+def adapted(checkpoint: str) -> str:
+    """The arms of ``make adapt`` on a checkpoint."""
+
+    def share(found: float, low: float, high: float, sign: str = "") -> str:
+        return f"{found:{sign}.2f} ({low:{sign}.2f} to {high:{sign}.2f})"
+
+    rows = []
+    for row in results("adapt")["rows"]:
+        if row["checkpoint"] == checkpoint:
+            perplexities = [f"{of_seeds['mean']:.2f}" for of_seeds in row["perplexity"].values()]
+            near, far = row["passkey"].values()
+            above = row.get("above_default")
+            paired = share(above["difference"], *above["interval_prompts"], sign="+") if above else ""
+            shares = [f"{near['exact_match']:.2f}", share(far["exact_match"], *far["interval"]), paired]
+            rows.append([row["arm"], *perplexities, *shares])
+    head = ["ppl 0-256", "ppl 256-1024", "passkey 256", "passkey 1024", "above default"]
+    return markdown_table(["arm", *head], rows)
+
+
+TABLES = {function.__name__: function for function in (parameters, config, untrained, trained, newer, adapted)}
 
 
 def page_with_tables(page: str) -> str:

@@ -11,7 +11,8 @@ defines a name for the rest of the page::
     -->
 
 ``3 to 4 %`` takes the least and the greatest of several values, ``3, 5 and 4`` takes them in this order, and words
-without a number take an expression that is true. ``<!-- not measured: 95 %, 0.75 -->`` names numbers that are settings.
+without a number take an expression that is true. ``<!-- not measured: 95 %, 0.75 -->`` names settings and
+predictions, ``<!-- by hand: 1.4 -->`` what was measured without a file, which the page has to say.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +31,10 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("not in the source distribution", allow_module_level=True)
 
 HELD = ["README.md", "docs/methods.md", *(f"docs/methods/{path.name}" for path in (ROOT / "docs/methods").glob("*.md"))]
+HELD += [f"docs/{name}.md" for name in ("adapt", "concepts", "extend", "fit", "kv-caches", "measure")]
 """Pages whose measured numbers all name their source."""
 COMMENT = re.compile(r"<!-- numbers\n(.*?)-->", re.DOTALL)
-SETTINGS = re.compile(r"<!-- not measured: (.*?) -->", re.DOTALL)
+WITHOUT = re.compile(r"<!-- (?:not measured|by hand): (.*?) -->", re.DOTALL)
 NUMBER = r"(?<![\w.])[-+]?(?:\d+\.\d+|\.\d+|\d+)(?![\w]|\.\d)"
 MEASURED = re.compile(r"(?<![\w.])(?:\d+\.\d+|\.\d+|\d+(?= %))(?!\w|\.\d)")
 """A number that looks measured: it has a decimal point, or stands before a percent sign."""
@@ -70,7 +73,7 @@ def known():
     """What expressions may name."""
     found = (ROOT / "benchmarks" / "results").glob("*.json")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8"), object_hook=Row) for path in found}
-    return reports | {"rows": rows, "row": row, "percent": percent}
+    return reports | {"math": math, "statistics": statistics, "rows": rows, "row": row, "percent": percent}
 
 
 def disagreement(text: str, value: object) -> str | None:
@@ -80,7 +83,7 @@ def disagreement(text: str, value: object) -> str | None:
         return None if value is True else f"{text!r} is not so: {value!r}"
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     if " to " in text and len(written) == 2:
-        values = [min(values), max(values)]
+        written, values = sorted(written, key=float), [min(values), max(values)]
     if len(values) != len(written):
         return f"{text!r} has {len(written)} numbers, its expression {len(values)}"
     for number, one in zip(written, values, strict=True):
@@ -121,7 +124,7 @@ def parts(page: str) -> Iterator[tuple[str, list[str]]]:
 def problems(page: str, known: dict[str, object]) -> list[str]:
     """What is wrong with the numbers of a page, a line each."""
     found, names = [], dict(known)
-    settings = {number for match in SETTINGS.finditer(page) for number in re.findall(NUMBER, match[1])}
+    without = {number for match in WITHOUT.finditer(page) for number in re.findall(NUMBER, match[1])}
     for text, lines in parts(page):
         words, named = " ".join(text.split()), set()
         for line in lines:
@@ -135,7 +138,7 @@ def problems(page: str, known: dict[str, object]) -> list[str]:
             elif wrong := disagreement(label, eval(expression, names)):
                 found.append(wrong)
             named |= {number.lstrip("+-") for number in re.findall(NUMBER, label)}
-        found += [f"{number} names no result" for number in MEASURED.findall(words) if number not in named | settings]
+        found += [f"{number} names no result" for number in MEASURED.findall(words) if number not in named | without]
     return found
 
 
