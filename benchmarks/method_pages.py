@@ -148,16 +148,32 @@ def of(cells: dict[str, str], name: str) -> str:
 
 
 def trained(*names: str) -> str:
-    """The study after LoRA: perplexity of the first and last bucket, passkeys at the length."""
+    """The study after LoRA: tables beside the one as it was and YaRN's, a line for each checkpoint and length."""
     columns = [*dict.fromkeys(("default", "YaRN", *names))]
-    rows: dict[str, dict[str, str]] = {}
+    lines: dict[str, dict[str, str]] = {}
     for row in results("study_methods")["rows"]:
         if row["lora"] and row["passkey"]:
-            perplexities = list(row["perplexity"].values())
-            cell = f"{perplexities[0]:.1f}, {perplexities[-1]:.1f}, {list(row['passkey'].values())[-1]:.2f}"
-            rows.setdefault(f"{row['checkpoint']} {row['factor']}×", {})[row["table"]] = cell
-    kept = [[label, *(cells[name] for name in columns)] for label, cells in rows.items()]
+            lines.setdefault(f"{row['checkpoint']} {row['factor']}×", {})[row["table"]] = ends(row)
+    kept = [[label, *(cells[name] for name in columns)] for label, cells in lines.items()]
     return markdown_table(["first, last bucket, passkeys", *columns], kept)
+
+
+def study(checkpoint: str, state: str) -> str:
+    """The study on one checkpoint, untrained or after LoRA: a line for each table, a column for each length."""
+    lines: dict[str, list[str]] = {}
+    factors = []
+    for row in results("study_methods")["rows"]:
+        if row["checkpoint"] == checkpoint and row["lora"] == (state == "lora"):
+            factors.append(f"{row['factor']}×")
+            lines.setdefault(row["table"], [row["table"]]).append(ends(row))
+    return markdown_table(["table", *dict.fromkeys(factors)], lines.values())
+
+
+def ends(row: dict[str, Any]) -> str:
+    """Return perplexity of the first and the last bucket, and the share of passkeys at the full length, if any."""
+    perplexities = [*row["perplexity"].values()]
+    shares = [f"{share:.2f}" for share in [*row["passkey"].values()][-1:]]
+    return ", ".join([*(f"{one:.{1 if one < 1000 else 0}f}" for one in (perplexities[0], perplexities[-1])), *shares])
 
 
 def newer(*names: str) -> str:
@@ -200,7 +216,7 @@ def adapted(checkpoint: str) -> str:
     return markdown_table(["arm", *head], rows)
 
 
-TABLES = {function.__name__: function for function in (parameters, config, untrained, trained, newer, adapted)}
+TABLES = {function.__name__: function for function in (parameters, config, untrained, trained, study, newer, adapted)}
 
 
 def page_with_tables(page: str) -> str:
