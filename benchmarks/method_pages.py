@@ -96,7 +96,7 @@ def config(method: str) -> str:
                 reasons.setdefault((row.reasons[0], fix), []).append(program(row.program))
     lines = ["```json", *written_out(stated), "```", ""]
     if agree := [program(row.program) for row in rows if row.verdict == "agrees"]:
-        lines += [f"Programs that compute the same table from this: transformers 5, {', '.join(agree)}."]
+        lines += [f"On a Llama the same table is computed by transformers 5, {', '.join(agree)}."]
     if reasons:
         lines += ["", "Others, and what to run for them:", ""]
     lines += [f"- {', '.join(names)}: {reason}. `{fix}`" for (reason, fix), names in reasons.items()]
@@ -128,12 +128,12 @@ def untrained(*names: str) -> str:
     rows: dict[str, list[str]] = {}
     for row in results("every_method")["rows"]:
         scores = {key: f"{row[key]['perplexity']:.1f}" for key in ("within", "beyond")}
-        found, asked = row["passkeys"]
-        cell = f"{scores['within']}, {scores['beyond']}, {found}/{asked}"
+        answered, asked = row["passkeys"]
+        cell = f"{scores['within']}, {scores['beyond']}, {answered}/{asked}"
         rows.setdefault(f"{row['checkpoint']} {row['factor']}×", {})[row["method"]] = cell
     columns = [*dict.fromkeys(("default", "yarn", *names))]
-    kept = [[label, *(of(cells, name) for name in columns)] for label, cells in rows.items()]
-    return markdown_table(["within, beyond, passkeys", *(f"`{name}`" for name in columns)], kept)
+    body = [[label, *(of(cells, name) for name in columns)] for label, cells in rows.items()]
+    return markdown_table(["within, beyond, passkeys", *(f"`{name}`" for name in columns)], body)
 
 
 def of(cells: dict[str, str], name: str) -> str:
@@ -154,8 +154,8 @@ def trained(*names: str) -> str:
     for row in results("study_methods")["rows"]:
         if row["lora"] and row["passkey"]:
             lines.setdefault(f"{row['checkpoint']} {row['factor']}×", {})[row["table"]] = ends(row)
-    kept = [[label, *(cells[name] for name in columns)] for label, cells in lines.items()]
-    return markdown_table(["first, last bucket, passkeys", *columns], kept)
+    body = [[label, *(cells[name] for name in columns)] for label, cells in lines.items()]
+    return markdown_table(["first, last bucket, passkeys", *columns], body)
 
 
 def study(checkpoint: str, state: str) -> str:
@@ -181,10 +181,10 @@ def newer(*names: str) -> str:
     rows = []
     for row in results("every_method")["rows"]:
         if row["method"].partition(":")[0] in names or "+" in row["method"]:
-            found, asked = row["passkeys"]
+            answered, asked = row["passkeys"]
             where = f"{row['checkpoint']} {row['factor']}×"
             scores = [beside_yarn(row[key]) for key in ("within", "beyond")]
-            rows.append([where, f"`{row['method']}`", *scores, f"{found} of {asked}"])
+            rows.append([where, f"`{row['method']}`", *scores, f"{answered} of {asked}"])
     return markdown_table(["checkpoint", "method", "within 256 tokens", "beyond", "passkeys"], rows, rule="---")
 
 
@@ -200,8 +200,8 @@ def beside_yarn(score: dict[str, Any]) -> str:
 def adapted(checkpoint: str) -> str:
     """The arms of ``make adapt`` on a checkpoint."""
 
-    def share(found: float, low: float, high: float, sign: str = "") -> str:
-        return f"{found:{sign}.2f} ({low:{sign}.2f} to {high:{sign}.2f})"
+    def share(estimate: float, low: float, high: float, sign: str = "") -> str:
+        return f"{estimate:{sign}.2f} ({low:{sign}.2f} to {high:{sign}.2f})"
 
     rows = []
     for row in results("adapt")["rows"]:

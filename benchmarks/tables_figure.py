@@ -57,11 +57,11 @@ def scales(method: str) -> bool:
 
 def tables(model: PreTrainedModel, methods: tuple[str, ...], target_length: int) -> dict[str, Tensor]:
     """Return the frequencies that methods give a model [rad/token], each (pairs,)."""
-    found = {}
+    frequencies = {}
     for method in methods:
         with rope_patch.patched(model, method, target_length=target_length if scales(method) else None) as patch:
-            found[method.partition(":factors")[0]] = patch.after[None].inv_freq
-    return found
+            frequencies[method.partition(":factors")[0]] = patch.after[None].inv_freq
+    return frequencies
 
 
 def fitted() -> tuple[dict[str, Tensor], Tensor, int]:
@@ -71,8 +71,8 @@ def fitted() -> tuple[dict[str, Tensor], Tensor, int]:
     row = next(row for row in rows if (row["checkpoint"], row["factor"], row["seed"]) == ("llama", FACTOR, 0))
     before, context = rope_patch.inspect(model).tables[0].inv_freq, model.config.max_position_embeddings
     values = row["method"].partition("values=")[2].partition(":")[0]
-    found = tables(model, ("yarn",), FACTOR * context)
-    return found | {"fitted": torch.tensor([float(value) for value in values.split("/")])}, before, context
+    yarn = tables(model, ("yarn",), FACTOR * context)
+    return yarn | {"fitted": torch.tensor([float(value) for value in values.split("/")])}, before, context
 
 
 def main() -> None:

@@ -53,14 +53,14 @@ class Row(dict):
         return self[name]
 
 
-def rows(found, **like):
+def rows(objects, **like):
     """The objects of a list in which the named keys have these values."""
-    return [one for one in found if all(one[key] == value for key, value in like.items())]
+    return [one for one in objects if all(one[key] == value for key, value in like.items())]
 
 
-def row(found, **like):
+def row(objects, **like):
     """The only one of them."""
-    (one,) = rows(found, **like)
+    (one,) = rows(objects, **like)
     return one
 
 
@@ -72,8 +72,8 @@ def percent(nll):
 @pytest.fixture(scope="module")
 def known():
     """What expressions may name."""
-    found = (ROOT / "benchmarks" / "results").glob("*.json")
-    reports = {path.stem: json.loads(path.read_text(encoding="utf-8"), object_hook=Row) for path in found}
+    files = (ROOT / "benchmarks" / "results").glob("*.json")
+    reports = {path.stem: json.loads(path.read_text(encoding="utf-8"), object_hook=Row) for path in files}
     return reports | {"math": math, "statistics": statistics, "rows": rows, "row": row, "percent": percent}
 
 
@@ -98,16 +98,16 @@ def prose(page: str) -> str:
     """A page without code, tables that a script writes, targets of links, and comments that are not about numbers."""
     page = re.sub(r"```.*?```", " ", page, flags=re.DOTALL)
     page = re.sub(r"<!-- table .*?<!-- end -->", " ", page, flags=re.DOTALL)
-    kept = {}
+    comments = {}
 
-    def keep(match: re.Match[str]) -> str:
-        kept[f"\0{len(kept)}\0"] = match[0]
-        return list(kept)[-1]
+    def marked(match: re.Match[str]) -> str:
+        comments[f"\0{len(comments)}\0"] = match[0]
+        return list(comments)[-1]
 
-    page = COMMENT.sub(keep, page)
+    page = COMMENT.sub(marked, page)
     page = re.sub(rf"{CODE}|(?<=\])\([^)]*\)|<!--.*?-->", " ", page, flags=re.DOTALL)
     page = re.sub(NAMES, " ", page)
-    for mark, comment in kept.items():
+    for mark, comment in comments.items():
         page = page.replace(mark, comment)
     return page
 
@@ -124,7 +124,7 @@ def parts(page: str) -> Iterator[tuple[str, list[str]]]:
 
 def problems(page: str, known: dict[str, object]) -> list[str]:
     """What is wrong with the numbers of a page, a line each."""
-    found, names = [], dict(known)
+    wrong, names = [], dict(known)
     without = {number for match in WITHOUT.finditer(page) for number in re.findall(NUMBER, match[1])}
     for text, lines in parts(page):
         words, named = " ".join(text.split()), set()
@@ -135,12 +135,12 @@ def problems(page: str, known: dict[str, object]) -> list[str]:
             label, _, expression = line.partition(": ")
             label = " ".join(re.sub(CODE, " ", label).split())
             if not re.search(rf"(?<![\w.]){re.escape(label)}(?!\w|\.\d)", words):
-                found.append(f"{label!r} is not above its comment")
-            elif wrong := disagreement(label, eval(expression, names)):
-                found.append(wrong)
+                wrong.append(f"{label!r} is not above its comment")
+            elif why := disagreement(label, eval(expression, names)):
+                wrong.append(why)
             named |= {number.lstrip("+-") for number in re.findall(NUMBER, label)}
-        found += [f"{number} names no result" for number in MEASURED.findall(words) if number not in named | without]
-    return found
+        wrong += [f"{number} names no result" for number in MEASURED.findall(words) if number not in named | without]
+    return wrong
 
 
 @pytest.mark.parametrize("page", [page for page in HELD if page not in WITHOUT_RESULTS])
@@ -151,22 +151,22 @@ def test_measured_numbers_are_those_of_the_results(page, known):
 @pytest.mark.parametrize(
     ("text", "comment", "problem"),
     [
-        ("It is 12.4.", "12.4: made.value", None),
-        ("It is 12.5.", "12.5: made.value", "'12.5': 12.5 is 12.4321"),
-        ("It is 12.", "12: made.value", None),
-        ("It is 13.", "12: made.value", "'12' is not above its comment"),
+        ("It is 12.4.", "12.4: result.value", None),
+        ("It is 12.5.", "12.5: result.value", "'12.5': 12.5 is 12.4321"),
+        ("It is 12.", "12: result.value", None),
+        ("It is 13.", "12: result.value", "'12' is not above its comment"),
         ("It falls by 3 to 5 %.", "3 to 5 %: [3.2, 5.4, 4]", None),
         ("It falls by 3 to 5 %.", "3 to 5 %: [3.2, 5.6, 4]", "'3 to 5 %': 5 is 5.6"),
         ("It is .91 and .96.", ".91 and .96: [.911, .954]", "'.91 and .96': .96 is 0.954"),
-        ("None is found.", "None: made.zero == 0", None),
-        ("None is found.", "None: made.value == 0", "'None' is not so: False"),
-        ("It is 12.4, then 8 %.", "12.4: made.value", "8 names no result"),
+        ("None is found.", "None: result.zero == 0", None),
+        ("None is found.", "None: result.value == 0", "'None' is not so: False"),
+        ("It is 12.4, then 8 %.", "12.4: result.value", "8 names no result"),
         ("`4.5` of version 5.23.0 in [this](a/1.5.md).", "this: True", None),
     ],
 )
 def test_what_a_comment_must_be(text, comment, problem):
-    made = Row(value=12.4321, zero=0)
-    found = problems(f"{text}\n<!-- numbers\n{comment}\n-->\n", {"made": made})
+    result = Row(value=12.4321, zero=0)
+    found = problems(f"{text}\n<!-- numbers\n{comment}\n-->\n", {"result": result})
     assert found == ([] if problem is None else [problem])
 
 
