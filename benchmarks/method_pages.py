@@ -26,7 +26,7 @@ from tables_figure import CONTEXT, FACTOR, LONGROPE, scales, smollm2
 PAGES = (*sorted((ROOT / "docs" / "methods").glob("*.md")), ROOT / "docs" / "adapt.md", ROOT / "docs" / "study.md")
 MEANINGS = {
     "attention_factor": "factor on cos and sin",
-    "attention_scaling": "factor on cos and sin; left out: the one found",
+    "attention_scaling": "factor on cos and sin; left out: the checkpoint's own",
     "beta_fast": "pairs with more full turns than this within the context keep their frequency",
     "beta_slow": "pairs with fewer full turns than this are divided by the whole factor",
     "context": "pairs without a full turn within so many tokens stop; left out: the trained context",
@@ -47,11 +47,11 @@ MEANINGS = {
     "share": "share of the pairs, the slowest, that are faded, rounded to whole pairs",
     "temperature": "attention logits are multiplied by `1 + temperature * ln(factor)`",
     "truncate": "round both ends of the ramp outwards to whole pairs",
-    "values": "a frequency for each pair, fast to slow, joined by `/` [rad/token]; left out: the table found",
+    "values": "a frequency for each pair, fast to slow, joined by `/` [rad/token]; left out: the checkpoint's own",
 }
 """What each parameter does, but where a method reads it otherwise."""
 READ_OTHERWISE = {
-    ("abf", "factor"): "in place of `rope_theta`: multiplies the base found",
+    ("abf", "factor"): "in place of `rope_theta`: multiplies the checkpoint's base",
     ("longrope", "factor"): "sets the default of `attention_factor` and nothing else",
     ("longrope", "attention_factor"): "factor on cos and sin; left out: `sqrt(1 + ln(factor) / ln(trained context))`",
     ("mrrope", "attention_factor"): "factor on cos and sin; left out: `0.1 ln(factor) + 1`",
