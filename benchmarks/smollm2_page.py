@@ -8,26 +8,19 @@ left as it is.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pages import markdown_table as table
+from pages import page_with, results
 from rope_patch.files import write_atomically
 
-RESULTS = Path(__file__).parent / "results"
 STATES = {"zero": "no", "pose": "yes", "full": "yes, full rows"}
 Report = dict[str, Any]
 NOTHING = "not measured yet"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; every column but the first is aligned right."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def is_first(row: Report) -> bool:
@@ -163,15 +156,13 @@ def page_with_tables(page: str) -> str:
         ValueError: a name that no table has.
     """
 
-    def made(match: re.Match[str]) -> str:
-        name = match[1]
+    def made(name: str) -> str:
         if name not in TABLES:
             raise ValueError(f"no table is named {name!r}. Known: {', '.join(TABLES)}")
         source, function = TABLES[name]
-        report = json.loads((RESULTS / f"{source}.json").read_text(encoding="utf-8"))
-        return f"<!-- table {name} -->\n\n{function(report)}\n\n<!-- end -->"
+        return function(results(source))
 
-    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", made, page, flags=re.S)
+    return page_with(page, made)
 
 
 def main() -> None:

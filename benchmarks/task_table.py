@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from measuring import command, environment, write
+from pages import page_with, results
 from rope_patch import EvalSpec, EvalSuite, compare
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.evaluation.metrics import METRICS, Span
@@ -42,7 +42,6 @@ from rope_patch.evaluation.tasks import TASKS
 from rope_patch.files import write_atomically
 from rope_patch.words import parse_length
 
-RESULTS = Path(__file__).parent / "results"
 FEW, MOST = 0.05, 0.95
 """Of the prompts answered: a task is saturated where no method answers more, or none less."""
 
@@ -150,12 +149,12 @@ def table(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
 def page_with_tables(page: str) -> str:
     """Return a page with its tables written anew; each stands between two comments that name its file of results."""
 
-    def filled(match: re.Match[str]) -> str:
-        rows = json.loads((RESULTS / f"{match[1]}.json").read_text(encoding="utf-8"))["rows"]
+    def filled(name: str) -> str:
+        rows = results(name)["rows"]
         methods = next(list(one["exact_match"]) for one in rows if "no_room" not in one)
-        return f"<!-- table {match[1]} -->\n\n{table(rows, methods)}\n\n<!-- end -->"
+        return table(rows, methods)
 
-    return re.sub(r"<!-- table (\w+) -->.*?<!-- end -->", filled, page, flags=re.DOTALL)
+    return page_with(page, filled)
 
 
 def joined(report: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ make docs        # into build/site
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import rope_patch
 from rope_patch.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?:\.\./)*([^)#:]+)((?:#[^)]*)?)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -38,11 +39,15 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Point links to results into the site; what is in the repository alone becomes its path."""
+    folder = posixpath.dirname(page.file.src_uri)
 
     def target(match: re.Match[str]) -> str:
-        text, path, anchor = match.groups()
+        text, written, anchor = match.groups()
+        if files.get_file_from_path(posixpath.normpath(posixpath.join(folder, written))) is not None:
+            return match[0]
+        path = re.sub(r"^(\.\./)+", "", written)
         if files.get_file_from_path(path) is not None:
-            return f"[{text}]({path}{anchor})"
+            return f"[{text}]({posixpath.relpath(path, folder)}{anchor})"
         return f"{text} (`{path}`)" if (ROOT / path).exists() else match[0]
 
     return LINK.sub(target, markdown)

@@ -191,8 +191,13 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
                   color="0.4", fontsize=9)  # fmt: skip
     axes.set(xlabel="wavelength before [tokens], log scale", ylabel="factor on the wavelength, log scale")
     axes.set(xscale="log", yscale="log")
-    axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-    axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+    axes.margins(y=0.12)  # room for the words on the dotted line
+    low, high = axes.get_ylim()
+    if high / low < 1.5:  # a logarithmic scale would have no ticks there
+        axes.set(yscale="linear", ylabel="factor on the wavelength")
+    else:
+        axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
     add_legend(axes, "table (▲: pairs it stops)")
     return figure
 

@@ -7,6 +7,7 @@ import math
 import re
 
 import pytest
+import torch
 from report_pages import DEPTHS, LENGTHS, Page, row
 
 from rope_patch.evaluation.compare import Comparison
@@ -185,6 +186,14 @@ def test_twelve_panels_in_even_rows():
     figure = plots.retrieval_heatmap(grids, lengths=(1, 2, 3), depths=(0,), title="t")
     rows = [axes.get_subplotspec().rowspan.start for axes in figure.axes[:5]]
     assert rows == [0, 0, 0, 1, 1]
+
+
+def test_factors_near_one_have_a_scale_with_ticks():
+    before = torch.tensor([1.0, 0.1, 0.01])
+    for divisor, scale in ((1.05, "linear"), (4.0, "log")):
+        drawn = {"default": before, "slower": before / divisor}
+        (axes,) = plots.factors_by_wavelength(drawn, before=before, context=100, title="t").axes
+        assert axes.get_yscale() == scale and axes.get_ylim()[0] < 1 < divisor < axes.get_ylim()[1]
 
 
 def test_trained_length_beyond_the_curves_is_not_drawn():

@@ -1,7 +1,7 @@
-"""MrRoPE-Pro, CoPE and Resonance RoPE beside YaRN, untrained, on the bundled checkpoints at 4 and 8 times.
+"""Every method beside YaRN, untrained, on the bundled checkpoints at 4 and 8 times.
 
-    python benchmarks/new_methods.py -o benchmarks/results/new_methods.json     # about 5 minutes of a core
-    python benchmarks/new_methods.py --quick                                    # one checkpoint, two windows
+    python benchmarks/every_method.py -o benchmarks/results/every_method.json     # about 10 minutes of a core
+    python benchmarks/every_method.py --quick                                     # one checkpoint, two windows
 
 Perplexity of held-out text within the trained 256 tokens and beyond, as paired differences from YaRN with their 95 %
 intervals over windows, and passkeys at the target length.
@@ -30,12 +30,21 @@ METHODS = (
     "yarn:factor={factor}",
     "mrrope:factor={factor}",
     "yarn:factor={factor}+resonance",
+    "resonance",
+    "llama3:factor={factor}",
+    "ntk:factor={factor}",
     "abf:factor=50",
     "abf:factor=50+cope",
-    "p_rope:p=0.5",
     "cope:share=0.5",
+    "p_rope:p=0.5",
+    "p_rope_reversed:p=0.5",
+    "nope",
+    "partial:p=0.5",
+    "truncated",
+    "pi:factor={factor}",
     "default",
 )
+"""The others are compared with the first. ``longrope`` and ``table`` need lists of numbers: fit.py measures those."""
 TRAINED = 256
 
 
@@ -107,7 +116,7 @@ def main() -> None:
         what = "untrained tables beside YaRN's: perplexity by paired windows, passkeys at the target length"
         write(
             {
-                "benchmark": "new_methods",
+                "benchmark": "every_method",
                 "command": command(),
                 "what": what,
                 "environment": environment(device="cpu", threads=1),

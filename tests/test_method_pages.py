@@ -1,0 +1,88 @@
+"""The pages of docs/methods: formulas give the tables of the classes, commands run, tables are those of the script."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from tiny import tiny_model
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli.app import app
+from rope_patch.methods import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+if not (ROOT / "benchmarks").is_dir():
+    pytest.skip("not in the source distribution", allow_module_level=True)
+
+PAGES = sorted((ROOT / "docs" / "methods").glob("*.md"))
+SMOLLM2 = {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "max_position_embeddings": 8192}
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def formula(page: Path) -> dict[str, object]:
+    """What the formula of a page defines."""
+    (code,) = blocks(page, "python")
+    space: dict[str, object] = {}
+    exec(compile(code, str(page), "exec"), space)
+    return space
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_formula_of_a_page_gives_the_table_of_its_class(page):
+    space = formula(page)
+    names = [name for name in METHODS if callable(space.get(name))]
+    assert names
+    for name in names:
+        named = {f.name for f in fields(METHODS[name])} & set(space)
+        method = METHODS[name](**{parameter: space[parameter] for parameter in named})
+        if name == "nope":
+            method = METHODS[name]()
+        patch = rope_patch.apply(tiny_model(head_dim=64, **SMOLLM2), method)
+        before, after = patch.before[None], patch.after[None]
+        expected = [space[name](i, f) for i, f in enumerate(before.inv_freq.tolist())]
+        assert after.inv_freq.tolist() == pytest.approx(expected, rel=2e-6)
+        assert after.attention_scaling == pytest.approx(space.get("scaling", 1.0))
+
+
+def test_every_method_has_a_formula_on_one_page():
+    found = [re.findall(r"^def (\w+)\(i, f\)", code, re.MULTILINE) for page in PAGES for code in blocks(page, "python")]
+    assert sorted(name for names in found for name in names) == sorted(METHODS)
+
+
+def test_the_commands_of_the_pages_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "rope_patch/assets/llama", "llama")
+    commands = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    assert len(commands) >= len(PAGES)
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "rope-patch"
+        assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0, command
+
+
+@pytest.mark.slow
+def test_the_tables_are_as_the_script_writes_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("method_pages")
+    assert set(PAGES) < set(script.PAGES)
+    for path in script.PAGES:
+        page = path.read_text(encoding="utf-8")
+        assert script.page_with_tables(page) == page, path.name
+
+
+def test_every_parameter_has_a_meaning_and_no_meaning_is_left_over(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("method_pages")
+    parameters = {(name, f.name) for name, cls in METHODS.items() for f in fields(cls)}
+    assert set(script.READ_OTHERWISE) <= parameters
+    assert set(script.MEANINGS) <= {parameter for _, parameter in parameters}
