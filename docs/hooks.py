@@ -18,6 +18,8 @@ import rope_patch
 from rope_patch.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
+FIRST, LAST = ("patching", "checkpoints", "extending", "evaluation"), ("methods", "tables", "packaged")
+"""Parts of the page of the Python API that begin it and end it."""
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
 
@@ -65,10 +67,12 @@ def api() -> str:
         module = rope_patch._MODULE_OF.get(name)
         if module is not None:
             parts.setdefault(module.split(".")[0], []).append(f"rope_patch.{module}.{name}")
-    for part, names in parts.items():
+    for part in [*FIRST, *(part for part in parts if part not in (*FIRST, *LAST)), *LAST]:
         lines += ["", f"## {part.replace('_', ' ')}"]
-        for name in names:
+        for name in sorted(parts[part], key=lambda name: (name.rpartition(".")[2][0].isupper(), name)):
             lines += ["", f"::: {name}"]
+            if part == "methods":  # their parameters; what they compute is the same for all
+                lines += ["    options:", "      members: false"]
     return "\n".join(lines) + "\n"
 
 

@@ -26,10 +26,11 @@ def parse(text: str) -> Method:
     Raises:
         ValueError: an unknown name or parameter (with the nearest known one), or a value out of range.
 
-    >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
-    'abf:rope_theta=500000+p_rope:p=0.5'
-    >>> parse("yarn:factor=4@8k").switch_at
-    8192
+    Example:
+        >>> str(parse("abf:rope_theta=500000+p_rope:p=0.5"))
+        'abf:rope_theta=500000+p_rope:p=0.5'
+        >>> parse("yarn:factor=4@8k").switch_at
+        8192
     """
     long, *rest = (part.strip() for part in text.split("@"))
     if not rest:
