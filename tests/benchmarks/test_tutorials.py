@@ -1,0 +1,113 @@
+"""The tutorials run: their blocks, on a bundled checkpoint and with less text."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from subsets import full
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PAGES, reason="not in the source distribution")]
+SMALLER = {
+    "build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": "checkpoint.gguf",
+    "build/smollm2/SmolLM2-135M-Instruct": str(rope_patch.data_path("assets") / "llama"),
+    "build/tutorials": "out",
+    "16k": "1k",
+    "4k 12k": "64 128",
+    "--bucket 4k": "--bucket 64",
+    " * 650": " * 20",
+    "--lengths 512 --windows 4": "--lengths 48 --windows 2",
+    "lengths=512": "lengths=48",
+    "perplexity_0_512": "perplexity_0_48",
+    "steps=32": "steps=1",
+    "warmup=4": "warmup=0",
+    "windows=16": "windows=1",
+}
+"""What stands in a tutorial, and what a test has in its place."""
+
+
+@pytest.fixture
+def tutorials(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("tutorials")
+
+
+def in_this_process(commands: str) -> str:
+    """Run commands without new interpreters, which would import torch anew."""
+    printed = ""
+    for line in commands.splitlines():
+        program, *arguments = shlex.split(line)
+        if program in ("cmp", "mkdir"):
+            subprocess.run([program, *arguments], check=True)
+            continue
+        assert program == "rope-patch"
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0, line
+        printed += result.stdout
+    return printed
+
+
+class Llama:
+    """A stand-in for llama.cpp's binding, which the engine tests run; it answers with the digits it was asked for."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        assert Path(path).is_file()
+
+    def tokenize(self, text: bytes) -> list[int]:
+        return list(text)
+
+    def generate(self, tokens: list[int], temp: float) -> Any:
+        yield from re.search(rb"\d{5}", bytes(tokens))[0]
+
+    def detokenize(self, tokens: list[int]) -> bytes:
+        return bytes(tokens)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "path", [full(path) if path.stem == "adapt" else path for path in PAGES], ids=lambda path: path.stem
+)
+def test_a_tutorial_runs(path: Path, tutorials: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(Llama=Llama))
+    page = path.read_text(encoding="utf-8")
+    for theirs, ours in SMALLER.items():
+        page = page.replace(theirs, ours)
+    if "checkpoint.gguf" in page:
+        rope_patch.export(rope_patch.data_path("assets") / "llama", "checkpoint.gguf", to="gguf")
+    ran = tutorials.with_output(page, in_this_process)
+    blocks = list(tutorials.BLOCK.finditer(ran))
+    assert len(blocks) >= 2
+    expected = {"extend": "answer: 58213", "kv": "int8-token", "adapt": "p_rope:p=0.75", "gguf": "answer: 58213"}[
+        path.stem
+    ]
+    assert expected in ran
+    assert re.sub(tutorials.BLOCK, "", ran) == re.sub(tutorials.BLOCK, "", page), "the text between is as it was"
+
+
+def test_a_page_is_what_a_run_writes(tutorials: Any) -> None:
+    def shell(commands: str) -> str:
+        return f"ran {commands}"
+
+    page = "A page.\n\n```bash\necho\n```\n\n```text\nold\n```\n\n"
+    page += "```python\nx = 1\n```\n\n```python\nprint(x)\n```\nEnd.\n"
+    once = tutorials.with_output(page, shell)
+    assert "old" not in once and "ran echo" in once and "```text\n1\n```" in once and once.endswith("End.\n")
+    assert tutorials.with_output(once, shell) == once
+    with pytest.raises(ZeroDivisionError):
+        tutorials.with_output("```python\n1 / 0\n```\n", shell)
