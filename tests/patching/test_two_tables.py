@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Dynamic
 import rope_patch
 from rope_patch import PatchError
 from rope_patch.methods import parse
+from rope_patch.patching.apply import reapply
 from rope_patch.patching.generation import reach_of
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.reach import reaching, stated_of
@@ -521,6 +523,15 @@ def test_an_altered_short_table_is_refused(tmp_path):
     model.config.rope_patch = record
     with pytest.raises(PatchError, match="record was altered"):
         rope_patch.verify(model)
+
+
+def test_a_record_of_another_short_table_is_not_applied_again():
+    model, patch = two()
+    other = rope_patch.apply(plain_model(), f"{LONG}@{SWITCH}@p_rope:p=0.5", target_length=256)
+    patch.restore()
+    with pytest.raises(PatchError, match="its short tables .* are not this model's"):
+        reapply(model, replace(patch.record, short_tables=other.record.short_tables))
+    assert model.config.to_dict() == plain_model().config.to_dict()
 
 
 # --- what is refused, with nothing changed
