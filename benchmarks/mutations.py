@@ -147,7 +147,12 @@ def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args:
             same = done is not None and (done["file"], done["old"], done["new"]) == mutation[1:4]
             if not same or (args.again and done["outcome"] == "survived"):
                 if mutation.folder not in report["unchanged_seconds"]:
-                    unchanged = run_tests(copy, test_files(copy, mutation.folder, ""), report["selection"], args.limit)
+                    unchanged = run_tests(
+                        copy,
+                        test_files(copy, mutation.folder, Path(mutation.file).stem),
+                        report["selection"],
+                        args.limit,
+                    )
                     if unchanged["outcome"] != "survived":
                         raise SystemExit(f"error: {unchanged['by']} fails without any defect")
                     report["unchanged_seconds"][mutation.folder] = unchanged["seconds"]

@@ -529,7 +529,7 @@ def test_a_record_of_another_short_table_is_not_applied_again():
     model, patch = two()
     other = rope_patch.apply(plain_model(), f"{LONG}@{SWITCH}@p_rope:p=0.5", target_length=256)
     patch.restore()
-    with pytest.raises(PatchError, match="its short tables .* are not this model's"):
+    with pytest.raises(PatchError, match=r"its short tables .* are not this model's"):
         reapply(model, replace(patch.record, short_tables=other.record.short_tables))
     assert model.config.to_dict() == plain_model().config.to_dict()
 
