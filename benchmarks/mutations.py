@@ -6,9 +6,9 @@
 
 A defect is one change of the text of a file, which must occur there exactly once; `mutation_lists` holds them. In
 the copy the tests of the folder run until one fails (`pytest -x`), with the selection of `make test`: the defect is
-caught by that test, by a time limit, or survives. Test files that name the changed module most often run first. The
-tests of a folder have to pass without a defect before. Interrupted, the same command goes on where it was: what the
-report holds is not run again, but for what survived with --again, after a test was written.
+caught by that test, by a time limit, or survives. Test files that name the changed module most often run first. Where
+all defects of a folder are caught its tests run once more, without any. Interrupted, the same command goes on where it
+was: what the report holds is not run again, but for what survived with --again, after a test was written.
 """
 
 from __future__ import annotations
@@ -146,16 +146,6 @@ def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args:
             done = report["mutations"].get(mutation.name)
             same = done is not None and (done["file"], done["old"], done["new"]) == mutation[1:4]
             if not same or (args.again and done["outcome"] == "survived"):
-                if mutation.folder not in report["unchanged_seconds"]:
-                    unchanged = run_tests(
-                        copy,
-                        test_files(copy, mutation.folder, Path(mutation.file).stem),
-                        report["selection"],
-                        args.limit,
-                    )
-                    if unchanged["outcome"] != "survived":
-                        raise SystemExit(f"error: {unchanged['by']} fails without any defect")
-                    report["unchanged_seconds"][mutation.folder] = unchanged["seconds"]
                 path = copy / mutation.file
                 text = path.read_text("utf-8")
                 _write(path, texts[mutation.name])
@@ -167,6 +157,25 @@ def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args:
                 report["mutations"][mutation.name] = {**mutation._asdict(), **result}
                 write(report, args.output)
             bar.update()
+        _check_unchanged(report, copy, args)
+
+
+def _check_unchanged(report: dict[str, Any], root: Path, args: argparse.Namespace) -> None:
+    """Raise where the tests of a folder fail without a defect; where one survived they have passed with it."""
+    rows = report["mutations"].values()
+    folders = {Path(row["file"]).parts[1]: row for row in rows}
+    passed = {Path(row["file"]).parts[1] for row in rows if row["outcome"] != "caught"}
+    for folder in sorted(folders.keys() - passed - report["passed_unchanged"].keys()):
+        files = test_files(root, folder, Path(folders[folder]["file"]).stem)
+        result = run_tests(root, files, report["selection"], args.limit)
+        if result["outcome"] == "caught":
+            report["mutations"] = {
+                name: row for name, row in report["mutations"].items() if Path(row["file"]).parts[1] != folder
+            }
+            write(report, args.output)
+            raise SystemExit(f"error: {result['by']} fails without any defect: nothing is known of {folder}")
+        report["passed_unchanged"][folder] = result["seconds"]
+        write(report, args.output)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -194,7 +203,7 @@ def main(mutations: Sequence[Mutation] = MUTATIONS, root: Path = ROOT) -> None:
     if args.list:
         print("\n".join(f"{mutation.file:45} {mutation.name}" for mutation in chosen))
         return
-    report: dict[str, Any] = {"unchanged_seconds": {}, "mutations": {}}
+    report: dict[str, Any] = {"passed_unchanged": {}, "mutations": {}}
     if args.output is not None and args.output.exists():
         report = json.loads(args.output.read_text(encoding="utf-8"))
     report = {"command": command(), "environment": environment("pytest"), **report}

@@ -102,6 +102,8 @@ def test_tests_that_fail_without_a_defect_are_an_error(run: Any, project: Path) 
     (project / "tests/sums/test_adding.py").write_text(TESTS.replace("== 6", "== 7"))
     with pytest.raises(SystemExit, match="test_double fails without any defect"):
         run(TWO)
+    with pytest.raises(SystemExit, match="test_double fails without any defect"):
+        run(TWO)  # nothing counts as finished
 
 
 def test_tests_that_do_not_end_have_caught_it(script: Any, project: Path) -> None:
