@@ -116,6 +116,36 @@ FITTING = (
         "self._take(step + i - first)",
         "self._take(i - first)",
     ),
+    Mutation(
+        "fit_under_another_constraint_is_resumed",
+        "rope_patch/fitting/__init__.py",
+        '        "constraint": asdict(constraint),\n',
+        "",
+    ),
+    Mutation(
+        "fit_of_another_batch_is_resumed",
+        "rope_patch/fitting/__init__.py",
+        'asdict(schedule) | {"batch_tokens": tokens,',
+        'asdict(schedule) | {"batch_tokens": None,',
+    ),
+    Mutation(
+        "fit_at_another_learning_rate_is_resumed",
+        "rope_patch/fitting/__init__.py",
+        '{"batch_tokens": tokens, "checkpointing": None}',
+        '{"batch_tokens": tokens, "learning_rate": None, "checkpointing": None}',
+    ),
+    Mutation(
+        "text_decides_what_counts_more_after_a_check",
+        "rope_patch/fitting/running.py",
+        "odds = 1 / ODDS if now.finds_no_less(start) else ODDS",
+        "odds = ODDS if now.reads_no_worse(start) else 1 / ODDS",
+    ),
+    Mutation(
+        "fewer_answers_count_as_no_less_however_improbable",
+        "rope_patch/fitting/candidates.py",
+        "(self.answers <= other.answers and whole.high >= 0)",
+        "whole.high >= 0",
+    ),
 )
 
 TRAINING = (
