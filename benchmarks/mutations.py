@@ -6,7 +6,7 @@
 
 A defect is one change of the text of a file, which must occur there exactly once; `mutation_lists` holds them. In
 the copy the tests of the folder run until one fails (`pytest -x`), with the selection of `make test`: the defect is
-caught by that test, by a time limit, or survives. Test files that name the changed module most often run first. Where
+caught by that test, by a time limit, or survives. Test files that import the changed module run first. Where
 all defects of a folder are caught its tests run once more, without any. Interrupted, the same command goes on where it
 was: what the report holds is not run again, but for what survived with --again, after a test was written.
 """
@@ -70,10 +70,15 @@ def planted(mutation: Mutation, root: Path) -> str:
 
 
 def test_files(root: Path, folder: str, module: str) -> list[str]:
-    """Return the test files of a folder; those that name a module most often come first."""
+    """Return the test files of a folder: first those that import a module, then those that name it most often."""
+
+    def place(path: Path) -> tuple[bool, int]:
+        text = path.read_text("utf-8")
+        imports = re.search(rf"\b{folder}(\.| import .*\b){module}\b", text) is not None
+        return not imports, -len(re.findall(rf"\b{module}\b", text))
+
     files = sorted((root / "tests" / folder).rglob("test_*.py"))
-    files.sort(key=lambda path: -len(re.findall(rf"\b{re.escape(module)}\b", path.read_text("utf-8"))))
-    return [str(path.relative_to(root)) for path in files]
+    return [str(path.relative_to(root)) for path in sorted(files, key=place)]
 
 
 def run_tests(root: Path, files: Sequence[str], selection: str, limit: float) -> dict[str, Any]:
