@@ -6,9 +6,9 @@
 
 A defect is one change of the text of a file, which must occur there exactly once; `mutation_lists` holds them. In
 the copy the tests of the folder run until one fails (`pytest -x`), with the selection of `make test`: the defect is
-caught by that test, by a time limit, or survives. Test files that import the changed module run first. Where
-all defects of a folder are caught its tests run once more, without any. Interrupted, the same command goes on where it
-was: what the report holds is not run again, but for what survived with --again, after a test was written.
+caught by that test, by a time limit, or survives. Test files that import the changed module run first. Where all
+defects of a folder are caught its tests run once more, without any. Interrupted, the same command goes on where it was:
+what the report holds is not run again, but for what survived with --again, after a test was written.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def main(mutations: Sequence[Mutation] = MUTATIONS, root: Path = ROOT) -> None:
     report: dict[str, Any] = {"passed_unchanged": {}, "mutations": {}}
     if args.output is not None and args.output.exists():
         report = json.loads(args.output.read_text(encoding="utf-8"))
-    report = {"command": command(), "environment": environment("pytest"), **report}
+    report = {**report, "command": command(), "environment": environment("pytest")}
     run(chosen, root, report, args)
     print(table(report))
 
