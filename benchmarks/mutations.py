@@ -2,7 +2,7 @@
 
     python benchmarks/mutations.py --list
     python benchmarks/mutations.py --folder methods -o build/mutations.json
-    python benchmarks/mutations.py -o benchmarks/results/mutations.json             # all: about an hour of one core
+    python benchmarks/mutations.py -o benchmarks/results/mutations.json             # all: one to two hours of one core
 
 A defect is one change of the text of a file, which must occur there exactly once; `mutation_lists` holds them. In
 the copy the tests of the folder run until one fails (`pytest -x`), with the selection of `make test`: the defect is
