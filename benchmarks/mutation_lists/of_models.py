@@ -199,6 +199,7 @@ KV_CACHE = (
         "rope_patch/kv_cache/quantizers.py",
         "return x.clamp(-top, top).to(torch.float8_e4m3fn)",
         "return x.to(torch.float8_e4m3fn)",
+        "torch 2.13 saturates in this cast; test_fp8_with_a_scale_of_one_is_a_cast_that_saturates holds that",
     ),
     Mutation(
         "packed_cache_is_read_under_the_short_table",
