@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from fresh import stock_logits
@@ -48,6 +49,15 @@ def base(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("base")
     plain = export_gguf(saved(folder / "llama"), folder / "plain.gguf", dtype="float32", tokenizer=tokenizer)
     return quantized(plain, folder / "base.gguf")
+
+
+@pytest.mark.parametrize("alignment", [32, 256])
+def test_tensors_of_any_size_are_where_the_file_says(tmp_path, alignment):
+    arrays = {f"of_{size}": np.arange(size, dtype=np.float32) for size in (1, 9, 64)}
+    pieces = [Piece(n, a.shape, gguf.GGMLQuantizationType.F32, lambda a=a: a) for n, a in arrays.items()]
+    stated = [Key.of("general.alignment", alignment, "UINT32")]
+    path = write_gguf(tmp_path / "any.gguf", stated, pieces, alignment=alignment)
+    assert tensors(path) == {name: ("F32", array.tobytes()) for name, array in arrays.items()}
 
 
 def tensors(path):

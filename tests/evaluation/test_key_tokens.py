@@ -123,6 +123,15 @@ def test_longppl_is_the_perplexity_over_the_key_tokens():
         METRICS["longppl"].value(EvalResult(EvalSpec([20, 40]), result, {}), span)
 
 
+def test_finished_losses_are_of_the_same_key_tokens():
+    model, row, result_cache = bold_model(), ids(12, 1)[0], {}
+    for first in (9, 5):
+        window = TokenDocument("a", row, key_tokens=torch.arange(12) >= first)
+        result = perplexity(model, [window], window=12, resume=result_cache)
+        assert result == perplexity(model, [window], window=12)
+        assert result.documents[0].key_tokens == (12 - first,)
+
+
 def test_windows_with_more_key_tokens_weigh_more_in_a_difference(llama):
     """Losses 1 and 4 over 1 and 3 tokens: (1 + 4) / 4 = 1.25 each; the deviations are -.25 and .25, so that the
     interval is 12.706 * sqrt(2 * (.0625 + .0625)) / 4 = 1.588 wide to each side."""

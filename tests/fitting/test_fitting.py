@@ -564,7 +564,7 @@ def test_the_learning_rate_rises_and_falls_to_zero(tokenizer):
         (((10, 5), (1.9, 2.9), 0.1), 0.5, 1.0),
         full(((10, 5), (1.9, 2.9), 0.2), 0.5, 1.0),  # as many are found
         full(((10, 4), (1.9, 2.9), 0.2), 0.8, 0.5),
-        full(((10, 4), (2.1, 2.9), 0.2), 0.8, 0.5),
+        (((10, 4), (2.1, 2.9), 0.2), 0.8, 0.5),  # both are worse: answers come first
         (((4, 10), (1.9, 2.9), 0.05), 0.8, 0.5),  # significantly fewer at one length, however probable
         full(((10, 5), (2.1, 2.9), 0.05), 0.2, 0.5),
         (((10, 8), (2.1, 2.9), 0.2), 0.2, 0.5),  # more are found, though less probable on average
@@ -699,6 +699,18 @@ def test_what_was_kept_is_of_the_same_call(tokenizer, changes):
     fitted(small(), tokenizer, resume=result_cache, **fewer)
     again, fresh = (fitted(small(), tokenizer, resume=resume, **fewer, **changes) for resume in (result_cache, None))
     assert again.losses == fresh.losses and again.candidates == fresh.candidates
+
+
+def test_a_fit_with_other_options_takes_its_own_steps(tokenizer):
+    result_cache, fewer = {}, {"steps": 1, "checks": 1, "windows": 1}
+
+    def states():
+        return sum(isinstance(value, dict) and "parts" in value for value in result_cache.values())
+
+    for changes in ({}, {"constraint": Constraint(band=1.01)}, {"learning_rate": 0.05}, {"batch_tokens": 288}):
+        before = states()
+        fitted(small(), tokenizer, resume=result_cache, **fewer, **changes)
+        assert states() == before + 1, changes
 
 
 def test_checkpointing_changes_nothing(tokenizer):

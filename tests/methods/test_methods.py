@@ -484,6 +484,7 @@ def test_cope_by_hand() -> None:
     check_table(CoPE(share=0.75)(slot()), [1, 0.1, 0.005, 0])
     check_table(CoPE(share=1)(slot()), [1, 0.075, 0.0025, 0])
     check_table(CoPE(share=0.5)(slot()), [1, 0.1, 0.01, 0])
+    check_table(CoPE(share=0.7)(slot()), [1, 0.1, 0.005, 0])  # 2.8 pairs are three
     # 20 of 64 pairs, as the paper fades: the middle two are pairs 53 and 54, at pi * 9/19 and pi * 10/19
     faded = (CoPE()(slot(head_dim=128)).inv_freq / slot(head_dim=128).inv_freq).tolist()
     assert faded[:45] == [1.0] * 45
@@ -1110,6 +1111,12 @@ def test_a_factor_left_out_is_taken_from_the_target(text: str, target: int | Non
 def test_a_target_out_of_reach_is_refused(text: str, target: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse(text).for_target(slot(), target)
+
+
+def test_a_target_that_the_short_table_serves_is_refused() -> None:
+    with pytest.raises(ValueError, match="switch_at 8192 is not below the target_length 8192"):
+        parse("yarn@8k").for_target(slot(), 8192)
+    assert str(parse("yarn@8k").for_target(slot(), 8193)) == "yarn:factor=2.000244140625@8192"
 
 
 def test_the_advised_factor_is_taken() -> None:

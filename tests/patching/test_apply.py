@@ -283,6 +283,24 @@ def test_models_that_share_a_config_object():
         rope_patch.verify(second)
 
 
+def test_configs_that_are_apart_share_nothing_of_a_patch():
+    model = tiny_model()
+    module_of(model).config = copy.deepcopy(model.config)
+    rope_patch.apply(model, "yarn:factor=4")
+    model.config.rope_parameters["factor"] = 8.0
+    assert module_of(model).config.rope_parameters["factor"] == 4.0
+
+
+def test_a_table_off_by_a_hundred_thousandth_is_noticed():
+    model = tiny_model()
+    rope_patch.apply(model, "pi:factor=4")
+    plain = type(model)(model.config)
+    rope_patch.verify(plain)
+    module_of(plain).inv_freq.mul_(1 + 1e-5)
+    with pytest.raises(PatchError, match="is off by"):
+        rope_patch.verify(plain)
+
+
 def test_a_lost_record_is_noticed():
     model = tiny_model()
     rope_patch.apply(model, "pi:factor=4")

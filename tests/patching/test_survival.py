@@ -12,6 +12,7 @@ import torch.distributed as dist
 from patches import cos_sin, method_for, module_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from tiny import ARCHITECTURES, ids, logits, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import rope_patch
@@ -105,6 +106,15 @@ def test_copies_and_pickles(family, name):
     assert_table(torch.load(whole, weights_only=False), patch)
     rope_patch.restore(twin)  # the copy is undone on its own
     assert_table(model, patch)
+
+
+def test_a_table_that_a_tracer_saw_first():
+    model = tiny_model()
+    patch = rope_patch.apply(model, "yarn:factor=4")
+    twin = copy.deepcopy(model)  # whose module has computed nothing yet
+    with FakeTensorMode():
+        cos_sin(twin, torch.arange(4)[None])
+    assert_table(twin, patch)
 
 
 @SOME

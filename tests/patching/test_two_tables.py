@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Dynamic
 import rope_patch
 from rope_patch import PatchError
 from rope_patch.methods import parse
+from rope_patch.patching.apply import reapply
 from rope_patch.patching.generation import reach_of
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.reach import reaching, stated_of
@@ -187,6 +189,15 @@ def test_beams_have_the_table_of_their_prompt(options):
     model, long = two()[0], only_long()
     ours, theirs = (m.generate(ids(40), max_new_tokens=30, **PLAIN | options) for m in (model, long))
     assert torch.equal(ours, theirs)
+
+
+def test_beams_of_prompts_under_both_tables():
+    options = {"num_return_sequences": 2, "num_beams": 2, "max_new_tokens": 20, **PLAIN}
+    prompt = ids(50)
+    prompt[0, :40] = 0  # padding: its beams reach 10 + 20 tokens, those of the other prompt 50 + 20
+    ours, plain, long = (m.generate(prompt, **options) for m in (two()[0], plain_model(), only_long()))
+    assert torch.equal(ours[:2], plain[:2]) and torch.equal(ours[2:], long[2:])
+    assert not torch.equal(plain[2:], long[2:])
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
@@ -521,6 +532,15 @@ def test_an_altered_short_table_is_refused(tmp_path):
     model.config.rope_patch = record
     with pytest.raises(PatchError, match="record was altered"):
         rope_patch.verify(model)
+
+
+def test_a_record_of_another_short_table_is_not_applied_again():
+    model, patch = two()
+    other = rope_patch.apply(plain_model(), f"{LONG}@{SWITCH}@p_rope:p=0.5", target_length=256)
+    patch.restore()
+    with pytest.raises(PatchError, match=r"its short tables .* are not this model's"):
+        reapply(model, replace(patch.record, short_tables=other.record.short_tables))
+    assert model.config.to_dict() == plain_model().config.to_dict()
 
 
 # --- what is refused, with nothing changed

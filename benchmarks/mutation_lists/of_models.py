@@ -1,0 +1,240 @@
+"""Defects of the folders `methods`, `patching`, `checkpoints`, `kv_cache`: see `mutations.py`."""
+
+from __future__ import annotations
+
+from mutation_lists.mutation import Mutation
+
+METHODS = (
+    Mutation(
+        "chain_ignores_the_factors_of_its_other_steps",
+        "rope_patch/methods/base.py",
+        "scaling[0].context_of(table) * others, target_length",
+        "scaling[0].context_of(table), target_length",
+    ),
+    Mutation(
+        "method_of_another_scaling_alone_counts_as_the_identity",
+        "rope_patch/methods/base.py",
+        "table.inv_freq) and scaling == table.attention_scaling:",
+        "table.inv_freq):",
+    ),
+    Mutation(
+        "yarn_multiplies_the_stated_context",
+        "rope_patch/methods/interpolation.py",
+        "return self.original_max_position_embeddings or table.context\n\n    def scaling",
+        "return self.original_max_position_embeddings or table.max_position_embeddings\n\n    def scaling",
+    ),
+    Mutation(
+        "giraffe_keeps_the_pair_at_the_low_cutoff",
+        "rope_patch/methods/clipping.py",
+        "inv_freq > self.cutoff_low,",
+        "inv_freq >= self.cutoff_low,",
+    ),
+    Mutation(
+        "cope_rounds_its_share_down",
+        "rope_patch/methods/clipping.py",
+        "count = round(self.share * table.pairs)",
+        "count = int(self.share * table.pairs)",
+    ),
+    Mutation(
+        "nope_drops_the_scaling_of_the_checkpoint",
+        "rope_patch/methods/p_rope.py",
+        "return table.attention_scaling * grown",
+        "return grown",
+    ),
+    Mutation(
+        "longrope_drops_the_scaling_of_the_checkpoint",
+        "rope_patch/methods/longrope.py",
+        "return math.sqrt(grown) * table.attention_scaling",
+        "return math.sqrt(grown)",
+    ),
+    Mutation(
+        "long_table_that_is_never_used_is_accepted",
+        "rope_patch/methods/two_tables.py",
+        "target_length is not None and target_length <= switch_at:",
+        "target_length is not None and target_length < switch_at:",
+    ),
+    Mutation(
+        "broken_package_leaves_its_methods_behind",
+        "rope_patch/methods/registry.py",
+        "            self._classes.clear()\n",
+        "",
+    ),
+)
+
+PATCHING = (
+    Mutation(
+        "table_of_a_tracer_is_kept",
+        "rope_patch/patching/module.py",
+        "if type(cached) is Tensor:  #",
+        "if isinstance(cached, Tensor):  #",
+    ),
+    Mutation(
+        "cos_and_sin_are_rounded_where_the_family_keeps_float32",
+        "rope_patch/patching/module.py",
+        "dtype = torch.float32 if self.keep_float32 else x.dtype",
+        "dtype = x.dtype",
+    ),
+    Mutation(
+        "config_shares_its_settings_with_the_record",
+        "rope_patch/patching/undo.py",
+        "setattr(config, key, copy.deepcopy(value))",
+        "setattr(config, key, value)",
+    ),
+    Mutation(
+        "padding_on_the_left_counts_towards_the_length",
+        "rope_patch/patching/two_tables.py",
+        "return ends - torch.where(positions[:, -1] == before + size - 1, padding, 0)",
+        "return ends",
+    ),
+    Mutation(
+        "short_tables_of_a_record_are_not_compared",
+        "rope_patch/patching/apply.py",
+        'for name in ("base_tables", "tables", "short_tables"):',
+        'for name in ("base_tables", "tables"):',
+    ),
+    Mutation(
+        "verify_allows_a_hundred_times_the_error",
+        "rope_patch/patching/verify.py",
+        "allowed = 2e-6 + 2e-7 * angles",
+        "allowed = 2e-6 + 2e-5 * angles",
+    ),
+    Mutation(
+        "one_config_answers_for_all_of_its_class",
+        "rope_patch/patching/probe.py",
+        "key = (type(decoder), config, kind)",
+        "key = (type(decoder), kind)",
+    ),
+    Mutation(
+        "dynamic_table_shrinks_below_its_context",
+        "rope_patch/patching/base_tables.py",
+        'encoding["factor"] * max(length, table.max_position_embeddings) /',
+        'encoding["factor"] * length /',
+    ),
+    Mutation(
+        "lengths_of_prompts_go_to_the_wrong_rows",
+        "rope_patch/patching/reach.py",
+        "return values.repeat_interleave(rows // len(values))",
+        "return values.repeat(rows // len(values))",
+    ),
+)
+
+CHECKPOINTS = (
+    Mutation(
+        "record_without_a_hash_counts_for_any_adapter",
+        "rope_patch/checkpoints/adapters.py",
+        "if weights is not None and tied != _hash(weights):",
+        "if weights is not None and tied not in (None, _hash(weights)):",
+    ),
+    Mutation(
+        "weights_that_grew_by_a_tenth_count_as_those_loaded",
+        "rope_patch/checkpoints/adapters.py",
+        "<= 0.02 * before[key] + 1e-8",
+        "<= 0.2 * before[key] + 1e-8",
+    ),
+    Mutation(
+        "adapter_of_another_precision_is_loaded",
+        "rope_patch/checkpoints/save_load.py",
+        "if own.precision != record.precision or not same_tables",
+        "if not same_tables",
+    ),
+    Mutation(
+        "table_that_the_loader_built_is_not_verified",
+        "rope_patch/checkpoints/save_load.py",
+        "        verify_model(model)  # what transformers' loader built, before ours takes its place\n",
+        "",
+    ),
+    Mutation(
+        "offsets_of_tensors_are_not_aligned",
+        "rope_patch/checkpoints/gguf_file.py",
+        "offset += piece.size + -piece.size % alignment",
+        "offset += piece.size",
+    ),
+    Mutation(
+        "tokenizer_beside_the_weights_is_replaced",
+        "rope_patch/checkpoints/tokenizer_files.py",
+        "if not source or any((beside / name).is_file() for name in _NAMES):",
+        "if not source:",
+    ),
+    Mutation(
+        "file_that_states_a_longer_context_is_verified",
+        "rope_patch/checkpoints/gguf_patch.py",
+        "if table.max_position_embeddings != length:",
+        "if table.max_position_embeddings < length:",
+    ),
+    Mutation(
+        "adapters_beyond_the_first_get_no_record",
+        "rope_patch/checkpoints/adapters.py",
+        'for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):',
+        "for path in (folder,):",
+    ),
+    Mutation(
+        "report_of_an_export_is_copied",
+        "rope_patch/checkpoints/offline.py",
+        '_NOT_COPIED = ("config.json", RECORD_FILE, "export.json")',
+        '_NOT_COPIED = ("config.json", RECORD_FILE)',
+    ),
+)
+
+KV_CACHE = (
+    Mutation(
+        "attention_scaling_is_applied_twice",
+        "rope_patch/kv_cache/plans.py",
+        "cos, sin = cos / size, -sin / size",
+        "cos, sin = cos, -sin",
+    ),
+    Mutation(
+        "copy_of_a_cache_shares_its_blocks",
+        "rope_patch/kv_cache/layer.py",
+        "        twin.frozen = dict(self.frozen)\n",
+        "",
+    ),
+    Mutation(
+        "caches_of_other_means_share_results",
+        "rope_patch/kv_cache/cache.py",
+        "for part in (plan.kept_features, plan.mean):",
+        "for part in (plan.kept_features,):",
+    ),
+    Mutation(
+        "fp8_overflows",
+        "rope_patch/kv_cache/quantizers.py",
+        "return x.clamp(-top, top).to(torch.float8_e4m3fn)",
+        "return x.to(torch.float8_e4m3fn)",
+        "torch 2.13 saturates in this cast; test_fp8_with_a_scale_of_one_is_a_cast_that_saturates holds that",
+    ),
+    Mutation(
+        "packed_cache_is_read_under_the_short_table",
+        "rope_patch/kv_cache/packed.py",
+        "with reaching(location.module, len(token_ids) + new_tokens + 1):",
+        "with reaching(location.module, len(token_ids)):",
+    ),
+    Mutation(
+        "outliers_of_sliding_layers_are_those_of_the_context",
+        "rope_patch/kv_cache/plans.py",
+        "own = slot.max_position_embeddings if layer.window is None else layer.window",
+        "own = slot.max_position_embeddings",
+    ),
+    Mutation(
+        "attention_takes_padding_for_sinks",
+        "rope_patch/kv_cache/attention.py",
+        "base = store.plan.sinks + pad\n        masks",
+        "base = store.plan.sinks\n        masks",
+    ),
+    Mutation(
+        "cache_that_is_reset_keeps_its_blocks",
+        "rope_patch/kv_cache/layer.py",
+        "        self.frozen.clear()\n",
+        "",
+    ),
+    Mutation(
+        "scale_of_a_tensor_is_one_for_each_head",
+        "rope_patch/kv_cache/schemes.py",
+        '"tensor": side.group * heads * max(features, 1)',
+        '"tensor": side.group * max(features, 1)',
+    ),
+    Mutation(
+        "sliding_window_is_a_token_too_long",
+        "rope_patch/kv_cache/attention.py",
+        "hidden = (apart < 0) | (apart >= window)",
+        "hidden = (apart < 0) | (apart > window)",
+    ),
+)

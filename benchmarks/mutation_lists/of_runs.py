@@ -1,0 +1,218 @@
+"""Defects of the folders `evaluation`, `fitting`, `training`: see `mutations.py`."""
+
+from __future__ import annotations
+
+from mutation_lists.mutation import Mutation
+
+EVALUATION = (
+    Mutation(
+        "interval_over_haystacks_has_a_degree_of_freedom_too_many",
+        "rope_patch/evaluation/intervals.py",
+        "(z / float(stats.t.ppf((1 + confidence) / 2, total - 1))) ** 2",
+        "(z / float(stats.t.ppf((1 + confidence) / 2, total))) ** 2",
+    ),
+    Mutation(
+        "beginnings_under_the_short_table_are_not_in_the_total",
+        "rope_patch/evaluation/losses.py",
+        "total_nll=document.total_nll - sum(document.nll[: len(first.nll)]) + sum(first.nll),",
+        "total_nll=document.total_nll,",
+    ),
+    Mutation(
+        "results_of_other_key_tokens_are_taken",
+        "rope_patch/evaluation/perplexity.py",
+        "first=item.scored - item.start, **chosen, **identity)",
+        "first=item.scored - item.start, **identity)",
+    ),
+    Mutation(
+        "answer_with_an_early_mistake_counts_as_right",
+        "rope_patch/evaluation/answering.py",
+        "!= expected).long()[missed].argmax(1).min())",
+        "!= expected).long()[missed].argmax(1).max())",
+    ),
+    Mutation(
+        "key_tokens_are_chosen_without_the_first_special_tokens",
+        "rope_patch/evaluation/key_tokens.py",
+        "        if start:\n            own[: len(prefix)] = prefix\n",
+        "",
+    ),
+    Mutation(
+        "interval_of_retrieval_takes_prompts_for_independent",
+        "rope_patch/evaluation/retrieval.py",
+        "len(self.samples(length)), confidence, count=count)",
+        "len(self.samples(length)), confidence)",
+    ),
+    Mutation(
+        "perplexity_near_the_start_is_compared_with_that_far_away",
+        "rope_patch/evaluation/effective_length.py",
+        "other = min(length, reference) if metric.by_position else reference",
+        "other = reference",
+    ),
+    Mutation(
+        "characters_beyond_the_basic_plane_have_three_bytes",
+        "rope_patch/evaluation/slices.py",
+        "+ (points > 0x7FF) + (points > 0xFFFF)",
+        "+ (points > 0x7FF)",
+    ),
+    Mutation(
+        "answers_are_given_to_the_wrong_depths",
+        "rope_patch/evaluation/prompts.py",
+        "return [prompts[ranks[i]] for i in range(len(depths))]",
+        "return prompts",
+    ),
+)
+
+FITTING = (
+    Mutation(
+        "table_as_good_as_its_start_takes_its_place",
+        "rope_patch/fitting/candidates.py",
+        "if c.never_worse(start) and c.rank != start.rank]",
+        "if c.never_worse(start)]",
+    ),
+    Mutation(
+        "average_of_a_stopped_fit_is_divided_by_all_steps",
+        "rope_patch/fitting/running.py",
+        "counted = low - since",
+        "counted = steps - since",
+    ),
+    Mutation(
+        "resumed_fit_counts_its_steps_anew",
+        "rope_patch/fitting/running.py",
+        '{"step": torch.tensor(float(step))}',
+        '{"step": torch.tensor(0.0)}',
+    ),
+    Mutation(
+        "weights_stay_frozen_after_a_fit",
+        "rope_patch/fitting/running.py",
+        "            stack.callback(lambda: [p.requires_grad_(required) for p, required in requires_grad])\n",
+        "",
+    ),
+    Mutation(
+        "held_out_text_is_fitted_to",
+        "rope_patch/fitting/texts.py",
+        "return whole[:cut], whole[cut:]",
+        "return whole, whole[cut:]",
+    ),
+    Mutation(
+        "weights_of_a_step_add_up_to_less",
+        "rope_patch/fitting/rows.py",
+        "[1 / learned / (stop - first)] * learned",
+        "[1 / learned / count] * learned",
+    ),
+    Mutation(
+        "window_of_the_whole_length_counts_as_short",
+        "rope_patch/fitting/positions.py",
+        "if window is not None and window < length}",
+        "if window is not None and window <= length}",
+    ),
+    Mutation(
+        "card_states_the_scores_of_the_base",
+        "rope_patch/fitting/card.py",
+        '    head.pop("model-index", None)  # the scores of the base\n',
+        "",
+    ),
+    Mutation(
+        "every_step_has_the_same_texts",
+        "rope_patch/fitting/rows.py",
+        "self._take(step + i - first)",
+        "self._take(i - first)",
+    ),
+    Mutation(
+        "fit_under_another_constraint_is_resumed",
+        "rope_patch/fitting/__init__.py",
+        '        "constraint": asdict(constraint),\n',
+        "",
+    ),
+    Mutation(
+        "fit_of_another_batch_is_resumed",
+        "rope_patch/fitting/__init__.py",
+        'asdict(schedule) | {"batch_tokens": tokens,',
+        'asdict(schedule) | {"batch_tokens": None,',
+    ),
+    Mutation(
+        "fit_at_another_learning_rate_is_resumed",
+        "rope_patch/fitting/__init__.py",
+        '{"batch_tokens": tokens, "checkpointing": None}',
+        '{"batch_tokens": tokens, "learning_rate": None, "checkpointing": None}',
+    ),
+    Mutation(
+        "text_decides_what_counts_more_after_a_check",
+        "rope_patch/fitting/running.py",
+        "odds = 1 / ODDS if now.finds_no_less(start) else ODDS",
+        "odds = ODDS if now.reads_no_worse(start) else 1 / ODDS",
+    ),
+    Mutation(
+        "fewer_answers_count_as_no_less_however_improbable",
+        "rope_patch/fitting/candidates.py",
+        "(self.answers <= other.answers and whole.high >= 0)",
+        "whole.high >= 0",
+    ),
+)
+
+TRAINING = (
+    Mutation(
+        "rising_range_never_reaches_the_target",
+        "rope_patch/training/collators.py",
+        "/ max(1, self.rows - 1))",
+        "/ max(1, self.rows))",
+    ),
+    Mutation(
+        "best_weights_get_the_last_table",
+        "rope_patch/training/trainer.py",
+        "if self.table is not None and best is not None:",
+        "if self.table is not None and best is None:",
+    ),
+    Mutation(
+        "protected_checkpoints_do_not_count",
+        "rope_patch/training/resuming.py",
+        "excess = len(checkpoints) - limit if",
+        "excess = len(old) - limit if",
+    ),
+    Mutation(
+        "checkpoint_that_was_set_aside_is_deleted",
+        "rope_patch/training/resuming.py",
+        "            os.replace(path, folder / path.name)\n    for name in (STAGING",
+        "            pass\n    for name in (STAGING",
+    ),
+    Mutation(
+        "perplexity_outweighs_a_prompt",
+        "rope_patch/training/scores.py",
+        "- nll / (100 * asked)",
+        "- nll / asked",
+    ),
+    Mutation(
+        "weight_decay_pulls_on_the_table",
+        "rope_patch/training/tables.py",
+        '"lr": self.learning_rate, "weight_decay": 0.0}',
+        '"lr": self.learning_rate}',
+    ),
+    Mutation(
+        "seed_of_the_adapters_is_ignored",
+        "rope_patch/training/models.py",
+        "    torch.manual_seed(seed)  # of the adapters' initial values\n",
+        "",
+    ),
+    Mutation(
+        "beginning_of_a_turn_is_learned",
+        "rope_patch/training/data.py",
+        "render(i, ask=True), render(i + 1)",
+        "render(i), render(i + 1)",
+    ),
+    Mutation(
+        "rows_among_prompts_keep_their_numbers",
+        "rope_patch/training/data.py",
+        'yield {**row, "index": index}',
+        "yield row",
+    ),
+    Mutation(
+        "seed_of_positions_is_ignored",
+        "rope_patch/training/collators.py",
+        "random.Random(f\"{self.seed}/{example['index']}\")",
+        "random.Random(f\"{example['index']}\")",
+    ),
+    Mutation(
+        "padding_repeats_a_position",
+        "rope_patch/training/sharding.py",
+        "+ torch.arange(1, extra + 1)",
+        "+ torch.arange(extra)",
+    ),
+)
