@@ -210,7 +210,7 @@ def _by_type(config: Any, model: type, given: dict[str, Any]) -> Tables:
     module = sys.modules[_home(model).__module__]
     layer = _decoder_layer(module)
     kinds = list(getattr(config, "layer_types", None) or [])
-    nested = "full_attention" in (config.rope_parameters or {})
+    nested = "full_attention" in (config.rope_parameters or {}) or config.model_type == "olmo3"
     chosen = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)} if nested else {None: 0}
     tables_by_kind: Tables = {}
     for kind, index in chosen.items():

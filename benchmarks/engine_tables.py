@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 64, "hidden_act": "gelu_pytorch_tanh"},  # as hub configs say it; SGLang reads it
     "gemma3_text": {"head_dim": 64, **MIXED},
     "gemma4_text": {"head_dim": 64, "global_head_dim": 128, "vocab_size_per_layer_input": 64, **MIXED},
+    "olmo3": MIXED,
     "phi": {},
     "stablelm": {},
     "gpt_neox": {},

@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,7 @@ def folders(root: Path) -> Iterator[Path]:
     from rope_patch.exporting import export
 
     families = {name: settings for name, settings in engine_tables.FAMILIES.items() if name != "gemma4_text"}
-    for family in [*families, "olmo3"]:
-        engine_tables.FAMILIES.setdefault("olmo3", engine_tables.MIXED)
+    for family in families:
         base = engine_tables.checkpoint(family, root / f"{family}-base")
         yield base
         methods = engine_tables.METHODS[:-1] if family in ("llama", "gemma3_text") else engine_tables.METHODS[:-1:3]
@@ -79,9 +79,10 @@ def folders(root: Path) -> Iterator[Path]:
                 patch_folder(base, method, root / f"{family}-{number}", target_length=engine_tables.TARGET)
                 yield root / f"{family}-{number}"
                 if number % 3 == 1:
-                    out = root / f"{family}-{number}-vllm"
-                    export(base, out, to="vllm", method=method, target_length=engine_tables.TARGET)
-                    yield out
+                    for to in ("vllm", "sglang") if family == "olmo3" else ("vllm",):
+                        out = root / f"{family}-{number}-{to}"
+                        export(base, out, to=to, method=method, target_length=engine_tables.TARGET)
+                        yield out
             except ValueError:
                 continue
         for name, change in changes(family).items():
@@ -143,7 +144,21 @@ def changes(family: str) -> dict[str, Callable[[dict[str, Any]], dict[str, Any]]
         configs["share-outside-5"] = lambda config: kept(config) | {"partial_rotary_factor": 0.5}
     if nested:
         configs["both-5"] = newer(yarn, both=True)
+    if family == "olmo3":  # of one base, as the published config.json states it
+        configs["both-names-5"] = lambda config: newer(yarn)(config) | {"rope_theta": 10000.0, "rope_scaling": yarn}
+        configs["one-for-all-5"] = lambda config: config | {"rope_parameters": yarn | {"rope_theta": 50000.0}}
+    if family in ("llama", "qwen2", "olmo3"):
+        for keys in (("seq_length",), ("max_seq_len", "max_sequence_length"), ("seq_length", "model_max_length")):
+            lengths = {key: 768 + 512 * number for number, key in enumerate(keys)}
+            for name, change in {"yarn": older(yarn), "linear": older(kinds["linear"])}.items():
+                configs[f"{name}-{'-'.join(keys)}-4"] = partial(_with_lengths, change, lengths)
     return configs
+
+
+def _with_lengths(
+    change: Callable[[dict[str, Any]], dict[str, Any]], lengths: dict[str, int], config: dict[str, Any]
+) -> dict[str, Any]:
+    return change(config) | lengths
 
 
 def _written(folder: Path, config: dict[str, Any]) -> Path:

@@ -62,7 +62,6 @@ def audit(
 
 def _print(audited: Any) -> None:
     """Print for people: a block for each layer type, a line for each program, and what to do below."""
-    from rope_patch.exporting.readings import PROGRAMS
     from rope_patch.kv_evaluation.captions import listed
 
     patched = "not patched" if audited.method is None else f"patched, {audited.method}"
@@ -71,15 +70,14 @@ def _print(audited: Any) -> None:
         rows = [row.to_dict() for row in audited.rows if row.layer_type == kind]
         print(f"{kind or 'all layers'} ({listed('layer', rows[0]['layers'])})")
         for row in rows:
-            known = PROGRAMS.get(row["program"])
-            name = f"{known.name if known else 'transformers 5'} ({row['version']})"
+            name = _name(row)
             print(f"  {name:<24} {row['verdict']:<11} {_table(row)}".rstrip())
     programs_by_lines: dict[tuple[str, ...], list[str]] = {}
     for row in audited.rows:
         if row.verdict != "agrees" and (row.reasons or row.fix):
             where = f" [{row.layer_type}]" if row.layer_type else ""
             lines = (*row.reasons, *([f"fix: {row.fix}"] if row.fix else []))
-            name = f"{PROGRAMS[row.program].name} ({PROGRAMS[row.program].version})"
+            name = _name(row.to_dict())
             programs_by_lines.setdefault(lines, []).append(f"{name}{where}")
     for lines, names in programs_by_lines.items():
         print(f"{', '.join(dict.fromkeys(names))}:")
@@ -87,6 +85,14 @@ def _print(audited: Any) -> None:
             print(f"  {line}")
     for note in audited.notes:
         print(f"note: {note}")
+
+
+def _name(row: dict[str, Any]) -> str:
+    """Return a program with its version."""
+    from rope_patch.exporting.readings import PROGRAMS
+
+    known = PROGRAMS.get(row["program"])
+    return f"{known.name if known else 'transformers 5'} ({row['version']})"
 
 
 def _table(row: dict[str, Any]) -> str:

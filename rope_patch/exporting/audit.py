@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, slid
 from rope_patch.checkpoints.reading import building, config_json, load_config
 from rope_patch.exporting.engines import check
 from rope_patch.exporting.readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
-from rope_patch.exporting.rules import Built, relative_difference
+from rope_patch.exporting.rules import SHARE, Built, relative_difference
 from rope_patch.exporting.two_lists import about_two_tables
 from rope_patch.files import is_gguf
 from rope_patch.patching.encoding import OLDER_FAIL, older_keys, text_part
@@ -39,7 +39,7 @@ class AuditRow:
         layer_type: None where all layers share a table.
         layers: their indices, from 0.
         verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (it raises) or ``"unverified"``; ``"reference"`` of
-            transformers 5.
+            transformers 5, where that runs.
         built: the table; None where the program refuses or is unverified.
         difference: the largest relative difference of a frequency from transformers 5's, as a share of the larger of
             the two: 1 where only one of them rotates a pair. None where the numbers of pairs differ, or no table is.
@@ -137,11 +137,39 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
     )
     layers = _layers(stated)
     rows = _own_rows(found, layers)
+    if (reason := _failure(model, stated)) is not None:
+        rows = [replace(row, verdict=REFUSES, reasons=(reason,), fix=_SHARE_FIX) for row in rows]
     for name in programs:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated.tables, layers, _fix(source, name, stated))
     notes = (*about_two_tables(found.record), *found.warnings)
     return Audit(str(source), found.model_class, found.method, tuple(rows), notes)
+
+
+_SHARE_FIX = (
+    "none by command: take partial_rotary_factor out of config.json if every pair shall rotate, else serve it with a "
+    "program that agrees"
+)
+
+
+def _failure(model: Any, stated: StatedConfig) -> str | None:
+    """Say where transformers' attention fails on a table that it builds itself for a share of each head."""
+    heads = {kind: stated.head_dim(kind) for kind in stated.tables}
+    shares = [
+        f"{table.pairs} of {heads[kind] // 2}"
+        for kind, table in stated.tables.items()
+        if table.rotary_dim < heads[kind]
+    ]
+    if not shares:
+        return None
+    try:
+        with torch.device("meta"):
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+    except RuntimeError as error:
+        return (
+            f"it builds {shares[0]} pairs for {SHARE}, and its attention of {stated.model_type} fails on them: {error}"
+        )
+    return None
 
 
 def _layers(stated: StatedConfig) -> dict[str | None, tuple[int, ...]]:
@@ -243,9 +271,7 @@ def _with_reasons(row: AuditRow, kind: str | None) -> AuditRow:
     reasons = ["transformers reads the base and the context of a GGUF file, and no factors, scaling or record"]
     if kind == SLIDING and row.built is not None and row.built.attention_scaling != 1.0:
         reasons = ["llama.cpp has one factor on cos and sin for all layers, so that the sliding ones are scaled, too"]
-    return AuditRow(
-        row.program, row.layer_type, row.layers, row.verdict, row.built, row.difference, tuple(reasons), row.fix
-    )
+    return replace(row, reasons=tuple(reasons))
 
 
 def _gguf_fix(source: str | Path, kind: str | None) -> str:

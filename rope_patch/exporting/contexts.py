@@ -1,6 +1,7 @@
 """How long a text other programs take from a config: some multiply the stated context, some leave a part of it out.
 
-*Sources*: vLLM 0.29.0 and 0.33.0 ``config/model.py``, ``_get_and_verify_max_len``; SGLang 0.5.23
+*Sources*: vLLM 0.29.0 and 0.33.0 ``config/model.py``, ``_get_and_verify_max_len``, and 0.33.0
+``transformers_utils/model_arch_config_convertor.py``, ``derive_max_model_len_and_key``, for its keys; SGLang 0.5.23
 ``srt/utils/hf_transformers/common.py``, ``get_context_length``. Each function returns the context that the program
 serves by default, and a sentence where that is not the stated one.
 """
@@ -8,10 +9,36 @@ serves by default, and a sentence where that is not the stated one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _MULTIPLIED = "it multiplies the context that the config states by the factor of"
+
+
+_VLLM_KEYS = (
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+"""What vLLM reads beside ``max_position_embeddings``: ``model_max_length`` is the context, else the smallest of all."""
+
+_SGLANG_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
+"""What SGLang reads before ``max_position_embeddings``: the first that is there is the context."""
+
+
+def other_contexts(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the keys of a config, beside ``max_position_embeddings``, that an engine takes for the context [tokens].
+
+    >>> other_contexts({"seq_length": 2048, "max_position_embeddings": 4096, "max_seq_len": None})
+    {'seq_length': 2048}
+    """
+    known = dict.fromkeys((*_VLLM_KEYS, *_SGLANG_KEYS))
+    return {key: config[key] for key in known if type(config.get(key)) is int}
 
 
 @dataclass(frozen=True)
@@ -24,6 +51,7 @@ class StatedContext:
         nested: whether there is one for each layer type.
         model_type: of the text decoder.
         original: ``original_max_position_embeddings`` outside ``rope_parameters``; None where it is not there [tokens].
+        others: other keys that an engine takes for the context, from :func:`other_contexts` [tokens].
     """
 
     length: int
@@ -31,6 +59,7 @@ class StatedContext:
     nested: bool = False
     model_type: str = ""
     original: int | None = None
+    others: Mapping[str, int] = field(default_factory=dict)
 
 
 Derived = tuple[int, tuple[str, ...]]
@@ -46,20 +75,32 @@ def as_stated(stated: StatedContext) -> Derived:
     return stated.length, ()
 
 
+def _length_at(key: str, lengths: Mapping[str, int]) -> Derived:
+    """Return the context at a key, and a sentence where that is not the one of ``max_position_embeddings``."""
+    length, usual = lengths[key], lengths["max_position_embeddings"]
+    return length, (f"it takes {key}, {length} tokens, for the context, not max_position_embeddings",) * (
+        length != usual
+    )
+
+
 def vllm(stated: StatedContext, *, stretches_yarn: bool = False) -> Derived:
     """Return the context of vLLM; with ``stretches_yarn`` of 0.29.0, which derives another one from YaRN.
 
     >>> vllm(StatedContext(1024, ({"rope_type": "default", "factor": 2.0},)))[0]
     2048
     """
-    length, factor, reasons = float(stated.length), 1.0, []
+    lengths = {"max_position_embeddings": stated.length}
+    lengths |= {key: stated.others[key] for key in _VLLM_KEYS if key in stated.others}
+    chosen = "model_max_length" if lengths.get("model_max_length") else min(lengths, key=lambda key: lengths[key])
+    derived, why = _length_at(chosen, lengths)
+    length, factor, reasons = float(derived), 1.0, [*why]
     for parameters in () if "gemma3" in stated.model_type else stated.parameters:
         kind = kind_of(parameters)
         if kind in ("longrope", "llama3") or (kind == "yarn" and not stretches_yarn):
             continue
         factor = parameters.get("factor", factor) or 1.0
         if kind == "yarn":
-            length = float(parameters.get("original_max_position_embeddings") or stated.length)
+            length = float(parameters.get("original_max_position_embeddings") or length)
             if int(length * factor) != stated.length:
                 reasons.append("of YaRN it takes factor times original_max_position_embeddings to be the context")
         elif factor != 1.0:
@@ -83,7 +124,11 @@ def vllm_029(stated: StatedContext) -> Derived:
 def sglang(stated: StatedContext) -> Derived:
     """Return the context of SGLang, which looks for a factor only where all layers share one dictionary."""
     parameters = {} if stated.nested else stated.parameters[0]
+    lengths = {"max_position_embeddings": stated.length, **stated.others}
+    length, why = _length_at(
+        next((key for key in _SGLANG_KEYS if key in stated.others), "max_position_embeddings"), lengths
+    )
     factor, kind = parameters.get("factor") or 1.0, kind_of(parameters)
     if factor == 1.0 or kind == "llama3" or "original_max_position_embeddings" in parameters:
-        return stated.length, ()
-    return int(factor * stated.length), (f"{_MULTIPLIED} {kind}",)
+        return length, why
+    return int(factor * length), (*why, f"{_MULTIPLIED} {kind}")

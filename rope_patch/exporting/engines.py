@@ -21,6 +21,8 @@ class Engine:
         reads: model types on which its own code built every table that was tried, as transformers does.
         base_only: model types, with a layer type where it has one table for each, on which its code reads nothing but
             ``rope_theta`` and the rotated share of a head: any other table would be lost there without a word.
+        one_base: model types on which it has one ``rope_theta`` for all layers and scales full attention alone, both
+            from the top of config.json.
         refused: model types it cannot take at all, and why.
     """
 
@@ -29,6 +31,7 @@ class Engine:
     shown_by: str
     reads: frozenset[str]
     base_only: frozenset[tuple[str, str | None]] = frozenset()
+    one_base: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -51,7 +54,7 @@ ENGINES: dict[str, Engine] = {
         "SGLang",
         "0.5.23",
         "benchmarks/engine_tables.py",
-        _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "phi", "stablelm"},
+        _LLAMA_LIKE | {"gemma", "gemma2", "gemma3_text", "olmo3", "phi", "stablelm"},
         base_only=frozenset(
             {
                 ("gemma", None),
@@ -59,8 +62,10 @@ ENGINES: dict[str, Engine] = {
                 ("phi", None),
                 ("stablelm", None),
                 ("gemma3_text", "sliding_attention"),
+                ("olmo3", "sliding_attention"),
             }
         ),
+        one_base=frozenset({"olmo3"}),
         refused={"gemma4_text": "its config loader fails on text-only Gemma 4 folders"},
     ),
 }
@@ -88,4 +93,11 @@ def check(to: str, model_type: str, tables: Sequence[RotaryTable]) -> str:
                 f"({table.rope_type}) would be lost there without a word. What changes the base alone runs there (abf, "
                 "ntk), and p-RoPE where --form partial can write it (Phi, StableLM); other engines may read the table"
             )
+    bases = sorted({table.rope_theta for table in tables})
+    if model_type in engine.one_base and len(bases) > 1:
+        raise ValueError(
+            f"{engine.name} {engine.version} has one rope_theta for all layers of {model_type}, and these tables have "
+            f"{' and '.join(f'{base:g}' for base in bases)}: give the method to both layer types "
+            '(--layer-types "full_attention sliding_attention"), or take one that leaves the base as it is'
+        )
     return engine.version if model_type in engine.reads else UNVERIFIED

@@ -34,8 +34,9 @@ from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_table import graph_of, read_gguf
 from rope_patch.checkpoints.offline import skeleton
 from rope_patch.checkpoints.reading import config_json
+from rope_patch.exporting.contexts import other_contexts
 from rope_patch.exporting.encodings import config_keys, with_context
-from rope_patch.exporting.engines import UNVERIFIED
+from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
 from rope_patch.exporting.folders import read_tables
 from rope_patch.exporting.readings import PROGRAMS, StatedConfig, reading_of
 from rope_patch.exporting.two_lists import about_two_tables
@@ -92,6 +93,8 @@ class PatchedCheckpoint:
     def settings(self, *, everywhere: bool) -> dict[str, Any]:
         """Return the keys of a config that state the tables, for transformers or for engines, too."""
         keys = config_keys(find_rotary(self.model), self.tables, everywhere=everywhere)
+        if everywhere:
+            keys |= dict.fromkeys(other_contexts(self.stated.complete), self.context)
         return {key: value for key, value in keys.items() if value is not None}
 
     def shown_by(self, program: str, settings: Mapping[str, Any]) -> str:
@@ -102,7 +105,8 @@ class PatchedCheckpoint:
         """
         complete = dict(self.stated.complete) | dict(settings)
         complete.pop("original_max_position_embeddings", None)  # vLLM's own limit, which --max-model-len lifts
-        reading = reading_of(program, replace(self.stated, complete=complete))
+        raw = dict(self.stated.raw) | dict(settings)
+        reading = reading_of(program, replace(self.stated, raw=raw, complete=complete))
         name = f"{PROGRAMS[program].name} {PROGRAMS[program].version}"
         if reading.refused is not None:
             raise ValueError(f"{name} cannot run {self.stated.model_type}: {reading.refused}")
@@ -168,13 +172,16 @@ def _vllm(checkpoint: PatchedCheckpoint) -> Flags:
 
 
 def _sglang(checkpoint: PatchedCheckpoint) -> Flags:
-    if checkpoint.stated.model_type == "olmo3":
-        raise ValueError(
-            "SGLang 0.5.23 cannot run olmo3 with it: its class for OLMo fails on a table for each layer type"
-        )
-    settings = checkpoint.settings(everywhere=True)
-    merged = settings | {"rope_parameters": checkpoint.stated.complete["rope_parameters"] | settings["rope_parameters"]}
-    shown = checkpoint.shown_by("sglang", merged)
+    stated, settings = checkpoint.stated, checkpoint.settings(everywhere=True)
+    check("sglang", stated.model_type, checkpoint.tables)
+    own = "rope_parameters"
+    if stated.model_type in ENGINES["sglang"].one_base:  # which reads the scaling of full attention here, with its base
+        own, parameters = "rope_scaling", settings.pop("rope_parameters")
+        settings[own] = parameters["full_attention"]
+        before = stated.raw.get(own) or {}
+    else:
+        before = stated.complete[own]
+    shown = checkpoint.shown_by("sglang", settings | {own: before | settings[own]})
     lines = (f"--json-model-override-args {_quoted(settings)}", f"--context-length {checkpoint.context}")
     return Flags("sglang", lines, settings, checkpoint.tables, shown)
 

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 from rope_patch import __version__
 from rope_patch.checkpoints.offline import copied, skeleton
+from rope_patch.exporting.contexts import other_contexts
 from rope_patch.exporting.encodings import config_keys, with_context
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
 from rope_patch.files import write_atomically
 from rope_patch.patching.base_tables import is_dynamic, where
-from rope_patch.patching.encoding import OLDER_FAIL, older_keys, text_part
+from rope_patch.patching.encoding import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.verify import inspect_model, verify_model
 from rope_patch.tables import RotaryTable
@@ -161,15 +162,23 @@ def _config(
     text = text_part(config)
     text |= settings
     older = older_keys(location.config.model_type, parameters)
+    notes = []
+    if location.config.model_type in ENGINES[to].one_base:
+        older = one_base_keys(parameters) or older
+        notes = ["early releases of transformers 5, in which OLMo 3 has one table, would scale its sliding layers, too"]
     text |= {key: value for key, value in older.items() if value != OLDER_FAIL or to == "hf"}
     in_version_4 = bool(older) and OLDER_FAIL not in older.values()
-    notes = [] if in_version_4 else ["transformers 4 cannot express these tables"]
+    notes += [] if in_version_4 else ["transformers 4 cannot express these tables"]
     longrope = any(p.get("rope_type") == "longrope" for p in _each(parameters))
     if lists is not None:
         text.pop("rope_patch", None)  # which describes one list
     elif to != "hf" and "original_max_position_embeddings" in text and longrope:
         # Phi-3 keeps it here, where it wins over the one in rope_parameters, and vLLM takes it for the context.
         text["original_max_position_embeddings"] = tables[0].max_position_embeddings
+    context = tables[0].max_position_embeddings
+    if to != "hf" and (others := [key for key, length in other_contexts(text).items() if length != context]):
+        text |= dict.fromkeys(others, context)
+        notes.append(f"{' and '.join(others)}, which engines take for the context, set to {context}, too")
     return config, parameters, notes
 
 

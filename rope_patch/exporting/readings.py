@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch import frequencies
-from rope_patch.exporting.contexts import StatedContext, kind_of
+from rope_patch.exporting.contexts import StatedContext, kind_of, other_contexts
 from rope_patch.exporting.engines import ENGINES
 from rope_patch.exporting.rules import DIALECTS, SHARE, Built, RefusesError, build
 from rope_patch.tables import RotaryTable
@@ -123,7 +123,9 @@ class StatedConfig:
         """What the whole config says of its context."""
         original = self.complete.get("original_max_position_embeddings")
         every = tuple(self.parameters(kind) for kind in self.tables)
-        return StatedContext(self.context, every, None not in self.tables, self.model_type, original)
+        return StatedContext(
+            self.context, every, None not in self.tables, self.model_type, original, other_contexts(self.complete)
+        )
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,8 @@ _TOP_SHARE = ("llama", "mistral", "phi3", "phi", "stablelm")
 
 def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
     parameters, table, family = stated.parameters(kind), stated.tables[kind], stated.model_type
+    if family in ENGINES["sglang"].one_base:
+        return _sglang_one_base(stated, kind)
     if family == "gemma3_text" and kind != SLIDING:  # its model calls transformers' own functions, on one dictionary
         return build(parameters, table.rotary_dim, stated.context, DIALECTS["transformers-5"])
     dialect, head_dim = DIALECTS[program], stated.head_dim(kind)
@@ -229,6 +233,33 @@ def _sglang(program: str, stated: StatedConfig, kind: str | None) -> Built:
         reasons.append(f"it reads nothing but rope_theta on {where}, and computes plain RoPE")
     context, why = dialect.context(stated.whole_context)
     return _plain(parameters["rope_theta"], dims, context, *reasons, *why)
+
+
+def _sglang_one_base(stated: StatedConfig, kind: str | None) -> Built:
+    """Return what its own config class for OLMo 3 leaves of a config: one base, and one scaling for full attention."""
+    raw, reasons = stated.raw, []
+    scaling = raw.get("rope_scaling")
+    written = raw.get("rope_parameters") or {}
+    if not any(name in written for name in (FULL, SLIDING)) and kind_of(written) != "default":
+        raise RefusesError("it fails on one scaled table for all layers in rope_parameters")
+    if scaling is not None and not {"rope_type", "type"} & set(scaling):
+        raise RefusesError("it fails on a rope_scaling without rope_type")
+    if written and ("rope_theta" not in raw or scaling is None):
+        reasons.append(
+            "it reads rope_theta (10000 where there is none) and rope_scaling at the top of config.json, and not "
+            "rope_parameters"
+        )
+    scaling = scaling or {"rope_type": "default"}
+    theta = scaling.get("rope_theta", raw.get("rope_theta", 1e4))
+    context = StatedContext(
+        int(raw.get("max_position_embeddings", 2048)), (scaling,), others=stated.whole_context.others
+    )
+    if kind == SLIDING:
+        reasons += ["its sliding layers are plain, with the base of full attention"] * bool(written)
+        scaling = {"rope_type": "default"}
+    parameters = {**scaling, "rope_theta": theta}
+    built = build(parameters, stated.head_dim(kind), context.length, DIALECTS["sglang"], stated=context)
+    return replace(built, reasons=(*reasons, *built.reasons))
 
 
 # --- transformers 4, which reads keys at the top of config.json ------------------------------------------------------

@@ -192,6 +192,17 @@ def older_keys(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any]
     return keys
 
 
+def one_base_keys(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the keys of OLMo 3 as its authors publish it: one base, and one scaling, which full attention alone has.
+
+    Transformers 4 and SGLang read these. None where tables of two layer types are not of that kind.
+    """
+    full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
+    if full is None or sliding is None or sliding.get("rope_type", "default") != "default":
+        return None
+    return older_keys("", full) if full["rope_theta"] == sliding["rope_theta"] else None
+
+
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config.json that holds a patch record; in others the one of the text decoder."""
     parts = [config]
@@ -226,6 +237,8 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
         return []
     expected = older_keys(str(text.get("model_type")), parameters)
     stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}
+    if text.get("model_type") == "olmo3" and stated == one_base_keys(parameters):
+        return []
     return [
         f"{key} is {stated[key]!r}, rope_parameters says {expected.get(key)!r}"
         for key in sorted(stated)

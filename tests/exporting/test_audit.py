@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import fail
 from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
-from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
 from typer.testing import CliRunner
 
 import rope_patch
@@ -163,6 +163,24 @@ def test_a_share_that_sglang_looks_for_at_the_top_alone(tmp_path):
     assert "at the top of config.json alone" in " ".join(row.reasons)
 
 
+def test_a_share_on_which_attention_fails_is_said(tmp_path):
+    """transformers builds YaRN for a share of each head, and attention of these families turns whole heads."""
+    for family in ("llama", "qwen2"):
+        folder = written(tmp_path / family, family, rope_parameters=YARN | {"partial_rotary_factor": 0.5})
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
+        first = audit(folder).rows[0]
+        assert (first.program, first.verdict, len(first.built.inv_freq)) == ("transformers-5", "refuses", 4)
+        assert "builds 4 of 8 pairs for partial_rotary_factor" in first.reasons[0]
+    printed = invoke(folder)
+    assert printed.exit_code == 3
+    assert "take partial_rotary_factor out of config.json" in printed.stdout
+    AutoModelForCausalLM.from_config(PhiConfig(**SIZE)).save_pretrained(
+        tmp_path / "phi"
+    )  # whose attention turns a share
+    assert audit(tmp_path / "phi").rows[0].verdict == "reference"
+
+
 def test_the_context_that_a_program_serves(tmp_path):
     """Numbers of vLLM's and SGLang's own code for such configs."""
     linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
@@ -200,6 +218,69 @@ def test_what_programs_fail_on(tmp_path):
     lists = {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
     folder = written(tmp_path / "lists", rope_parameters=None, rope_theta=1e4, rope_scaling=lists)
     assert rows(folder, "transformers-4")[None].verdict == "refuses"
+
+
+def test_another_key_that_an_engine_takes_for_the_context(tmp_path):
+    """vLLM takes the smallest, or model_max_length; SGLang the first of its list, before max_position_embeddings."""
+    folder = written(tmp_path / "keys", max_position_embeddings=256, seq_length=192, max_sequence_length=512)
+    found = {name: rows(folder, name)[None] for name in ("vllm", "sglang")}
+    assert {name: (row.verdict, row.built.context) for name, row in found.items()} == {
+        "vllm": ("differs", 192),
+        "sglang": ("differs", 512),
+    }
+    assert "takes max_sequence_length, 512 tokens, for the context" in found["sglang"].reasons[0]
+    export(folder, tmp_path / "out", to="sglang")
+    assert {name: rows(tmp_path / "out", name)[None].verdict for name in found} == dict.fromkeys(found, "agrees")
+    assert (
+        "seq_length and max_sequence_length" in json.loads((tmp_path / "out" / "export.json").read_text())["notes"][0]
+    )
+    cohere = written(tmp_path / "cohere", max_position_embeddings=256, seq_length=192, model_max_length=1024)
+    assert rows(cohere, "vllm")[None].built.context == 1024
+
+
+def olmo3(folder: Path, **changes: Any) -> Path:
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    AutoModelForCausalLM.from_config(Olmo3Config(**SIZE, **layers)).save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def test_sglang_reads_olmo_3_at_the_top_of_its_config(tmp_path):
+    """Its own config class leaves rope_parameters out; numbers of its code for such folders."""
+    yarn = {key: value for key, value in YARN.items() if key != "rope_theta"}
+    published = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": yarn, "max_position_embeddings": 256}
+    assert {row.verdict for row in rows(olmo3(tmp_path / "published", **published), "sglang").values()} == {"agrees"}
+    kinds = {
+        "full_attention": YARN | {"rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    saved = rows(olmo3(tmp_path / "saved", rope_parameters=kinds, max_position_embeddings=256), "sglang")
+    assert {kind: row.verdict for kind, row in saved.items()} == dict.fromkeys(kinds, "differs")
+    plain = torch.tensor([10000.0 ** (-i / 8) for i in range(8)])  # base 10000 where it looks for one
+    assert all(torch.allclose(row.built.inv_freq, plain, rtol=1e-6) for row in saved.values())
+    assert "not rope_parameters" in saved["full_attention"].reasons[0]
+    one = rows(olmo3(tmp_path / "one", **(published | {"rope_scaling": {"factor": 2.0}})), "sglang")
+    assert {row.verdict for row in one.values()} == {"refuses"}
+
+
+def test_olmo_3_is_exported_to_sglang_with_one_base(tmp_path):
+    base = olmo3(tmp_path / "base")
+    written_as = export(base, tmp_path / "out", to="sglang", method="yarn:factor=4", target_length=256)
+    assert written_as["checked_against"] == PROGRAMS["sglang"].version
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]["rope_type"]) == (500000.0, "yarn")  # the base of OLMo 3
+    for program in ("sglang", "transformers-4"):
+        assert {row.verdict for row in rows(tmp_path / "out", program).values()} == {"agrees"}, program
+    assert rope_patch.inspect(rope_patch.load(tmp_path / "out")).method == "yarn:factor=4"
+    both = ("full_attention", "sliding_attention")
+    export(base, tmp_path / "abf", to="sglang", method="abf:rope_theta=1000000", layer_types=both)
+    assert {row.verdict for row in rows(tmp_path / "abf", "sglang").values()} == {"agrees"}
+    with pytest.raises(ValueError, match="has one rope_theta for all layers of olmo3"):
+        export(base, tmp_path / "no", to="sglang", method="abf:rope_theta=1000000", layer_types=both[:1])
+    with pytest.raises(ValueError, match="nothing but rope_theta on the sliding_attention table of olmo3"):
+        export(base, tmp_path / "no", to="sglang", method="pi:factor=4", layer_types=both)
 
 
 def test_keys_that_only_engines_know(tmp_path):

@@ -199,11 +199,26 @@ def test_options_that_reach_every_other_layer_are_refused(method, tmp_path):
     assert flags(tmp_path / "gemma", method, "llama.cpp", target_length=256).lines
 
 
-def test_sglang_cannot_take_the_two_tables_of_olmo_3(tmp_path):
+def test_sglang_takes_the_scaling_of_olmo_3_at_the_top_of_its_config(tmp_path):
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
     AutoModelForCausalLM.from_config(Olmo3Config(**SIZE, **layers)).save_pretrained(tmp_path / "olmo3")
-    with pytest.raises(ValueError, match="fails on a table for each layer type"):
-        flags(tmp_path / "olmo3", "yarn:factor=4", "sglang", target_length=256)
+    written = flags(tmp_path / "olmo3", "yarn:factor=4", "sglang", target_length=256)
+    settings = json.loads(option(written.lines, "--json-model-override-args"))
+    assert (settings["rope_scaling"]["rope_type"], settings["rope_scaling"]["rope_theta"]) == ("yarn", 500000.0)
+    assert "rope_parameters" not in settings
+    with pytest.raises(
+        ValueError, match=r"one rope_theta for all layers of olmo3, and these tables have 500000 and 1e\+06"
+    ):
+        flags(tmp_path / "olmo3", "abf:rope_theta=1000000", "sglang", layer_types=["full_attention"])
+
+
+def test_every_key_that_an_engine_takes_for_the_context_is_given(tmp_path):
+    tiny_model("llama", seq_length=64, model_max_length=64).save_pretrained(tmp_path / "llama")
+    for program, name in (("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")):
+        settings = json.loads(
+            option(flags(tmp_path / "llama", "yarn:factor=4", program, target_length=256).lines, name)
+        )
+        assert (settings["seq_length"], settings["model_max_length"]) == (256, 256), program
 
 
 def test_a_share_that_sglang_does_not_see_is_refused(tmp_path):
