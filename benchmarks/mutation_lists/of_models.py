@@ -218,6 +218,7 @@ KV_CACHE = (
         "rope_patch/kv_cache/attention.py",
         "base = store.plan.sinks + pad\n        masks",
         "base = store.plan.sinks\n        masks",
+        "the cache stores padding and sinks as they are, so what is taken for rounded there is the same",
     ),
     Mutation(
         "cache_that_is_reset_keeps_its_blocks",

@@ -8,6 +8,7 @@ from states import model_of
 from tiny import ids, tiny_model
 from transformers import DynamicCache, QuantizedCache
 
+import rope_patch
 from rope_patch.kv_cache.packed import PackedCache, check_packed, packed_caches
 
 PROMPT, NEW = 40, 8
@@ -38,6 +39,15 @@ def test_tokens_are_those_of_generate():
     same = next((i for i, (a, b) in enumerate(zip(*generated, strict=True)) if a != b), NEW)
     (packed,) = packed_caches(model, prompt[0], ["fp8"], new_tokens=NEW, rounds=1)
     assert packed.agree == same / NEW
+
+
+def test_tokens_that_cross_the_switch_of_two_tables_are_those_of_the_long_one():
+    model, prompt = tiny_model("llama", initializer_range=0.3), ids(PROMPT, 1)[0]
+    with rope_patch.patched(model, "yarn:factor=4"):
+        (alone,) = packed_caches(model, prompt, ["fp8"], new_tokens=NEW, rounds=1)
+    rope_patch.apply(model, short="default", long="yarn:factor=4", switch_at=PROMPT + 2)
+    (packed,) = packed_caches(model, prompt, ["fp8"], new_tokens=NEW, rounds=1)
+    assert packed.agree == alone.agree
 
 
 @pytest.mark.skipif(not installed("hqq"), reason="hqq is not installed")
