@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from rope_patch.exporting.readings import PROGRAMS, SLIDING, Reading, StatedConf
 from rope_patch.exporting.rules import SHARE, Built, relative_difference
 from rope_patch.exporting.two_lists import about_two_tables
 from rope_patch.files import is_gguf
-from rope_patch.patching.encoding import OLDER_FAIL, older_keys, text_part
+from rope_patch.patching.encoding import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.verify import Inspection, inspect_model
 from rope_patch.tables import RotaryTable
@@ -165,10 +166,12 @@ def _failure(model: Any, stated: StatedConfig) -> str | None:
     try:
         with torch.device("meta"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.long))
-    except RuntimeError as error:
-        return (
-            f"it builds {shares[0]} pairs for {SHARE}, and its attention of {stated.model_type} fails on them: {error}"
-        )
+    except Exception as error:  # other parts may fail without weights, such as experts; that says nothing of the table
+        if any(frame.f_code.co_name.startswith("apply_rotary") for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return (
+                f"it builds {shares[0]} pairs for {SHARE}, and its attention of {stated.model_type} fails on them: "
+                f"{error}"
+            )
     return None
 
 
@@ -219,6 +222,8 @@ def _fix(source: str | Path, program: str, stated: StatedConfig) -> str:
     if program == "llama.cpp":
         return _llama_cpp_fix(source, stated)
     if program == "transformers-4":
+        if stated.model_type == "olmo3" and one_base_keys(stated.complete["rope_parameters"]) is not None:
+            return f"rope-patch export {source} --to sglang -o FOLDER (the keys that SGLang reads are transformers 4's)"
         if OLDER_FAIL in older_keys(stated.model_type, stated.complete["rope_parameters"]).values():
             return "none: it has no keys for such tables, so that transformers 5 is needed"
         return f"rope-patch export {source} --to hf -o FOLDER"

@@ -138,6 +138,9 @@ def _section(comparison: Comparison) -> dict[str, Any]:
         "scores": _by_row(names, [_scores(comparison, column) for column in columns]),
         "differences": _by_row(names, [_differences(rows, column) for column in columns]),
         "curves": _curves(comparison, names),
+        "no_curves": "Perplexity was not measured."
+        if rows[0].scores.perplexity is None
+        else "No method has a finite perplexity: there is nothing to draw.",
         "maps": _maps(comparison, names),
         "cells": _every_cell(rows, names),
         "wavelengths": _wavelengths(comparison, names),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rope_patch.evaluation.compare import Column, Comparison
@@ -13,6 +14,8 @@ _NAMED = 3  # methods that a sentence names before it counts the others
 
 def summary(comparison: Comparison, names: Mapping[str, str]) -> list[str]:
     """Return what was measured, and for each metric and task which method is best at the longest length.
+
+    A metric that is no finite number for some method is left out.
 
     Args:
         comparison: of any number of methods.
@@ -32,16 +35,20 @@ def summary(comparison: Comparison, names: Mapping[str, str]) -> list[str]:
         known = longest.setdefault((column.metric, column.task), column)
         if column.stop >= known.stop:
             longest[column.metric, column.task] = column
-    return sentences + [_best(comparison, column, names) for column in longest.values()]
+    return sentences + list(filter(None, (_best(comparison, column, names) for column in longest.values())))
 
 
 def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> str:
     metric = METRICS[column.metric]
     values = dict(zip((row.method for row in comparison.rows), column.values, strict=True))
+    if not all(map(math.isfinite, values.values())):
+        return ""
     best = comparison.rows[column.best].method
     where = "in prompts of" if column.start is None else "at positions"
-    label = metric.label(comparison.spec, column.span)
-    text = f"{label[0].upper()}{label[1:]} {where} {metric.span_text(column.span)} tokens: "
+    label = metric.title(column.span).partition(" at ")[0].partition(",")[0]
+    if column.task and len(comparison.spec.tasks) > 1:
+        label += f" of {column.task}"
+    text = f"{label} {where} {metric.span_text(column.span)} tokens: "
     value = metric.format_long(values[best])
     if len(values) == 1:
         return f"{text}{value}."
@@ -53,5 +60,8 @@ def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> s
     else:
         others = ", ".join(equal[:_NAMED]) + (f" and {len(equal) - _NAMED} more" if len(equal) > _NAMED else "")
         text += f"{names[best]} ({value}) is best, but not separable from {others}"
-    unpatched = "" if UNPATCHED not in values else f"; the unpatched model has {metric.format_long(values[UNPATCHED])}"
-    return f"{text}{unpatched}."
+    if UNPATCHED in values:
+        patch = comparison.environment.get("patch before")
+        given = "the unpatched model" if patch is None else f"the model as it was given ({patch})"
+        text += f"; {given} has {metric.format_long(values[UNPATCHED])}"
+    return f"{text}."

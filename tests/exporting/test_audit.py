@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import fail
 from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
-from transformers import AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
 from typer.testing import CliRunner
 
 import rope_patch
@@ -179,6 +179,9 @@ def test_a_share_on_which_attention_fails_is_said(tmp_path):
         tmp_path / "phi"
     )  # whose attention turns a share
     assert audit(tmp_path / "phi").rows[0].verdict == "reference"
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
+    AutoConfig.for_model("glm4_moe", **SIZE, **experts).save_pretrained(tmp_path / "experts")
+    assert audit(tmp_path / "experts").rows[0].verdict == "reference"  # whose experts cannot run without weights
 
 
 def test_the_context_that_a_program_serves(tmp_path):

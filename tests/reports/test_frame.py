@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -55,6 +57,17 @@ def test_the_summary_separates_nothing_that_the_intervals_do_not():
     three = summary(UNPATCHED, GOOD, NEAR)
     assert "yarn:factor=2 (2.82) is best, but not separable from ntk:factor=2; the unpatched model has 20.85" in three
     assert summary(GOOD).startswith("One method on") and "Retrieval in prompts of 8 tokens: 1.00." in summary(GOOD)
+
+
+def test_the_summary_does_not_call_a_patched_model_unpatched():
+    patched = dataclasses.replace(compared(UNPATCHED, GOOD), environment={"patch before": "yarn:factor=4"})
+    text = report.report([patched])
+    assert "the model as it was given (yarn:factor=4) has 20.85" in text and "unpatched model has" not in text
+
+
+def test_the_summary_names_nothing_best_where_a_value_is_no_number():
+    text = summary(row("default", [math.nan] * 4), GOOD)
+    assert "Perplexity at positions" not in text and "Retrieval in prompts of 8 tokens" in text
 
 
 def test_a_term_is_linked_once_and_explained():
