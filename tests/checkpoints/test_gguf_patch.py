@@ -323,6 +323,7 @@ def test_a_patched_file_is_verified(base, tmp_path):
         (Key.of("llama.rope.freq_base", 2e4, "FLOAT32"), "its patch record says another table"),
         (Key.of("llama.rope.scaling.attn_factor", 1.2, "FLOAT32"), "its patch record says another table"),
         (Key.of("llama.context_length", 128, "UINT32"), "context_length is 128, the record says 256"),
+        (Key.of("llama.context_length", 512, "UINT32"), "context_length is 512, the record says 256"),
         (Key.of(RECORD_KEY, "{}", "STRING"), "its patch record cannot be read"),
     ],
 )

@@ -103,6 +103,14 @@ def test_joined_tasks_ask_for_all_in_their_order():
     assert query.parts == tuple(value for _, value in said)
 
 
+def test_prompts_come_in_the_order_of_the_depths():
+    assert [prompt.depths for prompt in MAKER.prompts("passkey", 400, (1.0, 0.0, 0.5), seed=1)] == [
+        (1.0,),
+        (0.0,),
+        (0.5,),
+    ]
+
+
 def test_a_chain_of_variables_has_one_value():
     (prompt,) = MAKER.prompts("vt", 600, DEPTHS, seed=2)
     first, value = re.search(r" VAR ([A-Z]{3}) = (\d{5})\.", prompt.text).groups()

@@ -393,6 +393,9 @@ def test_accuracy_is_over_the_depths_of_one_length():
     result = result_of((256, 0.0, 5, 5), (256, 1.0, 5, 3), (512, 0.0, 10, 1))
     assert result.accuracy(256) == 0.8 and result.accuracy(512) == 0.1
     assert result.interval(512) == wilson(1, 10), "one depth: a prompt of each haystack"
+    alike = result_of(*((512, depth, 4, 2) for depth in (0.0, 0.5, 1.0)))  # two haystacks answered, two not
+    low, high = alike.interval(512)
+    assert low < wilson(6, 12)[0] and wilson(6, 12)[1] < high, "as many prompts as the haystacks are worth"
     low, high = result.interval(512, confidence=0.68)
     assert wilson(1, 10)[0] < low < 0.1 < high < wilson(1, 10)[1]
     for ask in (result.accuracy, result.interval, result.logprob):

@@ -204,6 +204,12 @@ def test_positions_rise_stay_below_the_target_and_come_from_the_example(size, in
     assert len(set(reached)) > 40 and max(reached) >= 60
 
 
+@pytest.mark.parametrize("kind", [PoSECollator, RandPosCollator])
+def test_another_seed_gives_other_positions(kind):
+    one, other = (kind(target=64, seed=seed).positions(16, example(16, 7)) for seed in (1, 2))
+    assert not torch.equal(one, other)
+
+
 def test_rows_are_padded_on_the_right_and_padding_is_not_learnt():
     batch = Collator(pad=2)([example(6, 0), example(9, 1, weights=[0.0] * 4 + [5.0] * 5)])
     assert batch["input_ids"].shape == (2, 9) and batch["input_ids"][0, 6:].tolist() == [2, 2, 2]
