@@ -50,9 +50,8 @@ class Generation:
         stated = stated_of(rotary)
         reach = reach_of(model, options) if stated is None else stated.tokens
         self._refill(options, reach, rotary.switch_at)
-        if stated is not None:
-            return generate(model, *args, **kwargs)
-        with reaching(rotary, reach, slack=_option(model, options, "prompt_lookup_num_tokens") or 0):
+        slack = (_option(model, options, "prompt_lookup_num_tokens") or 0) if stated is None else stated.slack
+        with reaching(rotary, reach, slack=slack, generating=True):
             return generate(model, *args, **kwargs)
 
     def _refill(self, options: dict[str, Any], reach: Tensor, switch_at: int) -> None:

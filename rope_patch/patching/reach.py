@@ -24,11 +24,13 @@ class Stated(NamedTuple):
         tokens: the lengths that the sequences will reach: (rows,), or (1,) for all rows [tokens].
         slack: how far a pass may read beyond these lengths tokens that no other token sees or that are dropped again:
             padding on the right, speculated tokens [tokens].
+        generating: ``generate`` alone handles the cache; its beams change places only within their prompt.
     """
 
     rotary: nn.Module
     tokens: Tensor
     slack: float
+    generating: bool
 
 
 _STATED: ContextVar[tuple[Stated, ...]] = ContextVar("rope_patch_reach", default=())
@@ -36,7 +38,7 @@ _MARK = "rope_patch_read_under"
 
 
 @contextlib.contextmanager
-def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0) -> Iterator[None]:
+def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0, generating: bool = False) -> Iterator[None]:
     """State the length that sequences of one model will reach, for its forward passes in a ``with`` block.
 
     The block belongs to the thread: a generator that yields inside it leaves the length stated until it goes on.
@@ -45,6 +47,7 @@ def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0) -> Iterator[
         rotary: the model's rotary module; one of a single table takes no notice.
         tokens: one number for all rows, or one for each [tokens].
         slack: as of :class:`Stated`; ``math.inf`` for rows that are padded on the right [tokens].
+        generating: as of :class:`Stated`.
 
     Raises:
         ValueError: no whole numbers above 0, or several axes of them.
@@ -55,7 +58,7 @@ def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0) -> Iterator[
         ...     stated_of(rotary).tokens
         tensor([  100, 12000])
     """
-    entry = Stated(rotary, _lengths(tokens), slack)
+    entry = Stated(rotary, _lengths(tokens), slack, generating)
     _STATED.set((*_STATED.get(), entry))
     try:
         yield

@@ -89,7 +89,7 @@ class TwoTableRotary(PatchedRotary):
         cache, stated = _CACHE.get(), stated_of(self)
         before, known = cached_tokens(cache), mark_of(cache)
         ends = _lengths(position_ids, _MASK.get(), before)
-        if before and known is None:
+        if before and known is None and not (stated is not None and stated.generating):
             raise ValueError(
                 f"past_key_values holds {before} tokens, and under which table they were read is not known: they are "
                 f"of another model, of prefix tuning, built from tensors, or their rows were reordered. {HOW}"

@@ -191,11 +191,14 @@ def test_beams_have_the_table_of_their_prompt(options):
     assert torch.equal(ours, theirs)
 
 
-def test_beams_of_prompts_under_both_tables():
+@pytest.mark.parametrize("by", ["generate", "the caller"])
+def test_beams_of_prompts_under_both_tables(by):
     options = {"num_return_sequences": 2, "num_beams": 2, "max_new_tokens": 20, **PLAIN}
-    prompt = ids(50)
+    prompt, (model, patch) = ids(50), two()
     prompt[0, :40] = 0  # padding: its beams reach 10 + 20 tokens, those of the other prompt 50 + 20
-    ours, plain, long = (m.generate(prompt, **options) for m in (two()[0], plain_model(), only_long()))
+    with patch.reaching([30, 70]) if by == "the caller" else contextlib.nullcontext():
+        ours = model.generate(prompt, **options)
+    plain, long = (m.generate(prompt, **options) for m in (plain_model(), only_long()))
     assert torch.equal(ours[:2], plain[:2]) and torch.equal(ours[2:], long[2:])
     assert not torch.equal(plain[2:], long[2:])
 
