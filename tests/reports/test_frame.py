@@ -80,6 +80,10 @@ def test_a_term_is_linked_once_and_explained():
     )
     assert terms.link("perplexity") == "perplexity"
     assert terms.link("yarn:factor=2 and p_rope+depth") == "yarn:factor=2 and p_rope+depth"
+    assert (
+        terms.link("org/Passkey-Llama-2-7b, needle-7b/model and a_haystack")
+        == "org/Passkey-Llama-2-7b, needle-7b/model and a_haystack"
+    )
     assert [(term, meaning) for _, term, meaning in terms.used()] == [
         (term, glossary()[term]) for term in ("Passkey", "Perplexity", "Unrotated pair")
     ]
