@@ -22,7 +22,8 @@ def glossary() -> dict[str, str]:
 def _terms() -> re.Pattern[str]:
     longest_first = sorted(glossary(), key=len, reverse=True)
     words = "|".join(map(re.escape, longest_first))
-    return re.compile(rf"(?<![\w:+/-])({words})s?(?![\w=/-])", re.IGNORECASE)  # not within yarn:factor=2 or a model's name
+    # Not within a method such as yarn:factor=2, or the name of a model.
+    return re.compile(rf"(?<![\w:+/-])({words})s?(?![\w=/-])", re.IGNORECASE)
 
 
 class Terms:

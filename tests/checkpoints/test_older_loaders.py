@@ -141,6 +141,18 @@ def test_forms_that_disagree_are_refused_everywhere(tmp_path, change, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("method", ["yarn:factor=4", "yarn:factor=4+resonance"])
+def test_a_base_at_the_top_alone_is_that_of_the_tables(tmp_path, method):
+    """As version 5 itself reads it."""
+    folder, model = saved(tmp_path, "llama", method)
+    config = config_of(folder)
+    assert config["rope_theta"] == config["rope_parameters"].pop("rope_theta")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder).eval()), logits(model))
+    folders.verify_folder(folder)
+    assert torch.equal(logits(rope_patch.load(folder).eval()), logits(model))
+
+
 def test_a_folder_that_plain_transformers_saved_lacks_the_older_form_and_verifies(tmp_path):
     model = tiny_model()
     rope_patch.apply(model, "yarn:factor=4")
