@@ -27,6 +27,7 @@ from rope_patch.training.reading import read
 from rope_patch.training.runs import hold_folder, inspect_folder
 from rope_patch.training.scores import RecipeEvaluator
 from rope_patch.training.setup import arguments, collator
+from rope_patch.training.tables import TableTraining
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "finetune_lora.py"
@@ -349,9 +350,23 @@ def test_a_checkpoint_of_another_model_is_not_resumed_from(done, tmp_path):
         finetune(options(tmp_path / "run", "evaluation.every=2"))
 
 
+def test_weight_decay_does_not_pull_on_a_trained_table():
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32)
+    rope_patch.apply(model, "yarn", factor=2)
+    table = TableTraining(model, 0.5)
+    with table.in_place():
+        own = next(p for p in table.table.parameters() if p.requires_grad)
+        own.data.fill_(0.5)
+        adam = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.5)
+        table.add_group(adam)
+        own.grad = torch.zeros_like(own)
+        adam.step()
+        assert bool((own == 0.5).all())
+
+
 @pytest.mark.slow
 def test_the_best_checkpoint_by_score_is_kept_and_patience_ends_a_run(tmp_path, monkeypatch):
-    """Scores are scripted: the second evaluation is the best, then two are worse."""
+    """Scores are scripted: the second evaluation is the best, then two are worse. The table is trained, too."""
     scores = iter([0.1, 0.3, 0.9, 0.5, 0.4, 0.3, 0.2])
     stock = RecipeEvaluator.__call__
     evaluated = []
@@ -360,18 +375,21 @@ def test_the_best_checkpoint_by_score_is_kept_and_patience_ends_a_run(tmp_path, 
         evaluation = stock(self, model, on_progress)
         score = next(scores)
         weight = next(p.clone() for n, p in model.named_parameters() if "lora_B" in n)
-        evaluated.append((score, weight))
+        evaluated.append((score, weight, find_rotary(model).record.tables))
         monkeypatch.setattr(type(evaluation), "score", property(lambda _: score))
         return evaluation
 
     monkeypatch.setattr(RecipeEvaluator, "__call__", scripted)
     words = ("evaluation.every=1", "evaluation.patience=2", "train.steps=6", "train.keep=1", "evaluation.lengths=128")
-    result = finetune(options(tmp_path / "run", *words))
+    table = ("patch.method=yarn:factor=4", "patch.trainable=true", "data.retrieval=0.5")
+    result = finetune(options(tmp_path / "run", *words, *table))
     assert result.results["steps"] == 4 and result.results["best_step"] == 2
-    assert [score for score, _ in evaluated] == [0.1, 0.3, 0.9, 0.5, 0.4], "the best one was not measured again"
+    assert [score for score, *_ in evaluated] == [0.1, 0.3, 0.9, 0.5, 0.4], "the best one was not measured again"
     loaded = rope_patch.load(result.folder, dtype=torch.float32)
     weight = next(p for n, p in loaded.named_parameters() if "lora_B" in n)
     assert torch.equal(weight, evaluated[2][1]) and not torch.equal(weight, evaluated[4][1])
+    tables = find_rotary(loaded).record.tables
+    assert tables == evaluated[2][2] and tables != evaluated[4][2]
     assert "step 2 had the best score" in (result.folder / "README.md").read_text()
 
 
