@@ -54,6 +54,13 @@ def selection_of(root: Path) -> str:
     return target[1]
 
 
+def commit_of(root: Path) -> str | None:
+    """Return the commit that is checked out, with a + where files differ from it; None outside of a repository."""
+    words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
 def planted(mutation: Mutation, root: Path) -> str:
     """Return the text of the file with the defect.
 
@@ -159,7 +166,7 @@ def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args:
                 _write(path, text)
                 if result["outcome"] == "survived" and mutation.why:
                     result["outcome"] = "equivalent"
-                report["mutations"][mutation.name] = {**mutation._asdict(), **result}
+                report["mutations"][mutation.name] = {**mutation._asdict(), **result, "commit": commit_of(root)}
                 write(report, args.output)
             bar.update()
         _check_unchanged(report, copy, args)
@@ -188,7 +195,11 @@ def table(report: dict[str, Any]) -> str:
     rows = report["mutations"].values()
     planted_in = Counter(Path(row["file"]).parts[1] for row in rows)
     caught = Counter(Path(row["file"]).parts[1] for row in rows if row["outcome"] == "caught")
-    lines = [f"{folder:12} {caught[folder]:3} of {count:3} caught" for folder, count in sorted(planted_in.items())]
+    equal = Counter(Path(row["file"]).parts[1] for row in rows if row["outcome"] == "equivalent")
+    lines = [
+        f"{folder:12} {caught[folder]:3} of {count:3} caught" + f", {equal[folder]} do nothing" * bool(equal[folder])
+        for folder, count in sorted(planted_in.items())
+    ]
     lines += [f"{row['outcome']}: {row['name']} {row['why']}" for row in rows if row["outcome"] != "caught"]
     return "\n".join(lines)
 

@@ -78,6 +78,7 @@ def test_a_defect_is_caught_by_a_test_or_survives(
     product, zero = report["mutations"].values()
     assert (product["outcome"], product["by"]) == ("caught", "tests/sums/test_adding.py::test_double")
     assert (zero["outcome"], zero["by"]) == ("survived", None)  # the test that would is not one of `make test`
+    assert (product["commit"], zero["commit"]) == (None, None)  # no repository
     assert report["selection"] == "not full" and report["command"].startswith("python benchmarks/mutations.py -o ")
     assert "sums           1 of   2 caught\nsurvived: zero_is_positive" in capsys.readouterr().out
     assert (project / "toy/sums/adding.py").read_text() == CODE
