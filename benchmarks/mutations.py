@@ -150,7 +150,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args: argparse.Namespace) -> None:
     """Run every mutation that a report does not hold, and write the report after each."""
     texts = {mutation.name: planted(mutation, root) for mutation in mutations}  # all of them apply, before any runs
-    report["selection"] = selection_of(root)
+    report["selection"], commit = selection_of(root), commit_of(root)
     with tempfile.TemporaryDirectory() as scratch, tqdm(total=len(mutations), unit="mutation") as bar:
         copy = shutil.copytree(root, Path(scratch) / "copy", ignore=shutil.ignore_patterns(*NOT_COPIED))
         for mutation in mutations:
@@ -166,7 +166,7 @@ def run(mutations: Sequence[Mutation], root: Path, report: dict[str, Any], args:
                 _write(path, text)
                 if result["outcome"] == "survived" and mutation.why:
                     result["outcome"] = "equivalent"
-                report["mutations"][mutation.name] = {**mutation._asdict(), **result, "commit": commit_of(root)}
+                report["mutations"][mutation.name] = {**mutation._asdict(), **result, "commit": commit}
                 write(report, args.output)
             bar.update()
         _check_unchanged(report, copy, args)
