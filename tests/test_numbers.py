@@ -32,8 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("not in the source distribution", allow_module_level=True)
 
-WITHOUT_RESULTS = {"docs/engines.md", "docs/gpu.md", "docs/two-tables.md"}
-"""Pages with numbers of which benchmarks/results has no file."""
 HELD = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md"))]
 
 COMMENT = re.compile(r"<!-- numbers\n(.*?)-->", re.DOTALL)
@@ -163,7 +161,7 @@ def with_comments(page: str, comments: str) -> str:
     return "".join(by_heading.values())
 
 
-@pytest.mark.parametrize("page", [page for page in HELD if page not in WITHOUT_RESULTS])
+@pytest.mark.parametrize("page", HELD)
 def test_measured_numbers_are_those_of_the_results(page, known):
     text = (ROOT / page).read_text(encoding="utf-8")
     if page == "README.md":
