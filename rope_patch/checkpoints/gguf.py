@@ -106,13 +106,13 @@ def weights_in_file(model: Any) -> dict[str, str]:
     return {"weights": found} if isinstance(found, str) else {}
 
 
-def unpack(path: Path, folder: Path, on_progress: Callable[[str], None]) -> None:
-    """Write the weights and the tokenizer of a GGUF file as those of a plain checkpoint, dequantized to float32.
+def unpack(path: Path, folder: Path, on_progress: Callable[[str], None], dtype: torch.dtype = torch.float32) -> None:
+    """Write the weights and the tokenizer of a GGUF file as those of a plain checkpoint, dequantized.
 
     Raises:
         ValueError: no whole GGUF model, or one that transformers cannot read.
     """
-    model = load_gguf(path, dtype=torch.float32)
+    model = load_gguf(path, dtype=dtype)
     on_progress("the weights, dequantized")
     model.save_pretrained(folder)
     with contextlib.suppress(ValueError):  # a file may hold a vocabulary that transformers cannot read

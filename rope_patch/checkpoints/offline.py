@@ -187,15 +187,17 @@ def copied(
     overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
     link_weights: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Path]:
     """Give a folder with a copy of a checkpoint's files, its config and patch record left out, that becomes ``out``.
 
     Args:
-        source: folder or hub id.
+        source: folder, hub id or GGUF file.
         out: as for :func:`patch_folder`; nothing is left there if the block raises.
         overwrite: write into a folder that holds files.
         progress: called with the name of each file before it is copied.
         link_weights: link the files of weights instead, for a folder that lives no longer than its source.
+        dtype: of the weights of a GGUF file, which are dequantized.
 
     Raises:
         ValueError: ``out`` is in the way.
@@ -209,7 +211,7 @@ def copied(
     check_free(out, overwrite)
     if is_gguf(source):
         with folder_in_one_move(out, overwrite=overwrite) as folder:
-            unpack(Path(source), folder, progress)
+            unpack(Path(source), folder, progress, dtype)
             yield folder
         return
     if not Path(source).is_dir():

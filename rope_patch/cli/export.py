@@ -67,7 +67,8 @@ def export(
         str,
         typer.Option(
             metavar="DTYPE",
-            help="The data type of merged weights and of new GGUF files: auto, float32, float16 or bfloat16.",
+            help="The data type of merged weights, of those read from a GGUF file, and of new GGUF files: auto, "
+            "float32, float16 or bfloat16.",
         ),
     ] = "auto",
     lora: Annotated[
@@ -80,7 +81,8 @@ def export(
 ) -> None:
     """Write a checkpoint so that another engine runs it with the same rotary tables, or explain why it cannot.
 
-    The weights are copied, and an adapter is merged into them. What is written also loads in plain transformers.
+    The weights are copied, an adapter is merged into them, and those of a GGUF file are dequantized. What is written
+    also loads in plain transformers.
     **export.json** names the version of the engine that was checked to read these tables correctly, or says that none
     was.
 
@@ -90,12 +92,8 @@ def export(
     from rope_patch.files import check_source, is_gguf
 
     check_dtype(dtype)
-    if Path(model).is_file():
-        instead = f". To give this GGUF file another table: rope-patch apply {model} METHOD -o FILE.gguf"
-        raise ValueError(
-            f"{model} is a file: MODEL is a checkpoint's folder, and a GGUF of its base goes with --gguf"
-            f"{instead * is_gguf(model)}"
-        )
+    if Path(model).is_file() and not is_gguf(model):
+        raise ValueError(f"{model} is a file: MODEL is a checkpoint's folder or a GGUF file")
     check_source(model)
     if gguf is not None and not gguf.is_file():
         raise FileNotFoundError(f"no file {str(gguf)!r}")

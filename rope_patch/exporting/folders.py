@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 
@@ -15,7 +16,7 @@ from rope_patch.checkpoints.offline import copied, skeleton
 from rope_patch.exporting.contexts import other_contexts
 from rope_patch.exporting.encodings import config_keys, with_context
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
-from rope_patch.files import write_atomically
+from rope_patch.files import is_gguf, write_atomically
 from rope_patch.patching.base_tables import is_dynamic, where
 from rope_patch.patching.encoding import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.locate import PatchError, find_rotary
@@ -65,6 +66,7 @@ def export_folder(
     finish: Callable[[Path], None] = lambda _: None,
     notes: Sequence[str] = (),
     lists: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint whose config encodes its tables for transformers and for an engine.
 
@@ -79,6 +81,7 @@ def export_folder(
         notes: to write down beside those found here.
         lists: the config keys of a patch with two tables as two lists, from
             :func:`~rope_patch.exporting.two_lists.two_lists`, in place of those of its long table.
+        dtype: of the weights of a GGUF file, which are dequantized.
 
     Returns:
         What ``export.json`` says.
@@ -92,6 +95,8 @@ def export_folder(
     if lists is not None:  # which were checked here, against this version alone
         version = transformers.__version__ if to == "hf" else UNVERIFIED
     config, parameters, config_notes = _config(model, tables, to, lists)
+    if is_gguf(source):
+        config["dtype"] = str(dtype).removeprefix("torch.")
     summary: dict[str, Any] = {
         "engine": ENGINES[to].name,
         "checked_against": version,
@@ -106,7 +111,7 @@ def export_folder(
         "notes": [*notes, *config_notes],
         "rope_patch": __version__,
     }
-    with copied(source, out, overwrite=overwrite, progress=on_progress) as folder:
+    with copied(source, out, overwrite=overwrite, progress=on_progress, dtype=dtype) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         if lists is None and "rope_patch" in text_part(config) and not _verifies(folder):
             del text_part(config)["rope_patch"]

