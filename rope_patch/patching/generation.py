@@ -41,9 +41,15 @@ class Generation:
         """Generate as the class of the model does.
 
         Raises:
+            ReferenceError: a model that nothing refers to any more.
             ValueError: a cache of the other table that cannot be filled again.
         """
         model, rotary = self._model(), self._rotary()
+        if model is None:  # load(folder).generate(ids): Python drops the model before it calls
+            raise ReferenceError(
+                "generate of a model with two tables needs a model that is kept: model = rope_patch.load(...), then "
+                "model.generate(...)"
+            )
         generate = type(model).generate
         given = inspect.signature(generate).bind(model, *args, **kwargs)
         options = {**given.arguments, **given.arguments.get("kwargs", {})}

@@ -158,6 +158,11 @@ def test_a_patched_model_is_freed_with_its_last_reference():
     assert gone() is None
 
 
+def test_generate_of_a_model_that_nobody_keeps_says_so():
+    with pytest.raises(ReferenceError, match="needs a model that is kept"):
+        two()[0].generate(ids(8), max_new_tokens=2, **PLAIN)
+
+
 def test_a_switch_beyond_what_the_short_table_reaches_is_warned_about(caplog):
     rope_patch.apply(plain_model(), long="yarn:factor=8", switch_at=400)
     assert "texts of 64 to 400 tokens are read under the short table, default, which reaches 64" in caplog.text
