@@ -55,15 +55,15 @@ class Generation:
         options = {**given.arguments, **given.arguments.get("kwargs", {})}
         stated = stated_of(rotary)
         reach = reach_of(model, options) if stated is None else stated.tokens
-        self._refill(options, reach, rotary.switch_at)
+        self._refill(options, reach, rotary)
         slack = (_option(model, options, "prompt_lookup_num_tokens") or 0) if stated is None else stated.slack
         with reaching(rotary, reach, slack=slack, generating=True):
             return generate(model, *args, **kwargs)
 
-    def _refill(self, options: dict[str, Any], reach: Tensor, switch_at: int) -> None:
+    def _refill(self, options: dict[str, Any], reach: Tensor, rotary: Any) -> None:
         """Empty a cache that was filled under another table than the prompt will now be read under."""
-        cache = options.get("past_key_values")
-        before, known = cached_tokens(cache), mark_of(cache)
+        cache, switch_at = options.get("past_key_values"), rotary.switch_at
+        before, known = cached_tokens(cache), mark_of(cache, rotary.fingerprint)
         if not before:
             return
         if known is not None:

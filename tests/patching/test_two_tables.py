@@ -253,6 +253,17 @@ def test_a_cache_that_this_model_did_not_fill_is_refused(stated):
         model(ids(2), past_key_values=cache)
 
 
+def test_a_cache_that_was_filled_under_other_two_tables_is_refused():
+    model, _ = two()
+    cache = model(ids(40)).past_key_values
+    rope_patch.apply(model, long="abf:factor=8", switch_at=SWITCH, target_length=256, replace=True)
+    with pytest.raises(ValueError, match="holds 40 tokens, and under which table they were read is not known"):
+        model(ids(2), past_key_values=cache)
+    whole = torch.cat((ids(40), ids(4)), dim=1)  # from which generate fills the cache again
+    fresh = model.generate(whole, max_new_tokens=8, **PLAIN)
+    assert torch.equal(model.generate(whole, past_key_values=cache, max_new_tokens=8, **PLAIN), fresh)
+
+
 def rearranged(how):
     """A cache of one short and one long row, its rows in another order since."""
     model, patch = two()
