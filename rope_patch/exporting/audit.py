@@ -66,6 +66,7 @@ class AuditRow:
         return {
             "program": self.program,
             "version": known.version if known else transformers.__version__,
+            "about_version": (known.note or None) if known else None,
             "layer_type": self.layer_type,
             "layers": list(self.layers),
             "verdict": self.verdict,

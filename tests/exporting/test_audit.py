@@ -381,6 +381,17 @@ def test_the_exit_status_says_whether_they_agree(tmp_path):
     assert f"fix: rope-patch export {folder} --to sglang -o FOLDER" in differs.stdout
 
 
+def test_the_side_of_a_change_that_a_version_stands_on_is_printed(tmp_path):
+    yarn = YARN | {"attention_factor": 1.5}
+    folder = written(tmp_path, rope_parameters=yarn, rope_scaling=yarn, rope_theta=1e4, max_position_embeddings=256)
+    printed = invoke(folder, "--engine", "vllm", "--engine", "vllm-0.29").stdout
+    assert "note: vLLM (0.29.0): before PR #56446" in printed
+    assert "vLLM (0.33.0): after" not in printed  # which agrees
+    sides = [row["about_version"] for row in json.loads(invoke(folder, "--json").stdout)["rows"]]
+    assert sides[0] is None
+    assert any((side or "").startswith("after PR #56446") for side in sides)
+
+
 def test_json_holds_every_row(tmp_path):
     found = json.loads(invoke(patched(tmp_path / "p", "p_rope:p=0.5"), "--json").stdout)
     assert [row["program"] for row in found["rows"]] == ["transformers-5", *PROGRAMS]
