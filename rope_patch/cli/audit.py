@@ -83,6 +83,9 @@ def _print(audited: Any) -> None:
         print(f"{', '.join(dict.fromkeys(names))}:")
         for line in lines:
             print(f"  {line}")
+    for row in {row.program: row.to_dict() for row in audited.rows if row.verdict == "differs"}.values():
+        if row["about_version"]:
+            print(f"note: {_name(row)}: {row['about_version']}")
     for note in audited.notes:
         print(f"note: {note}")
 

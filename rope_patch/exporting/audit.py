@@ -16,6 +16,7 @@ from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_table import LAYERED, graph_of, read_gguf, sliding_base
 from rope_patch.checkpoints.reading import building, config_json, load_config
+from rope_patch.exporting.contexts import kind_of
 from rope_patch.exporting.engines import check
 from rope_patch.exporting.readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.exporting.rules import SHARE, Built, relative_difference
@@ -29,6 +30,8 @@ from rope_patch.tables import RotaryTable
 AGREES, DIFFERS, REFUSES, UNVERIFIED = "agrees", "differs", "refuses", "unverified"
 REFERENCE = "reference"
 OURS = "transformers-5"
+OTHER_KEYS = "it takes other keys of config.json, or other defaults, than transformers 5 does"
+"""The reason of a difference that no rule explains."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,7 @@ class AuditRow:
         return {
             "program": self.program,
             "version": known.version if known else transformers.__version__,
+            "about_version": (known.note or None) if known else None,
             "layer_type": self.layer_type,
             "layers": list(self.layers),
             "verdict": self.verdict,
@@ -143,7 +147,7 @@ def _of_folder(source: str | Path, programs: Iterable[str]) -> Audit:
     for name in programs:
         reading = reading_of(name, stated)
         rows += _rows(name, reading, stated.tables, layers, _fix(source, name, stated))
-    notes = (*about_two_tables(found.record), *found.warnings)
+    notes = (*about_two_tables(found.record), *_about_truncate(stated), *found.warnings)
     return Audit(str(source), found.model_class, found.method, tuple(rows), notes)
 
 
@@ -212,8 +216,18 @@ def _row(program: str, built: Built, table: RotaryTable, layers: tuple[int, ...]
     if built.is_table(table):
         return AuditRow(program, table.layer_type, layers, AGREES, built, difference)
     pairs = f"it rotates {len(built.inv_freq)} pairs of features, and transformers 5 {table.pairs}"
-    reasons = (*([pairs] if difference is None else []), *built.reasons)
+    reasons = (*([pairs] if difference is None else []), *built.reasons) or (OTHER_KEYS,)
     return AuditRow(program, table.layer_type, layers, DIFFERS, built, difference, reasons, fix)
+
+
+def _about_truncate(stated: StatedConfig) -> list[str]:
+    """Say where transformers 5 leaves out a key of YaRN: it looks for it outside the parameters of layer types."""
+    every = {kind: stated.parameters(kind) for kind in stated.tables if kind is not None}
+    return [
+        f"transformers 5 ignores truncate=false in the parameters of {kind}; other programs may obey it"
+        for kind, parameters in every.items()
+        if kind_of(parameters) == "yarn" and parameters.get("truncate") is False
+    ]
 
 
 def _fix(source: str | Path, program: str, stated: StatedConfig) -> str:

@@ -136,7 +136,8 @@ def flags(
         layer_types: the tables to patch.
 
     Raises:
-        ValueError: an unknown program, or a table that its options cannot express, with the reason.
+        ValueError: an unknown program, a table that its options cannot express, or a config that they do not reach
+            (of a multimodal checkpoint), with the reason.
         OSError: nothing that can be read.
     """
     if program not in WRITERS:
@@ -146,6 +147,13 @@ def flags(
     model = skeleton(source)
     if find_rotary(model).record is not None:
         raise ValueError(f"{source} is patched already: give the checkpoint before the patch (rope-patch restore)")
+    whole = {} if is_gguf(source) else config_json(source)
+    if program != "llama.cpp" and isinstance(whole.get("text_config"), dict):
+        raise ValueError(
+            f"{source} is a {whole.get('model_type')} checkpoint, whose rotary table is stated in its text_config: "
+            f"keys that {program} sets on the whole config would change nothing. rope-patch apply {source} METHOD "
+            "-o FOLDER writes a patched folder, and rope-patch audit FOLDER says what is known of programs that read it"
+        )
     before = find_rotary(model).config.to_dict()
     apply(model, method, target_length=target_length, layer_types=layer_types)
     tables = with_context(read_tables(model), target_length or int(find_rotary(model).config.max_position_embeddings))
@@ -153,7 +161,7 @@ def flags(
     stated = StatedConfig(
         model_type=str(config.model_type),
         outer_type=str(model.config.model_type),
-        raw={} if is_gguf(source) else text_part(config_json(source)),
+        raw=text_part(whole),
         complete=before,
         tables={table.layer_type: table for table in tables},
     )

@@ -168,6 +168,8 @@ def reading_of(program: str, stated: StatedConfig) -> Reading:
         return Reading({kind: read(program, stated, kind) for kind in stated.tables})
     except RefusesError as error:
         return Reading(refused=str(error))
+    except (KeyError, TypeError) as error:  # of keys that transformers 5 drops: a factor that is missing or a string
+        return Reading(unverified=f"its code was not compared on such a config ({type(error).__name__}: {error})")
 
 
 def _switches(parameters: Mapping[str, Any]) -> bool:

@@ -41,23 +41,29 @@ class Generation:
         """Generate as the class of the model does.
 
         Raises:
+            ReferenceError: a model that nothing refers to any more.
             ValueError: a cache of the other table that cannot be filled again.
         """
         model, rotary = self._model(), self._rotary()
+        if model is None:  # load(folder).generate(ids): Python drops the model before it calls
+            raise ReferenceError(
+                "generate of a model with two tables needs a model that is kept: model = rope_patch.load(...), then "
+                "model.generate(...)"
+            )
         generate = type(model).generate
         given = inspect.signature(generate).bind(model, *args, **kwargs)
         options = {**given.arguments, **given.arguments.get("kwargs", {})}
         stated = stated_of(rotary)
         reach = reach_of(model, options) if stated is None else stated.tokens
-        self._refill(options, reach, rotary.switch_at)
+        self._refill(options, reach, rotary)
         slack = (_option(model, options, "prompt_lookup_num_tokens") or 0) if stated is None else stated.slack
         with reaching(rotary, reach, slack=slack, generating=True):
             return generate(model, *args, **kwargs)
 
-    def _refill(self, options: dict[str, Any], reach: Tensor, switch_at: int) -> None:
+    def _refill(self, options: dict[str, Any], reach: Tensor, rotary: Any) -> None:
         """Empty a cache that was filled under another table than the prompt will now be read under."""
-        cache = options.get("past_key_values")
-        before, known = cached_tokens(cache), mark_of(cache)
+        cache, switch_at = options.get("past_key_values"), rotary.switch_at
+        before, known = cached_tokens(cache), mark_of(cache, rotary.fingerprint)
         if not before:
             return
         if known is not None:

@@ -94,25 +94,28 @@ class ReadUnder(NamedTuple):
         long: which rows under the long table: (rows,) bool.
         stated: the lengths that were stated then; None where none were [tokens].
         keys: of the first layer then: operations on the rows of a cache put others in their place.
+        tables: that were chosen from, and where they change: the fingerprint of a rotary module.
     """
 
     long: Tensor
     stated: Tensor | None
     keys: Tensor | None
+    tables: str
 
 
-def mark(cache: Cache, long: Tensor, stated: Stated | None) -> None:
-    """Note in a cache which of its rows were read under the long table: (rows,) bool."""
-    setattr(cache, _MARK, ReadUnder(long, None if stated is None else stated.tokens, _keys(cache)))
+def mark(cache: Cache, long: Tensor, stated: Stated | None, tables: str) -> None:
+    """Note in a cache which of its rows were read under the long one of two tables: (rows,) bool."""
+    setattr(cache, _MARK, ReadUnder(long, None if stated is None else stated.tokens, _keys(cache), tables))
 
 
-def mark_of(cache: Any) -> ReadUnder | None:
-    """Return what the tokens in a cache were read under; None where that is not known.
+def mark_of(cache: Any, tables: str) -> ReadUnder | None:
+    """Return which of two tables the tokens in a cache were read under; None where that is not known.
 
-    Where rows of different tables may have been put in another order since, it is not known any more.
+    It is not known of a cache that was filled under other tables. Where rows of different tables may have been put in
+    another order since, it is not known any more.
     """
     noted: ReadUnder | None = getattr(cache, _MARK, None)
-    if noted is None:
+    if noted is None or noted.tables != tables:
         return None
     if noted.keys is not None and noted.keys is _keys(cache):
         return noted

@@ -24,7 +24,7 @@ from rope_patch.tables import RotaryTable
 
 _CACHE: ContextVar[Any] = ContextVar("rope_patch_cache", default=None)
 _MASK: ContextVar[Tensor | None] = ContextVar("rope_patch_mask", default=None)
-_CHOSEN: ContextVar[tuple[Tensor, Stated | None] | None] = ContextVar("rope_patch_chosen", default=None)
+_CHOSEN: ContextVar[tuple[Tensor, Stated | None, str] | None] = ContextVar("rope_patch_chosen", default=None)
 
 HOW = (
     "State the length that each sequence will reach before its first token is read, `with patch.reaching(tokens):` "
@@ -58,6 +58,8 @@ class TwoTableRotary(PatchedRotary):
     ) -> None:
         super().__init__(tables, original, precision, keep_float32=keep_float32)
         self.short_tables, self.switch_at = dict(short), switch_at
+        hashes = [table.fingerprint for table in (*tables.values(), *short.values())]
+        self.fingerprint = " ".join(("switch", str(switch_at), *hashes))  # what a cache is marked with
         # In a tuple, so that the model still has one rotary module.
         self._short = (PatchedRotary(short, original, precision, keep_float32=keep_float32),)
 
@@ -87,12 +89,12 @@ class TwoTableRotary(PatchedRotary):
     def _long_rows(self, position_ids: Tensor, rows: int) -> Tensor:
         """Return which rows are read under the long table: (rows,) bool on the device of the positions."""
         cache, stated = _CACHE.get(), stated_of(self)
-        before, known = cached_tokens(cache), mark_of(cache)
+        before, known = cached_tokens(cache), mark_of(cache, self.fingerprint)
         ends = _lengths(position_ids, _MASK.get(), before)
         if before and known is None and not (stated is not None and stated.generating):
             raise ValueError(
                 f"past_key_values holds {before} tokens, and under which table they were read is not known: they are "
-                f"of another model, of prefix tuning, built from tensors, or their rows were reordered. {HOW}"
+                f"of another model or patch, of prefix tuning, built from tensors, or their rows were reordered. {HOW}"
             )
         if stated is not None:
             chosen = by_row(stated.tokens.to(ends.device) > self.switch_at, rows, "lengths are stated")
@@ -100,7 +102,7 @@ class TwoTableRotary(PatchedRotary):
             chosen = by_row(known.long.to(ends.device), rows, "rows are in the cache")
         else:
             chosen = ends > self.switch_at
-        _CHOSEN.set((chosen, stated))
+        _CHOSEN.set((chosen, stated, self.fingerprint))
         if before and known is not None and stated is not None and known.stated is not stated.tokens:
             self._check_same_table(known, chosen)
         # Whether anything crosses is looked at where it could: on a GPU the answer has to be waited for.

@@ -21,7 +21,7 @@ import rope_patch
 from rope_patch.checkpoints.gguf_file import Key, write_gguf
 from rope_patch.cli import app as cli
 from rope_patch.exporting import export
-from rope_patch.exporting.audit import audit
+from rope_patch.exporting.audit import OTHER_KEYS, audit
 from rope_patch.exporting.readings import PROGRAMS
 
 SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "reading_rules.json"
@@ -316,6 +316,25 @@ def test_llama_cpp_reads_what_its_converter_writes(tmp_path):
     assert rows(patched(tmp_path / "l3", "llama3:factor=4", target_length=256), "llama.cpp")[None].verdict == "agrees"
 
 
+def test_a_key_that_transformers_5_drops_and_others_miss_is_unverified(tmp_path):
+    without_factor = {"type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    row = rows(written(tmp_path, "gemma3", rope_parameters=without_factor), "llama.cpp")["full_attention"]
+    assert (row.verdict, "KeyError: 'factor'" in row.reasons[0]) == ("unverified", True)
+
+
+def test_truncate_that_transformers_5_ignores_is_said(tmp_path):
+    nested = {"full_attention": YARN | {"truncate": False}, "sliding_attention": {"rope_type": "default"}}
+    folder = written(tmp_path, "gemma3", rope_parameters=nested, max_position_embeddings=256)
+    assert "transformers 5 ignores truncate=false in the parameters of full_attention" in audit(folder).notes[0]
+    assert rows(folder, "vllm")["full_attention"].verdict == "differs"
+
+
+def test_every_difference_has_a_reason(tmp_path):
+    linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}  # which transformers 5 drops on Gemma 3
+    row = rows(written(tmp_path, "gemma3", rope_parameters=linear), "llama.cpp")["full_attention"]
+    assert (row.verdict, row.reasons) == ("differs", (OTHER_KEYS,))
+
+
 def test_a_table_that_changes_with_the_length_is_unverified(tmp_path):
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     found = audit(written(tmp_path / "dynamic", rope_parameters=dynamic))
@@ -360,6 +379,17 @@ def test_the_exit_status_says_whether_they_agree(tmp_path):
     differs = invoke(folder, "--engine", "vllm", "--engine", "sglang")
     assert differs.exit_code == 3
     assert f"fix: rope-patch export {folder} --to sglang -o FOLDER" in differs.stdout
+
+
+def test_the_side_of_a_change_that_a_version_stands_on_is_printed(tmp_path):
+    yarn = YARN | {"attention_factor": 1.5}
+    folder = written(tmp_path, rope_parameters=yarn, rope_scaling=yarn, rope_theta=1e4, max_position_embeddings=256)
+    printed = invoke(folder, "--engine", "vllm", "--engine", "vllm-0.29").stdout
+    assert "note: vLLM (0.29.0): before PR #56446" in printed
+    assert "vLLM (0.33.0): after" not in printed  # which agrees
+    sides = [row["about_version"] for row in json.loads(invoke(folder, "--json").stdout)["rows"]]
+    assert sides[0] is None
+    assert any((side or "").startswith("after PR #56446") for side in sides)
 
 
 def test_json_holds_every_row(tmp_path):

@@ -12,7 +12,7 @@ import torch
 import yaml
 from commands import fail, run
 from tiny import SIZE, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Olmo3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, Olmo3Config
 
 import rope_patch
 from rope_patch.exporting import export
@@ -246,3 +246,12 @@ def test_no_file_is_promised_where_a_graph_reads_no_factors(base, tmp_path):
         flags(tmp_path / "qwen2", "p_rope:p=0.5", "llama.cpp", target_length=256)
     with pytest.raises(ValueError, match=r"rope-patch apply FILE.gguf METHOD -o OUT.gguf writes it into a GGUF file"):
         flags(base, "p_rope:p=0.5", "llama.cpp", target_length=256)
+
+
+@pytest.mark.parametrize("program", ["vllm", "sglang", "axolotl", "llamafactory"])
+def test_a_multimodal_config_that_keys_at_the_top_do_not_reach_is_refused(program, tmp_path):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    Gemma3Config(text_config=tiny_model("gemma3").config.to_dict(), vision_config=vision).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"gemma3 checkpoint, whose rotary table is stated in its text_config.* apply"):
+        flags(tmp_path, "yarn:factor=4", program, target_length=256)
+    assert flags(tmp_path, "yarn:factor=4", "llama.cpp", target_length=256).settings["--rope-scale"] == 4.0

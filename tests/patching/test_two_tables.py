@@ -158,6 +158,11 @@ def test_a_patched_model_is_freed_with_its_last_reference():
     assert gone() is None
 
 
+def test_generate_of_a_model_that_nobody_keeps_says_so():
+    with pytest.raises(ReferenceError, match="needs a model that is kept"):
+        two()[0].generate(ids(8), max_new_tokens=2, **PLAIN)
+
+
 def test_a_switch_beyond_what_the_short_table_reaches_is_warned_about(caplog):
     rope_patch.apply(plain_model(), long="yarn:factor=8", switch_at=400)
     assert "texts of 64 to 400 tokens are read under the short table, default, which reaches 64" in caplog.text
@@ -246,6 +251,17 @@ def test_a_cache_that_this_model_did_not_fill_is_refused(stated):
     stating = patch.reaching(stated) if stated else contextlib.nullcontext()
     with stating, pytest.raises(ValueError, match="holds 40 tokens, and under which table they were read is not known"):
         model(ids(2), past_key_values=cache)
+
+
+def test_a_cache_that_was_filled_under_other_two_tables_is_refused():
+    model, _ = two()
+    cache = model(ids(40)).past_key_values
+    rope_patch.apply(model, long="abf:factor=8", switch_at=SWITCH, target_length=256, replace=True)
+    with pytest.raises(ValueError, match="holds 40 tokens, and under which table they were read is not known"):
+        model(ids(2), past_key_values=cache)
+    whole = torch.cat((ids(40), ids(4)), dim=1)  # from which generate fills the cache again
+    fresh = model.generate(whole, max_new_tokens=8, **PLAIN)
+    assert torch.equal(model.generate(whole, past_key_values=cache, max_new_tokens=8, **PLAIN), fresh)
 
 
 def rearranged(how):
