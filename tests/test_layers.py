@@ -227,6 +227,31 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
+def unexplained(source: str) -> list[str]:
+    """Return the functions above 80 lines or 12 parameters that have no comment above them that says why."""
+    lines, names = source.splitlines(), []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = node.args
+            counted = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+            parameters = sum(argument.arg not in ("self", "cls") for argument in counted)
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            long = (node.end_lineno or 0) - node.lineno + 1 > 80 or parameters > 12
+            if long and not lines[first - 2].lstrip().startswith("#"):
+                names.append(node.name)
+    return names
+
+
+def test_what_does_not_fit_a_screen_says_why() -> None:
+    ours = {module: source for module, source in SOURCES.items() if folder_of(module) not in OUTSIDE}
+    assert {module: names for module, source in ours.items() if (names := unexplained(source))} == {}
+    assert [module for module, source in ours.items() if len(source.splitlines()) > 400] == []
+    many = f"def f({', '.join(f'a{i}' for i in range(13))}): pass"
+    long = "def f():" + "\n    pass" * 80
+    assert unexplained(many) == unexplained(long) == ["f"]
+    assert unexplained(f"\n# Why.\n{many}") == unexplained(long[: -len("\n    pass")]) == []
+
+
 def test_a_public_name_is_no_module() -> None:
     """Importing ``rope_patch.fit``, were there one, would put the module in the place of the function."""
     import rope_patch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import os
 import re
 import shlex
 import shutil
@@ -166,6 +167,31 @@ def test_contributing_adds_a_task(tiny_suite):
             assert len(sample.expected) == 3 and sample.expected.isdigit()
     finally:
         TASKS.pop("house_number", None)
+
+
+def test_what_contributing_adds_can_stand_in_the_folders_that_it_names(tmp_path):
+    """A file of a folder is imported while the folder's own names are not all there yet."""
+    folder = tmp_path / "rope_patch"
+    shutil.copytree(ROOT / "rope_patch", folder, ignore=shutil.ignore_patterns("__pycache__", "llama", "gemma3"))
+    for mark, where, after in (
+        ('name="slower"', "methods/slower", "from rope_patch.methods.base import"),
+        ("house_number", "evaluation/tasks/house_number", "from rope_patch.evaluation.tasks import ("),
+    ):
+        (folder / f"{where}.py").write_text(contributed(mark))
+        names = (folder / where).parent / "__init__.py"
+        added = f"import rope_patch.{where.replace('/', '.')}\n"
+        names.write_text(names.read_text().replace(after, added + after, 1))
+        assert added in names.read_text()
+    metrics = folder / "evaluation" / "metrics.py"
+    metric = re.sub(r"^from rope_patch.*\n", "", contributed("answer_logprob"))
+    metrics.write_text(f"{metrics.read_text()}\n\n{metric}")
+    code = "from rope_patch.evaluation.tasks import TASKS\nfrom rope_patch.evaluation.metrics import METRICS as known\n"
+    code += "from rope_patch.methods import METHODS\n"
+    code += "print('slower' in METHODS, 'house_number' in TASKS, 'answer_logprob' in known)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    arguments = [sys.executable, "-c", code]
+    ended = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert ended.stdout == "True True True\n", ended.stderr
 
 
 @pytest.mark.usefixtures("own_methods")

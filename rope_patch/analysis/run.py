@@ -120,6 +120,7 @@ def analyze(
     )
 
 
+# Long: the options of the public function beside it, documented one by one, for rows that were read before.
 def analyze_rows(
     model: nn.Module,
     tokenizer: Any,

@@ -23,6 +23,7 @@ from rope_patch.cli.options import (
 )
 
 
+# Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def apply(
     model: Checkpoint,
     method: Annotated[

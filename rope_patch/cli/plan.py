@@ -10,6 +10,7 @@ import typer
 from rope_patch.cli.options import GpuMemory, Json, items, tokens
 
 
+# Many parameters: each is an option of the command.
 def plan(
     model: Annotated[
         str,

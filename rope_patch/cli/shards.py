@@ -20,10 +20,12 @@ def folders(text: str) -> list[Path]:
     """
     found = []
     for item in items(text):
-        matching = sorted(glob.glob(item)) or [item]
-        found += [Path(name) for name in matching if Path(name).is_dir()]
-        if not Path(matching[0]).exists():
+        matching = [Path(name) for name in sorted(glob.glob(item)) if Path(name).is_dir()]
+        if not matching:
             raise ValueError(f"no folder {item!r}")
+        found += matching
+    if not found:
+        raise ValueError("give the folders of all shards")
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.metrics import EFFECTIVE_PERPLEXITY, EFFECTIVE_RETRIEVAL, METRICS, Metric, Span
-from rope_patch.evaluation.suite import EvalResult
+from rope_patch.evaluation.suite import ANSWERED, EvalResult
 
 UNPATCHED = "default"
 """The method that leaves a model as it is."""
@@ -62,6 +62,8 @@ class EffectiveLengths:
         confidence: of the intervals.
         samples: haystacks of each length and task.
         depths: how many depths each was asked at.
+        unanswered: tasks whose prompts of ``reference`` tokens the unpatched model answers too seldom to compare with;
+            where there is one, retrieval has no effective length.
     """
 
     reference: int
@@ -69,6 +71,7 @@ class EffectiveLengths:
     confidence: float
     samples: int
     depths: int
+    unanswered: tuple[str, ...] = ()
 
     @property
     def explanation(self) -> str:
@@ -78,6 +81,11 @@ class EffectiveLengths:
             f"{EFFECTIVE_PERPLEXITY:.0%}, of the unpatched model's at {self.reference} tokens, by the "
             f"{self.confidence:.0%} intervals at every length measured."
         )
+        if self.unanswered:
+            sentence += (
+                f" Retrieval has none: the unpatched model answers fewer than {ANSWERED:.0%} of the prompts of "
+                f"{', '.join(self.unanswered)} at {self.reference} tokens."
+            )
         needed = next(n for n in itertools.count(1) if self._lower_end(n) > EFFECTIVE_RETRIEVAL)
         if self.samples < needed and any(one.metric == "retrieval" and not one.fails for one in self.lengths):
             sentence += (
@@ -119,7 +127,10 @@ def effective_lengths(
         for metric in METRICS.values()
         if metric.held(spec, unpatched, max(within))
     ]
-    return EffectiveLengths(max(within), tuple(lengths), confidence, spec.samples, len(spec.depths))
+    retrieval = METRICS["retrieval"]
+    asked = _spans(retrieval, unpatched, max(within))
+    unanswered = tuple(str(span.task) for span in asked if retrieval.value(unpatched, span) < ANSWERED)
+    return EffectiveLengths(max(within), tuple(lengths), confidence, spec.samples, len(spec.depths), unanswered)
 
 
 def _effective(

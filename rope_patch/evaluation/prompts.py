@@ -114,7 +114,7 @@ class PromptMaker:
         if not depths:
             raise ValueError("depths is empty")
         rng = random.Random(f"{seed}/{task}/{mode}/{length}/{sample}")
-        fit = _Fit(self, length, start=rng.random())
+        fit = _Fit(self, task, length, start=rng.random())
         draw = Draw(self.tokenizer, rng, length, self.haystack)
         questions = kind.questions(sorted(depths), mode, draw)
         fit.share(questions)
@@ -162,8 +162,8 @@ class _Fit:
 
     tries = 40
 
-    def __init__(self, maker: PromptMaker, length: int, start: float) -> None:
-        self.maker, self.length, self.start = maker, length, start
+    def __init__(self, maker: PromptMaker, task: str, length: int, start: float) -> None:
+        self.maker, self.task, self.length, self.start = maker, task, length, start
         self.first: int | None = None
         self.count = self.trim = 0
         self.size = 0  # of a text of the question's own
@@ -201,7 +201,10 @@ class _Fit:
             bare = self._bare(question, self.size)
         room = self.length - bare
         if room < 0:
-            raise ValueError(f"this prompt needs at least {bare} tokens with this tokenizer, got {self.length}")
+            raise ValueError(
+                f"a prompt of {self.task} needs at least {bare} tokens with this tokenizer, got {self.length}: give "
+                "longer lengths, or leave this task out"
+            )
         if self.first is None:
             self.first = self._place(room)
         for _ in range(self.tries):

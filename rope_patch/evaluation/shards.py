@@ -155,8 +155,8 @@ def read_shards(folders: Sequence[Path]) -> list[dict[str, Any]]:
         for name in SAME:
             if record.get(name) != records[0].get(name):
                 raise ValueError(
-                    f"{folders[0]} and {folder} do not belong together: they differ in {name}, "
-                    f"{_short(records[0].get(name))} and {_short(record.get(name))}"
+                    f"{folders[0]} and {folder} do not belong together: they differ in "
+                    f"{_difference(name, records[0].get(name), record.get(name))}"
                 )
         if not record["finished"]:
             raise ValueError(
@@ -181,10 +181,11 @@ def check_asked(records: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) 
         ValueError: what differs.
     """
     for name, value in asked.items():
-        if json.loads(json.dumps(value)) != records[0][name]:
+        value = json.loads(json.dumps(value))
+        if value != records[0][name]:
             raise ValueError(
-                f"the shards differ from this command in {name}, {_short(records[0][name])} and {_short(value)}: give "
-                "the options that they were measured with"
+                f"the shards differ from this command in {_difference(name, records[0][name], value)}: give the "
+                "options that they were measured with"
             )
 
 
@@ -251,6 +252,15 @@ def _read(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} holds no {SHARD_FILE}: measure a shard with --shard and this --output first")
     record: dict[str, Any] = read_json(folder / SHARD_FILE)
     return record
+
+
+def _difference(name: str, one: Any, other: Any) -> str:
+    """Return the name of what differs and both values; of two dictionaries, of the first entry that differs."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys([*one, *other]):
+            if one.get(key) != other.get(key):
+                return _difference(f"{name}: {key}", one.get(key), other.get(key))
+    return f"{name}, {_short(one)} and {_short(other)}"
 
 
 def _short(value: Any) -> str:

@@ -75,6 +75,7 @@ def find_schemes(names: Sequence[str]) -> dict[str, Scheme]:
     return schemes
 
 
+# Long: the public function, whose options are documented one by one.
 def kv_check(
     model: nn.Module,
     tokenizer: Any,

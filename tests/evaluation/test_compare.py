@@ -63,7 +63,7 @@ def test_it_refuses_before_it_measures_and_leaves_the_model_alone(bundled, tmp_p
         (["default"], {"lengths": (0,)}, "lengths must be at least 2 tokens, got 0"),
         (["default"], {"lengths": (64.5,)}, "a length must be a whole number of tokens, got 64.5"),
         (["default"], {"lengths": (64, 64)}, "lengths must differ from each other"),
-        (["default"], {"lengths": (64, 20)}, "this prompt needs at least"),
+        (["default"], {"lengths": (64, 20)}, "a prompt of passkey needs at least"),
         (["default"], {"depths": (1.5,)}, "depth must be in [0, 1], got 1.5"),
         (["default"], {"tasks": ["essay"]}, "unknown task 'essay'"),
         (["default"], {"text": " "}, "the source holds no text"),

@@ -78,6 +78,9 @@ def test_nothing_is_said_of_tasks_that_the_unpatched_model_fails():
     weak = scores([40, 20, 0], SAME)
     found = effective_lengths({"default": weak, "yarn": scores([40] * 3, SAME)}, 16)
     assert {one.metric for one in found.lengths} == {"perplexity"}
+    assert "Retrieval has none: the unpatched model answers fewer than 75% of the prompts of passkey at 16 tokens" in (
+        found.explanation
+    )
 
 
 @pytest.mark.parametrize(("name", "trained"), [("pi", 16), ("default", 4)])
@@ -89,6 +92,7 @@ def test_the_explanation_says_how_many_prompts_suffice():
     found = effective_lengths({"default": scores([40, 39, 0], SAME)}, 16)
     assert "cannot show" not in found.explanation, "40 prompts can: the model lost one"
     assert "of the unpatched model's at 16 tokens" in found.explanation
+    assert "Retrieval has none" not in found.explanation
     few = replace(found, samples=4, depths=5)  # (.025) ** (1 / 36) = .903, with 35 haystacks .89996
     assert "Prompts of 4 haystacks cannot show that of retrieval" in few.explanation
     assert "it takes 36 (samples=36, --samples 36)" in few.explanation

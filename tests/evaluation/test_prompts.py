@@ -183,7 +183,7 @@ def test_haystacks_by_name_and_by_path(tmp_path):
         ({"depths": [1.01]}, "depth must be in [0, 1], got 1.01"),
         ({"depths": [float("nan")]}, "depth must be in [0, 1], got nan"),
         ({"depths": []}, "depths is empty"),
-        ({"length": 0}, "this prompt needs at least "),
+        ({"length": 0}, "a prompt of passkey needs at least "),
         ({"length": 10**7}, "the haystack has "),
         ({"task": "niah", "mode": "multikey", "depths": [i / 99 for i in range(100)]}, "100 needles are too many: "),
     ],

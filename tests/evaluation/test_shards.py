@@ -66,6 +66,8 @@ def test_what_the_shards_did_not_measure_is_refused(shards, copy, monkeypatch, c
         *words(copy / "merged", "--merge", copy / "part-*", "--longppl-evaluator", ASSETS / "llama"),
     )
     assert 'differ from this command in evaluator, null and "LlamaForCausalLM llama"' in chooser
+    seeded = fail(monkeypatch, capsys, *words(copy / "merged", "--merge", copy / "part-*", "--seed", "1"))
+    assert "differ from this command in spec: seed, 0 and 1: give the options" in seeded
     copied = json.loads((ASSETS / "llama" / "config.json").read_text())
     shutil.copytree(ASSETS / "llama", copy / "llama", ignore=shutil.ignore_patterns("*.safetensors"))
     (copy / "llama" / "config.json").write_text(json.dumps({**copied, "rms_norm_eps": 1e-3}))
@@ -77,7 +79,7 @@ def test_shards_of_two_models_are_refused(copy, monkeypatch, capsys):
     record = json.loads(path.read_text())
     record["fingerprints"]["default"] = "0" * 64
     path.write_text(json.dumps(record))
-    assert "do not belong together: they differ in fingerprints" in merge(copy, monkeypatch, capsys)
+    assert "do not belong together: they differ in fingerprints: default, " in merge(copy, monkeypatch, capsys)
 
 
 def test_what_is_missing_is_named(copy, monkeypatch, capsys):
@@ -97,6 +99,8 @@ def test_options_that_a_shard_cannot_have(shards, copy, monkeypatch, capsys):
 
     assert "holds another shard: give each an --output folder of its own" in failure("--shard", "2/2")
     assert "--budget plans with the pace of one machine" in failure("--shard", "1/2", "--budget", "5m")
+    for nothing, message in (("", "give the folders of all shards"), (copy / "part-1" / "shard.json", "no folder")):
+        assert message in failure("--merge", nothing), "nothing is measured in place of what was to be joined"
     with pytest.raises(ValueError, match=r"in \[1, 2\], got 3"):
         parse_shard("3/2")
     with pytest.raises(ValueError, match="such as 3/16, got '3'"):

@@ -305,7 +305,7 @@ def test_a_model_that_counts_its_tokens_itself_is_refused(takes):
             {"objective": POSE, "batch_tokens": 95},
             "batch_tokens must be >= 96, a row of text and one of retrieval of 48 tokens, got 95",
         ),
-        ({"objective": Objective(positions="pose", row_length=20)}, "this prompt needs at least"),
+        ({"objective": Objective(positions="pose", row_length=20)}, "a prompt of passkey needs at least"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_made_are_refused_before_anything_is_changed(changes, message):

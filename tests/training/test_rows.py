@@ -1032,5 +1032,5 @@ def test_what_cannot_be_evaluated_is_said_before_any_training(tokenizer, tmp_pat
         RecipeEvaluator(EvaluationOptions(text=str(tmp_path / "a.txt")), (128,), tokenizer)
     with pytest.raises(FileNotFoundError, match=r"^no file or folder"):
         RecipeEvaluator(EvaluationOptions(text=str(tmp_path / "b.txt")), (128,), tokenizer)
-    with pytest.raises(ValueError, match=r"^evaluation: this prompt needs at least"):
+    with pytest.raises(ValueError, match=r"^evaluation: a prompt of passkey needs at least"):
         RecipeEvaluator(EvaluationOptions(haystack=str(tmp_path / "a.txt")), (16,), tokenizer)
