@@ -336,7 +336,7 @@ def check_out(out: str | Path, *, overwrite: bool) -> Path:
     """
     out = Path(out)
     if out.suffix != ".gguf":
-        raise ValueError(f"the output must be a file *.gguf, got {str(out)!r} (rope-patch export --to hf writes a folder)")
+        raise ValueError(f"the output must be a file *.gguf, got {str(out)!r} (export --to hf writes a folder)")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"no folder {out.parent} to write {out.name} into")
     if out.is_dir():

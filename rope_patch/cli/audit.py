@@ -32,7 +32,8 @@ def audit(
     Programs read the same config.json in different ways: some ignore a factor, a share, or everything but the base,
     without a word. For each layer type this prints the table, the factor on cos and sin and the context that
     transformers 5, transformers 4, vLLM, SGLang and llama.cpp compute. Only the config is read, or the header of a
-    GGUF file, not the weights. For llama.cpp a folder is read as its own converter writes it.
+    GGUF file, not the weights. For llama.cpp a folder is read as its own converter writes it. The reference is
+    transformers 5, and for a GGUF file llama.cpp: transformers' own reader leaves out most of its table.
 
     The exit status is 0 if all programs agree and 3 if one computes something else. A program that refuses the
     checkpoint, or whose code was not compared on such models ("unverified"), does not change it.

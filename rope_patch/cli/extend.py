@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -203,6 +204,7 @@ def extend(
     check_outputs(options, output, force)
     prepare(threads)
     work = output.with_name(f"{output.name}.work")
+    fresh = not work.exists()
     with working_together(work, [CACHE, "comparison.json"]) as first:
 
         def say(sentence: str) -> None:
@@ -223,6 +225,9 @@ def extend(
                 for line in run.describe(rounds, training, pace):
                     say(line)
             if dry_run:
+                say("dry run: nothing was measured or written")
+                if fresh and first:
+                    shutil.rmtree(work, ignore_errors=True)
                 return
             total = int(sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds))
         again = "the same command (with --finish-now to choose by the finished rounds)"

@@ -43,9 +43,9 @@ class AuditRow:
         layer_type: None where all layers share a table.
         layers: their indices, from 0.
         verdict: ``"agrees"``, ``"differs"``, ``"refuses"`` (it raises) or ``"unverified"``; ``"reference"`` of
-            transformers 5, where that runs.
+            transformers 5, where that runs, and of llama.cpp for a GGUF file.
         built: the table; None where the program refuses or is unverified.
-        difference: the largest relative difference of a frequency from transformers 5's, as a share of the larger of
+        difference: the largest relative difference of a frequency from the reference's, as a share of the larger of
             the two: 1 where only one of them rotates a pair. None where the numbers of pairs differ, or no table is.
         reasons: of the difference, a sentence each.
         fix: what to run; None where nothing needs to be done.
@@ -90,7 +90,7 @@ class Audit:
         source: the folder, hub id or file.
         model_class: as transformers 5 loads it.
         method: the patch that its record names, if there is one.
-        rows: of transformers 5 first, then of each program.
+        rows: of the reference first, then of each program.
         notes: what is unusual about the checkpoint, a sentence each.
     """
 
@@ -102,8 +102,11 @@ class Audit:
 
     @property
     def agrees(self) -> bool:
-        """Whether no program computes something else; those that refuse, or are unverified, compute nothing."""
-        return all(row.verdict != DIFFERS for row in self.rows)
+        """Whether no program computes something else; those that refuse, or are unverified, compute nothing.
+
+        What transformers' own reader leaves out of a GGUF file does not count: such files are llama.cpp's.
+        """
+        return all(row.verdict != DIFFERS or row.program == OURS for row in self.rows)
 
 
 def audit(source: str | Path, programs: Iterable[str] = tuple(PROGRAMS)) -> Audit:
@@ -264,7 +267,10 @@ def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
 
 
 def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
-    """Compare the one table of a file, as llama.cpp uses it, with the one that transformers reads of the file."""
+    """Compare the one table of a file, which is llama.cpp's, with the one that transformers' own reader takes of it.
+
+    Sliding layers are the exception: transformers states what the model means, and llama.cpp may scale them, too.
+    """
     found, layered = read_gguf(source), _sliding(source)
     with building(source), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(source))
@@ -273,30 +279,27 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
     count = int(find_rotary(model).config.num_hidden_layers)
     types = getattr(find_rotary(model).config, "layer_types", None) or [None] * count
     layers = {kind: tuple(i for i in range(count) if kind in (None, types[i])) for kind in tables}
-    rows = _own_rows(plain, layers)
-    for name in programs:
-        if name != "llama.cpp":
-            reason = "what it reads of a GGUF file was not compared"
-            rows += _rows(name, Reading(unverified=reason), tables, layers, "")
+    rows = []
+    for own in _own_rows(plain, layers):
+        if own.layer_type == SLIDING and layered is not None:
+            row = _row("llama.cpp", layered, tables[SLIDING], own.layers, _SLIDING_FIX)
+            rows += [own, row if row.verdict == AGREES else replace(row, reasons=(_SCALED_TOO,))]
             continue
-        for kind, table in tables.items():
-            built = layered if kind == SLIDING and layered is not None else _built(found.tables[0])
-            row = _row(name, built, table, layers[kind], _gguf_fix(source, kind))
-            rows.append(row if row.verdict == AGREES else _with_reasons(row, kind))
+        in_file = replace(found.tables[0], layer_type=own.layer_type)
+        rows.append(replace(own, program="llama.cpp", built=_built(in_file)))
+        row = _row(OURS, _built(tables[own.layer_type]), in_file, own.layers, f"rope_patch.load({str(source)!r})")
+        rows.append(row if row.verdict == AGREES else replace(row, reasons=(_BASE_ALONE,)))
+    others = [name for name in programs if name != "llama.cpp"]
+    for name in others:
+        rows += _rows(name, Reading(unverified="what it reads of a GGUF file was not compared"), tables, layers, "")
     return Audit(str(source), found.model_class, found.method, tuple(rows), found.warnings)
 
 
-def _with_reasons(row: AuditRow, kind: str | None) -> AuditRow:
-    reasons = ["transformers reads the base and the context of a GGUF file, and no factors, scaling or record"]
-    if kind == SLIDING and row.built is not None and row.built.attention_scaling != 1.0:
-        reasons = ["llama.cpp has one factor on cos and sin for all layers, so that the sliding ones are scaled, too"]
-    return replace(row, reasons=tuple(reasons))
-
-
-def _gguf_fix(source: str | Path, kind: str | None) -> str:
-    if kind == SLIDING:
-        return "none in this file: give the model a method without a factor on cos and sin, such as pi or abf"
-    return f"rope_patch.load({str(source)!r}) reads the whole table"
+_BASE_ALONE = (
+    "its own reader (gguf_file=) takes the base and the context of a GGUF file, and no factors, scaling or record"
+)
+_SCALED_TOO = "llama.cpp has one factor on cos and sin for all layers, so that the sliding ones are scaled, too"
+_SLIDING_FIX = "none in this file: give the model a method without a factor on cos and sin, such as pi or abf"
 
 
 def _sliding(source: str | Path) -> Built | None:

@@ -8,6 +8,7 @@ from typing import Any
 from rope_patch.exporting.audit import DIFFERS, REFUSES, UNVERIFIED, AuditRow, audit
 from rope_patch.exporting.readings import PROGRAMS
 from rope_patch.extending.options import ExtendOptions
+from rope_patch.files import is_gguf
 from rope_patch.patching.undo import Patch
 from rope_patch.patching.verify import inspect_model
 from rope_patch.planning import plan
@@ -40,29 +41,32 @@ def other_programs(source: str | Path) -> tuple[str, ...]:
     """Return which programs compute another table than transformers 5, and what to run instead, a sentence each.
 
     Args:
-        source: folder or GGUF file.
+        source: folder; of a GGUF file, which is llama.cpp's alone, nothing is said.
     """
+    if is_gguf(source):
+        return ()
     try:
         rows = audit(source).rows
     except ValueError as error:  # an adapter, or a family that nothing is known of
         return (f"what other programs compute from its config is not known: {error}",)
-    sentences: dict[str, dict[str, None]] = {}
+    sentences: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.verdict in (DIFFERS, REFUSES, UNVERIFIED):
             known = PROGRAMS[row.program]
-            sentences.setdefault(_sentence(row), {})[f"{known.name} {known.version}"] = None
-    return tuple(f"{', '.join(names)} {sentence}" for sentence, names in sentences.items())
+            sentences.setdefault(_said(row), {})[f"{known.name} ({known.version})"] = None
+    return tuple(f"{before}{', '.join(names)}{after}" for (before, after), names in sentences.items())
 
 
-def _sentence(row: AuditRow) -> str:
-    what = {
-        DIFFERS: "computes another table from the config",
-        REFUSES: "refuses the config",
-        UNVERIFIED: "was not compared on models like this",
-    }[row.verdict]
+def _said(row: AuditRow) -> tuple[str, str]:
+    """Return what is said before and after the names of the programs."""
     where = f" for {row.layer_type} layers" if row.layer_type else ""
+    before, what = {
+        DIFFERS: ("", f" computes another table from the config{where}"),
+        REFUSES: ("", f" refuses the config{where}"),
+        UNVERIFIED: ("it is not known which table is computed by ", where),
+    }[row.verdict]
     reasons = f": {'; '.join(row.reasons)}" if row.reasons else ""
-    return f"{what}{where}{reasons}" + (f". Run: {row.fix}" if row.fix else "")
+    return before, f"{what}{reasons}" + (f". Run: {row.fix}" if row.fix else "")
 
 
 def slows_a_pair(patch: Patch) -> bool:

@@ -255,16 +255,18 @@ class Run:
 
     def describe(self, rounds: Sequence[Round], training: Training | None, pace: Pace) -> list[str]:
         """Return the steps of a run with their tokens and times, a line each."""
-        lines, done = [], (0, 0)
+        names = [*map(short, self.methods), *["a fitted table"] * self.options.fit]
+        lines, done, total = [f"methods: {', '.join(names)}"], (0, 0), [0.0, 0.0]
         for number, one in enumerate(rounds, 1):
             methods = one.candidates + 1
             new = one.windows - done[0], one.samples - done[1]
             tokens, seconds = methods * self.tokens_of(*new), methods * self.seconds_of(pace, *new)
             lines.append(
-                f"round {number}: {methods} methods, windows: {one.windows}, haystacks for each task and length: "
-                f"{one.samples}; {tokens:,.0f} new tokens, {duration_text(seconds)}"
+                f"round {number}: {one.candidates} of them and the unpatched model, windows: {one.windows}, haystacks "
+                f"for each task and length: {one.samples}; {tokens:,.0f} new tokens, {duration_text(seconds)}"
             )
-            done = one.windows, one.samples
+            done, total = (one.windows, one.samples), [total[0] + tokens, total[1] + seconds]
+        lines.append(f"all rounds: {total[0]:,.0f} tokens, {duration_text(total[1])}")
         if training is not None:
             lines.append(f"training: {training}, {training.tokens:,} tokens, {duration_text(training.seconds)}")
             again = self.tokens_of(*done), self.seconds_of(pace, *done)

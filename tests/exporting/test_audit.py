@@ -363,7 +363,11 @@ def test_a_gguf_file_is_read_from_its_header(tmp_path):
     export(BUNDLED, tmp_path / "yarn.gguf", to="gguf", method="yarn:factor=4", target_length=1024)
     found = audit(tmp_path / "yarn.gguf")
     read = {row.program: row for row in found.rows}
-    assert read["llama.cpp"].verdict == "differs"  # from transformers' own reader, which takes the base alone
+    assert read["llama.cpp"].verdict == "reference"
+    assert read["transformers-5"].verdict == "differs" and "takes the base" in read["transformers-5"].reasons[0]
+    assert found.agrees
+    export(BUNDLED, tmp_path / "plain.gguf", to="gguf")
+    assert [row.verdict for row in audit(tmp_path / "plain.gguf", ["llama.cpp"]).rows] == ["reference", "agrees"]
     assert read["llama.cpp"].built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
     assert read["vllm"].verdict == "unverified"
     assert found.method == "yarn:factor=4"

@@ -79,7 +79,7 @@ def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, e
         rope_patch.save(llama, tmp_path / "model", tokenizer=TOKENIZER)
     (sentence,) = other_programs(tmp_path / "model")
     assert re.fullmatch(
-        r"llama\.cpp \w+ computes another table from the config: it does not read the type longrope, and computes "
+        r"llama\.cpp \(\w+\) computes another table from the config: it does not read the type longrope, and computes "
         r"plain RoPE\. Run: rope-patch export \S+/model --to gguf -o FILE\.gguf",
         sentence,
     )
@@ -162,6 +162,8 @@ def test_a_recipe_says_what_no_option_does(tmp_path):
         arguments = ["extend", "--recipe", str(tmp_path / "extend.yaml"), "-o", str(tmp_path / "out"), "--dry-run"]
         result = CliRunner().invoke(app, [*arguments, "--threads", "1"])
         assert result.exit_code == 0, result.output
+        assert "methods: yarn:factor=2\n" in result.output and "dry run: nothing" in result.output
+        assert not (tmp_path / "out.work").exists()
         found = re.search(
             r"windows: (\d+), haystacks for each task and length: (\d+); ([\d,]+) new tokens", result.output
         )
