@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import os
 import tempfile
@@ -172,6 +173,10 @@ def load(
     return _load(source, lambda model: apply(model, chosen, **options), from_pretrained)  # type: ignore[arg-type]
 
 
+PATCH_OPTIONS = ("layer_types", "target_length", "replace", "keep_edits", "precision", "freeze_at")
+"""Options of :func:`load` for the patch."""
+
+
 def _refuse_options(options: Mapping[str, Any]) -> None:
     """Raise where options of a patch are given without a method."""
     defaults = inspect.signature(load).parameters
@@ -189,6 +194,8 @@ def _refuse_parameters(method: MethodLike | None, from_pretrained: Mapping[str, 
         classes.insert(0, METHODS[name])
     options = inspect.signature(PreTrainedModel.from_pretrained).parameters
     for key in from_pretrained.keys() - options:
+        if near := difflib.get_close_matches(key, PATCH_OPTIONS, 1, 0.8):
+            raise TypeError(f"load takes no {key}=. Did you mean {near[0]}=?")
         takes = [cls.name for cls in classes if key in {field.name for field in fields(cls)}]
         if takes:
             value = from_pretrained[key]

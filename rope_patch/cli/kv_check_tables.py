@@ -87,6 +87,10 @@ def print_check(checked: Any) -> None:
         "caches simulated exactly as decoding would quantize them, not packed; bits with sinks and residual window"
     )
     print(
+        "KL: mean divergence of the next token's distribution from that in full precision [nats/token]; top-1: share "
+        "of tokens whose first choice is the same"
+    )
+    print(
         "noise: how far the perplexity of one window moves when its embeddings are perturbed by their last digits; "
         "the mean over n windows moves about 1/√n as far, and a smaller change tells nothing"
     )

@@ -169,8 +169,8 @@ TargetLength = Annotated[
     int | None,
     tokens(
         "--target-length",
-        "The context length that the patched model is made for; it is written into the config. A scaling factor that "
-        "the method leaves out is computed from it.",
+        "The context length that the patched model is made for; a config that is written states it. A scaling factor "
+        "that the method leaves out is computed from it.",
         show_default=False,
     ),
 ]

@@ -88,8 +88,9 @@ class EffectiveLengths:
             )
         needed = next(n for n in itertools.count(1) if self._lower_end(n) > EFFECTIVE_RETRIEVAL)
         if self.samples < needed and any(one.metric == "retrieval" and not one.fails for one in self.lengths):
+            haystacks = "haystack" if self.samples == 1 else "haystacks"
             sentence += (
-                f" Prompts of {self.samples} haystacks cannot show that of retrieval, even if all are answered: it "
+                f" Prompts of {self.samples} {haystacks} cannot show that of retrieval, even if all are answered: it "
                 f"takes {needed} (samples={needed}, --samples {needed})."
             )
         return sentence

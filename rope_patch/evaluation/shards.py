@@ -53,6 +53,8 @@ def parse_shard(text: str) -> Shard:
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal()):
         raise ValueError(f"a shard is written NUMBER/COUNT, such as 3/16, got {text!r}")
+    if int(count) < 1:
+        raise ValueError(f"the number of shards must be >= 1, got {count}")
     if not 1 <= int(number) <= int(count):
         raise ValueError(f"the number of a shard must be in [1, {count}], got {number}")
     return Shard(int(number), int(count))

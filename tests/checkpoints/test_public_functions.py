@@ -91,6 +91,7 @@ def test_load_takes_the_options_of_apply_by_name(saved):
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
+        ("yarn", {"target_lenght": 4}, r"load takes no target_lenght=\. Did you mean target_length=\?"),
         ("yarn", {"factor": 4}, r"load takes no factor=: .*Write it into the method: load\(source, 'yarn:factor=4'\)"),
         ("yarn:factor=4", {"beta_fast": 16.0}, r"load\(source, 'METHOD:beta_fast=16'\)"),
         ("p_rope", {"p": 0.5}, r"a method \(p_rope, p_rope_reversed, partial\)\. .*load\(source, 'p_rope:p=0.5'\)"),

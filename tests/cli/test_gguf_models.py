@@ -115,7 +115,7 @@ def test_an_interrupted_copy_leaves_nothing(tmp_path, file):
 
 def test_export_says_that_apply_writes_files(file, tmp_path, monkeypatch, capsys):
     line = fail(monkeypatch, capsys, "export", file, "--to", "gguf", "-o", tmp_path / "out.gguf")
-    assert f"To give this GGUF file another table: rope-patch apply {file} METHOD -o FILE.gguf" in line
+    assert "is a GGUF file already: `rope-patch apply FILE.gguf METHOD -o OUT.gguf` gives it another table" in line
 
 
 # --- commands that run the model

@@ -103,5 +103,7 @@ def test_options_that_a_shard_cannot_have(shards, copy, monkeypatch, capsys):
         assert message in failure("--merge", nothing), "nothing is measured in place of what was to be joined"
     with pytest.raises(ValueError, match=r"in \[1, 2\], got 3"):
         parse_shard("3/2")
+    with pytest.raises(ValueError, match="number of shards must be >= 1, got 0"):
+        parse_shard("3/0")
     with pytest.raises(ValueError, match="such as 3/16, got '3'"):
         parse_shard("3")
