@@ -175,7 +175,7 @@ def compare(
         )
         _show(comparison, output, report, as_json)
         return
-    part = check_options(shard, merge, budget, "--json" if as_json else None)
+    part = check_options(output, shard, merge, budget, "--json" if as_json else None)
     with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
         tokenizer, outline = load_tokenizer(model), outline_of(model, adapter) if part or merge else None
         if merge and outline is not None:  # their results are all there

@@ -52,10 +52,11 @@ Merge = Annotated[
 ]
 
 
-def check_options(shard: str | None, merge: Sequence[Path], budget: int | None, given: str | None) -> Any:
+def check_options(output: Path, shard: str | None, merge: Sequence[Path], budget: int | None, given: str | None) -> Any:
     """Return the shard that is asked for; None without one.
 
     Args:
+        output: value of ``--output``.
         shard: value of ``--shard``.
         merge: value of ``--merge``.
         budget: value of ``--budget``.
@@ -72,6 +73,8 @@ def check_options(shard: str | None, merge: Sequence[Path], budget: int | None, 
         raise ValueError("--budget plans with the pace of one machine: leave it out, and give --windows and --samples")
     if shard is not None and given:
         raise ValueError("--json prints a comparison, and a shard is none: leave it out")
+    if any(part.resolve() == output.resolve() for part in merge):
+        raise ValueError(f"{output} is the folder of a shard: give another --output for what is joined")
     if merge:
         read_shards(merge)  # what does not belong together is refused before anything is loaded
     return None if shard is None else parse_shard(shard)

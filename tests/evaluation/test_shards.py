@@ -101,6 +101,7 @@ def test_options_that_a_shard_cannot_have(shards, copy, monkeypatch, capsys):
     assert "--budget plans with the pace of one machine" in failure("--shard", "1/2", "--budget", "5m")
     for nothing, message in (("", "give the folders of all shards"), (copy / "part-1" / "shard.json", "no folder")):
         assert message in failure("--merge", nothing), "nothing is measured in place of what was to be joined"
+    assert "part-1 is the folder of a shard: give another --output" in failure("--merge", copy / "part-1")
     with pytest.raises(ValueError, match=r"in \[1, 2\], got 3"):
         parse_shard("3/2")
     with pytest.raises(ValueError, match="number of shards must be >= 1, got 0"):
