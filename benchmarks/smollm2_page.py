@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from pages import markdown_table as table
 from pages import page_with, results
 from rope_patch.files import write_atomically
+from smollm2_cells import FITTED, METHODS
 
 STATES = {"zero": "no", "pose": "yes", "full": "yes, full rows"}
 Report = dict[str, Any]
 NOTHING = "not measured yet"
+
+
+def in_order(rows: Iterable[Report]) -> list[Report]:
+    """Return rows in the order of the tables in the study, those without training first."""
+    tables = [*METHODS, *FITTED]
+    return sorted(filter(is_first, rows), key=lambda row: (row["state"] != "zero", tables.index(row["table"])))
 
 
 def is_first(row: Report) -> bool:
@@ -46,7 +53,7 @@ def percent(change: dict[str, Any] | None) -> str:
 
 def text(report: Report) -> str:
     """Perplexity on novels by position."""
-    rows = [row for row in report["text"] if row["text"] == "novels" and is_first(row)]
+    rows = [row for row in in_order(report["text"]) if row["text"] == "novels"]
     if not rows:
         return NOTHING
     spans = list(rows[0]["perplexity"])
@@ -60,7 +67,7 @@ def text(report: Report) -> str:
 
 def within(report: Report) -> str:
     """What a table costs within 1024 tokens of WikiText-2, against the model as it was."""
-    rows = [row for row in report["text"] if (row["length"], row["text"]) == (1024, "wikitext") and is_first(row)]
+    rows = [row for row in in_order(report["text"]) if (row["length"], row["text"]) == (1024, "wikitext")]
     return table(
         ["table", "LoRA", "perplexity", "change"],
         (
@@ -77,7 +84,7 @@ def within(report: Report) -> str:
 
 def passkeys(report: Report) -> str:
     """Right answers by length, and those whose digits are all first choice."""
-    rows = [row for row in report["passkey"] if is_first(row)]
+    rows = in_order(report["passkey"])
     if not rows:
         return NOTHING
     lengths = sorted({row["length"] for row in rows})
@@ -97,7 +104,7 @@ def caches(report: Report) -> str:
         return NOTHING
     schemes = list(dict.fromkeys(row["scheme"] for row in report["caches"]))
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in filter(is_first, report["caches"]):
+    for row in in_order(report["caches"]):
         found.setdefault((row["table"], STATES[row["state"]]), {})[row["scheme"]] = percent(row["nll_cost"])
     return table(
         ["table", "LoRA", *schemes],
