@@ -230,6 +230,8 @@ def extend(
                     shutil.rmtree(work, ignore_errors=True)
                 return
             total = int(sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds))
+            if pace is None:
+                say("--dry-run says how much will be read and how long that takes, --budget sets the time")
         again = "the same command (with --finish-now to choose by the finished rounds)"
         with (
             resumable(work / CACHE, again=again),
