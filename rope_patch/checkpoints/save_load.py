@@ -165,16 +165,12 @@ def load(
         "precision": precision,
         "freeze_at": freeze_at,
     }
-    _refuse_parameters(method, from_pretrained)
+    _refuse_parameters(method, options, from_pretrained)
     if method is None:
         _refuse_options(options)
         return _load(source, None, from_pretrained)
     chosen = as_method(method)  # before hours of loading
     return _load(source, lambda model: apply(model, chosen, **options), from_pretrained)  # type: ignore[arg-type]
-
-
-PATCH_OPTIONS = ("layer_types", "target_length", "replace", "keep_edits", "precision", "freeze_at")
-"""Options of :func:`load` for the patch."""
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
@@ -186,15 +182,17 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} goes with a method: load(source, 'yarn', {name}={options[name]!r})")
 
 
-def _refuse_parameters(method: MethodLike | None, from_pretrained: Mapping[str, Any]) -> None:
-    """Raise where a parameter of a method is given as an option of ``from_pretrained``, which would ignore it."""
+def _refuse_parameters(
+    method: MethodLike | None, of_patch: Mapping[str, Any], from_pretrained: Mapping[str, Any]
+) -> None:
+    """Raise where ``from_pretrained`` would ignore an option: of a method, or a misspelt one of the patch."""
     classes = [cls for cls in METHODS.values() if is_built_in(cls)]
     name = method if isinstance(method, str) and method in METHODS else "METHOD"
     if name in METHODS:
         classes.insert(0, METHODS[name])
     options = inspect.signature(PreTrainedModel.from_pretrained).parameters
     for key in from_pretrained.keys() - options:
-        if near := difflib.get_close_matches(key, PATCH_OPTIONS, 1, 0.8):
+        if near := difflib.get_close_matches(key, of_patch, 1, 0.8):
             raise TypeError(f"load takes no {key}=. Did you mean {near[0]}=?")
         takes = [cls.name for cls in classes if key in {field.name for field in fields(cls)}]
         if takes:

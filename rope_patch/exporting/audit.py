@@ -289,8 +289,9 @@ def _of_gguf(source: str | Path, programs: Iterable[str]) -> Audit:
         rows.append(replace(own, program="llama.cpp", built=_built(in_file)))
         row = _row(OURS, _built(tables[own.layer_type]), in_file, own.layers, f"rope_patch.load({str(source)!r})")
         rows.append(row if row.verdict == AGREES else replace(row, reasons=(_BASE_ALONE,)))
-    others = [name for name in programs if name != "llama.cpp"]
-    for name in others:
+    for name in programs:
+        if name == "llama.cpp":
+            continue
         rows += _rows(name, Reading(unverified="what it reads of a GGUF file was not compared"), tables, layers, "")
     return Audit(str(source), found.model_class, found.method, tuple(rows), found.warnings)
 

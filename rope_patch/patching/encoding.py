@@ -238,13 +238,12 @@ def older_differences(config: Mapping[str, Any]) -> list[str]:
     # Transformers 5 reads a base at the top for tables that state none.
     base = {} if text.get("rope_theta") is None else {"rope_theta": text["rope_theta"]}
     nested = any(isinstance(value, Mapping) for value in parameters.values())
-    tables = parameters.values() if nested else [parameters]
-    if not all("rope_theta" in {**base, **table} for table in tables):
-        return []
     complete = {kind: {**base, **table} for kind, table in parameters.items()} if nested else {**base, **parameters}
+    if not all("rope_theta" in table for table in (complete.values() if nested else [complete])):
+        return []
     expected = older_keys(str(text.get("model_type")), complete)
     stated = {key: text[key] for key in {*expected, "rope_scaling"} if text.get(key) is not None}
-    if text.get("model_type") == "olmo3" and stated == one_base_keys(parameters):
+    if text.get("model_type") == "olmo3" and stated == one_base_keys(complete):
         return []
     return [
         f"{key} is {stated[key]!r}, rope_parameters says {expected.get(key)!r}"

@@ -13,7 +13,7 @@ from fresh import stock_logits
 from prompting import TOKENIZER, bold
 from safetensors.torch import load_file
 from tiny import tiny_model
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
 from typer.testing import CliRunner
 
 import rope_patch
@@ -85,6 +85,14 @@ def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, e
     )
     outcome = replace(extended[0], output=tmp_path / "model", programs=(sentence,))
     assert f"- {sentence.replace(str(tmp_path / 'model'), 'THIS FOLDER')}\n" in card(outcome)
+
+
+def test_programs_that_were_not_compared_are_named_once(tmp_path):
+    config = PhiConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    PhiForCausalLM(config).save_pretrained(tmp_path)
+    (sentence,) = (one for one in other_programs(tmp_path) if one.startswith("it is not known which table"))
+    assert re.match(r"it is not known which table is computed by vLLM \([\d.]+\)", sentence)
+    assert other_programs("model.gguf") == ()  # llama.cpp's alone
 
 
 def test_an_interrupted_run_goes_on_and_ends_alike(llama, extended, tmp_path):
