@@ -40,6 +40,6 @@ def inspect(model: Model, imports: Import = None, as_json: Json = False) -> None
             "tables": tables,
             "record": record,
             "checked": list(inspection.checked),
-            "notes": list(inspection.warnings),
+            "notes": list(inspection.notes),
         }
     )

@@ -45,6 +45,8 @@ class Inspection:
         record: the patch record, None on a model that is not patched.
         warnings: what is unusual about the tables, a sentence each.
         checked: what was compared and found equal, a sentence each.
+        cast_warning: what ``.bfloat16()`` and the like would do to the table of the loaded model; None where they do no
+            harm. Loading it with ``dtype=`` does none, and neither do the commands.
     """
 
     model_class: str
@@ -52,6 +54,12 @@ class Inspection:
     record: PatchRecord | None
     warnings: tuple[str, ...]
     checked: tuple[str, ...] = ()
+    cast_warning: str | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The warnings, with the one about casting."""
+        return self.warnings if self.cast_warning is None else (*self.warnings, self.cast_warning)
 
     @property
     def method(self) -> str | None:
@@ -83,7 +91,7 @@ class Inspection:
                 "transformers uses the one above for all lengths"
             )
         lines += [f"  {sentence}" for sentence in self.checked]
-        return "\n".join([*lines, *(f"  note: {warning}" for warning in self.warnings)])
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 def _shortened(method: str, most: int = 60) -> str:
@@ -111,8 +119,9 @@ def inspect_model(model: nn.Module) -> Inspection:
         records = {key_of(kind): TableRecord.of(table) for kind, table in by_layer_type.items()}
         warnings += _differences(record.tables, records, "record")
     in_use = tuple(by_layer_type.values())
-    warnings += [*_scaling_warnings(in_use), *_cast_warnings(in_use, getattr(location.config, "dtype", None))]
-    return Inspection(type(location.model).__name__, in_use, record, (*missing, *warnings))
+    warnings = [*missing, *warnings, *_scaling_warnings(in_use)]
+    cast_warning = _cast_warning(in_use, getattr(location.config, "dtype", None))
+    return Inspection(type(location.model).__name__, in_use, record, tuple(warnings), cast_warning=cast_warning)
 
 
 def trained_length(model: nn.Module) -> int:
@@ -143,17 +152,18 @@ def _scaling_warnings(tables: Sequence[RotaryTable]) -> Iterator[str]:
             )
 
 
-def _cast_warnings(tables: Sequence[RotaryTable], dtype: torch.dtype | None) -> Iterator[str]:
+def _cast_warning(tables: Sequence[RotaryTable], dtype: torch.dtype | None) -> str | None:
     """Say what casting would do to a table of the original module; a patched one does not change."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return
+        return None
     rotated = torch.cat([table.inv_freq[~frequencies.unrotated(table.inv_freq)] for table in tables])
-    if len(rotated):
-        error = float(((rotated.to(dtype).float() - rotated).abs() / rotated).max())
-        yield (
-            f"weights are {dtype}: load them with dtype=; casting the model afterwards (.to, .half, .bfloat16) would "
-            f"round its original table by up to {error:.2%}"
-        )
+    if not len(rotated):
+        return None
+    error = float(((rotated.to(dtype).float() - rotated).abs() / rotated).max())
+    return (
+        f"weights are {dtype}: load them with dtype=; casting the model afterwards (.to, .half, .bfloat16) would "
+        f"round its original table by up to {error:.2%}"
+    )
 
 
 def _without_record(location: RotaryLocation) -> RotaryLocation:
