@@ -218,20 +218,18 @@ def extend(
         run.look()
         pace, total = None, None
         if not finish_now:
-            if dry_run or budget is not None or train:
-                (pace,) = paces_of(loaded, budget, work / CACHE, ["extend", length, mode], lambda: [run.pace()])
+            (pace,) = paces_of(loaded, budget, work / CACHE, ["extend", length, mode], lambda: [run.pace()])
             rounds, training = run.plan(pace)
-            if pace is not None:
-                for line in run.describe(rounds, training, pace):
-                    say(line)
+            for line in run.describe(rounds, training, pace):
+                say(line)
             if dry_run:
                 say("dry run: nothing was measured or written")
                 if fresh and first:
                     shutil.rmtree(work, ignore_errors=True)
                 return
             total = int(sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds))
-            if pace is None:
-                say("--dry-run says how much will be read and how long that takes, --budget sets the time")
+            if budget is None:
+                say("--budget sets the time")
         again = "the same command (with --finish-now to choose by the finished rounds)"
         with (
             resumable(work / CACHE, again=again),

@@ -20,6 +20,7 @@ from rope_patch.cli.loading import (
     prepare,
     progress_bar,
     read_haystack,
+    say_estimate,
 )
 from rope_patch.cli.options import (
     ChatTemplate,
@@ -240,6 +241,8 @@ def fit(
     from rope_patch.checkpoints.offline import check_free, patch_folder
     from rope_patch.evaluation.compare import environment
     from rope_patch.files import claimed, write_atomically
+    from rope_patch.fitting.estimate import cost_of_fit
+    from rope_patch.modeling.budget import pace_of_reading
 
     if figure:
         from rope_patch.plots import base as plots
@@ -278,7 +281,12 @@ def fit(
             chat_template=chat_template,
         )
         rows = objective.describe_rows(spec.lengths[0], target_length)
-        with resumable(work), progress_bar(None, hidden=as_json) as (_, on_progress):
+        total, seconds = cost_of_fit(
+            pace_of_reading(loaded, target_length), spec, objective, schedule,
+            trained_length=spec.lengths[0], second=second is not False, starts=len(starts),
+        )  # fmt: skip
+        say_estimate(total, seconds, advice="fewer --steps, --windows and --samples take less")
+        with resumable(work), progress_bar(total, hidden=as_json) as (bar, on_progress):
             patch = fitting.fit(
                 loaded,
                 tokenizer,
@@ -294,6 +302,7 @@ def fit(
                 on_progress=on_progress,
                 **options,
             )
+            bar.total = bar.n  # a fit that stopped early, or went on from finished work, read less
         result = {
             "command": command,
             **patch.to_dict(),

@@ -274,20 +274,18 @@ def paces_of(
     return [Pace(*pace) for pace in told_by_first("the pace of the model", known)]
 
 
-def say_estimate(tokens: int, seconds: float, more: str = "") -> None:
+def say_estimate(tokens: int, seconds: float, more: str = "", advice: str = "--budget 10m aims at a time") -> None:
     """Print how many tokens a command will read, and how long that takes.
 
     Args:
         tokens: to be read [tokens].
         seconds: that this takes [s].
         more: what may be read in addition.
+        advice: how to read less.
     """
     from rope_patch.modeling.budget import duration_text
 
-    print(
-        f"reads {tokens:,} tokens in about {duration_text(seconds)}{more}; --budget 10m aims at a time",
-        file=sys.stderr,
-    )
+    print(f"reads {tokens:,} tokens in about {duration_text(seconds)}{more}; {advice}", file=sys.stderr)
 
 
 def suite_within(suite: Any, most: float, scalable: Collection[str], cost: Callable[[Any], float], why: str) -> Any:

@@ -257,6 +257,12 @@ class Run:
         """Return the steps of a run with their tokens and times, a line each."""
         names = [*map(short, self.methods), *["a fitted table"] * self.options.fit]
         lines, done, total = [f"methods: {', '.join(names)}"], (0, 0), [0.0, 0.0]
+        if self.options.fit:
+            from rope_patch.extending.fitted import cost
+
+            read, duration = cost(self.model, self.options.length, pace)
+            outside = "" if self.options.budget is None else " in addition to the budget"
+            lines.append(f"fitting a table: {read:,} tokens, {duration_text(duration)}{outside}")
         for number, one in enumerate(rounds, 1):
             methods = one.candidates + 1
             new = one.windows - done[0], one.samples - done[1]
@@ -285,7 +291,14 @@ class Run:
         """
         left, comparisons = list(self.methods), list[Comparison]()
         if self.options.fit and not before:
-            left.append(self.fitted())
+            from rope_patch.extending.fitted import fitted
+
+            self.on_step("fitting a table to text, with the weights as they are")
+            table = fitted(self.model, self.tokenizer, self.options.length, self.work / CACHE, self.on_progress)
+            if table in left:
+                self.on_step(f"the fit found nothing better than its start, {short(table)}")
+            else:
+                left.append(table)
         for number, one in enumerate(rounds, 1):
             left = list(before[number - 1]) if before else left
             suite = self.suite.smaller(one.windows, one.samples)
@@ -315,22 +328,6 @@ class Run:
                 left = evaluator.leaders(left, rounds[number].candidates, conditions=conditions)
         return comparisons
 
-    def fitted(self) -> str:
-        """Fit a table to text at skipped positions, and return it as a method string."""
-        from rope_patch.fitting import Objective, fit
-
-        self.on_step("fitting a table to text, with the weights as they are")
-        patch = fit(
-            self.model,
-            self.tokenizer,
-            target_length=self.options.length,
-            objective=Objective(positions="pose"),
-            resume=self.work / CACHE,
-            on_progress=self.on_progress,
-        )
-        patch.restore()
-        return str(patch.method)
-
     def rounds_before(self) -> tuple[list[Round], list[list[str]]]:
         """Return the rounds that an earlier run finished, and the methods of each.
 
@@ -346,7 +343,7 @@ class Run:
         methods = [list(one["methods"]) for one in before]
         rounds = [Round(len(one["methods"]), one["windows"], one["samples"]) for one in before]
         specs = [replace(self.suite.spec, windows=one.windows, samples=one.samples).sha256 for one in rounds]
-        named = set(self.methods) <= set(methods[0]) and len(methods[0]) == len(self.methods) + self.options.fit
+        named = set(self.methods) <= set(methods[0]) and len(methods[0]) - len(self.methods) in (0, self.options.fit)
         if not named or specs != [one["spec"] for one in before]:
             raise ValueError(f"{self.work} holds results of other methods, lengths, tasks or texts: {first}")
         return rounds, methods

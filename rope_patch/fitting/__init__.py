@@ -157,6 +157,10 @@ class Schedule:
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}")
 
+    def tokens_of_step(self, objective: Objective, trained: int, target: int) -> int:
+        """Return the tokens of a step; the lengths as in :meth:`Objective.longest_row`."""
+        return self.batch_tokens or max(4096, 2 * objective.longest_row(trained, target))
+
 
 def held_out_spec(
     model: nn.Module,
@@ -272,7 +276,7 @@ def fit(
     suite = EvalSuite(spec, tokenizer, text=texts.held_out if spec.text is None else None)
     domain = second_domain(tokenizer, second, data, spec.longest, spec.windows)
     trained = usual.lengths[0]
-    tokens = schedule.batch_tokens or max(4096, 2 * objective.longest_row(trained, target_length))
+    tokens = schedule.tokens_of_step(objective, trained, target_length)
     rows = Rows(tokenizer, texts.parts, objective, trained, target_length, tokens, schedule.seed)
     rows.check()
     result_cache = ResultCache(resume) if isinstance(resume, str | Path) else resume

@@ -24,7 +24,7 @@ from rope_patch.extending.card import card
 from rope_patch.extending.looking import other_programs
 from rope_patch.extending.options import ExtendOptions, read_options
 from rope_patch.extending.run import Run
-from rope_patch.modeling.budget import Pace
+from rope_patch.modeling.budget import Pace, duration_text
 
 pytestmark = pytest.mark.usefixtures("reloads_fork")
 
@@ -218,6 +218,26 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("better", [True, False])
+def test_a_fitted_table_is_a_candidate_where_it_differs_from_its_start(llama, tmp_path, monkeypatch, better):
+    def found(model, tokenizer, *, target_length, **options):  # what a fit of some minutes may return
+        slower = rope_patch.inspect(model).tables[0].inv_freq * 0.6
+        method = rope_patch.methods.Table(tuple(slower.tolist())) if better else "yarn"
+        return rope_patch.apply(model, method, target_length=target_length)
+
+    monkeypatch.setattr("rope_patch.extending.fitted.fit", found)
+    said = []
+    options = {"output": tmp_path / "out", **QUICK, "methods": ["yarn", "ntk"], "budget": 40, "pace": PACE, "fit": True}
+    outcome = extend(llama, TOKENIZER, on_step=said.append, **options)
+    measured = [row.method for row in outcome.comparisons[0].rows]
+    assert rope_patch.inspect(llama).record is None
+    assert measured[:3] == ["default", "yarn:factor=2", "ntk:factor=2"] and len(measured) == 3 + better
+    assert ("the fit found nothing better than its start, yarn:factor=2" in said) is not better
+    again = extend(llama, TOKENIZER, finish_now=True, overwrite=True, **options)
+    assert again.choice.method == outcome.choice.method
+    assert [row.method for row in again.comparisons[0].rows] == measured
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -239,6 +259,19 @@ def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, change
     with pytest.raises(ValueError, match=message):
         extend(llama, TOKENIZER, on_progress=lambda *progress: read.append(progress), **options)
     assert not read and not list(tmp_path.iterdir())
+
+
+def test_the_command_says_first_how_much_it_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.evaluation.compare.pace_of_reading", lambda *_, **__: PACE)
+    arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "yarn", "--fit"]
+    result = CliRunner().invoke(app, [*arguments, "--dry-run", "--dtype", "float32", "--threads", "1"])
+    assert result.exit_code == 0, result.output
+    # 40 steps of 4096 tokens, and 4 evaluations of 8 windows of 512 tokens, of as many of a second text, and of 20
+    # prompts of 256 and 20 of 512 tokens, at 1 ms a token; steps take 2.4 times as long as reading
+    tokens = 4 * (16 * 512 + 20 * 768)
+    line = f"fitting a table: {40 * 4096 + tokens:,} tokens, {duration_text((2.4 * 40 * 4096 + tokens) * 1e-3)}"
+    assert line in result.output.splitlines()
+    assert "all rounds: " in result.output and not list(tmp_path.iterdir())
 
 
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
