@@ -218,18 +218,24 @@ def extend(
         run.look()
         pace, total = None, None
         if not finish_now:
-            (pace,) = paces_of(loaded, budget, work / CACHE, ["extend", length, mode], lambda: [run.pace()])
+            if dry_run or budget is not None or train or not as_json:
+                (pace,) = paces_of(loaded, budget, work / CACHE, ["extend", length, mode], lambda: [run.pace()])
             rounds, training = run.plan(pace)
-            for line in run.describe(rounds, training, pace):
-                say(line)
+            if pace is not None:
+                for line in run.describe(rounds, training, pace):
+                    say(line)
+            if budget is None:
+                say("without --budget the first round is as large as suits the model: --budget 30m aims at a time")
             if dry_run:
                 say("dry run: nothing was measured or written")
                 if fresh and first:
                     shutil.rmtree(work, ignore_errors=True)
                 return
             total = int(sum((one.candidates + 1) * run.tokens_of(one.windows, one.samples) for one in rounds))
-            if budget is None:
-                say("--budget sets the time")
+            if fit:
+                from rope_patch.extending.fitted import cost
+
+                total += cost(loaded, length).tokens
         again = "the same command (with --finish-now to choose by the finished rounds)"
         with (
             resumable(work / CACHE, again=again),

@@ -211,7 +211,10 @@ def fit(
     freeze_at: FreezeAt = None,
     replace: Replace = False,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Use gradient checkpointing: less memory, up to a third more time.")
+        bool,
+        typer.Option(
+            "--checkpointing", help="Use gradient checkpointing: less memory, but the forward pass is computed twice."
+        ),
     ] = False,
     seed: Seed = 0,
     device: Device = "auto",
@@ -241,7 +244,6 @@ def fit(
     from rope_patch.checkpoints.offline import check_free, patch_folder
     from rope_patch.evaluation.compare import environment
     from rope_patch.files import claimed, write_atomically
-    from rope_patch.fitting.estimate import cost_of_fit
     from rope_patch.modeling.budget import pace_of_reading
 
     if figure:
@@ -281,12 +283,18 @@ def fit(
             chat_template=chat_template,
         )
         rows = objective.describe_rows(spec.lengths[0], target_length)
-        total, seconds = cost_of_fit(
-            pace_of_reading(loaded, target_length), spec, objective, schedule,
-            trained_length=spec.lengths[0], second=second is not False, starts=len(starts),
-        )  # fmt: skip
-        say_estimate(total, seconds, advice="fewer --steps, --windows and --samples take less")
-        with resumable(work), progress_bar(total, hidden=as_json) as (bar, on_progress):
+        with resumable(work), progress_bar(None, hidden=as_json) as (bar, on_progress):
+
+            def announce(cost: Any) -> None:
+                if as_json:
+                    return
+                more = f", and up to {cost.more:,} more if no table is better than its start" if cost.more else ""
+                seconds = cost.seconds(pace_of_reading(loaded, target_length))
+                options = ["--windows", "--samples", *["--steps"] * (steps > 0)]
+                bar.clear()
+                say_estimate(cost.tokens, seconds, more, f"fewer {' or '.join(options)} take less")
+                bar.reset(cost.tokens)
+
             patch = fitting.fit(
                 loaded,
                 tokenizer,
@@ -299,6 +307,7 @@ def fit(
                 schedule=schedule,
                 spec=spec,
                 resume=work,
+                on_start=announce,
                 on_progress=on_progress,
                 **options,
             )

@@ -13,6 +13,7 @@ from torch import nn
 from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.evaluation.sharing import ways
 from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
@@ -249,9 +250,10 @@ class Run:
         return windows * self.suite.spec.longest + prompts
 
     def seconds_of(self, pace: Pace, windows: int, samples: int) -> float:
-        """Return how long one method takes for so many windows and haystacks [s]."""
+        """Return how long one method takes for so many windows and haystacks, which processes share [s]."""
         prompts = replace(self.suite.spec, samples=max(samples, 1)).seconds(pace, 0) if samples else 0.0
-        return pace.seconds(windows * self.suite.spec.longest, self.suite.spec.longest) + prompts
+        text = pace.seconds(windows * self.suite.spec.longest, self.suite.spec.longest)
+        return (text + prompts) / ways(self.model)
 
     def describe(self, rounds: Sequence[Round], training: Training | None, pace: Pace) -> list[str]:
         """Return the steps of a run with their tokens and times, a line each."""
@@ -260,9 +262,9 @@ class Run:
         if self.options.fit:
             from rope_patch.extending.fitted import cost
 
-            read, duration = cost(self.model, self.options.length, pace)
+            fit = cost(self.model, self.options.length)
             outside = "" if self.options.budget is None else " in addition to the budget"
-            lines.append(f"fitting a table: {read:,} tokens, {duration_text(duration)}{outside}")
+            lines.append(f"fitting a table: {fit.tokens:,} tokens, {duration_text(fit.seconds(pace))}{outside}")
         for number, one in enumerate(rounds, 1):
             methods = one.candidates + 1
             new = one.windows - done[0], one.samples - done[1]
@@ -294,11 +296,11 @@ class Run:
             from rope_patch.extending.fitted import fitted
 
             self.on_step("fitting a table to text, with the weights as they are")
-            table = fitted(self.model, self.tokenizer, self.options.length, self.work / CACHE, self.on_progress)
-            if table in left:
+            asked = self.model, self.tokenizer, self.options.length
+            table, better = fitted(*asked, self.work / CACHE, self.on_progress)
+            if not better:
                 self.on_step(f"the fit found nothing better than its start, {short(table)}")
-            else:
-                left.append(table)
+            left += [table] * (table not in left)
         for number, one in enumerate(rounds, 1):
             left = list(before[number - 1]) if before else left
             suite = self.suite.smaller(one.windows, one.samples)

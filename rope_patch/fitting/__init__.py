@@ -24,6 +24,7 @@ from rope_patch.evaluation.result_cache import ResultCache, finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
+from rope_patch.fitting.estimate import FitCost
 from rope_patch.fitting.positions import check_model
 from rope_patch.fitting.rows import Objective, Rows
 from rope_patch.fitting.running import FitRun, plain_weights
@@ -212,6 +213,7 @@ def fit(
     freeze_at: int | None = None,
     replace: bool = False,
     resume: str | Path | MutableMapping[str, Any] | None = None,
+    on_start: Callable[[FitCost], None] = lambda cost: None,
     on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
 ) -> FittedPatch:
     """Fit the tables of a model to a longer context, and leave the best one in place; no weight is touched.
@@ -243,6 +245,7 @@ def fit(
         freeze_at: as in ``apply``.
         replace: replace an earlier patch, starting again from the base table.
         resume: file (or mapping) of finished work: the same call continues from there.
+        on_start: called with what will be read, once everything is checked.
         on_progress: called with the stage, and the number of tokens just read.
 
     Returns:
@@ -301,6 +304,7 @@ def fit(
     try:
         if objective.positions == "pose":
             check_model(model)
+        on_start(FitCost(spec, objective, schedule, trained, len(suite.windows), len(domain.windows), len(methods)))
         found = _fit_all(model, methods, start, schedule, first, options)
     except BaseException:
         first._state.reinstate()

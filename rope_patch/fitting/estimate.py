@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rope_patch.evaluation.spec import WINDOWS, EvalSpec
 from rope_patch.fitting.rows import Objective
+from rope_patch.fitting.running import WAYS
 from rope_patch.modeling.budget import Pace
 from rope_patch.processes import processes
 
@@ -19,49 +21,86 @@ pass once more. The weights are frozen, so that the backward pass computes no gr
 Llama and SmolLM2-135M took on a CPU, whole rows and rows with skipped positions alike (three runs, seen by hand)."""
 
 
+def averages(steps: int) -> bool:
+    """Whether a fit has enough steps in its second half for an average over them."""
+    return steps - (steps + 1) // 2 > 1
+
+
 def evaluations(steps: int, checks: int) -> int:
-    """Return how often a fit from one start evaluates a table, where it is not stopped early.
+    """Return how often a fit from one start evaluates a table if it is not stopped: the start, checks, and average.
 
-    The start, the checks, and the average over the steps; where the average is worse than the start, points between
-    both are evaluated in addition, up to three.
-
-    >>> evaluations(40, 2), evaluations(0, 2)
-    (4, 1)
+    >>> evaluations(40, 2), evaluations(3, 2), evaluations(0, 2)
+    (4, 3, 1)
     """
     stops = {round(steps * (i + 1) / checks) for i in range(checks)} - {0}
-    return 1 + len(stops) + (steps > 1)
+    return 1 + len(stops) + averages(steps)
 
 
-def cost_of_fit(
-    pace: Pace,
-    spec: EvalSpec,
-    objective: Objective,
-    schedule: Schedule,
-    *,
-    trained_length: int,
-    second: bool = True,
-    starts: int = 1,
-) -> tuple[int, float]:
-    """Return the tokens that a fit reads, and how long that takes [s].
+@dataclass(frozen=True)
+class FitCost:
+    """What a fit reads.
 
-    Args:
-        pace: at which the model reads.
+    Attributes:
         spec: what tables are evaluated on.
         objective: what is minimised.
         schedule: how a table is trained.
         trained_length: shortest length of a row [tokens].
-        second: whether tables are evaluated on a second domain, too.
+        windows: of held-out text; by default as many as the spec asks for.
+        second: windows of the second domain; by default as many as of held-out text.
         starts: number of tables that a fit starts from.
     """
-    longest = objective.longest_row(trained_length, spec.longest)
-    row: float = longest
-    if objective.positions == "full" and longest > trained_length:  # the others are even on a logarithmic scale
-        drawn = (longest - trained_length) / math.log(longest / trained_length)
-        row = objective.full * longest + (1 - objective.full) * drawn
-    fitted = schedule.steps * schedule.tokens_of_step(objective, trained_length, spec.longest)
-    times = (RECOMPUTED if schedule.checkpointing else BACKWARD) / processes()[1]
-    seconds = times * pace.seconds(fitted, round(row))
-    count = evaluations(schedule.steps, schedule.checks)
-    windows = second * (WINDOWS if spec.windows is None else spec.windows) * spec.longest
-    seconds += count * (spec.seconds(pace) + pace.seconds(windows, spec.longest))
-    return starts * (fitted + count * (spec.tokens_to_read() + windows)), starts * seconds
+
+    spec: EvalSpec
+    objective: Objective
+    schedule: Schedule
+    trained_length: int
+    windows: int | None = None
+    second: int | None = None
+    starts: int = 1
+
+    @property
+    def _windows(self) -> tuple[int, int]:
+        asked = WINDOWS if self.spec.windows is None else self.spec.windows
+        windows = asked if self.windows is None else self.windows
+        return windows, windows if self.second is None else self.second
+
+    @property
+    def fitted(self) -> int:
+        """The tokens of all steps from one start."""
+        step = self.schedule.tokens_of_step(self.objective, self.trained_length, self.spec.longest)
+        return self.schedule.steps * step
+
+    @property
+    def evaluated(self) -> int:
+        """The tokens of one evaluation."""
+        windows, second = self._windows
+        return self.spec.tokens_to_read(windows) + second * self.spec.longest
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all steps and evaluations."""
+        count = evaluations(self.schedule.steps, self.schedule.checks)
+        return self.starts * (self.fitted + count * self.evaluated)
+
+    @property
+    def more(self) -> int:
+        """The tokens that are read in addition, at most: where no table is better than its start, others are tried."""
+        return self.starts * len(WAYS) * self.evaluated * averages(self.schedule.steps)
+
+    def seconds(self, pace: Pace) -> float:
+        """Return how long reading :attr:`tokens` takes [s]; several processes share the steps.
+
+        Args:
+            pace: at which the model reads.
+        """
+        longest = self.objective.longest_row(self.trained_length, self.spec.longest)
+        row: float = longest
+        if self.objective.positions == "full" and longest > self.trained_length:  # others: even on a logarithmic scale
+            drawn = (longest - self.trained_length) / math.log(longest / self.trained_length)
+            row = self.objective.full * longest + (1 - self.objective.full) * drawn
+        times = (RECOMPUTED if self.schedule.checkpointing else BACKWARD) / processes()[1]
+        steps = times * pace.seconds(self.fitted, round(row))
+        windows, second = self._windows
+        longest = self.spec.longest
+        once = self.spec.seconds(pace, windows) + pace.seconds(second * longest, longest)
+        return self.starts * (steps + evaluations(self.schedule.steps, self.schedule.checks) * once)

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,20 +219,27 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("better", [True, False])
-def test_a_fitted_table_is_a_candidate_where_it_differs_from_its_start(llama, tmp_path, monkeypatch, better):
+@pytest.mark.parametrize(("better", "others"), [(True, ["yarn", "ntk"]), (False, ["yarn", "ntk"]), (False, ["ntk"])])
+def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
+    llama, tmp_path, monkeypatch, better, others
+):
     def found(model, tokenizer, *, target_length, **options):  # what a fit of some minutes may return
         slower = rope_patch.inspect(model).tables[0].inv_freq * 0.6
         method = rope_patch.methods.Table(tuple(slower.tolist())) if better else "yarn"
-        return rope_patch.apply(model, method, target_length=target_length)
+        patch = rope_patch.apply(model, method, target_length=target_length)
+        chosen = "yarn:factor=2, average" if better else "yarn:factor=2, start"
+        return SimpleNamespace(method=patch.method, restore=patch.restore, chosen=chosen)
 
     monkeypatch.setattr("rope_patch.extending.fitted.fit", found)
     said = []
-    options = {"output": tmp_path / "out", **QUICK, "methods": ["yarn", "ntk"], "budget": 40, "pace": PACE, "fit": True}
+    options = {"output": tmp_path / "out", **QUICK, "methods": others, "budget": 40, "pace": PACE, "fit": True}
     outcome = extend(llama, TOKENIZER, on_step=said.append, **options)
     measured = [row.method for row in outcome.comparisons[0].rows]
     assert rope_patch.inspect(llama).record is None
-    assert measured[:3] == ["default", "yarn:factor=2", "ntk:factor=2"] and len(measured) == 3 + better
+    assert measured[: len(others) + 1] == ["default", *(f"{name}:factor=2" for name in others)]
+    assert [name.split(":")[0] for name in measured[len(others) + 1 :]] == ["table"] * better + ["yarn"] * (
+        len(others) == 1
+    )
     assert ("the fit found nothing better than its start, yarn:factor=2" in said) is not better
     again = extend(llama, TOKENIZER, finish_now=True, overwrite=True, **options)
     assert again.choice.method == outcome.choice.method
