@@ -43,7 +43,7 @@ def plan(
     ] = "none",
     optimizer: Annotated[str, typer.Option(metavar="NAME", help="The optimizer: adamw, adamw_8bit or sgd.")] = "adamw",
     checkpointing: Annotated[
-        bool, typer.Option(help="Use gradient checkpointing: less memory, up to a third more time.")
+        bool, typer.Option(help="Use gradient checkpointing: less memory, but the forward pass is computed twice.")
     ] = True,
     loss: Annotated[
         str,
