@@ -42,9 +42,8 @@ from measuring import command, environment, write
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.files import write_atomically
 from smollm2_cells import Cell, Study
+from smollm2_earlier import COLUMNS, Results, earlier_losses, earlier_report, joined, learns
 
-Results = dict[Cell, dict[str, Any]]
-COLUMNS = ("table", "state", "length", "factor", "seed")
 NEEDED = {"train": "peft", "engine": "llama_cpp"}
 """Packages that only some kinds of cells need."""
 
@@ -66,11 +65,6 @@ def identity(study: Study) -> dict[str, str]:
         for domain in ("novels", "wikitext"):
             parts[name].update(study.text(domain, held_out).encode())
     return {name: part.hexdigest() for name, part in parts.items()}
-
-
-def learns(study: Study, cell: Cell) -> bool:
-    """Whether a cell trains or fits something, or measures what another has trained or fitted."""
-    return cell.kind in ("train", "fit") or study.needs(cell) is not None
 
 
 def identity_of(study: Study, cell: Cell, about: dict[str, str]) -> dict[str, str]:
@@ -226,53 +220,6 @@ def cache_rows(done: Results) -> list[dict[str, Any]]:
     return rows
 
 
-ROWS = {"text": "text", "passkey": "by", "caches": "scheme"}
-"""The lists of a report, and what tells a cell's rows apart beside its columns."""
-
-
-def earlier_report(path: Path | None, about: dict[str, str], learned: bool) -> dict[str, Any]:
-    """Return the report in a file; an empty one where there is none.
-
-    Args:
-        path: of the report.
-        about: identity of the present study.
-        learned: whether cells that were trained or fitted are to be added.
-
-    Raises:
-        ValueError: it is of other weights, texts or sizes.
-    """
-    if path is None or not path.exists():
-        return {"sha256": about, "unfinished": [], "minutes": 0.0, **{name: [] for name in ROWS}}
-    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for name, theirs in before["sha256"].items():
-        if theirs != about[name] and (learned or name != "training"):
-            raise ValueError(f"{path} is a report on other weights, texts or sizes ({name}): give another file")
-    return before
-
-
-def earlier_losses(before: dict[str, Any], study: Study) -> Results:
-    """Return the losses in an earlier report, by cell."""
-    losses = {}
-    for row in before["text"]:
-        kind = "text" if row["text"] == "novels" else "short" if row["length"] == study.sizes.short else "wiki"
-        losses[Cell(kind, *(row[name] for name in COLUMNS))] = row
-    return losses
-
-
-def joined(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return a report with the cells of an earlier one that it lacks."""
-    for name, more in ROWS.items():
-
-        def key(row: dict[str, Any], more: str = more) -> tuple[Any, ...]:
-            return (*(row[column] for column in COLUMNS), row[more])
-
-        measured = {key(row) for row in report[name]}
-        report[name] = [row for row in before[name] if key(row) not in measured] + report[name]
-    if "settings" in before:
-        report["unfinished"] = [name for name in report["unfinished"] if name in before["unfinished"]]
-    return {**report, **{name: value for name, value in before.items() if name not in report}}
-
-
 def report_of(done: Results, asked: Sequence[Cell], study: Study, before: dict[str, Any]) -> dict[str, Any]:
     """Return everything that is finished, with what an earlier report holds besides."""
     plain = ("about", "patch", "operations", "device", "seconds")
@@ -370,7 +317,7 @@ def main() -> None:
         done = finished(study, asked, about)
         todo = [cell for cell in chosen if cell not in done]
         reported = {*done, *([] if given.report or given.list else todo)}
-        before = earlier_report(given.output, about, any(learns(study, cell) for cell in reported))
+        before = earlier_report(given.output, about, study, reported)
         if given.list:
             speed = cells.speed_of(list(done.values()))
             for cell in chosen:

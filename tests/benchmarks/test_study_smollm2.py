@@ -151,11 +151,41 @@ def test_a_report_may_be_of_adapters_trained_on_another_text(tmp_path: Path, tex
         ("yarn", "pose"), ("default", "zero"), ("yarn", "zero")
     ]  # fmt: skip
     assert more["sha256"] == report["sha256"]
-    with pytest.raises(AssertionError, match=r"other weights, texts or sizes \(training\)"):
+    with pytest.raises(AssertionError, match=r"\(training\): .* or measure these again: short-yarn-pose-128"):
         study(tmp_path, texts, "--cells", "train-yarn*")
     (texts[0] / "moby_dick.txt").write_text("Another text to measure.", encoding="utf-8")
     with pytest.raises(AssertionError, match="measured on other weights or texts"):
         study(tmp_path, texts, "--report")
+
+
+def test_a_report_takes_the_text_that_all_its_adapters_were_trained_on_again(
+    tmp_path: Path, texts: tuple[Path, Path], cells: Any
+) -> None:
+    earlier = importlib.import_module("smollm2_earlier")
+    where = cells.Study(MODEL, *texts, tmp_path / "cells", cells.QUICK)
+    common = {"table": "yarn", "state": "pose", "factor": 2.0, "seed": 0}
+    report = {
+        "sha256": {"weights": "same", "training": "before"},
+        "text": [
+            {**common, "length": 128, "text": "wikitext"},
+            {**common, "state": "zero", "length": 512, "text": "novels"},
+        ],
+        "passkey": [{**common, "length": 512, "by": "transformers"}],
+        "caches": [{**common, "length": 128, "scheme": scheme} for scheme in ("fp8", "nf4")],
+        "train-yarn-pose-128": {},
+    }
+    (tmp_path / "study.json").write_text(json.dumps(report))
+    lengths = {"short": 128, "passkey": 512, "kv": 128, "train": 128}
+    again = [cells.Cell(kind, "yarn", "pose", length) for kind, length in lengths.items()]
+    assert earlier.learned_cells(report, where) == {cell.name for cell in again}
+    about = {"weights": "same", "training": "now"}
+    assert earlier.earlier_report(tmp_path / "study.json", about, where, again)["sha256"] == about
+    for left in again:
+        rest = [cell for cell in again if cell != left]
+        with pytest.raises(ValueError, match=f"measure these again: {left.name}$"):
+            earlier.earlier_report(tmp_path / "study.json", about, where, rest)
+    with pytest.raises(ValueError, match=r"\(weights\): give another file$"):
+        earlier.earlier_report(tmp_path / "study.json", {**about, "weights": "others"}, where, again)
 
 
 @pytest.mark.full
