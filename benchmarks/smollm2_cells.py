@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,9 +269,9 @@ class Study:
         """Return the text that is trained on, or the one that is held out, of a domain."""
         if name == "wikitext":
             whole = self.wikitext.read_text(encoding="utf-8")
-            middle = whole.find("\n = ", len(whole) // 2)  # where an article begins
+            middle = whole.find("\n = ", len(whole) // 2)  # where a section begins
             if middle < 0:
-                raise ValueError(f"{self.wikitext} is no text of WikiText: no article begins in its second half")
+                raise ValueError(f"{self.wikitext} is no text of WikiText: no section begins in its second half")
             return whole[middle:] if held_out else whole[:middle]
         files = sorted(self.novels.glob("*.txt"))
         missing = set(HELD_OUT) - {file.name for file in files}
@@ -288,6 +289,22 @@ class Study:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, whole[start : start + size])
         return folder
+
+    def fit_text(self, name: str) -> tuple[str, Path | None]:
+        """Return the text that a table of a domain is fitted to, and a file of the one that decides.
+
+        The file is None where the last tenth of the first has room for the windows: `fit` holds it out. WikiText-2 is
+        so short that its first half is divided in the middle.
+        """
+        whole = self.text(name, held_out=False)
+        if name != "wikitext":
+            return whole, None
+        article = re.compile("\n = [^=]").search(whole, len(whole) // 2)
+        if article is None:
+            raise ValueError(f"{self.wikitext} is no text of WikiText: no article begins in its second quarter")
+        middle, path = article.start(), self.root / "wikitext-fit.txt"
+        write_atomically(path, whole[middle:])
+        return whole[:middle], path
 
     def method(self, cell: Cell) -> str:
         """Return the method string of a cell's table."""
@@ -319,6 +336,19 @@ class Study:
         if cell.table in FITTED and cell.kind != "fit":
             return Cell("fit", cell.table, "zero", self.target(cell), cell.factor)
         return None
+
+    def repeats(self, cell: Cell, fits: Mapping[str, Any]) -> bool:
+        """Whether a cell would measure a table of ``METHODS`` again, since its fit found no better one.
+
+        Args:
+            cell: any.
+            fits: results of finished fits, by the names of their cells.
+        """
+        fit = self.needs(cell)
+        if fit is None or fit.name not in fits:
+            return False
+        named = {self.named(cell._replace(table=table)) for table in METHODS}
+        return fits[fit.name]["method"] in named
 
     def adapter(self, cell: Cell) -> Path:
         """Return the folder of the adapter that a cell trains or needs."""
@@ -440,10 +470,11 @@ def fit(study: Study, cell: Cell) -> dict[str, Any]:
     from rope_patch.evaluation.spec import EvalSpec
 
     model, tokenizer = study.model(cell, patch=False), study.tokenizer()
+    data, decides = study.fit_text(FITTED[cell.table])
     patch = fitting.fit(
         model,
         tokenizer,
-        study.text(FITTED[cell.table], held_out=False),
+        data,
         target_length=study.target(cell),
         second=False,  # one kind of text, chosen on it alone
         objective=fitting.Objective(positions="pose", row_length=study.sizes.row, mix=0.0),
@@ -454,6 +485,7 @@ def fit(study: Study, cell: Cell) -> dict[str, Any]:
             samples=1,
             windows=study.sizes.fit_windows,
             bucket=study.target(cell),
+            text=None if decides is None else str(decides),
             haystack=None,
             chat_template="off",
             seed=fitting.SEED + cell.seed,

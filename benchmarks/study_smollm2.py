@@ -10,7 +10,8 @@ The study is a list of cells, which `--list` shows. What a cell will cost is pri
 a file in build/study_smollm2 and is not measured again, and an interrupted one goes on where it was. Without `--more`
 it takes an estimated nine hours on two quiet cores: `--cells 'text-*-zero-*' 'passkey-*-zero-1024'` runs a part of it,
 and the report is of what is finished, together with the cells of an earlier report in the file that `-o` names, which
-may have been measured on another machine. It needs the extras train and engines. `--more` adds what a GPU has time for
+may have been measured on another machine. Cells of a fitted table are left out where the fit took the table it started
+from, which is measured by itself. It needs the extras train and engines. `--more` adds what a GPU has time for
 (`--device cuda`): three seeds, rows of the full length, 32768 tokens.
 """
 
@@ -80,6 +81,9 @@ def lacks(kind: str, package: str, todo: Sequence[Cell]) -> bool:
 def run(study: Study, todo: Sequence[Cell], done: Results, about: dict[str, str]) -> None:
     """Measure cells one after another, after what they need."""
     for number, cell in enumerate(todo):
+        if study.repeats(cell, fits_of(done)):
+            print(f"{number + 1} of {len(todo)}: {cell.name}, left out: the fit found no table of its own", flush=True)
+            continue
         path = study.path(cell)
         flops = cells.operations(cell, study.sizes)
         speed = cells.speed_of(list(done.values()))
@@ -110,6 +114,11 @@ def run(study: Study, todo: Sequence[Cell], done: Results, about: dict[str, str]
         done[cell] = {**made_by, **result}
         write_atomically(path, json.dumps(done[cell]))
         print(f"    finished in {minutes(seconds)}", flush=True)
+
+
+def fits_of(done: Results) -> dict[str, dict[str, Any]]:
+    """Return the results of the finished fits, by the names of their cells."""
+    return {cell.name: result for cell, result in done.items() if cell.kind == "fit"}
 
 
 def minutes(seconds: float) -> str:
@@ -307,17 +316,17 @@ def main() -> None:
     sizes = cells.QUICK if given.quick else cells.Sizes()
     study = Study(given.model, given.novels, given.wikitext, given.root, sizes, given.device)
     asked = with_needs([*cells.core(sizes), *(cells.more(sizes) if given.more else [])], study)
-    chosen = [cell for cell in asked if any(fnmatch.fnmatch(cell.name, pattern) for pattern in given.cells)]
-    chosen = with_needs(chosen, study)
-    if not chosen:
+    named = [cell for cell in asked if any(fnmatch.fnmatch(cell.name, pattern) for pattern in given.cells)]
+    if not named:
         parser.error(f"no cell is named like {' or '.join(given.cells)}: --list shows them")
     given.root.mkdir(parents=True, exist_ok=True)
     try:
         about = identity(study)
         done = finished(study, asked, about)
-        todo = [cell for cell in chosen if cell not in done]
-        reported = {*done, *([] if given.report or given.list else todo)}
+        reported = {*done, *([] if given.report or given.list else with_needs(named, study))}
         before = earlier_report(given.output, about, study, reported)
+        chosen = with_needs([cell for cell in named if not study.repeats(cell, before | fits_of(done))], study)
+        todo = [cell for cell in chosen if cell not in done]
         if given.list:
             speed = cells.speed_of(list(done.values()))
             for cell in chosen:
@@ -336,6 +345,7 @@ def main() -> None:
         sys.exit(130)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+    asked = [cell for cell in asked if not study.repeats(cell, before | fits_of(done))]
     report = report_of(done, asked, study, before)
     write(report, given.output)
     if given.figure and (report["text"] or report["passkey"]):

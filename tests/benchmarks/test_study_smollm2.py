@@ -38,7 +38,8 @@ def texts(tmp_path: Path, cells: Any) -> tuple[Path, Path]:
     for number, name in enumerate([*cells.HELD_OUT, "another.txt"]):
         (novels / name).write_text(whole[number * 50_000 : (number + 1) * 50_000], encoding="utf-8")
     other = builtin_text("heldout").text
-    wikitext.write_text(f"{other[:45_500]}\n = an article = \n{other[45_500:90_000]}", encoding="utf-8")
+    articles = [other[:30_000], "\n = another article = \n", other[30_000:45_500]]
+    wikitext.write_text(f"{''.join(articles)}\n = an article = \n{other[45_500:90_000]}", encoding="utf-8")
     return novels, wikitext
 
 
@@ -79,6 +80,25 @@ def test_cells_come_after_what_they_need(cells: Any, tmp_path: Path) -> None:
     assert where.adapter(cell) == where.adapter(where.needs(cell))
 
 
+def test_a_fit_that_finds_nothing_better_has_no_cells_of_its_own(
+    cells: Any, tmp_path: Path, texts: tuple[Path, Path]
+) -> None:
+    where = cells.Study(MODEL, tmp_path, tmp_path, tmp_path, cells.QUICK)
+    fitted = cells.Cell("text", "fitted", "zero", 512)
+    start, other = {"method": "yarn:factor=2"}, {"method": "scaled:base=1e4"}
+    assert where.repeats(fitted, {"fit-fitted-zero-512": start})
+    assert not where.repeats(fitted, {"fit-fitted-zero-512": other})
+    assert not where.repeats(fitted, {"fit-fitted-wikitext-zero-512": start})
+    assert not where.repeats(cells.Cell("text", "yarn", "zero", 512), {"fit-fitted-zero-512": start})
+    assert not where.repeats(cells.Cell("fit", "fitted", "zero", 512), {"fit-fitted-zero-512": start})
+    report = study(tmp_path, texts, "--cells", "short-default-zero*")
+    assert "passkey-fitted-zero-512" in report["unfinished"]
+    (tmp_path / "study.json").write_text(json.dumps({**report, "fit-fitted-zero-512": start}))
+    report = study(tmp_path, texts, "--cells", "passkey-fitted-zero-512")
+    assert report["passkey"] == [] and "passkey-fitted-zero-512" not in report["unfinished"]
+    assert "passkey-fitted-wikitext-zero-512" in report["unfinished"]
+
+
 def test_no_text_is_trained_on_and_measured(cells: Any, texts: tuple[Path, Path], tmp_path: Path) -> None:
     where = cells.Study(MODEL, *texts, tmp_path / "root", cells.QUICK)
     for name in [*cells.HELD_OUT, "another.txt"]:
@@ -95,6 +115,19 @@ def test_no_text_is_trained_on_and_measured(cells: Any, texts: tuple[Path, Path]
     (texts[0] / cells.HELD_OUT[0]).unlink()
     with pytest.raises(FileNotFoundError, match=cells.HELD_OUT[0]):
         where.text("novels", held_out=True)
+
+
+def test_a_table_is_fitted_to_one_part_of_wikitext_and_chosen_on_another(
+    cells: Any, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    where = cells.Study(MODEL, *texts, tmp_path, cells.QUICK)
+    data, decides = where.fit_text("wikitext")
+    assert data + decides.read_text(encoding="utf-8") == where.text("wikitext", held_out=False)
+    assert decides.read_text(encoding="utf-8").startswith("\n = another article")
+    assert where.fit_text("novels") == (where.text("novels", held_out=False), None)
+    texts[1].write_text("no article. " * 500 + "\n = one = \n" + "no other. " * 500, encoding="utf-8")
+    with pytest.raises(ValueError, match="no article begins in its second quarter"):
+        where.fit_text("wikitext")
 
 
 def test_cells_are_measured_once_and_equal_transformers(tmp_path: Path, texts: tuple[Path, Path], cells: Any) -> None:
