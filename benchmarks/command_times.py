@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The commands by name, where MODEL and OUTPUT stand for the folders."""
 
-ANNOUNCED = re.compile(r"reads ([\d,]+) tokens in about ([^;]+?)[,;]")
+ANNOUNCED = re.compile(r"reads ([\d,]+) tokens in about ([^;]+);")
 
 
 def measure(words: tuple[str, ...], model: Path) -> dict[str, Any]:

@@ -342,10 +342,10 @@ class Study:
 
         Args:
             cell: any.
-            fits: results of finished fits, by the names of their cells.
+            fits: results of finished fits, by the names of their cells, with others or without.
         """
         fit = self.needs(cell)
-        if fit is None or fit.name not in fits:
+        if fit is None or fit.kind != "fit" or fit.name not in fits:
             return False
         named = {self.named(cell._replace(table=table)) for table in METHODS}
         return fits[fit.name]["method"] in named

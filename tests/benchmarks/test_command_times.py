@@ -43,3 +43,6 @@ def test_what_commands_announce(script: Any, capsys: pytest.CaptureFixture[str])
     say_estimate(89_000, 420.0)
     found = script.ANNOUNCED.search(capsys.readouterr().err)
     assert found[1] == "89,000" and found[2] == "7 min"
+    say_estimate(9_000, 40.0, " (2 processes), and up to 500 more (2 s)")
+    found = script.ANNOUNCED.search(capsys.readouterr().err)
+    assert found[2] == "40 s (2 processes), and up to 500 more (2 s)"

@@ -91,6 +91,8 @@ def test_a_fit_that_finds_nothing_better_has_no_cells_of_its_own(
     assert not where.repeats(fitted, {"fit-fitted-wikitext-zero-512": start})
     assert not where.repeats(cells.Cell("text", "yarn", "zero", 512), {"fit-fitted-zero-512": start})
     assert not where.repeats(cells.Cell("fit", "fitted", "zero", 512), {"fit-fitted-zero-512": start})
+    trained = cells.Cell("text", "yarn", "pose", 512)
+    assert not where.repeats(trained, {where.needs(trained).name: {"patch": "yarn:factor=2"}})
     report = study(tmp_path, texts, "--cells", "short-default-zero*")
     assert "passkey-fitted-zero-512" in report["unfinished"]
     (tmp_path / "study.json").write_text(json.dumps({**report, "fit-fitted-zero-512": start}))
