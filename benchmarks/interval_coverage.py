@@ -6,9 +6,10 @@ Answers are drawn from a normal variable of the haystack and one of the question
 haystack's share of the variance: 0 for prompts that do not hang together, 1 for haystacks whose prompts are all
 answered alike. Both methods of a pair read the same haystacks and questions, with correlation .5. Shares are either
 fixed or drawn anew each time, evenly from .02 to .98: an interval of few discrete answers covers too much at some
-shares and too little at others, and its mean over shares is what it can be held to. Means are of normal values and of
-skewed ones (exponential), which losses can be. The bootstrap, Student's interval over haystacks, and the permutation of
-signs are what the interval of retrieval was chosen over.
+shares and too little at others, and its mean over shares is what it can be held to. Means are of normal values, of
+skewed ones (exponential), which losses can be, and of what was measured: for each table of the study of SmolLM2,
+windows are drawn from its 24 of WikiText-2, with their differences in loss from the model as it was. The bootstrap,
+Student's interval over haystacks, and the permutation of signs are what the interval of retrieval was chosen over.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from measuring import command, environment, write
+from pages import results
 from rope_patch.evaluation.intervals import effective_count, independent_count, paired_means, paired_shares, wilson
 from rope_patch.evaluation.losses import mean_per_token
 
@@ -125,6 +127,27 @@ def draw_means(rng: numpy.random.Generator, shape: str, windows: int) -> tuple[f
     return 0.1, {"package": paired_means(ours.tolist(), theirs.tolist())}
 
 
+def draw_measured(
+    rng: numpy.random.Generator, differences: Sequence[float], windows: int
+) -> tuple[float, dict[str, Interval]]:
+    """Draw windows from measured ones; return the mean difference of all of these with Student's interval."""
+    drawn = rng.choice(numpy.array(differences), windows)
+    return math.fsum(differences) / len(differences), {"package": paired_means(drawn.tolist(), [0.0] * windows)}
+
+
+def measured_differences() -> dict[str, list[float]]:
+    """Return the differences in loss of 24 windows of WikiText-2 from the model as it was, by table and training."""
+    rows = [row for row in results("study_smollm2")["text"] if row["text"] == "wikitext" and row["factor"] == 2]
+    losses = {(row["table"], row["state"]): next(iter(row["nll"].values())) for row in rows}
+    plain = losses.pop(("default", "zero"))
+    return {
+        f"{table}, {'without LoRA' if state == 'zero' else 'after LoRA'}": [
+            a - b for a, b in zip(nll, plain, strict=True)
+        ]
+        for (table, state), nll in losses.items()
+    }
+
+
 def draw_ratio(rng: numpy.random.Generator, shape: str, documents: int) -> tuple[float, dict[str, Interval]]:
     """Draw documents of 200 to 2,000 tokens; return the mean loss with Student's interval from its standard error."""
     tokens = rng.integers(200, 2001, documents)
@@ -174,6 +197,11 @@ def cases(*, others: bool) -> list[tuple[dict[str, Any], Draw]]:
                       functools.partial(draw_means, shape=shape, windows=units)))  # fmt: skip
         every.append(({"interval": "ratio", "values": shape, "documents": units},
                       functools.partial(draw_ratio, shape=shape, documents=units)))  # fmt: skip
+    for (table, differences), units in itertools.product(measured_differences().items(), UNITS):
+        skew = round(float(stats.skew(differences)), 2)
+        at = {"values": "measured", "table": table, "skew": skew, "windows": units}
+        every.append(({"interval": "paired means", **at},
+                      functools.partial(draw_measured, differences=differences, windows=units)))  # fmt: skip
     return every
 
 
