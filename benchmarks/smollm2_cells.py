@@ -24,6 +24,7 @@ METHODS = {
     "ntk": "ntk:factor={factor}",
     "abf": "abf:factor=4",
     "yarn": "yarn:factor={factor}",
+    "yarn-1.03": "yarn:factor={factor}:attention_factor=1.03",
     "mrrope": "mrrope:factor={factor}",
     "p_rope-0.9": "p_rope:p=0.9",
     "p_rope-0.75": "p_rope:p=0.75",
@@ -31,8 +32,12 @@ METHODS = {
     "truncated": "truncated:context={context}",
     "cope": "abf:factor=4+cope",
 }
-FITTED = {"fitted": "novels", "fitted-wikitext": "wikitext"}
+FITTED = {"fitted": "novels", "fitted-wikitext": "wikitext", "fitted-scaling": "novels"}
 """Tables that are fitted from YaRN's, and to what."""
+SCALED = ("fitted-scaling",)
+"""Tables whose attention scaling is fitted, too."""
+LATER = ("yarn-1.03", *SCALED)
+"""Tables that the results of the others asked for."""
 FIRST = ("default", "yarn", "p_rope-0.75")
 """Tables that are measured first, and adapted."""
 HELD_OUT = ("moby_dick.txt", "pride_and_prejudice.txt", "sherlock_holmes.txt")
@@ -135,7 +140,7 @@ class Cell(NamedTuple):
 def core(sizes: Sizes) -> list[Cell]:
     """Return the cells of the study, the most telling ones first."""
     target = 2 * sizes.context
-    tables = [*FIRST, *(name for name in METHODS if name not in FIRST)]
+    tables = [*FIRST, *(name for name in METHODS if name not in (*FIRST, *LATER))]
     heads = [Cell("heads", "-", "zero", sizes.cache)]
     adapted = []
     for table in ("p_rope-0.75", "yarn", "default"):
@@ -143,12 +148,21 @@ def core(sizes: Sizes) -> list[Cell]:
         adapted += _measured(table, "pose", sizes)
     fits = []
     for table in FITTED:
-        fits += [Cell("fit", table, "zero", target), *_measured(table, "zero", sizes)]
+        if table not in LATER:
+            fits += [Cell("fit", table, "zero", target), *_measured(table, "zero", sizes)]
     zero = [cell for table in tables for cell in _measured(table, "zero", sizes)]
     engine = [Cell("engine", table, "zero", length) for table in FIRST for length in sizes.asked]
     caches = [Cell("kv", table, state, sizes.cache) for state in ("zero", "pose") for table in FIRST]
     first = [Cell("text", table, "zero", target) for table in FIRST]
     return list(dict.fromkeys(heads + first + adapted + engine + zero + fits + caches))
+
+
+def later(sizes: Sizes) -> list[Cell]:
+    """Return the cells that came after the core: why fits find little, and what the attention scaling is worth."""
+    cells = [Cell("slopes", "yarn", "zero", sizes.row)]
+    for table in LATER:
+        cells += [Cell("fit", table, "zero", 2 * sizes.context)] * (table in FITTED) + _measured(table, "zero", sizes)
+    return cells
 
 
 def _measured(table: str, state: str, sizes: Sizes, factor: int = 2, seed: int = 0) -> list[Cell]:
@@ -164,9 +178,10 @@ def _measured(table: str, state: str, sizes: Sizes, factor: int = 2, seed: int =
 
 def more(sizes: Sizes) -> list[Cell]:
     """Return what a GPU has time for: three seeds, full rows, four times the context, and long windows of WikiText."""
-    cells = [Cell("wiki", table, "zero", 2 * sizes.context) for table in METHODS]
+    tables = [table for table in METHODS if table not in LATER]
+    cells = [Cell("wiki", table, "zero", 2 * sizes.context) for table in tables]
     for factor in (2, 4):
-        cells += [Cell("text", table, "zero", factor * sizes.context, factor) for table in METHODS]
+        cells += [Cell("text", table, "zero", factor * sizes.context, factor) for table in tables]
         for state in ("pose", "full"):
             row = sizes.row if state == "pose" else factor * sizes.context
             for seed in range(3):
@@ -199,6 +214,8 @@ def passes(cell: Cell, sizes: Sizes) -> list[tuple[float, int]]:
                 (3.0 * sizes.fit_steps * 2, sizes.row),
                 (2 * (sizes.fit_windows + len(sizes.fit_depths)), cell.length),
             ]
+        case "slopes":
+            return [(3.0 * 2 * sizes.fit_steps, cell.length)]
         case "heads":
             return [(6, cell.length), (1 + len(P_VALUES), 2 * cell.length)]
         case "kv":
@@ -477,7 +494,8 @@ def fit(study: Study, cell: Cell) -> dict[str, Any]:
         data,
         target_length=study.target(cell),
         second=False,  # one kind of text, chosen on it alone
-        objective=fitting.Objective(positions="pose", row_length=study.sizes.row, mix=0.0),
+        objective=_objective(study.sizes),
+        constraint=fitting.Constraint(scaling=cell.table in SCALED),
         schedule=fitting.Schedule(steps=study.sizes.fit_steps, checks=1, seed=cell.seed),
         spec=EvalSpec(
             [study.target(cell)],
@@ -501,6 +519,75 @@ def fit(study: Study, cell: Cell) -> dict[str, Any]:
         "tried": [candidate.to_dict() for candidate in tried],
         "stopped": dict(patch.stopped),
     }
+
+
+def slopes(study: Study, cell: Cell) -> dict[str, Any]:
+    """Measure how the loss of text and of answers changes with every frequency and with the attention scaling.
+
+    As gradients of the loss by logarithms [nats/token], each with its standard error over rows like those of a fit.
+    """
+    import torch
+
+    from rope_patch.evaluation.result_cache import ResultCache, key
+    from rope_patch.fitting.rows import Rows
+    from rope_patch.fitting.texts import fit_texts
+    from rope_patch.modeling.loss import token_loss
+    from rope_patch.modeling.scoring import Reader
+    from rope_patch.modeling.trainable_table import Constraint, TrainableTable
+    from rope_patch.patching.locate import find_rotary
+
+    model = study.model(cell).requires_grad_(False)
+    site: Any = find_rotary(model)
+    table = TrainableTable(site.module, [None], Constraint(scaling=True)).to(study.device)
+    site.put(table)
+    parts = fit_texts(study.fit_text("novels")[0], 0.0).parts
+    sizes, lengths = study.sizes, (study.sizes.context, study.target(cell))
+    tokens = 2 * sizes.row  # a row of text and one with a passkey in each step
+    rows = Rows(study.tokenizer(), parts, _objective(sizes), *lengths, tokens, cell.seed)
+    reader, finished = Reader(model), ResultCache(study.parts(cell))
+
+    def row(step: int, goal: int) -> list[float]:
+        """Return the loss of a row, and its gradients by every parameter."""
+        ((ids, labels, weights, positions),) = rows(step, goal)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+        on_device = {name: tensor.to(study.device) for name, tensor in inputs.items() if tensor is not None}
+        table.zero_grad()
+        hidden = reader.decoder(**on_device, use_cache=False).last_hidden_state
+        loss, _ = token_loss(reader, hidden, labels.to(study.device), weights.to(study.device))
+        torch.autograd.backward(loss)
+        gradients = [parameter.grad.flatten().tolist() for parameter in (table.log_factors[0], table.log_scaling[0])]
+        return [float(loss.detach()), *itertools.chain(*gradients)]
+
+    inv_freq = site.module.tables[None].inv_freq.to(torch.float64)
+    turns = inv_freq * sizes.context / (2 * math.pi)
+    units = torch.cat([torch.ones(1), 1 + turns, torch.ones(1)])  # a parameter is a logarithm times 1 + turns
+    found = {}
+    for goal, name in enumerate(("text", "answers")):
+        every = []
+        for step in range(sizes.fit_steps):
+            at = key(cell=cell.name, step=step, goal=goal)
+            if at not in finished:
+                finished[at] = row(step, goal)
+            every.append(finished[at])
+            study.on_progress(sizes.row)
+        measured = torch.tensor(every, dtype=torch.float64) * units
+        means, errors = measured.mean(0).tolist(), (measured.std(0) / math.sqrt(len(every))).tolist()
+        found[name] = {
+            "rows": len(every),
+            "loss": means[0],
+            "by pair": means[1:-1],
+            "error by pair": errors[1:-1],
+            "by scaling": means[-1],
+            "error by scaling": errors[-1],
+        }
+    return found
+
+
+def _objective(sizes: Sizes) -> Any:
+    """Return what fits minimise: rows at skipped positions, of one kind of text."""
+    from rope_patch.fitting import Objective
+
+    return Objective(positions="pose", row_length=sizes.row, mix=0.0)
 
 
 def heads(study: Study, cell: Cell) -> dict[str, Any]:
@@ -629,6 +716,7 @@ MEASURES: dict[str, Callable[[Study, Cell], dict[str, Any]]] = {
     "passkey": passkey,
     "train": train,
     "fit": fit,
+    "slopes": slopes,
     "heads": heads,
     "kv": kv,
     "engine": engine,

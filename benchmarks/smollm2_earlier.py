@@ -17,7 +17,7 @@ ROWS = {"text": "text", "passkey": "by", "caches": "scheme"}
 
 def learns(study: Study, cell: Cell) -> bool:
     """Whether a cell trains or fits something, or measures what another has trained or fitted."""
-    return cell.kind in ("train", "fit") or study.needs(cell) is not None
+    return cell.kind in ("train", "fit", "slopes") or study.needs(cell) is not None
 
 
 def earlier_report(
@@ -57,7 +57,7 @@ def learned_cells(report: dict[str, Any], study: Study) -> set[str]:
     cells = [cell_of_text(row, study) for row in report["text"]]
     cells += [cell_of("engine" if row["by"] == "llama.cpp" else "passkey", row) for row in report["passkey"]]
     cells += [cell_of("kv", row) for row in report["caches"]]
-    sources = {name for name in report if name.startswith(("train-", "fit-"))}
+    sources = {name for name in report if name.startswith(("train-", "fit-", "slopes-"))}
     return {cell.name for cell in cells if learns(study, cell)} | sources
 
 

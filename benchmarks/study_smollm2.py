@@ -8,10 +8,10 @@ Three novels and the second half of WikiText-2 are held out for evaluation; the 
 
 The study is a list of cells, which `--list` shows. What a cell will cost is printed before it begins, a finished one is
 a file in build/study_smollm2 and is not measured again, and an interrupted one goes on where it was. Without `--more`
-it takes an estimated nine hours on two quiet cores: `--cells 'text-*-zero-*' 'passkey-*-zero-1024'` runs a part of it,
-and the report is of what is finished, together with the cells of an earlier report in the file that `-o` names, which
-may have been measured on another machine. Cells of a fitted table are left out where the fit took the table it started
-from, which is measured by itself. It needs the extras train and engines. `--more` adds what a GPU has time for
+it takes an estimated eleven hours on two quiet cores: `--cells 'text-*-zero-*' 'passkey-*-zero-1024'` runs a part of
+it, and the report is of what is finished, together with the cells of an earlier report in the file that `-o` names,
+which may have been measured on another machine. Cells of a fitted table are left out where the fit took the table it
+started from, which is measured by itself. It needs the extras train and engines. `--more` adds what a GPU has time for
 (`--device cuda`): three seeds, rows of the full length, 32768 tokens.
 """
 
@@ -235,7 +235,7 @@ def report_of(done: Results, asked: Sequence[Cell], study: Study, before: dict[s
     others = {
         cell.name: {key: value for key, value in result.items() if key not in plain}
         for cell, result in done.items()
-        if cell.kind in ("heads", "train", "fit")
+        if cell.kind in ("heads", "train", "fit", "slopes")
     }
     new = [result for cell, result in done.items() if "settings" not in before or cell.name in before["unfinished"]]
     report = {
@@ -315,7 +315,8 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     sizes = cells.QUICK if given.quick else cells.Sizes()
     study = Study(given.model, given.novels, given.wikitext, given.root, sizes, given.device)
-    asked = with_needs([*cells.core(sizes), *(cells.more(sizes) if given.more else [])], study)
+    wanted = [*cells.core(sizes), *cells.later(sizes), *(cells.more(sizes) if given.more else [])]
+    asked = with_needs(wanted, study)
     named = [cell for cell in asked if any(fnmatch.fnmatch(cell.name, pattern) for pattern in given.cells)]
     if not named:
         parser.error(f"no cell is named like {' or '.join(given.cells)}: --list shows them")

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_patch
 from rope_patch.evaluation.documents import spread_windows
 from rope_patch.evaluation.text import builtin_text
+from rope_patch.fitting.rows import Objective, Rows
+from rope_patch.fitting.texts import fit_texts
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER.is_dir(), reason="not in the source distribution")]
@@ -54,6 +56,35 @@ def study(tmp_path: Path, texts: tuple[Path, Path], *options: str) -> dict[str, 
     return report
 
 
+def test_slopes_are_differences_of_the_loss(cells: Any, texts: tuple[Path, Path], tmp_path: Path) -> None:
+    report = study(tmp_path, texts, "--cells", "slopes-*")
+    slopes = report["slopes-yarn-zero-128"]["text"]
+    assert slopes["rows"] == cells.QUICK.fit_steps == 2
+    where = cells.Study(MODEL, *texts, tmp_path / "cells", cells.QUICK)
+    tokenizer, (part,) = AutoTokenizer.from_pretrained(MODEL), fit_texts(where.fit_text("novels")[0], 0.0).parts
+    rows = Rows(tokenizer, [part], Objective(positions="pose", row_length=128, mix=0.0), 256, 512, 256, 0)
+    model = rope_patch.load(MODEL, dtype=torch.float64)
+    table = rope_patch.apply(model, "yarn:factor=2", target_length=512).after[None]
+
+    def loss(pair: int | None, by: float) -> float:
+        values = table.inv_freq.double()
+        if pair is not None:
+            values[pair] *= math.exp(by)
+        scaling = table.attention_scaling * (1 if pair is not None else math.exp(by))
+        rope_patch.apply(model, rope_patch.Table(tuple(values.tolist()), scaling), replace=True, target_length=512)
+        total = 0.0
+        for step in range(2):
+            ((ids, _, _, positions),) = rows(step, 0)
+            with torch.no_grad():
+                out = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+            total += float(torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:])) / 2
+        return total
+
+    assert loss(0, 0.0) == pytest.approx(slopes["loss"], abs=0.01)  # measured in bfloat16
+    for pair, slope in [(7, slopes["by pair"][7]), (8, slopes["by pair"][8]), (None, slopes["by scaling"])]:
+        assert slope == pytest.approx((loss(pair, 0.005) - loss(pair, -0.005)) / 0.01, rel=0.25)  # of bfloat16
+
+
 def test_what_the_core_holds(cells: Any) -> None:
     sizes = cells.Sizes()
     core = cells.core(sizes)
@@ -63,7 +94,7 @@ def test_what_the_core_holds(cells: Any) -> None:
     assert len(sizes.depths) * sizes.samples == 8 and len({length for _, length in asked}) == 4
     assert len([cell for cell in core if cell.kind == "train"]) == 3 and sizes.rows >= 200
     assert len({cell.name for cell in core}) == len(core)
-    assert not set(cells.more(sizes)) & set(core)
+    assert not set(cells.more(sizes)) & {*core, *cells.later(sizes)} and not set(core) & set(cells.later(sizes))
     hours = sum(cells.operations(cell, sizes) for cell in core) / cells.speed_of([]) / 3600
     assert hours < 10
 
@@ -225,7 +256,7 @@ def test_a_report_takes_the_text_that_all_its_adapters_were_trained_on_again(
 
 @pytest.mark.full
 def test_every_cell(tmp_path: Path, texts: tuple[Path, Path]) -> None:
-    names = [f"{kind}-*" for kind in ("heads", "text", "short", "passkey", "train", "fit", "kv")]
+    names = [f"{kind}-*" for kind in ("heads", "text", "short", "passkey", "train", "fit", "slopes", "kv")]
     report = study(tmp_path, texts, "--cells", *names)
     assert all(name.startswith("engine") for name in report["unfinished"])
     trained = [row for row in report["text"] if row["state"] == "pose" and row["table"] == "yarn"]
