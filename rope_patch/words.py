@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -36,10 +37,11 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 def parse_duration(text: str) -> int:
     """Return a time in seconds; 30m is 1800.
 
-    >>> parse_duration("90s"), parse_duration("30m"), parse_duration("2h")
-    (90, 1800, 7200)
+    >>> parse_duration("90s"), parse_duration("30m"), parse_duration("1.5h")
+    (90, 1800, 5400)
     """
-    digits, unit = text[:-1], text[-1:].lower()
-    if unit not in _SECONDS or not digits.isascii() or not digits.isdigit() or int(digits) == 0:
-        raise ValueError(f"a time is a number with s, m or h, such as 30m, got {text!r}")
-    return int(digits) * _SECONDS[unit]
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text.lower())
+    seconds = round(float(match[1]) * _SECONDS[match[2]]) if match else 0
+    if seconds < 1:
+        raise ValueError(f"a time is a number with s, m or h, such as 30m or 1.5h, got {text!r}")
+    return seconds

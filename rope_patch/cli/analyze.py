@@ -13,6 +13,7 @@ import typer
 
 from rope_patch.cli.analyze_reading import plan_reading, read_configs, read_texts, rows_of
 from rope_patch.cli.loading import (
+    AIM,
     check_device,
     check_dtype,
     check_patch,
@@ -240,7 +241,8 @@ def analyze(
                 rows, sweep_tokens, reading = plan(tokens_read, paces, time)
             total = reading.tokens(rows.ids.numel(), sweep_tokens)
             if paces is not None:
-                say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces))
+                advice = AIM if budget is None else ""
+                say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces), advice=advice)
             with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
                 results.append(
                     engine.analyze_rows(

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.cli.loading import (
+    AIM,
     check_device,
     check_dtype,
     check_paths,
@@ -185,6 +186,8 @@ def compare(
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
+        if budget is None and part is None and not merge:  # shards have to agree, on whatever machines they run
+            suite = _sized(suite, loaded, compared, chosen(command))
         if not merge and (budget is not None or not as_json):
             suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE, part.count if part else 1)
         chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
@@ -239,6 +242,19 @@ def _show(comparison: Any, output: Path, report: bool, as_json: bool) -> None:
     print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if report else ""))
 
 
+def _sized(suite: Any, model: Any, methods: list[Any], given: set[str]) -> Any:
+    """Return a suite of what the size of the model allows; what was chosen on the command line stays as it is."""
+    from dataclasses import replace
+
+    from rope_patch.evaluation.spec import SCALABLE
+    from rope_patch.modeling.budget import default_tokens
+
+    scalable = [name for name in SCALABLE if name not in given]
+    least = replace(suite.spec, windows=len(suite.windows)).smallest(scalable).tokens_to_read()
+    each = max(default_tokens(model) / len(methods), least)
+    return suite_within(suite, each, scalable, lambda spec: float(spec.tokens_to_read()), "for a model of this size")
+
+
 def _planned(
     suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path, shards: int
 ) -> Any:
@@ -263,7 +279,8 @@ def _planned(
         suite = suite_within(suite, SAFETY * budget * processes, SCALABLE, seconds, "--budget")
     tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens // shards
     several = f" on {processes} processes" if processes > 1 else ""
-    say_estimate(tokens, seconds(suite.spec, len(suite.windows), shards) / processes, several)
+    advice = AIM if budget is None else ""
+    say_estimate(tokens, seconds(suite.spec, len(suite.windows), shards) / processes, several, advice)
     return suite
 
 

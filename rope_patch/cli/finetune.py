@@ -131,6 +131,7 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     from rope_patch.cli.fitted_table import fit_table
     from rope_patch.training.finetune import finetune as train
 
+    warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # without a line of our source
     hf_logging.disable_progress_bar()  # that of loading weights; the Trainer's own stays
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf")  # PEFT's, of a base's file
     warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing(_enable)?` is deprecated")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli.fit_plan import announced, planned
 from rope_patch.cli.fit_tables import figure_of, print_fit
 from rope_patch.cli.loading import (
     check_device,
@@ -20,9 +21,9 @@ from rope_patch.cli.loading import (
     prepare,
     progress_bar,
     read_haystack,
-    say_estimate,
 )
 from rope_patch.cli.options import (
+    Budget,
     ChatTemplate,
     Checkpoint,
     Depths,
@@ -39,6 +40,7 @@ from rope_patch.cli.options import (
     Seed,
     Task,
     Threads,
+    chosen,
     command_line,
     resumable,
     tokens,
@@ -50,6 +52,7 @@ NOTE = "fit.json"
 
 # Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
 def fit(
+    context: typer.Context,
     model: Checkpoint,
     target_length: Annotated[
         int, tokens("--target-length", "The context length to fit the table to, such as 8k.", show_default=False)
@@ -181,11 +184,14 @@ def fit(
     windows: Annotated[
         int,
         typer.Option(
-            metavar="COUNT", help="The number of pieces of held-out text to evaluate on, each of the target length."
+            metavar="COUNT",
+            help="The number of pieces of held-out text to evaluate on, each of the target length. Without this "
+            "option, fewer if the model is large.",
         ),
     ] = 8,
     depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0),
     samples: Samples = 4,
+    budget: Budget = None,
     band: Annotated[
         float | None,
         typer.Option(
@@ -244,7 +250,7 @@ def fit(
     from rope_patch.checkpoints.offline import check_free, patch_folder
     from rope_patch.evaluation.compare import environment
     from rope_patch.files import claimed, write_atomically
-    from rope_patch.modeling.budget import pace_of_reading
+    from rope_patch.fitting.estimate import FitCost
 
     if figure:
         from rope_patch.plots import base as plots
@@ -283,17 +289,16 @@ def fit(
             chat_template=chat_template,
         )
         rows = objective.describe_rows(spec.lengths[0], target_length)
+        held = 0 if second is False else None  # windows of the second domain: as many as of the first
+        whole = FitCost(spec, objective, schedule, spec.lengths[0], second=held, starts=len(starts))
+        spec, schedule, pace = planned(whole, loaded, budget, chosen(context), work, quiet=as_json)
         with resumable(work), progress_bar(None, hidden=as_json) as (bar, on_progress):
 
             def announce(cost: Any) -> None:
-                if as_json:
-                    return
-                more = f", and up to {cost.more:,} more if no table is better than its start" if cost.more else ""
-                seconds = cost.seconds(pace_of_reading(loaded, target_length))
-                options = ["--windows", "--samples", *["--steps"] * (steps > 0)]
-                bar.clear()
-                say_estimate(cost.tokens, seconds, more, f"fewer {' or '.join(options)} take less")
-                bar.reset(cost.tokens)
+                if pace is not None and not as_json:
+                    bar.clear()
+                    announced(cost, pace, budget)
+                    bar.reset(cost.tokens)
 
             patch = fitting.fit(
                 loaded,
@@ -316,7 +321,7 @@ def fit(
             "command": command,
             **patch.to_dict(),
             "settings": {"target_length": target_length, "objective": asdict(objective), "rows": rows,
-                         "constraint": asdict(constraint), "steps": steps, "learning_rate": learning_rate,
+                         "constraint": asdict(constraint), "steps": schedule.steps, "learning_rate": learning_rate,
                          "seed": seed},
             "environment": environment(loaded),
         }  # fmt: skip

@@ -11,6 +11,7 @@ import typer
 
 from rope_patch.cli.kv_check_tables import csv_of, print_check, print_presets
 from rope_patch.cli.loading import (
+    AIM,
     check_device,
     check_dtype,
     check_paths,
@@ -198,7 +199,7 @@ def kv_check(
         suite, attributed = _planned(suite, reading, loaded, pace, budget, chosen(command))
         planned = replace(suite.spec, windows=len(suite.windows))
         if pace is not None:
-            _say(reading, planned, attributed, pace)
+            _say(reading, planned, attributed, pace, budget)
         total = reading.tokens(planned)
         with resumable(finished), progress_bar(total, hidden=as_json or not first) as (bar, on_progress):
 
@@ -285,11 +286,11 @@ def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None
     return suite, attributed
 
 
-def _say(reading: Any, spec: Any, attributed: int, pace: Any) -> None:
+def _say(reading: Any, spec: Any, attributed: int, pace: Any, budget: int | None) -> None:
     """Print how much a check reads, and how much more where schemes are unsafe."""
     from rope_patch.modeling.budget import duration_text
 
     tokens = reading.more(spec, attributed)
     time = duration_text(pace.seconds(tokens, spec.longest))
     more = f", and up to {tokens:,} more ({time}) where schemes are unsafe" if tokens else ""
-    say_estimate(reading.tokens(spec), reading.seconds(spec, pace), more)
+    say_estimate(reading.tokens(spec), reading.seconds(spec, pace), more, AIM if budget is None else "")

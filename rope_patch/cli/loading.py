@@ -274,18 +274,23 @@ def paces_of(
     return [Pace(*pace) for pace in told_by_first("the pace of the model", known)]
 
 
-def say_estimate(tokens: int, seconds: float, more: str = "", advice: str = "--budget 10m aims at a time") -> None:
+AIM = "--budget 10m aims at a time"
+"""What to do where a command takes too long."""
+
+
+def say_estimate(tokens: int, seconds: float, more: str = "", advice: str = AIM) -> None:
     """Print how many tokens a command will read, and how long that takes.
 
     Args:
         tokens: to be read [tokens].
         seconds: that this takes [s].
         more: what may be read in addition.
-        advice: how to read less.
+        advice: how to read less; "" for nothing.
     """
     from rope_patch.modeling.budget import duration_text
 
-    print(f"reads {tokens:,} tokens in about {duration_text(seconds)}{more}; {advice}", file=sys.stderr)
+    what_next = f"; {advice}" if advice else ""
+    print(f"reads {tokens:,} tokens in about {duration_text(seconds)}{more}{what_next}", file=sys.stderr)
 
 
 def suite_within(suite: Any, most: float, scalable: Collection[str], cost: Callable[[Any], float], why: str) -> Any:

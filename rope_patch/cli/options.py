@@ -296,7 +296,7 @@ Windows = Annotated[
         "--windows",
         metavar="COUNT",
         help="The number of pieces of text that perplexity is measured on, each as long as the longest length. By "
-        "default 16, or fewer if the text is too short.",
+        "default 16, or fewer if the text is too short or the model is large.",
         show_default=False,
     ),
 ]

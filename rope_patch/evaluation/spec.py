@@ -206,7 +206,7 @@ class EvalSpec:
         """
         price = cost or (lambda spec: float(spec.tokens_to_read()))
         for count in range(len(self.lengths), 0, -1):
-            for spec in self.shortened(count)._smaller(scalable):
+            for spec in self.shortened(count).smaller(scalable):
                 if price(spec) <= most:
                     return spec
         least = self.shortened(1).smallest(scalable)
@@ -224,10 +224,16 @@ class EvalSpec:
 
     def smallest(self, scalable: Collection[str] = SCALABLE) -> EvalSpec:
         """Return the spec of this kind that reads least: four windows and one sample."""
-        return self._smaller(scalable)[-1]
+        return self.smaller(scalable)[-1]
 
-    def _smaller(self, scalable: Collection[str]) -> list[EvalSpec]:
-        """This spec and smaller ones, by falling number of tokens: windows go down with the samples, then alone."""
+    def smaller(self, scalable: Collection[str]) -> list[EvalSpec]:
+        """Return this spec and smaller ones of the same lengths, by falling number of tokens.
+
+        Windows become fewer together with the samples, then alone.
+
+        Args:
+            scalable: as for :meth:`within`.
+        """
         windows = WINDOWS if self.windows is None else self.windows
         least = min(LEAST_WINDOWS, windows) if "windows" in scalable else windows
         specs = [self]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rope_patch.evaluation.spec import WINDOWS, EvalSpec
@@ -19,6 +20,9 @@ BACKWARD, RECOMPUTED = 2.4, 3.4
 """Time of a step over that of reading its rows: forward and backward pass, and with gradient checkpointing the forward
 pass once more. The weights are frozen, so that the backward pass computes no gradients of them. 2.4 is what the bundled
 Llama and SmolLM2-135M took on a CPU, whole rows and rows with skipped positions alike (three runs, seen by hand)."""
+
+LEAST_STEPS = 10
+"""Steps that a fit has at least, however little time there is."""
 
 
 def averages(steps: int) -> bool:
@@ -104,3 +108,37 @@ class FitCost:
         longest = self.spec.longest
         once = self.spec.seconds(pace, windows) + pace.seconds(second * longest, longest)
         return self.starts * (steps + evaluations(self.schedule.steps, self.schedule.checks) * once)
+
+    def within(self, most: float, scalable: Collection[str], price: Callable[[FitCost], float]) -> FitCost:
+        """Return a fit to the same length that costs at most so much.
+
+        Windows and samples become fewer first; where that is not enough, steps do too.
+
+        Args:
+            most: at most, in the unit of the price.
+            scalable: of ``windows``, ``samples`` and ``steps``, those that may become fewer.
+            price: of a fit.
+
+        Raises:
+            ValueError: the smallest fit costs more.
+        """
+        steps = self.schedule.steps
+        counts = [steps, *(round(steps * share) for share in (3 / 4, 1 / 2, 3 / 8, 1 / 4))]
+        fewer = [count for count in counts if count >= min(steps, LEAST_STEPS)] if "steps" in scalable else [steps]
+        for count in fewer:
+            fit = replace(self, schedule=replace(self.schedule, steps=count))
+            for spec in self.spec.smaller(scalable):
+                if price(replace(fit, spec=spec)) <= most:
+                    return replace(fit, spec=spec)
+        least = replace(fit, spec=self.spec.smallest(scalable))
+        raise ValueError(
+            f"the smallest fit to {self.spec.longest} tokens reads {least.tokens} tokens, which is "
+            f"{price(least) / max(most, 1e-9):.1f} times what fits into the time: give more time, or a shorter length"
+            + (", or --positions pose" if self.objective.positions == "full" else "")
+        )
+
+    def loss_of(self, smaller: FitCost) -> str:
+        """Return what is lost with a fit of :meth:`within`, as a sentence; "" where nothing is."""
+        before, after = self.schedule.steps, smaller.schedule.steps
+        parts = [self.spec.cost_of(smaller.spec), f"{after} instead of {before} steps" if after < before else ""]
+        return "; ".join(part for part in parts if part)

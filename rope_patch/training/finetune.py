@@ -20,6 +20,7 @@ from rope_patch.files import write_atomically
 from rope_patch.methods import Method
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.processes import from_first
+from rope_patch.training.announcing import Announcement
 from rope_patch.training.evaluating import RecordedEvaluations
 from rope_patch.training.models import load_model, prepare, resolve
 from rope_patch.training.options import FIT
@@ -131,6 +132,7 @@ def _train(
     trainer = build_trainer(model, args, rows, options, tokenizer, evaluations, run.checkpoint)
     clock = Clock(run.work / "seconds.json", run.checkpoint is not None)
     trainer.add_callback(clock)
+    trainer.add_callback(Announcement(options, context.processes))
     trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
     trained: Any = trainer.model
     state = _gathered_weights(trainer)

@@ -109,3 +109,43 @@ def test_a_budget_that_is_long_enough_changes_nothing(tmp_path):
     words = ("compare", BUNDLED, "--methods", "default", "--lengths", "64", "--windows", "2", "-o", tmp_path, *FEW)
     assert "--budget:" not in said(*words, "--budget", "1m")
     assert json.loads((tmp_path / "comparison.json").read_text())["spec"]["windows"] == 2
+
+
+def test_compare_reads_less_of_a_large_model_also_with_json_and_all_of_what_was_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.modeling.budget.default_tokens", lambda model: 2000)
+    words = ("compare", BUNDLED, "--methods", "default yarn:factor=2", "--lengths", "64", "--text", DOMAINS)
+    words += ("--depths", "0.5", "--no-report")
+
+    def spec(name, *options):
+        lines = said(*words, "-o", tmp_path / name, *options)
+        read = json.loads((tmp_path / name / "comparison.json").read_text())["spec"]
+        return read["windows"], read["samples"], "for a model of this size" in lines
+
+    assert spec("default") == (12, 3, True), "1000 tokens for each method: 12 windows and 3 prompts, 960 tokens"
+    assert spec("json", "--json") == (12, 3, True)
+    assert spec("chosen", "--windows", "16", "--samples", "4") == (16, 4, False)
+    assert spec("budget", "--budget", "60s") == (None, 4, False)
+
+
+def test_a_shard_reads_what_all_shards_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.modeling.budget.default_tokens", lambda model: 1)
+    words = ("compare", BUNDLED, "--methods", "default", "--lengths", "64", "--shard", "1/8", "-o", tmp_path)
+    assert "of this size" not in said(*words)
+
+
+def test_fit_reads_less_of_a_large_model_or_within_a_time(tmp_path, monkeypatch, capsys):
+    words = ("fit", BUNDLED, "--target-length", "512", "--steps", "1", "--depths", "0.5", "--no-figure", "--force")
+    words += ("--second-text", "none")
+    monkeypatch.setattr("rope_patch.modeling.budget.default_tokens", lambda model: 1)
+    lines = said(*words, "-o", tmp_path / "fitted")
+    assert "for a model of this size: 1 instead of 4 samples" in lines and "4 instead of 8 windows" in lines
+    # a step of 4096 tokens; start and end on 4 windows of 512 tokens and a prompt of 256 and of 512
+    assert "reads 9,728 tokens in about 15 s; --budget 30m aims at a time, --positions pose takes short rows" in lines
+    lines = said(*words, "-o", tmp_path / "fitted", "--budget", "2m")
+    assert "--budget:" not in lines and "aims at a time" not in lines
+    lines = said(
+        *words, "-o", tmp_path / "fitted", "--budget", "20s", "--windows", "8"
+    )  # 17 s: 9.83 for the step, 3.58 twice
+    assert "--budget: 2 instead of 4 samples" in lines and "4 instead of 8 windows" in lines
+    line = fail(monkeypatch, capsys, *words, "-o", tmp_path / "other", "--budget", "9s")
+    assert "the smallest fit to 512 tokens reads 9728 tokens" in line and not (tmp_path / "other").exists()

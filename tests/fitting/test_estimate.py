@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -63,3 +64,24 @@ def test_attention_takes_what_rows_of_their_lengths_take():
     mean = 0.5 * 96 + 0.5 * 48 / math.log(2)
     assert steps(ALONE) == pytest.approx(2.4 * 10_000 * round(mean))
     assert steps(Objective(positions="pose", mix=0.0)) == pytest.approx(2.4 * 10_000 * 48)
+
+
+def test_a_fit_within_a_time_has_fewer_windows_and_samples_and_then_fewer_steps():
+    whole = cost_of(Schedule(40, 192), windows=None, second=None)
+    spec = dataclasses.replace(whole.spec, windows=8, samples=4)
+    whole = dataclasses.replace(whole, spec=spec)
+    scalable, price = ["windows", "samples", "steps"], lambda fit: fit.seconds(Pace(1.0))
+    assert whole.within(price(whole), scalable, price) == whole
+    assert whole.loss_of(whole) == ""
+    some = whole.within(0.9 * price(whole), scalable, price)
+    assert price(some) <= 0.9 * price(whole) and some.schedule.steps == 40
+    assert some.spec.samples < 4 and some.spec.lengths == spec.lengths
+    # 40 steps cost 40 * 192 * 2.4 = 18432, and evaluations at least 4 * 8 * 96 = 3072 for 4 windows of both texts
+    least = whole.within(16000, scalable, price)
+    assert least.spec.windows == 4 and least.schedule.steps == 20 and price(least) <= 16000
+    assert "instead of 40 steps" in whole.loss_of(least) and "4 instead of 8 windows" in whole.loss_of(least)
+    assert whole.within(1e9, [], price) == whole
+    with pytest.raises(ValueError, match=r"times what fits into the time: .* or --positions pose"):
+        whole.within(3000, scalable, price)
+    with pytest.raises(ValueError, match="smallest fit to 96 tokens"):
+        whole.within(0.9 * price(whole), ["steps"], lambda fit: price(fit) * 10)

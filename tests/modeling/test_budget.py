@@ -53,7 +53,8 @@ def test_measuring_stops_in_time_and_what_is_longer_is_extrapolated(monkeypatch)
 
 
 def test_more_time_is_taken_while_all_rows_are_far_shorter_than_the_longest(monkeypatch):
-    for length, longest in ((16384, 2048), (2048, 512)):
+    # There is time for rows of up to 512 tokens, and for up to 2048 where it is four times as long.
+    for length, longest in ((1000, 512), (2048, 1024), (8192, 2048), (16384, 2048)):
         clock = Clock(lambda rows, n: rows * n * 1e-3)
         clock.pace(monkeypatch, length, seconds=2)
         assert max(n for _, n in clock.read) == longest
