@@ -24,6 +24,7 @@ METHODS = {
     "ntk": "ntk:factor={factor}",
     "abf": "abf:factor=4",
     "yarn": "yarn:factor={factor}",
+    "yarn-1.00": "yarn:factor={factor}:attention_factor=1.0",
     "yarn-1.03": "yarn:factor={factor}:attention_factor=1.03",
     "mrrope": "mrrope:factor={factor}",
     "p_rope-0.9": "p_rope:p=0.9",
@@ -36,7 +37,7 @@ FITTED = {"fitted": "novels", "fitted-wikitext": "wikitext", "fitted-scaling": "
 """Tables that are fitted from YaRN's, and to what."""
 SCALED = ("fitted-scaling",)
 """Tables whose attention scaling is fitted, too."""
-LATER = ("yarn-1.03", *SCALED)
+LATER = ("yarn-1.00", "yarn-1.03", *SCALED)
 """Tables that the results of the others asked for."""
 FIRST = ("default", "yarn", "p_rope-0.75")
 """Tables that are measured first, and adapted."""
