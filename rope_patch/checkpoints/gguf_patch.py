@@ -65,7 +65,8 @@ def patch_gguf(
         out: the file to write, ``*.gguf``.
         overwrite: replace a file that exists.
         on_bytes: called with the bytes of tensors that are written so far, and those of all.
-        target_length: the context to state [tokens]; as for :func:`rope_patch.apply`.
+        target_length: the context to state, by default what the method reaches where that is more than the file
+            states: llama-server and llama-cli read no further than that. Else as for :func:`rope_patch.apply` [tokens].
         layer_types: refused: the files that are patched have one table.
         freeze_at: refused: a file whose table changes with the length is not patched.
         replace: replace the patch that the file has, starting from the table before it.
@@ -100,6 +101,9 @@ def patch_gguf(
     if isinstance(chosen, TwoTables):
         raise ValueError(f"a GGUF file holds one table: give the long method alone, {chosen.long}")
     chosen = resolve_factor(chosen, [before], target_length)
+    reach = chosen.reach(before) or 0
+    if target_length is None and reach > before.max_position_embeddings:
+        target_length = reach
     after = chosen(before)
     graph = graph_in(str(opened.value("general.architecture")), after)
     record = PatchRecord(
@@ -164,10 +168,9 @@ def verify_gguf(source: str | Path) -> PatchRecord:
     return record
 
 
-def reach_of(change: TableChange) -> int:
-    """Return the context to run a patched file with: what it states, or what the method reaches beyond [tokens]."""
-    stated = change.record.target_length or int(change.record.base_config["max_position_embeddings"])
-    return max(stated, change.method.reach(change.before[None]) or 0)
+def stated_context(change: TableChange) -> int:
+    """Return the context that a patched file states [tokens]."""
+    return change.record.target_length or int(change.record.base_config["max_position_embeddings"])
 
 
 # --- keys and tensors ------------------------------------------------------------------------------------------------

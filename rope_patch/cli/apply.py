@@ -80,7 +80,7 @@ def apply(
 
     Example: **rope-patch apply ./llama abf rope_theta=500000 -o ./llama-abf**
     """
-    from rope_patch.checkpoints.gguf_patch import patch_gguf, reach_of
+    from rope_patch.checkpoints.gguf_patch import patch_gguf, stated_context
     from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.files import is_gguf
     from rope_patch.methods import TwoTables, as_method
@@ -113,7 +113,10 @@ def apply(
         return
     print(patch.describe())
     if is_gguf(model):
-        print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(reach_of(patch))])} runs it")
+        context = stated_context(patch)
+        print(f"wrote {output}: {shlex.join(['llama-cli', '-m', str(output), '-c', str(context)])} runs it")
+        if patch.record.target_length is None:
+            print(f"the file states {context} tokens, and llama.cpp reads no more: --target-length states more")
         return
     if isinstance(patch.method, TwoTables):
         print(

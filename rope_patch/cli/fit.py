@@ -327,7 +327,7 @@ def fit(
         }  # fmt: skip
 
         def finish(folder: Path) -> None:
-            _describe(folder, model, patch, target_length, rows)
+            _describe(folder, model, patch, target_length, rows, result["environment"].get("weights", "unchanged"))
             write_atomically(folder / NOTE, json.dumps(result, indent=1, allow_nan=False))
             if figure:
                 write_atomically(folder / "fit.svg", plots.svg(figure_of(patch, target_length)))
@@ -367,7 +367,7 @@ def _sources(paths: list[Path] | None) -> Any:
     return named if len(named) == len(paths) else {str(path): path for path in paths}
 
 
-def _describe(folder: Path, model: str, patch: Any, length: int, rows: str) -> None:
+def _describe(folder: Path, model: str, patch: Any, length: int, rows: str, weights: str) -> None:
     """Put a model card in the place of the base's, and leave out what else was recorded of the base."""
     from rope_patch.files import write_atomically
     from rope_patch.fitting import card
@@ -378,7 +378,7 @@ def _describe(folder: Path, model: str, patch: Any, length: int, rows: str) -> N
     base_card = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
     local = Path(model).exists()
     base = name_of(model) if local else model
-    write_atomically(path, card.card(base, patch, length, base_card, rows=rows, on_hub=not local))
+    write_atomically(path, card.card(base, patch, length, base_card, rows=rows, on_hub=not local, weights=weights))
 
 
 def _command_of(note: Path) -> str | None:

@@ -10,7 +10,8 @@ its option, and where that was read:
   what the config has. ``--context-length``: the context.
 - llama.cpp 0c1e57098, ``--rope-scaling``, ``--rope-scale``, ``--rope-freq-base``, ``--yarn-orig-ctx``,
   ``--yarn-beta-fast``, ``--yarn-beta-slow``, ``--ctx-size``: ``common/arg.cpp``. ``--yarn-attn-factor`` is overwritten
-  in ``src/llama-context.cpp`` where YaRN is on.
+  in ``src/llama-context.cpp`` where YaRN is on. ``--override-kv``: a prompt gets no more than the context that the file
+  states, ``tools/server/server-context.cpp`` (ggml-org/llama.cpp issues 17459 and 22140).
 - axolotl 0.19.0, ``overrides_of_model_config``: ``loaders/utils.py`` sets each key on the config.
 - LLaMA-Factory 0.9.5, ``rope_scaling`` and ``cutoff_len``: ``model/model_utils/rope.py`` takes a name alone, and rounds
   the factor up to a whole number; it sets ``rope_scaling``, which in transformers 5 loses the base.
@@ -155,9 +156,10 @@ def flags(
             "-o FOLDER writes a patched folder, and rope-patch audit FOLDER says what is known of programs that read it"
         )
     before = find_rotary(model).config.to_dict()
-    apply(model, method, target_length=target_length, layer_types=layer_types)
-    tables = with_context(read_tables(model), target_length or int(find_rotary(model).config.max_position_embeddings))
+    patch = apply(model, method, target_length=target_length, layer_types=layer_types)
     config = find_rotary(model).config
+    reach = max(patch.method.reach(patch.before[kind]) or 0 for kind in patch.record.layer_types)
+    tables = with_context(read_tables(model), target_length or max(reach, int(config.max_position_embeddings)))
     stated = StatedConfig(
         model_type=str(config.model_type),
         outer_type=str(model.config.model_type),
@@ -198,9 +200,10 @@ def _quoted(settings: Mapping[str, Any]) -> str:
     return shlex.quote(json.dumps(settings, sort_keys=True))
 
 
-_GRAPHS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
-"""Families whose graph in llama.cpp takes the base, the factor and YaRN from the context, not from tensors. That of
-Gemma 2 does so in every other layer: the sliding ones keep what the file says (``llama_model::get_rope_freq_base``)."""
+_GRAPHS = {name: name for name in ("llama", "qwen2", "qwen3", "gemma")} | {"mistral": "llama", "gemma3_text": "gemma3"}
+"""llama.cpp's names of families whose graph takes the base, the factor and YaRN from the context, not from tensors.
+That of Gemma 2 does so in every other layer: the sliding ones keep what the file says
+(``llama_model::get_rope_freq_base``)."""
 
 
 def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
@@ -243,6 +246,9 @@ def _llama_cpp(checkpoint: PatchedCheckpoint) -> Flags:
             f"YaRN with a factor on cos and sin of its own. {_in_a_file(checkpoint.stated.model_type)}"
         )
     options |= {"--ctx-size": checkpoint.context}
+    if checkpoint.context > checkpoint.stated.complete["max_position_embeddings"]:
+        name = _GRAPHS[checkpoint.stated.model_type]
+        options |= {"--override-kv": f"{name}.context_length=int:{checkpoint.context}"}
     lines = tuple(
         f"{name} {value:.9g}" if isinstance(value, float) else f"{name} {value}" for name, value in options.items()
     )

@@ -73,9 +73,10 @@ def card(outcome: Extended) -> str:
         head["base_model"] = options.model
     method = str(choice.method)
     training = outcome.training
-    done = ""
+    weights = comparison.environment.get("weights")
+    done = f"Its weights come from a GGUF file: {weights}.\n" if weights else ""
     if method.endswith(AFTER):
-        done = f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
+        done += f"Its weights were trained with LoRA on {training}, and the adapter merged.\n"
     measured = dict.fromkeys(row.method for one in outcome.comparisons for row in one.rows)
     others = [name for name in measured if name not in (UNPATCHED, method)]
     effective = comparison.effective_lengths()

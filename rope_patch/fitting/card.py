@@ -25,7 +25,7 @@ TEMPLATE = """---
 # {base}, rotary table {done} for {length} tokens
 
 The rotary table of this checkpoint was {done} by `rope-patch fit` (version {version}). The weights are those of the
-base, unchanged.
+base, {weights}.
 
 - **Base**: `{base}`
 - **Method**: {method}
@@ -69,7 +69,16 @@ def changes(winner: Candidate, start: Candidate, second: SecondDomain) -> list[s
     return lines
 
 
-def card(source: str, patch: Any, length: int, base_card: str | None, *, rows: str, on_hub: bool) -> str:
+def card(
+    source: str,
+    patch: Any,
+    length: int,
+    base_card: str | None,
+    *,
+    rows: str,
+    on_hub: bool,
+    weights: str = "unchanged",
+) -> str:
     """Return the card: what was fitted and what came of it, then the card of the base.
 
     Args:
@@ -79,6 +88,7 @@ def card(source: str, patch: Any, length: int, base_card: str | None, *, rows: s
         base_card: contents of the base's ``README.md``; None where it has none.
         rows: length and positions of the rows, as :meth:`~rope_patch.fitting.Objective.describe_rows` says them.
         on_hub: the source is a hub id, which the front matter then names.
+        weights: how the weights of the folder differ from those of the base.
     """
     head, body = parts_of(base_card or "")
     head.pop("model-index", None)  # the scores of the base
@@ -98,6 +108,7 @@ def card(source: str, patch: Any, length: int, base_card: str | None, *, rows: s
     ours = TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True),
         base=source,
+        weights=weights,
         done=done,
         method=method,
         length=length,

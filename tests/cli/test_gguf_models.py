@@ -42,9 +42,14 @@ def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
     out = tmp_path / "out.gguf"
     printed = run("apply", file, "yarn", "factor=4", "-o", out)
     assert printed.splitlines()[-1] == f"wrote {out}: llama-cli -m {out} -c 1024 runs it"
-    assert gguf.GGUFReader(out).get_field("llama.rope.scaling.attn_factor") is not None
+    fields = gguf.GGUFReader(out)
+    assert fields.get_field("llama.rope.scaling.attn_factor") is not None
+    assert fields.get_field("llama.context_length").contents() == 1024, "what llama-server lets a prompt have"
+    assert run("verify", out)
     stated = run("apply", file, "yarn", "--target-length", "1k", "-o", tmp_path / "1k.gguf")
     assert "-c 1024 runs it" in stated and "context 256 tokens before, 1024 after" in stated
+    based = run("apply", file, "abf", "factor=4", "-o", tmp_path / "abf.gguf")
+    assert "the file states 256 tokens, and llama.cpp reads no more: --target-length states more" in based
 
 
 def test_a_patched_file_is_inspected_verified_and_restored(file, tmp_path):
@@ -138,6 +143,13 @@ def test_analyze_records_that_weights_are_dequantized(file, tmp_path):
     assert json.loads((tmp_path / "analysis.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
 
 
+def test_the_card_of_an_extended_file_says_that_weights_are_dequantized(file, tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_patch.extending.run.default_tokens", lambda model: 1)
+    words = ("--length", "1k", "--methods", "yarn", "--tolerance", "1")
+    run("extend", file, *words, "-o", tmp_path / "out")
+    assert "Its weights come from a GGUF file: dequantized Q8_0." in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_plan_reads_the_shape_of_a_file(file):
     of_file, of_folder = (json.loads(run("plan", source, "--length", "512", "--json")) for source in (file, BUNDLED))
     assert of_file["parameters"] == of_folder["parameters"] and of_file["parts"] == of_folder["parts"]
@@ -148,6 +160,7 @@ def test_fit_writes_a_plain_folder_of_a_file(file, tmp_path):
     words = ("--target-length", "1k", "--steps", "0", "--windows", "2", "--samples", "1", "--no-figure")
     run("fit", file, *words, "-o", out)
     assert json.loads((out / "fit.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
+    assert "base, dequantized Q8_0." in (out / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(out).eval()
     assert model.config.max_position_embeddings == 1024
     reference = rope_patch.load(file, rope_patch.verify(out).method, target_length=1024).eval()

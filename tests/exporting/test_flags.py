@@ -152,7 +152,9 @@ def test_llama_cpp_takes_a_base_linear_scaling_and_yarn(base):
         "--yarn-beta-fast 32",
         "--yarn-beta-slow 1",
         "--ctx-size 256",
+        "--override-kv llama.context_length=int:256",
     )
+    assert flags(base, "yarn:factor=4", "llama.cpp").lines == yarn.lines, "what the method reaches"
     assert "--rope-freq-base 500000" in flags(base, "abf", "llama.cpp", target_length=256).lines
     assert "--rope-scaling linear" in flags(base, "pi:factor=4", "llama.cpp", target_length=256).lines
 
