@@ -335,7 +335,7 @@ def check_out(out: str | Path, *, overwrite: bool) -> Path:
         OSError: a file, a folder or a missing folder is in the way.
     """
     out = Path(out)
-    if out.suffix != ".gguf":
+    if out.suffix.lower() != ".gguf":
         raise ValueError(f"the output must be a file *.gguf, got {str(out)!r} (export --to hf writes a folder)")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"no folder {out.parent} to write {out.name} into")

@@ -65,6 +65,9 @@ GRAPHS = {
 
 _NO_FACTORS = ("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 
+SCALING_TYPES = ("none", "linear", "yarn", "longrope")
+"""Types of scaling that llama.cpp knows; it ends at any other."""
+
 LAYERED = ("gemma3", "gemma3n", "gemma4")
 """Architectures that have a table for each layer type, of which a file describes one."""
 
@@ -106,9 +109,10 @@ def graph_in(architecture: str, table: RotaryTable) -> Graph:
         if graph.architecture == architecture:
             return graph
     if architecture not in _NO_FACTORS:
+        known = [graph.architecture for graph in GRAPHS.values()] + [*_NO_FACTORS]
         raise ValueError(
             f"a GGUF of {architecture!r}: whether llama.cpp reads another table there was never checked. Known: "
-            f"{', '.join(dict.fromkeys([*(graph.architecture for graph in GRAPHS.values()), *_NO_FACTORS]))}"
+            f"{', '.join(name for name in dict.fromkeys(known) if name not in (*LAYERED, 'gemma3_text'))}"
         )
     if not table.is_geometric:
         raise ValueError(
@@ -209,6 +213,11 @@ def table_in(opened: GGUFFile, path: str | Path) -> Inspection:
     scaling = float(number("rope.scaling.attn_factor", 1.0))
     original = int(number("rope.scaling.original_context_length", 0)) or None
     kind = str(value_in("rope.scaling.type", "linear"))
+    if kind not in SCALING_TYPES:
+        raise ValueError(
+            f"{path} has no table that can be read: {architecture}.rope.scaling.type is {kind!r}, and llama.cpp knows "
+            f"{', '.join(SCALING_TYPES)}"
+        )
     stretch = float(number("rope.scaling.factor", number("rope.scale_linear", 0.0))) or 1.0
     if kind == "yarn" and stretch != 1.0:
         if theta <= 1:

@@ -121,11 +121,12 @@ NewCheckpoint = Annotated[
         "--output",
         "-o",
         metavar="PATH",
-        help="The output folder, or file if MODEL is a GGUF file. It must be new or empty, unless --force is given.",
+        help="The output folder, or the output file if MODEL is a GGUF file. A folder must be new or empty, and a file "
+        "new, unless --force is given.",
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Write into the output folder even if it already holds files.")]
+Force = Annotated[bool, typer.Option("--force", help="Write the output even if that folder or file is already there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for use in scripts.")]
 Report = Annotated[
     bool, typer.Option(help="Write the HTML report. It needs matplotlib: pip install 'rope_patch[plots]'.")

@@ -156,6 +156,7 @@ def test_what_cannot_be_read_as_one_table(base, tmp_path):
         ("gpt2", {}, "of 'gpt2', which has no rotary embeddings"),
         ("falcon-h1", {"attention.head_count": 0}, "does not say how many features rotate"),
         ("qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "states no context"),
+        ("llama", {"rope.scaling.type": "dynamic"}, "is 'dynamic', and llama.cpp knows none, linear, yarn, longrope"),
     ],
 )
 def test_files_of_others_without_a_table(tmp_path, architecture, keys, message):
