@@ -36,7 +36,8 @@ def audit(
     transformers 5, and for a GGUF file llama.cpp: transformers' own reader leaves out most of its table.
 
     The exit status is 0 if all programs agree and 3 if one computes something else. A program that refuses the
-    checkpoint, or whose code was not compared on such models ("unverified"), does not change it.
+    checkpoint, or whose code was not compared on such models ("unverified"), does not change it, and neither does
+    transformers' reader of a GGUF file.
 
     Example: **rope-patch audit ./llama-yarn --engine vllm**
     """
