@@ -288,7 +288,8 @@ def fit(
             def announce(cost: Any) -> None:
                 if as_json:
                     return
-                more = f", and up to {cost.more:,} more if no table is better than its start" if cost.more else ""
+                why = "no table is better than its start, or none answers the prompts of the trained length"
+                more = f", and up to {cost.more:,} more if {why}" if cost.more else ""
                 seconds = cost.seconds(pace_of_reading(loaded, target_length))
                 options = ["--windows", "--samples", *["--steps"] * (steps > 0)]
                 bar.clear()
