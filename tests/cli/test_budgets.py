@@ -73,7 +73,7 @@ def test_analyze_says_what_less_text_costs_and_shares_the_time_among_models(tmp_
     words = ("analyze", BUNDLED, "--text", DOMAINS, "--window", "32", "--p", "0.5", "--no-report")
     lines = said(*words, "-o", tmp_path / "one", "--budget", "10s")
     # 8.5 s: half for rows that are read three times, 1416 tokens, in rows of 32; the rest for two tables.
-    assert "statistics over 1408 instead of" in lines and "times as much from text to text" in lines
+    assert "statistics over 1408 instead of" in lines and "times as much on another text" in lines
     assert "the p sweep reads" in lines and "times as wide" in lines
     both = said(*words, "-o", tmp_path / "two", "--budget", "10s", "--against", BUNDLED)
     assert "statistics over 704 instead of" in both and both.count(" tokens in about 4 s") == 2
