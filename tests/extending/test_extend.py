@@ -238,6 +238,8 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     )
     assert result.exit_code == 4, result.output
     assert "nothing was written. What would help:\n  training: --train\n" in result.output
+    assert f"{EXACT_MATCH}, as in:\n  nope, passkey, 256 tokens, " in result.output
+    assert f"{BASIS}.\nno method can be chosen" in result.output
     assert not (tmp_path / "out").exists()
 
 
