@@ -45,6 +45,9 @@ from rope_patch.words import parse_length
 FEW, MOST = 0.05, 0.95
 """Of the prompts answered: a task is saturated where no method answers more, or none less."""
 
+LIMITS = {"none": "floor", "all": "ceiling", None: ""}
+"""What the page calls it where no method answers the prompts of a task, or all do."""
+
 
 def spec_of(task: str, length: int, args: argparse.Namespace) -> EvalSpec:
     """Return what is measured of a task at one length."""
@@ -130,7 +133,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
     """Return the rows as Markdown."""
     lines = [
-        f"| length | task | {' | '.join(methods)} | saturated | pairs apart: exact match, log-probability |",
+        f"| length | task | {' | '.join(methods)} | floor or ceiling | pairs apart: exact match, log-probability |",
         "| --: | --- " + "| --: " * len(methods) + "| --- | --- |",
     ]
     for one in rows:
@@ -140,7 +143,7 @@ def table(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
         cells = [f"{one['exact_match'][method]:.2f} ({one['logprob'][method]:.1f})" for method in one["exact_match"]]
         apart = one["separated"]
         lines.append(
-            f"| {one['length']} | {one['task']} | {' | '.join(cells)} | {one['saturated'] or ''} | "
+            f"| {one['length']} | {one['task']} | {' | '.join(cells)} | {LIMITS[one['saturated']]} | "
             f"{len(apart['exact_match'])}, {len(apart['logprob'])} of {len(one['differences'])} |"
         )
     return "\n".join(lines)

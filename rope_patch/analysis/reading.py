@@ -130,15 +130,15 @@ class AnalysisReading:
         Example:
             >>> reading = AnalysisReading(512, [0.5], context=512)
             >>> print(reading.cost_of([16384, 4096], [16384, 2048]).replace("; ", chr(10)))
-            statistics over 4096 instead of 16384 tokens vary up to 2.0 times as much from text to text
+            statistics over 4096 instead of 16384 tokens may differ up to 2.0 times as much on another text
             the p sweep reads 4 instead of 8 windows (intervals up to 1.9 times as wide) and nothing beyond position 512
         """
         parts = []
         if rows[1] < rows[0]:
             wider = math.sqrt(rows[0] / rows[1])
             parts.append(
-                f"statistics over {rows[1]} instead of {rows[0]} tokens vary up to {wider:.1f} times as much from text "
-                "to text"
+                f"statistics over {rows[1]} instead of {rows[0]} tokens may differ up to {wider:.1f} times as much on "
+                "another text"
             )
         if window is not None and self.window < window:
             parts.append(f"their rows have {self.window} instead of {window} tokens, and longer distances are not seen")

@@ -322,10 +322,15 @@ def _with_adapter(loaded: Any, model: str, adapter: str | None) -> tuple[Any, di
 
 
 def print_table(comparison: Any) -> None:
-    """Print the scores of every method, their effective lengths, and what to know before reading them."""
+    """Print the scores of every method, a few answers, effective lengths, and what to know before reading them."""
+    from rope_patch.evaluation.answers import answers_text, first_choice_note, shortest_of_each
     from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 
     columns = print_scores(comparison)
+    scores = [(row.method, row.scores) for row in comparison.rows]
+    print(answers_text(shortest_of_each(scores)))
+    if note := first_choice_note(scores):
+        print(note)
     if (keys := comparison.rows[0].scores.key_tokens) is not None:
         print(f"LongPPL: {keys}")
     if (effective := comparison.effective_lengths()) is not None:

@@ -263,11 +263,13 @@ def extend(
 def _print(outcome: Any) -> None:
     """Print the scores and what came of them."""
     from rope_patch.cli.compare import print_scores, print_table
+    from rope_patch.extending.choosing import BASIS
 
     if len(outcome.comparisons) > 1:
         print_scores(outcome.comparisons[0])
         print("the last round, on more text and prompts:")
     print_table(outcome.comparison)
+    print(f"{BASIS}.")
     print(outcome.choice.reason)
     for one in outcome.choice.evaluated:
         for failure in one.failures:

@@ -154,7 +154,26 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     for name in list(after)[1:]:
         earlier = f"{before[name]:.3g} -> " if name in before else ""
         print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {earlier}{after[name]:.3g}")
+    print_answers(result.results)
     for change in result.results.get("changes", []):
         print(change["sentence"])
     verb = "found" if result.finished_before else "wrote"
     print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")
+
+
+def print_answers(results: dict[str, Any]) -> None:
+    """Print the shares that are first choice, a few answers, and what to know of the unpatched model.
+
+    Args:
+        results: the contents of ``results.json``; that of an older version has none of these.
+    """
+    from rope_patch.evaluation.answers import ShownAnswer, answers_text
+
+    shares = results.get("first_choice", {"after": {}})
+    for length, share in shares["after"].items():
+        earlier = f"{shares['before'][length]:.3g} -> " if shares["before"] else ""
+        print(f"first choice {length}: {earlier}{share:.3g}")
+    if results.get("answers"):
+        print(answers_text([("after", ShownAnswer(**answer)) for answer in results["answers"]]))
+    for sentence in results.get("notes", []):
+        print(f"note: {sentence}", file=sys.stderr)

@@ -46,7 +46,8 @@ def planned(
 
 def announced(cost: Any, pace: Any, budget: int | None) -> None:
     """Print how much a fit reads, how long that takes, and what takes less."""
-    more = f", and up to {cost.more:,} more if no table is better than its start" if cost.more else ""
+    why = "no table is better than its start, or none answers the prompts of the trained length"
+    more = f", and up to {cost.more:,} more if {why}" if cost.more else ""
     whole = cost.objective.positions == "full" and cost.schedule.steps
     advice = "--budget 30m aims at a time" + (", --positions pose takes short rows" if whole else "")
     advice = "" if budget else advice

@@ -16,7 +16,7 @@ def print_fit(patch: Any) -> None:
     from rich.table import Table
 
     from rope_patch.fitting import CARRIES_OVER, POPULATION
-    from rope_patch.fitting.card import changes
+    from rope_patch.fitting.card import changes, retrieval_of
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     print(f"Rows are drawn from {patch.texts.describe()}: {patch.texts.why}.")
@@ -53,8 +53,11 @@ def print_fit(patch: Any) -> None:
     winner, start = patch.winner
     for line in changes(winner, start, patch.second):
         print(line)
+    print(retrieval_of(winner))
+    for answer in winner.few_answers:
+        print(f"  {answer}")
     print(f"{POPULATION} {CARRIES_OVER}")
-    for sentence in patch.warnings:
+    for sentence in (*patch.unpatched, *patch.warnings):
         print(f"Warning: {sentence}.")
 
 

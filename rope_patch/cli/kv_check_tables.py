@@ -31,6 +31,7 @@ def print_check(checked: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from rope_patch.evaluation.answers import answers_text, shortest_of_each
     from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
     from rope_patch.evaluation.metrics import spans_at
     from rope_patch.evaluation.numbers import relative
@@ -97,6 +98,7 @@ def print_check(checked: Any) -> None:
     for length in checked.lengths:
         for line in checked.prompts(length):
             print(line)
+    print(answers_text(shortest_of_each(checked.named_scores())))
     print(f"{OF_WINDOWS} {OF_PROMPTS}")
     for sentence in checked.warnings:
         print(f"note: {sentence}", file=sys.stderr)

@@ -23,7 +23,7 @@ from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
-from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite
+from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, Method, MethodLike
 from rope_patch.modeling.budget import Pace, pace_of_reading
 from rope_patch.modeling.scoring import name_of
@@ -164,12 +164,11 @@ class Comparison:
         through = [ONLY_RETRIEVAL.format(engine)] if (engine := self.environment.get("engine")) else []
         if "patch before" in self.environment:
             return through
-        unpatched = [row for row in self.rows if row.method == "default"]
-        sentences = [sentence for row in unpatched for sentence in row.scores.warnings(self.trained_length)]
-        return [
-            *through,
-            *sentences,
-        ] + [
+        unpatched = [row.scores for row in self.rows if row.method == "default"]
+        sentences = [sentence for scores in unpatched for sentence in scores.warnings(self.trained_length)]
+        if not unpatched:
+            sentences = unpatched_missing([row.scores for row in self.rows], self.trained_length)
+        return [*through, *sentences] + [
             f"{row.method}: perplexity at positions up to {row.scores.short_window} is of windows of that length, "
             "under the short table; at later ones it is of the whole windows, under the long table"
             for row in self.rows

@@ -90,8 +90,9 @@ class EffectiveLengths:
         if self.samples < needed and any(one.metric == "retrieval" and not one.fails for one in self.lengths):
             haystacks = "haystack" if self.samples == 1 else "haystacks"
             sentence += (
-                f" Prompts of {self.samples} {haystacks} cannot show that of retrieval, even if all are answered: it "
-                f"takes {needed} (samples={needed}, --samples {needed})."
+                f" With {self.samples} {haystacks} at each length no effective length of retrieval can be shown, even "
+                f"if all prompts are answered: it takes at least {needed} haystacks (samples={needed}, --samples "
+                f"{needed})."
             )
         return sentence
 

@@ -131,10 +131,15 @@ class RetrievalResult:
             raise ValueError(f"no cell of length {length}. Known: {sorted({c.length for c in self.cells})}")
         return samples
 
-    def example(self, length: int) -> Sample:
-        """Return one of the samples at a length: that of the first haystack at the middle depth."""
+    def examples(self, length: int) -> list[tuple[float, Sample]]:
+        """Return the first wrong answer at a length, where there is one, and the first right one, each with its depth.
+
+        They are counted haystack by haystack, and within each by depth.
+        """
         cells = [cell for cell in self.cells if cell.length == length]
-        return cells[len(cells) // 2].samples[0]
+        asked = [(cell.depth, cell.samples[i]) for i in range(len(cells[0].samples)) for cell in cells]
+        firsts = ([one for one in asked if bool(one[1].correct) is correct][:1] for correct in (False, True))
+        return list(itertools.chain(*firsts))
 
     def accuracy(self, length: int) -> float:
         """Return the exact match at a length, over all depths."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,35 @@ class EvalResult:
             "perplexity": None if self.perplexity is None else asdict(self.perplexity),
             "retrieval": {task: asdict(result) for task, result in self.retrieval.items()},
         }
+
+
+ADD_DEFAULT = "add default to the methods (--methods), which measures it"
+
+
+def unpatched_missing(scores: Sequence[EvalResult], trained_length: int, remedy: str = ADD_DEFAULT) -> list[str]:
+    """Return what to know where no method answers within the trained length, and the unpatched model was not measured.
+
+    One sentence at most. Where any of the methods answers, the task is not too hard for the model.
+
+    Args:
+        scores: of all methods, of one spec, without the unpatched model.
+        trained_length: of the model [tokens].
+        remedy: how the unpatched model is measured.
+    """
+    failures = []
+    for task in scores[0].retrieval:
+        within = [length for length in scores[0].spec.lengths if length <= trained_length]
+        shares = {n: max(result.retrieval[task].accuracy(n) for result in scores) for n in within}
+        length = min(shares, key=shares.__getitem__, default=None)
+        if length is not None and shares[length] < ANSWERED:
+            failures.append(f"{shares[length]:.0%} of the {task} prompts of {length} tokens")
+    if not failures:
+        return []
+    most = "at most " if len(scores) > 1 else ""
+    return [
+        f"{most}{' and '.join(failures)} are answered, within the trained length of {trained_length} tokens, but the "
+        f"unpatched model was not measured, so nothing tells whether they are too hard for it: {remedy}"
+    ]
 
 
 def _advice(result: RetrievalResult, chat_template: str) -> str:

@@ -8,10 +8,12 @@ from pathlib import Path
 import yaml
 
 from rope_patch import __version__
+from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE, few_answers, markdown_table
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS, Span, spans_at
+from rope_patch.extending.choosing import BASIS
 from rope_patch.extending.options import AFTER, short
 from rope_patch.extending.result import Extended
 from rope_patch.fitting.card import HEADING, parts_of
@@ -34,7 +36,7 @@ those of the patched model in memory. {programs}
 
 ## Why this method
 
-{reason}.
+{basis}. {reason}.
 
 Measured and not chosen: {others}.
 
@@ -42,8 +44,11 @@ Measured and not chosen: {others}.
 
 {scores}
 
-Changes are against the model before, on the same windows and prompts, with 95 % intervals. {population}
-{effective}
+{exact_match}. {first_choice} Changes are against the model before, on the same windows and
+prompts, with 95 % intervals. {population}
+
+{answers}
+{warnings}{effective}
 ## How it was made
 
 ```bash
@@ -93,10 +98,15 @@ def card(outcome: Extended) -> str:
         method=short(method.removesuffix(AFTER)),
         training=done,
         programs=programs_of(outcome),
+        basis=BASIS,
         reason=choice.reason,
         others=", ".join(f"`{short(name)}`" for name in others) or "nothing else",
         scores=scores(comparison, method),
+        exact_match=EXACT_MATCH,
+        first_choice=FIRST_CHOICE,
         population=f"{OF_WINDOWS} {OF_PROMPTS}",
+        answers=answers(comparison, method),
+        warnings="".join(f"\n**Note**: {sentence}.\n" for sentence in comparison.warnings),
         effective=lengths,
         version=__version__,
         exports=f"\nExported beside it: {', '.join(f'`{path.name}`' for path in outcome.exports)}.\n"
@@ -133,7 +143,19 @@ def scores(comparison: Comparison, method: str) -> str:
             else:
                 text = metric.describe(change) if math.isfinite(change.estimate) else "–"
             lines.append(f"| {_what(span)} | {metric.format(before)} | {metric.format(after)} | {text} |")
+            if span.task is not None:
+                shares = (rows[name].retrieval[span.task].first_choice(length) for name in (UNPATCHED, method))
+                cells = " | ".join(f"{share:.2f}" for share in shares)
+                lines.append(f"| {span.task} prompts of {length} tokens whose answer is first choice | {cells} | |")
     return "\n".join(lines)
+
+
+def answers(comparison: Comparison, method: str) -> str:
+    """Return a few answers before and after as a Markdown table, at the longest length."""
+    rows = {row.method: row.scores for row in comparison.rows}
+    named = [("before", rows[UNPATCHED]), ("after", rows[method])]
+    table = markdown_table(few_answers(named, [comparison.spec.longest]), "model")
+    return f"Answers to the longest prompts:\n\n{table}"
 
 
 def _what(span: Span) -> str:

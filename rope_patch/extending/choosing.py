@@ -22,6 +22,9 @@ FLAT = 1.25
 """Where the unpatched model cannot answer prompts within its context: a method reaches the target if its perplexity at
 the end is at most this many times the unpatched model's at the end of that context."""
 
+BASIS = "Methods are ranked by exact match at the target length first, and by perplexity second"
+"""What the choice goes by, as a sentence that reports have."""
+
 NATIVE = ("default", "linear", "dynamic", "yarn", "llama3")
 """Types of rotary tables that other programs compute by a formula of their own, without a list of numbers."""
 

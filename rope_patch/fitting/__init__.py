@@ -10,6 +10,7 @@ al., arXiv:2402.13753) searches the same factors by evolution.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -25,6 +26,7 @@ from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting.candidates import SEED, Candidate, Evaluator, choose
 from rope_patch.fitting.estimate import FitCost
+from rope_patch.fitting.families import family
 from rope_patch.fitting.positions import check_model
 from rope_patch.fitting.rows import Objective, Rows
 from rope_patch.fitting.running import FitRun, plain_weights
@@ -38,7 +40,7 @@ from rope_patch.fitting.texts import (
     fit_texts,
     second_domain,
 )
-from rope_patch.methods import Method, MethodLike, TwoTables
+from rope_patch.methods import Default, Method, MethodLike, TwoTables
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import apply
@@ -47,7 +49,6 @@ from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.undo import Patch
 from rope_patch.processes import processes
-from rope_patch.words import did_you_mean
 
 __all__ = [
     "CARRIES_OVER",
@@ -63,12 +64,6 @@ __all__ = [
     "held_out_spec",
 ]
 
-_PARTS = [f"p_rope:p={p}" for p in (1, 0.9, 0.75, 0.6, 0.5, 0.4, 0.25)]
-FAMILIES: Mapping[str, Sequence[str]] = {
-    "p_rope": [*_PARTS, *(f"abf:factor={base}+{part}" for base in (10, 50) for part in _PARTS)]
-}
-"""The families of :func:`family`: values of p of p-RoPE, with 1, 10 and 50 times the base."""
-
 
 @dataclass(frozen=True, eq=False)
 class FittedPatch(Patch):
@@ -82,6 +77,8 @@ class FittedPatch(Patch):
         texts: what it was fitted to, and why; None before anything is known.
         second: the second domain.
         warnings: what to know before the table is used, sentences.
+        unpatched: what to know of the unpatched model where no table answers prompts within the trained length,
+            sentences; it is measured then alone.
     """
 
     candidates: Mapping[str, tuple[Candidate, ...]] = field(default_factory=dict)
@@ -91,6 +88,7 @@ class FittedPatch(Patch):
     texts: FitTexts | None = None
     second: SecondDomain = field(default_factory=SecondDomain)
     warnings: tuple[str, ...] = ()
+    unpatched: tuple[str, ...] = ()
 
     @property
     def winner(self) -> tuple[Candidate, Candidate]:
@@ -106,6 +104,7 @@ class FittedPatch(Patch):
             "method": str(self.method),
             "stopped": {label: why for label, why in self.stopped.items() if why},
             "warnings": list(self.warnings),
+            "unpatched": list(self.unpatched),
             "carries_over": CARRIES_OVER,
             "text": None if self.texts is None else self.texts.to_dict(),
             "second_domain": self.second.to_dict(),
@@ -305,7 +304,7 @@ def fit(
         if objective.positions == "pose":
             check_model(model)
         on_start(FitCost(spec, objective, schedule, trained, len(suite.windows), len(domain.windows), len(methods)))
-        found = _fit_all(model, methods, start, schedule, first, options)
+        found = _fit_all(evaluator, methods, start, schedule, first, options, trained, result_cache)
     except BaseException:
         first._state.reinstate()
         raise
@@ -329,15 +328,19 @@ def _warnings(objective: Objective, schedule: Schedule, texts: FitTexts, domain:
     return tuple(sentences)
 
 
+# Many parameters: it is the part of fit() below its checks.
 def _fit_all(
-    model: nn.Module,
+    evaluator: Evaluator,
     methods: Sequence[Method],
     start: Callable[[Method], FitRun],
     schedule: Schedule,
     first: Patch,
     options: Mapping[str, Any],
+    trained: int,
+    result_cache: MutableMapping[str, Any] | None,
 ) -> FittedPatch:
     """Fit from every start, and leave the best table in place; what ``first`` undoes is undone with it."""
+    model, unpatched = evaluator.model, tuple[str, ...]()
     runs: dict[str, FitRun] = {}
     candidates: dict[str, tuple[Candidate, ...]] = {}
     with plain_weights(model):
@@ -350,6 +353,9 @@ def _fit_all(
                 schedule.patience,
                 schedule.checkpointing,
             )
+        if evaluator.fails_within(trained, itertools.chain(*candidates.values())):
+            apply(model, Default(), replace=True, **options)
+            unpatched = evaluator.unpatched_warnings(trained, result_cache)
     label, winner = choose(candidates)
     last = apply(model, winner.method, replace=True, **options)
     known = {f.name: getattr(last, f.name) for f in fields(Patch)} | {"_state": first._state}  # what restore() gives
@@ -359,22 +365,8 @@ def _fit_all(
         chosen=f"{label}, {winner.name}",
         losses={label: tuple(run.losses) for label, run in runs.items()},
         stopped={label: run.stopped for label, run in runs.items()},
+        unpatched=unpatched,
     )
-
-
-def family(name: str) -> list[str]:
-    """Return the members of a family that are worth comparing, to be given as ``init`` with ``Schedule(steps=0)``.
-
-    Raises:
-        ValueError: an unknown family.
-
-    Example:
-        >>> family("p_rope")[:3]
-        ['p_rope:p=1', 'p_rope:p=0.9', 'p_rope:p=0.75']
-    """
-    if name not in FAMILIES:
-        raise ValueError(f"unknown family {name!r}.{did_you_mean(name, FAMILIES)} Known: {', '.join(FAMILIES)}")
-    return list(FAMILIES[name])
 
 
 def _doubling(low: int, high: int) -> list[int]:

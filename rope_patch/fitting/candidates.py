@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from rope_patch.evaluation.answers import ShownAnswer, few_answers, one_of_each
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.intervals import paired_means, paired_shares
 from rope_patch.evaluation.losses import PerplexityResult
 from rope_patch.evaluation.metric import PairedDifference
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import effective_prompts
-from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.evaluation.suite import ANSWERED, EvalResult, EvalSuite
 from rope_patch.fitting.rows import Objective
 from rope_patch.methods import Method
 from rope_patch.processes import from_first
@@ -42,6 +43,8 @@ class Candidate:
         windows: loss of each window of held-out text.
         second_windows: loss of each window of the second domain; empty where there is none.
         task: of the prompts.
+        first_choice: share of answers that are first choice, by length.
+        answers_given: of each length a wrong answer, where there is one, and a right one.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Candidate:
     windows: Losses
     second_windows: Losses = field(default_factory=dict)
     task: str = "passkey"
+    first_choice: Mapping[int, float] = field(default_factory=dict)
+    answers_given: tuple[ShownAnswer, ...] = ()
 
     @property
     def hits(self) -> dict[int, tuple[bool, ...]]:
@@ -71,6 +76,11 @@ class Candidate:
     def second_nll(self) -> dict[int, float]:
         """Mean loss of the second domain, by the end of the bucket [nats/token]."""
         return _means(self.second_windows)
+
+    @property
+    def few_answers(self) -> list[ShownAnswer]:
+        """A wrong answer and a right one, those of the shortest prompts that have them."""
+        return [answer for _, answer in one_of_each(("", answer) for answer in self.answers_given)]
 
     @classmethod
     def from_scores(
@@ -99,6 +109,8 @@ class Candidate:
             _losses(text, lengths),
             {} if second is None else _losses(second, lengths),
             task,
+            {length: retrieval.first_choice(length) for length in lengths},
+            tuple(answer for _, answer in few_answers([(name, scores)], lengths)),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,6 +120,8 @@ class Candidate:
             "method": str(self.method),
             "retrieval": {str(length): share for length, share in self.retrieval.items()},
             "prompts": {str(length): len(hits) for length, hits in self.hits.items()},
+            "first_choice": {str(length): share for length, share in self.first_choice.items()},
+            "answers_given": [asdict(answer) for answer in self.answers_given],
             "answers_nll": self.answers,
             "nll": {str(high): nll for high, nll in self.nll.items()},
             "second_nll": {str(high): nll for high, nll in self.second_nll.items()},
@@ -234,6 +248,34 @@ class Evaluator:
                 cut: dict[str, Any] = {"window": spec.longest, "buckets": spec.edges, "chunk": chunk}
                 second = perplexity(self.model, self.second, batch=spec.rows, **cut, **options)
             return Candidate.from_scores(name, method, scores, second)
+
+        return from_first(measure)
+
+    def fails_within(self, trained: int, candidates: Iterable[Candidate]) -> bool:
+        """Tell whether no candidate answers the prompts of some length that the model was trained at.
+
+        Args:
+            trained: the length that it was trained at [tokens].
+            candidates: all of a fit.
+        """
+        several = list(candidates)
+        return any(max(c.retrieval[n] for c in several) < ANSWERED for n in self.suite.spec.lengths if n <= trained)
+
+    def unpatched_warnings(self, trained: int, result_cache: MutableMapping[str, Any] | None) -> tuple[str, ...]:
+        """Return what to know of the model without a patch, which it must be now; the first process measures it.
+
+        Args:
+            trained: the length that it was trained at; longer prompts are not read [tokens].
+            result_cache: of finished work.
+        """
+        part = self.suite.smaller(0, self.suite.spec.samples)
+        part.spec = replace(part.spec, lengths=[n for n in part.spec.lengths if n <= trained])
+
+        def measure() -> tuple[str, ...]:
+            def on_progress(tokens: int) -> None:
+                self.on_progress("unpatched: evaluation", tokens)
+
+            return tuple(part.run(self.model, resume=result_cache, on_progress=on_progress).warnings(trained))
 
         return from_first(measure)
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from rope_patch import __version__
+from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE, markdown_table
 from rope_patch.evaluation.metric import PairedDifference
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.fitting.candidates import Candidate
@@ -32,7 +33,8 @@ base, {weights}.
 - **Target length**: {length} tokens
 {lines}
 {scores}
-{notes}`fit.json` has the measurements on held-out text and prompts. Plain transformers loads this folder as it is.
+{answers}{notes}`fit.json` has the measurements on held-out text and prompts. Plain transformers loads this folder
+as it is.
 """
 
 HEADING = """
@@ -114,15 +116,39 @@ def card(
         length=length,
         lines=lines,
         scores="\n".join(("", *changes(winner, first, patch.second), "")),
-        notes="" if candidate == "start" else _notes(patch.warnings),
+        answers=_answers(winner),
+        notes=_notes(patch.unpatched, patch.warnings if candidate != "start" else None),
         version=__version__,
     )
     return f"{ours}{HEADING}{body.lstrip()}" if body.strip() else ours
 
 
-def _notes(warnings: Sequence[str]) -> str:
-    """Return what the intervals speak of, what is known of such tables on other text, and the warnings."""
-    return "".join(f"{note}\n\n" for note in (POPULATION, CARRIES_OVER, *(f"**Note**: {w}." for w in warnings)))
+def retrieval_of(winner: Candidate) -> str:
+    """Return what counts as answered, and the shares of a table's answers that are first choice, as sentences."""
+    sentence = f"{EXACT_MATCH}; tables are ranked by that first, and by perplexity second."
+    if not winner.first_choice:
+        return sentence
+    shares = ", ".join(f"{share:.2f} at {length} tokens" for length, share in winner.first_choice.items())
+    return f"{sentence} {FIRST_CHOICE} Under the table in use this share is {shares}. Answers under it:"
+
+
+def _answers(winner: Candidate) -> str:
+    """Return the same with a few answers as a Markdown table."""
+    table = markdown_table(("", answer) for answer in winner.few_answers)
+    return f"{retrieval_of(winner)}\n\n{table}\n\n" if winner.few_answers else f"{retrieval_of(winner)}\n\n"
+
+
+def _notes(unpatched: Sequence[str], warnings: Sequence[str] | None) -> str:
+    """Return what to know of the unpatched model, and of a table that was fitted.
+
+    Args:
+        unpatched: sentences.
+        warnings: about the fitted table, which come with what the intervals speak of, and what is known of such tables
+            on other text; None where nothing was fitted.
+    """
+    population = () if warnings is None else (POPULATION, CARRIES_OVER)
+    notes = (*population, *(f"**Note**: {sentence}." for sentence in (*unpatched, *(warnings or ()))))
+    return "".join(f"{note}\n\n" for note in notes)
 
 
 def parts_of(text: str) -> tuple[dict[str, Any], str]:

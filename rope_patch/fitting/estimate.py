@@ -88,8 +88,18 @@ class FitCost:
 
     @property
     def more(self) -> int:
-        """The tokens that are read in addition, at most: where no table is better than its start, others are tried."""
-        return self.starts * len(WAYS) * self.evaluated * averages(self.schedule.steps)
+        """The tokens that are read in addition, at most.
+
+        Where no table is better than its start, others are tried; where none answers the prompts within the trained
+        length, the unpatched model is asked these.
+        """
+        return self.starts * len(WAYS) * self.evaluated * averages(self.schedule.steps) + self.unpatched
+
+    @property
+    def unpatched(self) -> int:
+        """The tokens of the prompts within the trained length."""
+        within = [length for length in self.spec.lengths if length <= self.trained_length]
+        return replace(self.spec, lengths=within).tokens_to_read(0) if within else 0
 
     def seconds(self, pace: Pace) -> float:
         """Return how long reading :attr:`tokens` takes [s]; several processes share the steps.

@@ -12,6 +12,7 @@ from torch import Tensor
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, spans_at
 from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.kv_cache.packed import PackedCache
 from rope_patch.kv_cache.schemes import FORMATS, Scheme
 from rope_patch.kv_evaluation.attribution import longest_keys
@@ -83,10 +84,12 @@ class KVCheck:
     @property
     def warnings(self) -> list[str]:
         """What to know before reading the scores, as sentences."""
-        if self.loaded is not None or "default" not in self.methods:
+        if self.loaded is not None:
             return []
-        full = self.of("default")[0]
-        return full.scores.warnings(self.trained_length)
+        full = {method: self.of(method)[0].scores for method in self.methods}
+        if "default" not in full:
+            return unpatched_missing(list(full.values()), self.trained_length)
+        return full["default"].warnings(self.trained_length)
 
     def meant(self, method: str) -> str:
         """Return a method as text; ``default`` with the patch that the model was loaded with."""
@@ -101,6 +104,14 @@ class KVCheck:
             if row.mitigation_of is None
             for item in (row, *(other for other in rows if other.mitigation_of == row.scheme))
         )
+
+    def named_scores(self) -> list[tuple[str, EvalResult]]:
+        """Return the scores of every row, each with its method and its scheme as text."""
+        return [
+            (f"{row.method}: {'full precision' if row.divergence is None else row.scheme}", row.scores)
+            for method in self.methods
+            for row in self.of(method)
+        ]
 
     def change(self, row: CheckRow, length: int, metric: str = "perplexity") -> PairedDifference:
         """Return what a scheme changes, with its interval: nats/token, or a share of prompts.

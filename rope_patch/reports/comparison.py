@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import base64
 import itertools
-import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 
+from rope_patch.evaluation.answers import few_answers
 from rope_patch.evaluation.compare import Column, Comparison, Row
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.evaluation.metrics import METRICS
 from rope_patch.evaluation.numbers import number_text, perplexity_text
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
-from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.files import write_atomically
 from rope_patch.frequencies import unrotated, wavelength
@@ -124,7 +123,7 @@ def _section(comparison: Comparison) -> dict[str, Any]:
         "summary": summary(comparison, dict(zip((row.method for row in rows), names, strict=True))),
         "facts": _facts(comparison),
         "warnings": comparison.warnings,
-        "answers": list(answers([(name, row.scores) for name, row in zip(names, rows, strict=True)])),
+        "answers": few_answers([(name, row.scores) for name, row in zip(names, rows, strict=True)]),
         "percent": f"{100 * comparison.confidence:g} %",
         "joined": [task for task in comparison.spec.tasks if TASKS[task].joined],
         "unjoined": [task for task in comparison.spec.tasks if not TASKS[task].joined],
@@ -190,20 +189,6 @@ def haystack_of(retrieval: RetrievalResult) -> str:
     """Return what needles were hidden in, and how prompts were put to the model."""
     put = "the chat template of the tokenizer" if retrieval.chat else "plain text, without a chat template"
     return f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {put}"
-
-
-def answers(scores: Sequence[tuple[str, EvalResult]]) -> Iterator[tuple[str, str, int, str, str]]:
-    """Yield a few answers as they were given: name, task, length, what was asked for and what the model said.
-
-    Args:
-        scores: each with the name it is shown under.
-    """
-    for task in scores[0][1].spec.tasks:
-        lengths = scores[0][1].spec.lengths
-        for length in dict.fromkeys((lengths[0], lengths[-1])):
-            for name, result in scores:
-                sample = result.retrieval[task].example(length)
-                yield name, task, length, sample.expected, json.dumps(sample.output, ensure_ascii=False)
 
 
 def _groups(columns: Sequence[Column], *, of_differences: bool = False) -> list[tuple[str, list[str]]]:

@@ -21,7 +21,8 @@ from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.reports import kv_pictures as pictures
 from rope_patch.reports.blocks import Block, SchemeRow, SchemeTable, Section
-from rope_patch.reports.comparison import Cell, answers, haystack_of, render
+from rope_patch.reports.comparison import Cell, haystack_of, render
+from rope_patch.reports.kv_answers import answers_table, value_cell
 
 
 def write(path: str | Path, check: KVCheck, *, command: str | None = None) -> None:
@@ -70,32 +71,14 @@ def _results(check: KVCheck) -> Section:
         f"the prompts were lost. Unsafe: that interval lies above {limit}, or the one of retrieval below 0. Undecided: "
         "more windows or prompts are needed, or, where it says so, the scheme rounds nothing at that length, so more "
         "of them would not help. Changes are paired, on the same windows and prompts as full precision "
-        "under the same method; their intervals stand below them. Bits are of an element of the whole cache at that "
+        "under the same method; their intervals stand below them. Retrieval is exact match of greedy decoding; below "
+        "it stands the share of answers that are first choice. Bits are of an element of the whole cache at that "
         "length; below them, of the part that is quantized, which is what counts at long lengths. "
         f"{OF_WINDOWS} {OF_PROMPTS}"
     )
     notes = [f"Note: {sentence}." for sentence in check.warnings]
     tables = [_table(check, length) for length in check.lengths]
-    return Section("results", "What survives", [*notes, words, *tables, _answers(check)])
-
-
-def _answers(check: KVCheck) -> SchemeTable:
-    """A few answers as they were given."""
-    scores = [
-        (f"{row.method}: {'full precision' if row.divergence is None else row.scheme}", row.scores)
-        for method in check.methods
-        for row in check.of(method)
-    ]
-    lines = [
-        SchemeRow(name, [Cell(str(length)), *(Cell(text, mark="text") for text in (task, expected, output))])
-        for name, task, length, expected, output in answers(scores)
-    ]
-    return SchemeTable(
-        "A few answers",
-        "The first haystack of the shortest and the longest prompts, with the needle in the middle of the depths.",
-        ("Scheme", "Length [tokens]", "Task", "Asked for", "Answer"),
-        lines,
-    )
+    return Section("results", "What survives", [*notes, words, *tables, answers_table(check)])
 
 
 def _table(check: KVCheck, length: int) -> SchemeTable:
@@ -106,7 +89,7 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
     for method in check.methods:
         base = check.of(method)[0]
         for row in check.of(method):
-            values = [Cell(metric.format_long(metric.value(row.scores, span))) for metric, span in metrics]
+            values = [value_cell(metric, row.scores, span) for metric, span in metrics]
             if row.divergence is None:
                 cells = [Cell("16"), *(cell for value in values for cell in (value, Cell("–")))]
                 cells += [Cell("–"), Cell("–"), Cell("–"), Cell("", mark="text")]

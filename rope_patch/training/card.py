@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rope_patch.evaluation.answers import FIRST_CHOICE, ShownAnswer, markdown_table
 from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 from rope_patch.training.models import BUNDLED
 from rope_patch.training.reading import read
@@ -28,10 +29,14 @@ model = rope_patch.load("THIS FOLDER", dtype="{dtype}")
 
 {scores}
 {compared}
-Retrieval: exact match on {asked} {task} prompts per length, with 95 % Wilson intervals over what the haystacks are
-worth{trained_on}.
+Retrieval: exact match of greedy decoding on {asked} {task} prompts per length, with 95 % Wilson intervals over what the
+haystacks are worth{trained_on}. {first_choice}
 Perplexity: by position, over {windows} windows of held-out text. {population}
 
+Answers after training:
+
+{answers}
+{notes}
 ## Training
 
 ```bash
@@ -79,6 +84,9 @@ def card(results: dict[str, Any], final: RecipeScores) -> str:
         trained_on="; such prompts were among the training rows"
         if data.retrieval and data.task == options.evaluation.task
         else "",
+        first_choice=FIRST_CHOICE,
+        answers=markdown_table(("", ShownAnswer(**answer)) for answer in results["answers"]),
+        notes="".join(f"\n**Note**: {sentence}.\n" for sentence in results["notes"]),
         windows=final.perplexity.windows if final.perplexity else 0,
         population=f"{OF_WINDOWS} {OF_PROMPTS}",
         command=results["command"],
@@ -89,7 +97,7 @@ def card(results: dict[str, Any], final: RecipeScores) -> str:
         device=environment["device"],
         best=""
         if results["best_step"] is None
-        else f"; step {results['best_step']} had the best score and is this one",
+        else f"; step {results['best_step']} had the best score (exact match, then perplexity) and is this one",
         data=_data(options),
         curve=_curve(results["curve"], list(results["after"])[1:]),
         losses=", ".join(f"{entry['loss']:.3f} (step {entry['step']})" for entry in results["losses"][-3:]),
@@ -157,6 +165,10 @@ def _scores(results: dict[str, Any], final: RecipeScores) -> str:
             interval = f" ({low:.2f} to {high:.2f})"
         label = f"{kind} at {numbers[0]}" if kind == "retrieval" else f"{kind} {numbers[0]} to {numbers[1]}"
         lines.append(f"| {label} | {earlier} | {after[name]:.3g}{interval} |")
+        if kind == "retrieval":
+            first, (length,) = results["first_choice"], numbers
+            earlier = "" if first["before"] is None else f"{first['before'][length]:.3g}"
+            lines.append(f"| first choice at {length} | {earlier} | {first['after'][length]:.3g} |")
     return "\n".join(lines)
 
 

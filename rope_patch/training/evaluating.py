@@ -62,9 +62,16 @@ class RecordedEvaluations:
 
     def changes(self, final: RecipeScores) -> list[Change]:
         """Return how the metrics changed from before training to the end; empty where nothing was evaluated before."""
-        if not self.before:
-            return []
-        return changes(from_json(self.before["evaluation"], final.scores.spec), final.scores)
+        before = self.scores_before(final)
+        return [] if before is None else changes(before, final.scores)
+
+    def scores_before(self, final: RecipeScores) -> EvalResult | None:
+        """Return the evaluation before training; None where the model was not evaluated then.
+
+        Args:
+            final: another evaluation of the run, whose spec is the same.
+        """
+        return from_json(self.before["evaluation"], final.scores.spec) if self.before else None
 
     def curve(self, last: int) -> list[dict[str, float]]:
         """Return the metrics of every evaluation up to a step, in order."""

@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ import torch
 import transformers
 
 from rope_patch import __version__
+from rope_patch.evaluation.answers import first_choice, shortest_of_each
+from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.files import write_atomically
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.verify import trained_length
 from rope_patch.training.card import card
 from rope_patch.training.evaluating import RecordedEvaluations, best_step, to_json
 from rope_patch.training.models import resolve
@@ -72,12 +75,37 @@ def write_results(
         "before": before.get("metrics"),
         "curve": evaluations.curve(trainer.state.global_step),
         "after": final.metrics(),
+        **_of_answers(context, trainer.model, evaluations.scores_before(final), final.scores),
     }
     scores = {"before": before.get("evaluation"), "after": after}
     write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
     write_atomically(out / "README.md", card(results, final))
     write_atomically(out / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")
     return results
+
+
+def _of_answers(context: RunContext, model: Any, before: EvalResult | None, after: EvalResult) -> dict[str, Any]:
+    """Shares that are first choice by length, a wrong answer and a right one, and what to know of the unpatched model.
+
+    Args:
+        context: of the run.
+        model: after training.
+        before: the evaluation before training; None where there was none.
+        after: the one at the end.
+    """
+    record = None if model is None else find_rotary(model).record
+    trained = 0 if model is None else trained_length(model)
+    if before is not None and (record is None or str(record.to_method()) == "default"):
+        notes = before.warnings(trained)
+    else:
+        measured = [after] if before is None else [before, after]
+        notes = unpatched_missing(measured, trained, "rope-patch compare MODEL --methods default measures it")
+    results = {"before": before, "after": after}
+    return {
+        "first_choice": {name: scores and first_choice(scores) for name, scores in results.items()},
+        "answers": [asdict(answer) for _, answer in shortest_of_each([("", after)])],
+        "notes": notes,
+    }
 
 
 def _description(context: RunContext, trainer: LongTrainer, rows: PackedRows) -> dict[str, Any]:

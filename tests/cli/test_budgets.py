@@ -73,7 +73,7 @@ def test_analyze_says_what_less_text_costs_and_shares_the_time_among_models(tmp_
     words = ("analyze", BUNDLED, "--text", DOMAINS, "--window", "32", "--p", "0.5", "--no-report")
     lines = said(*words, "-o", tmp_path / "one", "--budget", "10s")
     # 8.5 s: half for rows that are read three times, 1416 tokens, in rows of 32; the rest for two tables.
-    assert "statistics over 1408 instead of" in lines and "times as much from text to text" in lines
+    assert "statistics over 1408 instead of" in lines and "times as much on another text" in lines
     assert "the p sweep reads" in lines and "times as wide" in lines
     both = said(*words, "-o", tmp_path / "two", "--budget", "10s", "--against", BUNDLED)
     assert "statistics over 704 instead of" in both and both.count(" tokens in about 4 s") == 2
@@ -140,7 +140,8 @@ def test_fit_reads_less_of_a_large_model_or_within_a_time(tmp_path, monkeypatch,
     lines = said(*words, "-o", tmp_path / "fitted")
     assert "for a model of this size: 1 instead of 4 samples" in lines and "4 instead of 8 windows" in lines
     # a step of 4096 tokens; start and end on 4 windows of 512 tokens and a prompt of 256 and of 512
-    assert "reads 9,728 tokens in about 15 s; --budget 30m aims at a time, --positions pose takes short rows" in lines
+    assert "reads 9,728 tokens in about 15 s, and up to 256 more if" in lines
+    assert "; --budget 30m aims at a time, --positions pose takes short rows" in lines
     lines = said(*words, "-o", tmp_path / "fitted", "--budget", "2m")
     assert "--budget:" not in lines and "aims at a time" not in lines
     lines = said(

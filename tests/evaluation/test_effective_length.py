@@ -90,9 +90,12 @@ def test_none_without_the_unpatched_model_within_its_trained_length(name, traine
 
 def test_the_explanation_says_how_many_prompts_suffice():
     found = effective_lengths({"default": scores([40, 39, 0], SAME)}, 16)
-    assert "cannot show" not in found.explanation, "40 prompts can: the model lost one"
+    assert "can be shown" not in found.explanation, "40 prompts can: the model lost one"
     assert "of the unpatched model's at 16 tokens" in found.explanation
     assert "Retrieval has none" not in found.explanation
     few = replace(found, samples=4, depths=5)  # (.025) ** (1 / 36) = .903, with 35 haystacks .89996
-    assert "Prompts of 4 haystacks cannot show that of retrieval" in few.explanation
-    assert "it takes 36 (samples=36, --samples 36)" in few.explanation
+    assert few.explanation.endswith(
+        " With 4 haystacks at each length no effective length of retrieval can be shown, even if all prompts are "
+        "answered: it takes at least 36 haystacks (samples=36, --samples 36)."
+    )
+    assert " With 1 haystack at each length" in replace(found, samples=1, depths=5).explanation

@@ -288,6 +288,26 @@ def test_digits_are_characters_whatever_the_tokens(output, predicted, correct, d
     assert made[0].logprob == -0.75 and made[0].first_choice is (predicted == (0, 1))
 
 
+def test_first_choice_is_of_the_tokens_and_exact_match_of_the_text():
+    tokenizer = Spelling(" 12", "345", " 12345", " the")
+    prompt = Prompt("", " 12345", (0, 1), 2, ("12345",), (2,), (0.5,))
+
+    def shares(output, predicted):
+        (made,) = grade(tokenizer, TASKS["passkey"], prompt, Answer(output, predicted, (-0.5, -0.25)))
+        return made.correct, made.first_choice
+
+    assert shares((2, 3), (2, 1)) == (True, False), "the number as one token: the right text in other tokens"
+    assert shares((0,), (0, 1)) == (False, True), "decoding stopped: what was read through another cache is right"
+
+
+def test_a_joined_answer_may_be_right_without_being_first_choice():
+    """Said in another order, the second and the first number are right, and no token of them where it is asked for."""
+    tokenizer = Spelling(" 11", ",", " 22")
+    prompt = Prompt("", " 11, 22", (0, 1, 2), 3, ("11", "22"), (1, 3), (0.0, 1.0))
+    made = grade(tokenizer, TASKS["multivalue"], prompt, Answer((2, 1, 0), (2, 1, 0), (-1.0, -0.5, -2.0)))
+    assert [s.correct for s in made] == [True, True] and [s.first_choice for s in made] == [False, False]
+
+
 def test_a_single_answer_comes_first():
     tokenizer = Spelling(" 12", "345", " the")
     prompt = Prompt("", " 12345", (0, 1), 2, ("12345",), (2,), (0.5,))

@@ -20,8 +20,10 @@ from typer.testing import CliRunner
 import rope_patch
 from rope_patch.cli.app import app
 from rope_patch.cli.extend import extend as extend_command
+from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE, few_answers
 from rope_patch.extending import extend
 from rope_patch.extending.card import card
+from rope_patch.extending.choosing import BASIS
 from rope_patch.extending.looking import other_programs
 from rope_patch.extending.options import ExtendOptions, read_options
 from rope_patch.extending.run import Run
@@ -70,9 +72,29 @@ def test_the_card_and_the_record_say_why(extended):
     row = re.search(r"passkey prompts of 512 tokens that are answered \| (\S+) \| (\S+) ", page)
     after = outcome.comparison.rows[[r.method for r in outcome.comparison.rows].index("yarn:factor=2")]
     assert float(row[2]) == round(after.scores.retrieval["passkey"].accuracy(512), 2)
+    for part in (BASIS, EXACT_MATCH, FIRST_CHOICE):
+        assert page.count(part) == 1
+    shown = few_answers([("", after.scores)], [512])
+    assert shown and all(
+        f"| `after` | passkey | 512 | {one.place} | {one.expected} | `` {one.quoted} `` |" in page for _, one in shown
+    )
+    share = after.scores.retrieval["passkey"].first_choice(512)
+    assert re.search(rf"passkey prompts of 512 tokens whose answer is first choice \| \S+ \| {share:.2f} ", page)
     assert record["other_programs"] == [] and "vLLM, SGLang and llama.cpp compute the same table" in page
     options = ExtendOptions(**read_options(outcome.output / "extend.yaml"))
     assert options.length == 512 and options.methods == ("yarn", "pi", "nope")
+
+
+def test_the_card_says_it_where_the_unpatched_model_fails_within_its_trained_length(extended):
+    outcome, _ = extended
+    assert "**Note**" not in card(outcome)
+    comparison = outcome.comparison
+    unpatched = comparison.rows[0].scores.retrieval["passkey"]
+    cells = [replace(c, samples=tuple(replace(s, correct=False) for s in c.samples)) for c in unpatched.cells]
+    scores = replace(comparison.rows[0].scores, retrieval={"passkey": replace(unpatched, cells=tuple(cells))})
+    rows = (replace(comparison.rows[0], scores=scores), *comparison.rows[1:])
+    failing = replace(outcome, comparisons=(replace(comparison, rows=rows),))
+    assert "**Note**: without a patch the model answers 0% of the passkey prompts of 256 tokens" in card(failing)
 
 
 def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, extended, tmp_path):
@@ -216,6 +238,8 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     )
     assert result.exit_code == 4, result.output
     assert "nothing was written. What would help:\n  training: --train\n" in result.output
+    assert f"{EXACT_MATCH}, as in:\n  nope, passkey, 256 tokens, " in result.output
+    assert f"{BASIS}.\nno method can be chosen" in result.output
     assert not (tmp_path / "out").exists()
 
 

@@ -1000,9 +1000,8 @@ def test_the_front_matter_of_a_card_keeps_the_licence_and_drops_the_scores_of_th
 )
 def test_a_card_whose_front_matter_cannot_be_read_is_kept_whole(text):
     start, better = candidate("start", (10, 5), (2.0, 3.0)), candidate("step 4", (10, 5), (1.9, 2.9))
-    patch = SimpleNamespace(
-        chosen="yarn, step 4", texts=fit_texts(TEXT, 0.0), winner=(better, start), second=SecondDomain(), warnings=()
-    )
+    parts = {"texts": fit_texts(TEXT, 0.0), "second": SecondDomain(), "warnings": (), "unpatched": ()}
+    patch = SimpleNamespace(chosen="yarn, step 4", winner=(better, start), **parts)
     made = card("org/tiny", patch, 96, text, rows="96 tokens", on_hub=True)
     assert made.endswith(text) and ModelCard(made).data.base_model == "org/tiny"
 

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app as cli
+from rope_patch.evaluation.answers import shortest_of_each
 from rope_patch.files import folder_to_write
 from rope_patch.frequencies import geometric, wavelength
 from rope_patch.kv_cache.schemes import PRESETS
@@ -247,6 +248,23 @@ def test_the_tables_have_the_numbers(checked, undrawn):
     assert correlations[2][1] == f"{row.prediction[0]:.2f}".replace("-", "−")
 
 
+def test_first_choice_stands_below_exact_match_and_answers_with_their_verdict(checked, undrawn):
+    """Of the scheme's two answers at 40 tokens one is right here, and another one is first choice."""
+    row = checked.of("default")[1]
+    result = row.scores.retrieval["passkey"]
+    (first, *others), read = result.cells, replace(result.cells[1].samples[0], first_choice=True)
+    right = replace(first, samples=(replace(first.samples[0], correct=True, output="7"),))
+    changed = replace(result, cells=(right, replace(others[0], samples=(read,)), *others[1:]))
+    scores = replace(row.scores, retrieval={"passkey": changed})
+    rows = [replace(one, scores=scores) if one is row else one for one in checked.rows]
+    page = Page(kv_report.page(replace(checked, rows=tuple(rows))))
+    cells = next(cells for cells in page.rows if cells[0][1].strip() == "int4-token")
+    assert cells[4][1] == "0.50first choice 0.50"
+    few = [[text.strip() for _, text in cells] for cells in page.rows if cells[0][1].strip() == "default: int4-token"]
+    assert [one[1:3] + one[-1:] for one in few] == [["40", "100 %", "wrong"], ["40", "0 %", "right"]]
+    assert few[1][5] == '"7"'
+
+
 def test_what_is_unsafe_is_named_with_its_mitigation(checked, undrawn):
     check = unsafe(checked)
     page = Page(kv_report.page(check))
@@ -364,6 +382,8 @@ def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
     for sentence in checked.summary():
         assert " ".join(sentence.split()) in " ".join(printed.split())
     assert "3 windows of 56 tokens, which do not overlap" in printed and "not packed" in printed
+    (few,) = [one for _, one in shortest_of_each(checked.named_scores())]
+    assert f"(exact match), as in:\n  default: full precision, {few}\n" in printed and "(wrong)" in str(few)
     assert "wrote kv-check.json, kv-check.csv, kv-check.html" in printed
     lines = list(csv.DictReader(io.StringIO((out / "kv-check.csv").read_text())))
     table = checked.table()

@@ -172,6 +172,17 @@ def test_cells_land_where_they_belong():
     assert logprob.axes[0].texts[0].get_text() == "−1.5"
 
 
+def test_of_a_score_below_one_a_wrong_answer_is_shown_first_with_its_length_and_depth(undrawn):
+    """At 8 tokens one depth of three is wrong; at 4 all are right."""
+    page = Page(report.report([comparison(row("m", [1.0], {(8, 0.5): 0}))]))
+    shown = [[text.strip() for _, text in cells] for cells in page.rows if cells[-1][1] in ("right", "wrong")]
+    assert shown == [
+        ["m", "passkey", "4", "0 %", "12", '"12"', "right"],
+        ["m", "passkey", "8", "50 %", "12", '"12"', "wrong"],
+        ["m", "passkey", "8", "0 %", "12", '"12"', "right"],
+    ]
+
+
 def test_heat_map_without_a_number():
     figure = plots.retrieval_heatmap(
         {"m": [[-math.inf, -1.0]]}, lengths=(4096, 5), depths=(0.25,), title="t", limits=(-2, 0), digits=1

@@ -74,6 +74,18 @@ def test_it_leaves_an_adapter_with_patch_scores_and_card(done):
         ]
         assert len(right) == 2 and results[when]["retrieval_256"] == sum(right) / 2
     text = (folder / "README.md").read_text()
+    before, after = (results["first_choice"][when]["256"] for when in ("before", "after"))
+    cells = [cell for cell in evaluated["after"]["retrieval"]["cells"] if cell["length"] == 256]
+    assert after == sum(s["first_choice"] for cell in cells for s in cell["samples"]) / 2
+    assert f"| first choice at 256 | {before:.3g} | {after:.3g} |" in text and "greedy decoding on 2 passkey" in text
+    assert 1 <= len(results["answers"]) <= 2
+    for answer in results["answers"]:
+        cells = evaluated["after"]["retrieval"]["cells"]
+        given = [
+            s for c in cells for s in c["samples"] if [c["length"], c["depth"]] == [answer["length"], answer["depth"]]
+        ]
+        assert answer["output"] in [sample["output"] for sample in given]
+        assert f"| {answer['expected']} | `` {json.dumps(answer['output'])} `` |" in text
     for needed in (
         "python recipes/finetune_lora.py x.yaml",
         "yarn:factor=4",
@@ -296,6 +308,26 @@ def test_a_run_without_a_patch_or_with_a_long_warm_up_warns(tmp_path):
         text.startswith("train.warmup=3 steps are more than train.steps=1: the learning rate") for text in messages
     )
     assert result.results["patch"] in (None, "default")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:there is no patch.method")
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (["patch.method=null"], "without a patch the model answers 0% of the vt prompts of 256 tokens, within its "),
+        ([], "at most 0% of the vt prompts of 256 tokens are answered, within the trained length of 256 tokens, but "),
+        (["evaluation.before=false"], "0% of the vt prompts of 256 tokens are answered, within the trained length "),
+    ],
+)
+def test_a_run_says_whether_the_task_is_too_hard_for_the_unpatched_model(tmp_path, words, start):
+    small = ("evaluation.lengths=256", "evaluation.windows=0", "train.steps=1", "train.warmup=0", "evaluation.task=vt")
+    result = finetune(options(tmp_path / "run", *small, *words))
+    (note,) = result.results["notes"]
+    assert note.startswith(start)
+    assert f"**Note**: {note}.\n" in (result.folder / "README.md").read_text()
+    if words != ["patch.method=null"]:
+        assert note.endswith("too hard for it: rope-patch compare MODEL --methods default measures it")
 
 
 @pytest.mark.slow

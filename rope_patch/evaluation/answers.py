@@ -1,0 +1,147 @@
+"""What reports show beside exact match: a few answers as they were given, and the share that is first choice."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rope_patch.evaluation.suite import EvalResult
+from rope_patch.evaluation.tasks import TASKS
+
+EXACT_MATCH = "A prompt counts as answered if greedy decoding gives the right answer (exact match)"
+FIRST_CHOICE = (
+    "An answer is first choice if each of its tokens is the most probable one after the right ones before it."
+)
+"""What the two shares of retrieval are, as reports say it; the first goes on as a sentence needs."""
+
+_NOTED = 3  # shares that a note names before it counts the others
+
+
+@dataclass(frozen=True)
+class ShownAnswer:
+    """One answer as it was given.
+
+    Attributes:
+        task: retrieval task.
+        length: of the prompt [tokens].
+        depth: of the needle, from 0 to 1; of a task without depths, which part of the answer it is.
+        expected: the string asked for.
+        output: what greedy decoding gave.
+        correct: whether it counts as an exact match.
+    """
+
+    task: str
+    length: int
+    depth: float
+    expected: str
+    output: str
+    correct: bool
+
+    @property
+    def place(self) -> str:
+        """The depth in percent; "" where the task has no depths."""
+        return f"{100 * self.depth:.3g} %" if TASKS[self.task].placed else ""
+
+    @property
+    def quoted(self) -> str:
+        """The output in quotation marks, on one line."""
+        return json.dumps(self.output, ensure_ascii=False)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the answer is right, in a word."""
+        return "right" if self.correct else "wrong"
+
+    def __str__(self) -> str:
+        """One line.
+
+        >>> print(ShownAnswer("passkey", 512, 0.25, "48213", " 48218", False))
+        passkey, 512 tokens, depth 25 %: asked for 48213, answered " 48218" (wrong)
+        """
+        place = f", depth {self.place}" if self.place else ""
+        return (
+            f"{self.task}, {self.length} tokens{place}: asked for {self.expected}, answered {self.quoted} "
+            f"({self.verdict})"
+        )
+
+
+def few_answers(
+    scores: Sequence[tuple[str, EvalResult]], lengths: Sequence[int] | None = None
+) -> list[tuple[str, ShownAnswer]]:
+    """Return answers of each task and length: of each name a wrong one, where there is one, and then a right one.
+
+    Args:
+        scores: of one spec, each with the name it is shown under.
+        lengths: by default the shortest and the longest [tokens].
+    """
+    spec = scores[0][1].spec
+    lengths = list(dict.fromkeys((spec.lengths[0], spec.lengths[-1]))) if lengths is None else lengths
+    return [
+        (name, ShownAnswer(task, length, depth, sample.expected, sample.output, bool(sample.correct)))
+        for task in spec.tasks
+        for length in lengths
+        for name, result in scores
+        for depth, sample in result.retrieval[task].examples(length)
+    ]
+
+
+def one_of_each(shown: Iterable[tuple[str, ShownAnswer]]) -> list[tuple[str, ShownAnswer]]:
+    """Return the first wrong answer and the first right one, as far as there are."""
+    firsts: dict[bool, tuple[str, ShownAnswer]] = {}
+    for name, answer in shown:
+        firsts.setdefault(answer.correct, (name, answer))
+    return [firsts[correct] for correct in (False, True) if correct in firsts]
+
+
+def shortest_of_each(scores: Sequence[tuple[str, EvalResult]]) -> list[tuple[str, ShownAnswer]]:
+    """Return a wrong answer and a right one, those to the shortest prompts that have them."""
+    return one_of_each(sorted(few_answers(scores, scores[0][1].spec.lengths), key=lambda one: one[1].length))
+
+
+def answers_text(shown: Iterable[tuple[str, ShownAnswer]]) -> str:
+    """Return lines for a terminal that say what counts as answered, and show answers."""
+    return "\n".join([f"{EXACT_MATCH}, as in:", *(f"  {name}, {answer}" for name, answer in shown)])
+
+
+def markdown_table(shown: Iterable[tuple[str, ShownAnswer]], head: str = "") -> str:
+    """Return answers as a Markdown table.
+
+    Args:
+        shown: answers with their names.
+        head: of the column of names; without one there is no such column.
+    """
+    lines = ["| task | tokens | depth | asked for | answer | |", "| --- | ---: | ---: | --- | --- | --- |"]
+    if head:
+        lines = [f"| {head} {lines[0]}", f"| --- {lines[1]}"]
+    for name, one in shown:
+        cells = [one.task, str(one.length), one.place, one.expected, f"`` {one.quoted} ``", one.verdict]
+        cells = [f"`{name}`", *cells] if head else cells
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def first_choice(scores: EvalResult) -> dict[str, float]:
+    """Return the share of answers that are first choice, by length as text; of several tasks the mean."""
+    results = scores.retrieval.values()
+    return {str(n): statistics.fmean(result.first_choice(n) for result in results) for n in scores.spec.lengths}
+
+
+def first_choice_note(scores: Sequence[tuple[str, EvalResult]]) -> str:
+    """Return where the share that is first choice differs from exact match, as a sentence; "" where it does nowhere.
+
+    Args:
+        scores: of one spec, each with the name it is shown under.
+    """
+    apart = []
+    for name, result in scores:
+        for task, found in result.retrieval.items():
+            for length in result.spec.lengths:
+                first, exact = f"{found.first_choice(length):.2f}", f"{found.accuracy(length):.2f}"
+                if first != exact:
+                    apart.append(f"{first} instead of {exact} for {name} in {task} prompts of {length} tokens")
+    if not apart:
+        return ""
+    more = [f"{len(apart) - _NOTED} more"] * (len(apart) > _NOTED)
+    return f"{FIRST_CHOICE} That share differs from exact match: {'; '.join([*apart[:_NOTED], *more])}."

@@ -1,0 +1,58 @@
+"""What commands print beside exact match: a few answers, the share that is first choice, and what was not measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from report_pages import row
+
+from rope_patch.cli.compare import print_table
+from rope_patch.cli.finetune import print_answers
+from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE
+from rope_patch.evaluation.compare import Comparison
+
+
+def comparison(*rows):
+    return Comparison(rows, rows[0].scores.spec, 4, "", "a text", None, model="Tiny")
+
+
+def test_compare_shows_a_wrong_answer_and_a_right_one(capsys):
+    print_table(comparison(row("default", [1.0, 1.1], {(8, 0.5): 0})))
+    printed = capsys.readouterr().out
+    assert f"{EXACT_MATCH}, as in:\n  default, passkey, 8 tokens, depth 50 %: asked for 12, answered" in printed
+    assert '"12" (wrong)\n  default, passkey, 4 tokens, depth 0 %: asked for 12, answered "12" (right)\n' in printed
+    assert FIRST_CHOICE not in printed, "it is exact match everywhere"
+
+
+def test_compare_says_where_first_choice_differs(capsys):
+    one = row("default", [1.0, 1.1])
+    result = one.scores.retrieval["passkey"]
+    cells = [replace(c, samples=(replace(c.samples[0], first_choice=False), *c.samples[1:])) for c in result.cells]
+    scores = replace(one.scores, retrieval={"passkey": replace(result, cells=tuple(cells))})
+    print_table(comparison(replace(one, scores=scores)))
+    assert "0.83 instead of 1.00 for default in passkey prompts of 4 tokens;" in capsys.readouterr().out
+
+
+def test_compare_says_that_the_unpatched_model_was_not_measured(capsys):
+    print_table(comparison(row("yarn:factor=2", [1.0, 1.1], {(4, depth): 0 for depth in (0.0, 0.5, 1.0)})))
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith("note: 0% of the passkey prompts of 4 tokens are answered") and "--methods" in note
+
+
+@pytest.mark.parametrize("before", [None, {"8": 0.5}])
+def test_finetune_shows_answers_after_training(capsys, before):
+    answer = {"task": "passkey", "length": 8, "depth": 0.5, "expected": "12", "output": "13", "correct": False}
+    first = {"before": before, "after": {"8": 0.75}}
+    print_answers({"first_choice": first, "answers": [answer], "notes": ["do not trust it"]})
+    printed = capsys.readouterr()
+    assert printed.out == (
+        f"first choice 8: {'' if before is None else '0.5 -> '}0.75\n{EXACT_MATCH}, as in:\n"
+        '  after, passkey, 8 tokens, depth 50 %: asked for 12, answered "13" (wrong)\n'
+    )
+    assert printed.err == "note: do not trust it\n"
+
+
+def test_a_run_that_an_older_version_finished_shows_none(capsys):
+    print_answers({"after": {"score": 1.0}})
+    assert capsys.readouterr().out == ""

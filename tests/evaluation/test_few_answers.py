@@ -1,0 +1,141 @@
+"""What reports show beside exact match: a few answers, where first choice differs, and what was not measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from evaluated import answered, result_of
+
+from rope_patch.evaluation.answers import (
+    FIRST_CHOICE,
+    ShownAnswer,
+    few_answers,
+    first_choice,
+    first_choice_note,
+    markdown_table,
+    one_of_each,
+    shortest_of_each,
+)
+from rope_patch.evaluation.compare import Comparison, Row
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.suite import unpatched_missing
+
+DEPTHS = (0.0, 0.5, 1.0)
+
+
+def scores(right, lengths=(64, 128, 256), task="passkey", first=None):
+    """Two haystacks at three depths of each length: so many answers are right, from the last one asked backwards.
+
+    The output names length, haystack and depth. ``first``: how many are first choice; by default the right ones.
+    """
+    cells = []
+    for length, count in zip(lengths, right, strict=True):
+        read = count if first is None else first
+        for at, depth in enumerate(DEPTHS):
+            places = [3 * haystack + at for haystack in range(2)]
+            samples = [
+                replace(answered("7", f"{length} {i} {depth}", i >= 6 - count, 1.0, -1.0), first_choice=i >= 6 - read)
+                for i in places
+            ]
+            cells.append(RetrievalCell(length, depth, tuple(samples)))
+    return result_of(None, RetrievalResult(task, "single", tuple(cells), 0, "noise", "", None, ()))
+
+
+def shown(pairs):
+    return [(name, answer.length, answer.depth, answer.verdict) for name, answer in pairs]
+
+
+def test_a_wrong_answer_comes_first_and_then_a_right_one_each_with_length_and_depth():
+    """Of six answers the last two are right: those of the second haystack at .5 and 1."""
+    few = few_answers([("yarn", scores((2, 6, 0)))])
+    assert shown(few) == [("yarn", 64, 0.0, "wrong"), ("yarn", 64, 0.5, "right"), ("yarn", 256, 0.0, "wrong")]
+    assert [one.output for _, one in few] == ["64 0 0.0", "64 4 0.5", "256 0 0.0"]
+    assert shown(few_answers([("yarn", scores((2, 6, 0)))], [128])) == [("yarn", 128, 0.0, "right")]
+
+
+def test_in_two_lines_stand_the_shortest_prompts_of_any_method():
+    """The wrong answer is that of pi, which fails at 64 tokens; yarn fails at 256 alone."""
+    both = [("yarn", scores((6, 6, 5))), ("pi", scores((0, 0, 0)))]
+    assert shown(shortest_of_each(both)) == [("pi", 64, 0.0, "wrong"), ("yarn", 64, 0.0, "right")]
+    assert [one[1].correct for one in one_of_each(few_answers(both[1:]))] == [False], "none is right"
+
+
+def test_of_several_tasks_the_shortest_prompt_that_is_answered_wrongly_is_shown():
+    passkey, vt = scores((6, 6, 0)), scores((0, 0, 0), task="vt")
+    spec = replace(passkey.spec, tasks=("passkey", "vt"))
+    both = replace(passkey, spec=spec, retrieval={**passkey.retrieval, **vt.retrieval})
+    wrong, right = (answer for _, answer in shortest_of_each([("yarn", both)]))
+    assert (wrong.task, wrong.length, right.task, right.length) == ("vt", 64, "passkey", 64)
+
+
+def test_a_table_keeps_what_would_end_a_cell_or_a_code_span():
+    answer = ShownAnswer("passkey", 64, 0.5, "7", "a|b`c\n", False)
+    *_, line = markdown_table([("yarn", answer)], "model").splitlines()
+    assert line == r'| `yarn` | passkey | 64 | 50 % | 7 | `` "a\|b`c\n" `` | wrong |'
+    assert markdown_table([("", answer)]).splitlines()[-1] == line.replace("| `yarn` ", "")
+
+
+def test_words_of_a_haystack_have_no_depth():
+    answer = ShownAnswer("fwe", 64, 0.5, "7", "7", True)
+    assert answer.place == "" and str(answer) == 'fwe, 64 tokens: asked for 7, answered "7" (right)'
+
+
+def test_first_choice_is_noted_where_it_differs_from_exact_match():
+    same, apart = scores((6, 6, 3)), scores((6, 5, 3), first=6)
+    assert first_choice_note([("yarn", same)]) == ""
+    assert first_choice_note([("yarn", same), ("pi", apart)]) == (
+        f"{FIRST_CHOICE} That share differs from exact match: 1.00 instead of 0.83 for pi in passkey prompts of 128 "
+        "tokens; 1.00 instead of 0.50 for pi in passkey prompts of 256 tokens."
+    )
+    assert first_choice(apart) == {"64": 1.0, "128": 1.0, "256": 1.0} and first_choice(same)["256"] == 0.5
+
+
+def test_a_note_names_three_and_counts_the_others():
+    note = first_choice_note([(name, scores((3, 3, 3), first=6)) for name in ("yarn", "pi")])
+    assert note.count(" instead of ") == 3 and note.endswith("; 3 more.")
+
+
+# --- the unpatched model was not measured
+
+
+def comparison(rows, trained=64, **fields):
+    made = tuple(Row(method, result, ()) for method, result in rows.items())
+    return Comparison(made, made[0].scores.spec, trained, "", "", None, **fields)
+
+
+def test_low_scores_within_the_trained_length_are_not_explained_without_the_unpatched_model():
+    (sentence,) = comparison({"yarn": scores((4, 0, 0)), "pi": scores((2, 0, 0))}).warnings
+    assert sentence == (
+        "at most 67% of the passkey prompts of 64 tokens are answered, within the trained length of 64 tokens, but the "
+        "unpatched model was not measured, so nothing tells whether they are too hard for it: add default to the "
+        "methods (--methods), which measures it"
+    )
+    (alone,) = comparison({"pi": scores((2, 1, 0))}, trained=200).warnings
+    assert alone.startswith("17% of the passkey prompts of 128 tokens are answered"), "the worst within it"
+
+
+@pytest.mark.parametrize(
+    ("rows", "trained"),
+    [
+        ({"yarn": scores((5, 0, 0))}, 64),  # answered, of 75 %: .83
+        ({"yarn": scores((5, 0, 0)), "pi": scores((0, 0, 0))}, 64),  # one method does, so the task is not too hard
+        ({"yarn": scores((0, 0, 0))}, 32),  # nothing was measured within the trained length
+    ],
+)
+def test_nothing_is_said_where_a_method_answers_or_no_prompt_is_that_short(rows, trained):
+    assert comparison(rows, trained).warnings == []
+
+
+def test_the_unpatched_model_speaks_for_itself():
+    (sentence,) = comparison({"default": scores((2, 0, 0)), "yarn": scores((2, 0, 0))}).warnings
+    assert sentence.startswith("without a patch the model answers 33% of the passkey prompts of 64 tokens")
+
+
+def test_of_a_model_that_came_patched_nothing_is_said():
+    assert comparison({"yarn": scores((0, 0, 0))}, environment={"patch before": "pi:factor=2"}).warnings == []
+
+
+def test_the_remedy_is_that_of_the_command():
+    (sentence,) = unpatched_missing([scores((0, 0, 0))], 64, "do this")
+    assert sentence.endswith("too hard for it: do this")
