@@ -680,9 +680,11 @@ def kv(study: Study, cell: Cell) -> dict[str, Any]:
 def engine(study: Study, cell: Cell) -> dict[str, Any]:
     """Ask llama.cpp for the same passkeys, by the GGUF file with the table put into it."""
     import llama_cpp
+    import torch
 
     from rope_patch.checkpoints.gguf_patch import patch_gguf
     from rope_patch.evaluation.prompts import PromptMaker
+    from rope_patch.evaluation.result_cache import ResultCache, key
 
     source = study.folder.parent / SMOLLM2.gguf
     if not source.exists():
@@ -690,23 +692,22 @@ def engine(study: Study, cell: Cell) -> dict[str, Any]:
     path = study.root / f"{cell.table}-x{cell.factor}.gguf"
     if not path.exists():
         patch_gguf(source, study.method(cell), path, target_length=study.target(cell))
-    maker = PromptMaker(study.tokenizer(), "noise")
-    llama = llama_cpp.Llama(str(path), n_ctx=cell.length, n_threads=2, n_threads_batch=2, verbose=False)
-    correct, answers, expected = [], [], []
+    maker, finished = PromptMaker(study.tokenizer(), "noise"), ResultCache(study.parts(cell))
+    threads = torch.get_num_threads()
+    llama = llama_cpp.Llama(str(path), n_ctx=cell.length, n_threads=threads, n_threads_batch=threads, verbose=False)
+    answers, expected = [], []
     for sample in range(study.sizes.samples):
         for prompt in maker.prompts("passkey", cell.length, study.sizes.depths, seed=0, sample=sample):
-            asked = list(prompt.ids)[: -prompt.answer]
-            llama.reset()
-            out = []
-            for token in llama.generate(asked, temp=0.0, top_k=1, reset=True):
-                out.append(token)
-                if len(out) == prompt.answer:
-                    break
-            answers.append(maker.tokenizer.decode(out))
+            at = key(patch=study.method(cell), prompt=list(prompt.ids))
+            if at not in finished:
+                llama.reset()
+                asked = llama.generate(list(prompt.ids)[: -prompt.answer], temp=0.0, top_k=1, reset=True)
+                finished[at] = maker.tokenizer.decode(list(itertools.islice(asked, prompt.answer)))
+            answers.append(finished[at])
             expected.append(prompt.target)
-            correct.append(answers[-1].strip() == prompt.target.strip())
             study.on_progress(cell.length)
     llama.close()
+    correct = [answer.strip() == value.strip() for answer, value in zip(answers, expected, strict=True)]
     return {"correct": correct, "answers": answers, "asked for": expected, "llama_cpp": llama_cpp.__version__}
 
 
