@@ -13,6 +13,9 @@ Results = dict[Cell, dict[str, Any]]
 COLUMNS = ("table", "state", "length", "factor", "seed")
 ROWS = {"text": "text", "passkey": "by", "caches": "scheme"}
 """The lists of a report, and what tells a cell's rows apart beside its columns."""
+LEARNING = ("train-", "fit-", "slopes-")
+KINDS = (*LEARNING, "heads-")
+"""How the names begin of cells that have an entry of their own in a report."""
 
 
 def learns(study: Study, cell: Cell) -> bool:
@@ -52,13 +55,22 @@ def earlier_report(
     return before
 
 
-def learned_cells(report: dict[str, Any], study: Study) -> set[str]:
-    """Return the names of a report's cells that train, fit, or measure what was trained or fitted."""
+def cells_in(report: dict[str, Any], study: Study) -> list[Cell]:
+    """Return the cells of which a report has rows."""
     cells = [cell_of_text(row, study) for row in report["text"]]
     cells += [cell_of("engine" if row["by"] == "llama.cpp" else "passkey", row) for row in report["passkey"]]
-    cells += [cell_of("kv", row) for row in report["caches"]]
-    sources = {name for name in report if name.startswith(("train-", "fit-", "slopes-"))}
-    return {cell.name for cell in cells if learns(study, cell)} | sources
+    return list(dict.fromkeys(cells + [cell_of("kv", row) for row in report["caches"]]))
+
+
+def names_in(report: dict[str, Any], study: Study) -> set[str]:
+    """Return the names of all cells that a report has results of."""
+    return {cell.name for cell in cells_in(report, study)} | {name for name in report if name.startswith(KINDS)}
+
+
+def learned_cells(report: dict[str, Any], study: Study) -> set[str]:
+    """Return the names of a report's cells that train, fit, or measure what was trained or fitted."""
+    learned = {cell.name for cell in cells_in(report, study) if learns(study, cell)}
+    return learned | {name for name in report if name.startswith(LEARNING)}
 
 
 def cell_of(kind: str, row: dict[str, Any]) -> Cell:
@@ -87,6 +99,4 @@ def joined(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
         measured = {key(row) for row in report[name]}
         report[name] = [row for row in before[name] if key(row) not in measured] + report[name]
-    if "settings" in before:
-        report["unfinished"] = [name for name in report["unfinished"] if name in before["unfinished"]]
     return {**report, **{name: value for name, value in before.items() if name not in report}}

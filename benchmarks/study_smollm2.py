@@ -43,7 +43,7 @@ from measuring import command, environment, write
 from rope_patch.evaluation.intervals import paired_means
 from rope_patch.files import write_atomically
 from smollm2_cells import Cell, Study
-from smollm2_earlier import COLUMNS, Results, earlier_losses, earlier_report, joined, learns
+from smollm2_earlier import COLUMNS, Results, earlier_losses, earlier_report, joined, learns, names_in
 
 NEEDED = {"train": "peft", "engine": "llama_cpp"}
 """Packages that only some kinds of cells need."""
@@ -237,13 +237,14 @@ def report_of(done: Results, asked: Sequence[Cell], study: Study, before: dict[s
         for cell, result in done.items()
         if cell.kind in ("heads", "train", "fit", "slopes")
     }
-    new = [result for cell, result in done.items() if "settings" not in before or cell.name in before["unfinished"]]
+    known = names_in(before, study)
+    new = [result for cell, result in done.items() if cell.name not in known]
     report = {
         "benchmark": "study_smollm2",
         "command": command(),
         "what": "SmolLM2-135M-Instruct (8192 tokens) at 16384: perplexity by position, passkeys, heads, caches",
         "weights": "dequantized Q4_1, bfloat16",
-        "unfinished": [cell.name for cell in asked if cell not in done],
+        "unfinished": [cell.name for cell in asked if cell not in done and cell.name not in known],
         "minutes": round(before["minutes"] + sum(result["seconds"] for result in new) / 60, 1),
         "sha256": before["sha256"],
         "settings": {
@@ -262,18 +263,25 @@ def report_of(done: Results, asked: Sequence[Cell], study: Study, before: dict[s
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw perplexity by position and passkeys by length, before and after LoRA."""
+    """Draw perplexity by position and passkeys by length, before and after LoRA, of all tables but the later ones."""
     from rope_patch.plots.base import scores_by_context
+
+    def is_drawn(row: dict[str, Any]) -> bool:
+        return (
+            row["table"] not in cells.LATER
+            and row["state"] in ("zero", "pose")
+            and (row["factor"], row["seed"]) == (2, 0)
+        )
 
     text, passkeys = "perplexity on novels, by position", "share of passkeys, by length"
     points: dict[str, dict[tuple[str, bool], list[tuple[int, float]]]] = {text: {}, passkeys: {}}
     for row in report["text"]:
-        if row["text"] == "novels" and row["state"] in ("zero", "pose") and (row["factor"], row["seed"]) == (2, 0):
+        if row["text"] == "novels" and is_drawn(row):
             for span, value in row["perplexity"].items():
                 curve = points[text].setdefault((row["table"], row["state"] != "zero"), [])
                 curve.append((int(span.partition("-")[2]), value))
     for row in report["passkey"]:
-        if row["by"] == "transformers" and row["state"] in ("zero", "pose") and (row["factor"], row["seed"]) == (2, 0):
+        if row["by"] == "transformers" and is_drawn(row):
             curve = points[passkeys].setdefault((row["table"], row["state"] != "zero"), [])
             curve.append((row["length"], row["exact_match"] / row["prompts"]))
     panels = {
