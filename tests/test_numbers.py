@@ -28,6 +28,9 @@ from pathlib import Path
 
 import pytest
 
+from rope_patch.evaluation.intervals import paired_means
+from rope_patch.evaluation.metric import PairedDifference
+
 ROOT = Path(__file__).resolve().parents[1]
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("not in the source distribution", allow_module_level=True)
@@ -69,12 +72,25 @@ def percent(nll):
     return [percent(one) for one in nll] if isinstance(nll, list) else 100 * math.expm1(nll)
 
 
+def paired(ours, theirs):
+    """The difference of two lists of losses that belong together, with its 95 % interval [nats/token]."""
+    estimate = statistics.fmean(a - b for a, b in zip(ours, theirs, strict=True))
+    return PairedDifference(estimate, *paired_means(ours, theirs))
+
+
 @pytest.fixture(scope="module")
 def known():
     """What expressions may name."""
     files = (ROOT / "benchmarks" / "results").glob("*.json")
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8"), object_hook=Row) for path in files}
-    return reports | {"math": math, "statistics": statistics, "rows": rows, "row": row, "percent": percent}
+    return reports | {
+        "math": math,
+        "statistics": statistics,
+        "rows": rows,
+        "row": row,
+        "percent": percent,
+        "paired": paired,
+    }
 
 
 def disagreement(text: str, value: object) -> str | None:
