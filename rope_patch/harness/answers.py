@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rope_patch.evaluation.sharing import is_whole
 from rope_patch.harness.reading import ReadingBar, Work, read_rows, reading_bar, say_first
-from rope_patch.harness.rows import RequestRow, grouped
+from rope_patch.harness.rows import RequestRow, answer_tokens, grouped
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import SLICE, Reader
@@ -41,6 +41,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     scheme: Scheme
     maker: Any
     _bar: ReadingBar | None = None  # the one that is shown, while requests are answered
+    _answer_tokens: Mapping[tuple[Any, ...], int] = {}  # of the right answers among the requests being encoded
 
     # --- what is read, said first and shown
 
@@ -81,6 +82,36 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
         return torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None)
 
     # --- log-likelihood
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Score continuations, as lm-eval does, but the right answers of retrieval tasks in the engine's own tokens."""
+        self._answer_tokens = {request.args: count for request in requests if (count := answer_tokens(request))}
+        try:
+            answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._answer_tokens = {}
+        return answers
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode a request; the right answer of a retrieval task keeps the tokens of the prompt that it follows.
+
+        lm-eval moves spaces at the end of a context to the continuation. Here a space that the tokenizer writes as a
+        token of its own stays with the prompt (:class:`~rope_patch.evaluation.prompts.Prompt`).
+
+        Raises:
+            ValueError: prompt and answer have other tokens together than apart.
+        """
+        count = self._answer_tokens.get((context, continuation))
+        if count is None:
+            pair: tuple[list[int], list[int]] = super()._encode_pair(context, continuation)
+            return pair
+        ids, prompt = self._encode_prompt(context + continuation), self._encode_prompt(context)
+        if ids[:-count] != prompt:
+            raise ValueError(
+                f"the answer {continuation!r} has {count} tokens behind its prompt of {len(prompt)}, and the model's "
+                f"tokenizer gives {len(ids)} for both: make the documents with that tokenizer (--metadata tokenizer=)"
+            )
+        return ids[:-count], ids[-count:]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, as lm-eval does; one bar shows the windows of all."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
+from lm_eval.api.instance import Instance
 from torch import Tensor
 
 
@@ -60,3 +61,13 @@ def grouped(requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Call
         )
         for _, ids, numbers in rows
     ]
+
+
+def answer_tokens(request: Instance) -> int | None:
+    """Return how many tokens the continuation of a request has that asks for the right answer of a retrieval task.
+
+    None of any other request.
+    """
+    doc = request.doc if isinstance(request.doc, Mapping) else {}
+    asked = "answer_tokens" in doc and request.args[1:] == (doc.get("target"),)
+    return int(doc["answer_tokens"]) if asked else None
