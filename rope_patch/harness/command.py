@@ -7,6 +7,7 @@ tasks, and may be repeated.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from typing import Any
@@ -45,6 +46,7 @@ def _run() -> None:
             raise
         raise ImportError('rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"') from None
     setup_logging()
+    importlib.import_module("lm_eval.models")  # lm-eval names its own model types only where there is none yet
     if "rope_patch" not in model_registry:  # loaded when it is asked for
         model_registry.register("rope_patch", target="rope_patch.harness.model:RopePatchLM")
     sys.argv[1:] = without_imports(sys.argv[1:])

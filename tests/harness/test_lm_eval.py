@@ -853,6 +853,15 @@ def test_without_lm_eval_one_line_says_what_to_install():
     assert done.stderr.strip() == 'error: rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"'
 
 
+def test_other_model_types_are_those_of_lm_eval():
+    """In a process of its own: the tests have imported what names them."""
+    command = [sys.executable, "-m", "rope_patch.harness.command", "--model", "nothing", "--tasks", "passkey_512"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    names = done.stderr.splitlines()[-1].partition("Supported model names: ")[2].split(", ")
+    assert {"hf", "vllm", "rope_patch"} <= set(names)
+
+
 def test_the_script_and_the_entry_point_are_declared(monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"]["rope-patch-eval"] == "rope_patch.harness.command:main"
