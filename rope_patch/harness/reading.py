@@ -16,11 +16,12 @@ from rope_patch.modeling.budget import MEASURING, SHORTEST, estimate_text, measu
 from rope_patch.modeling.progress import LOOKS, Progress
 from rope_patch.modeling.scoring import Reader
 
-LITTLE = 4096
-"""Texts that have no more tokens together are read in about the time of measuring how long it takes [tokens]."""
+LITTLE = 8 * SHORTEST
+"""Texts with no more tokens together are read without measuring how long it takes, which reads one of the shortest
+length at least [tokens]."""
 
 SHARE = 0.03
-"""Share of the time of all texts that measuring may take, about; at most what other commands take for it."""
+"""Share of the time of all texts that measuring may take beyond that, about; at most what other commands take."""
 
 ADVICE = "--limit reads less, and so does --metadata samples= or windows= for the tasks of rope_patch"
 
@@ -60,8 +61,11 @@ class Work:
         if self.tokens <= LITTLE:
             return None
         longest = max(self.lengths)
-        guess = measure_pace(read, min(longest, SHORTEST), seconds=0.0).seconds(self.tokens, longest)
-        pace = measure_pace(read, longest, rows=rows, seconds=min(MEASURING, SHARE * guess))
+        first = min(longest, SHORTEST)
+        pace = measure_pace(read, first, seconds=0.0)
+        allowed = min(MEASURING, SHARE * pace.seconds(self.tokens, longest))
+        if allowed > pace.seconds(first, first):  # else there is no time for longer ones
+            pace = measure_pace(read, longest, rows=rows, seconds=allowed)
         return sum(pace.seconds(length, length) for length in self.lengths)
 
     def text(self, seconds: float | None, processes: int = 1) -> str:
