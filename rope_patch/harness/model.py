@@ -1,4 +1,4 @@
-"""lm-eval's Hugging Face model with a patch on it: no ``[tokens, vocab]`` logits, no prompt cut from the left."""
+"""lm-eval's Hugging Face model with a patch on it: how it is loaded, patched and named in results."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LITTLE = 8 * SHORTEST
 """Texts with no more tokens together are read without measuring how long it takes, which reads one of the shortest
 length at least [tokens]."""
 
-SHARE = 0.03
+SHARE = 0.05
 """Share of the time of all texts that measuring may take beyond that, about; at most what other commands take."""
 
 ADVICE = "--limit reads less, and so does --metadata samples= or windows= for the tasks of rope_patch"
@@ -78,6 +78,7 @@ class Work:
         more = f" on each of {processes} processes" if processes > 1 else ""
         if self.generated:
             more += f", not counting up to {self.generated:,} that it generates"
+        seconds = None if seconds is None else max(1.0, seconds)  # not "0 s"
         return f"{self.kind}: {estimate_text(self.tokens, seconds, more, advice=ADVICE)}"
 
 

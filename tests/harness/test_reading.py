@@ -133,6 +133,10 @@ def test_several_processes_each_have_their_share():
     assert " 5,000 tokens in about 3 s on each of 2 processes; " in Work("x", [5000], 1).text(3.0, 2)
 
 
+def test_no_time_is_said_to_be_zero():
+    assert " 5,000 tokens in about 1 s; " in Work("x", [5000], 1).text(0.01)
+
+
 def test_a_dynamic_table_is_not_measured(capsys):
     """A longer text before the requests would change the table under which they are read."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
