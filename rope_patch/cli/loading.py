@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 TYPES = ("auto", "float32", "bfloat16", "float16")
-SMOOTHING = 0.02
-"""Weight of the newest step in the rate that a progress bar shows: steps are layers, which take unequal times."""
 BALANCED = "balanced"
 """The device that stands for all GPUs, among which accelerate divides the layers."""
 
@@ -287,10 +285,9 @@ def say_estimate(tokens: int, seconds: float, more: str = "", advice: str = AIM)
         more: what may be read in addition.
         advice: how to read less; "" for nothing.
     """
-    from rope_patch.modeling.budget import duration_text
+    from rope_patch.modeling.budget import estimate_text
 
-    what_next = f"; {advice}" if advice else ""
-    print(f"reads {tokens:,} tokens in about {duration_text(seconds)}{more}{what_next}", file=sys.stderr)
+    print(estimate_text(tokens, seconds, more, advice=advice), file=sys.stderr)
 
 
 def suite_within(suite: Any, most: float, scalable: Collection[str], cost: Callable[[Any], float], why: str) -> Any:
@@ -334,8 +331,9 @@ def progress_bar(
     """
     from tqdm import tqdm
 
-    looks: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": SMOOTHING}
-    with tqdm(total=total, desc=label, disable=hidden, **looks) as bar:
+    from rope_patch.modeling.progress import LOOKS
+
+    with tqdm(total=total, desc=label, disable=hidden, **LOOKS) as bar:
 
         def on_progress(stage: str, tokens: int) -> None:
             bar.set_postfix_str(stage, refresh=False)

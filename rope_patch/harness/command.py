@@ -7,6 +7,7 @@ tasks, and may be repeated.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from typing import Any
@@ -20,8 +21,8 @@ def main() -> None:
     """Run lm-eval's command line; errors of the user's making are one line on stderr."""
     try:
         _run()
-    except KeyboardInterrupt:
-        print("interrupted: lm-eval keeps no partial results", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted: {interrupt}" if interrupt.args else "interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
@@ -45,11 +46,26 @@ def _run() -> None:
             raise
         raise ImportError('rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"') from None
     setup_logging()
+    importlib.import_module("lm_eval.models")  # lm-eval names its own model types only where there is none yet
     if "rope_patch" not in model_registry:  # loaded when it is asked for
         model_registry.register("rope_patch", target="rope_patch.harness.model:RopePatchLM")
     sys.argv[1:] = without_imports(sys.argv[1:])
     harness = HarnessCLI()
-    harness.execute(with_ours(harness.parse_args()))
+    arguments = with_ours(harness.parse_args())
+    try:
+        harness.execute(arguments)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(what_is_kept(arguments)) from None
+
+
+def what_is_kept(arguments: Any) -> str:
+    """Return what is said of a run that was interrupted: whether the same command goes on where it was.
+
+    lm-eval writes no results before the end; the file of ``--use_cache`` has every answer as soon as it is given.
+    """
+    if getattr(arguments, "use_cache", None) or _configured(arguments).get("use_cache"):
+        return "the answers so far are in the file of --use_cache, and the same command goes on where it was"
+    return "lm-eval keeps no partial results; with --use_cache FILE the same command goes on where it was"
 
 
 def without_imports(words: list[str]) -> list[str]:
@@ -75,11 +91,7 @@ def with_ours(arguments: Any) -> Any:
         arguments: of lm-eval's command line, parsed; changed in place. Its ``--include_path`` may be several folders,
             joined as in ``PATH``; a ``--config`` may hold one too.
     """
-    given: dict[str, Any] = {}
-    if getattr(arguments, "config", None):
-        from lm_eval.config.evaluate_config import EvaluatorConfig
-
-        given = EvaluatorConfig.load_yaml_config(arguments.config)
+    given = _configured(arguments)
     if hasattr(arguments, "include_path"):
         own = arguments.include_path or given.get("include_path") or []
         folders = own.split(os.pathsep) if isinstance(own, str) else [str(folder) for folder in own]
@@ -90,6 +102,15 @@ def with_ours(arguments: Any) -> Any:
     if getattr(arguments, "model", "") is None and "model" not in given:
         arguments.model = "rope_patch"
     return arguments
+
+
+def _configured(arguments: Any) -> dict[str, Any]:
+    """Return what the file of ``--config`` says; nothing without one."""
+    if not getattr(arguments, "config", None):
+        return {}
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    return dict(EvaluatorConfig.load_yaml_config(arguments.config))
 
 
 if __name__ == "__main__":

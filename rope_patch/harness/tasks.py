@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from transformers import AutoTokenizer
 
@@ -25,11 +26,14 @@ from rope_patch.evaluation.text import builtin_text
 
 OPTIONS = (
     *("samples", "depths", "seed", "haystack", "text", "stride", "windows"),
-    *("evaluator", "short_context", "resume"),
+    *("evaluator", "short_context", "resume", "first_choice"),
 )
 """What ``--metadata`` may set."""
 SPARE = 256
 """Tokens left at the end of a text, so that its last window is cut at a word, too [tokens]."""
+
+FIRST_CHOICE = {"metric": "first_choice", "aggregation": "mean", "higher_is_better": True}
+"""The metric of ``first_choice``, as a task's YAML file lists it."""
 
 Documents = dict[str, Dataset]
 
@@ -41,8 +45,18 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
     by the task's name alone, and would give the prompts of other ``--metadata``.
     """
 
+    first_choice = False
+    """Whether the right answer is read, too: ``--metadata first_choice=true``."""
+
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+        settings = {key: value for key, value in config.items() if key != "class"}
+        asked = (config.get("metadata") or {}).get("first_choice", False)
+        if not isinstance(asked, bool):
+            raise ValueError(f"first_choice must be true or false, got {asked!r}: give --metadata first_choice=true")
+        if asked and config["output_type"] == "generate_until":
+            self.first_choice = True
+            settings["metric_list"] = [*config["metric_list"], FIRST_CHOICE]
+        super().__init__(config=settings)
 
     def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
         """Make the documents.
@@ -61,11 +75,23 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         return doc["prompt"] if "prompt" in doc else super().fewshot_context(doc, *args, **kwargs)
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: str, **kwargs: Any) -> Any:
-        """Make the request of a document; ``--gen_kwargs max_gen_toks=`` goes before the answer's length."""
+        """Make the request of a document, and with ``first_choice`` a second one, which reads the right answer.
+
+        ``--gen_kwargs max_gen_toks=`` goes before the answer's length.
+        """
         request = super().construct_requests(doc, ctx, **kwargs)
         if self.OUTPUT_TYPE == "generate_until":
             request.arguments[1].setdefault("max_gen_toks", doc["answer_tokens"])
-        return request
+        if not self.first_choice:
+            return request
+        return [request, Instance("loglikelihood", doc, (ctx, doc["target"]), 1, metadata=kwargs["metadata"])]
+
+    def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> Any:
+        """Return the scores of a document, with ``first_choice`` where its right answer was read."""
+        scores = super().process_results(doc, results)
+        if self.first_choice and "first_choice" in self.aggregation():  # --predict_only takes all metrics away
+            scores["first_choice"] = float(results[1][1])
+        return scores
 
     def build_all_requests(self, *, tokenizer_name: str = "", samples: Any = None, **kwargs: Any) -> None:
         """Make the requests, or take them from lm-eval's cache when they are those of the same documents.
@@ -83,7 +109,7 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
                 metadata, fixed = self.config.metadata or {}, self.config.dataset_kwargs or {}
                 turns = turns_of(kwargs["chat_template"])
                 self.dataset = self.config.custom_dataset(**metadata, **fixed, turns=turns)
-        settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples]
+        settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples, self.first_choice]
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         super().build_all_requests(tokenizer_name=f"{tokenizer_name}-{digest[:16]}", samples=samples, **kwargs)
 

@@ -158,3 +158,19 @@ def duration_text(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def estimate_text(tokens: int, seconds: float | None, more: str = "", *, advice: str) -> str:
+    """Return what a command says first: how much it will read, how long that takes, and what reads less.
+
+    Args:
+        tokens: to be read [tokens].
+        seconds: that this takes; None where it was not measured [s].
+        more: what may be read in addition.
+        advice: how to read less; "" for nothing.
+
+    >>> estimate_text(1234, 200, advice="--budget 10m aims at a time")
+    'reads 1,234 tokens in about 3 min; --budget 10m aims at a time'
+    """
+    time = "" if seconds is None else f" in about {duration_text(seconds)}"
+    return f"reads {tokens:,} tokens{time}{more}" + (f"; {advice}" if advice else "")

@@ -8,6 +8,10 @@ from typing import Any
 
 from torch import nn
 
+LOOKS: dict[str, Any] = {"unit": "tok", "unit_scale": True, "smoothing": 0.02}
+"""Options of tqdm for a bar of tokens. Steps are layers, which take unequal times, so that the newest one has little
+weight in the rate that is shown."""
+
 
 class Progress:
     """Reports a piece of work, such as a window of text, while a model reads it.
@@ -48,16 +52,18 @@ class Progress:
             self.on_progress(new)
 
     @contextlib.contextmanager
-    def within_pass(self, decoder: nn.Module, tokens: int, *, rest: int = 0) -> Iterator[None]:
+    def within_pass(self, decoder: nn.Module, tokens: int, *, rest: int = 0, passes: int = 1) -> Iterator[None]:
         """Report a forward pass of a decoder after each of its layers, as long as a ``with`` block lasts.
 
         Args:
             decoder: of a causal language model of transformers; one without ``layers`` is reported at the end.
             tokens: that the pass reads, over all rows.
             rest: how many layers the work behind the decoder counts as, which the caller reports with :meth:`reach`.
+            passes: in how many equal parts the tokens are read; those of later passes, such as generated ones, are not
+                reported.
         """
         layers: Any = getattr(decoder, "layers", ())
-        first, share = self.read, tokens / max(1, len(layers) + rest)
+        first, share = self.read, tokens / max(1, passes * len(layers) + rest)
         last = first + tokens - rest * share
 
         def after_layer(module: nn.Module, args: Any, output: Any) -> None:

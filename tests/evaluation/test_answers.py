@@ -8,9 +8,8 @@ import json
 
 import pytest
 from evaluated import answered, result_of
+from number_tokenizers import KINDS, tokenizer_of
 from prompting import HAY, ROOM, TOKENIZER, bold, hay_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.prompts import PromptMaker
@@ -23,35 +22,6 @@ TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}{{ '[' + message['role'] + ']\\n' + message['content'] | trim + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]\\n' }}{% endif %}"
 )
-
-
-def trained(pre_tokenizer, decoder, alphabet=()):
-    """A tokenizer of 600 tokens, trained on the haystack and on sentences with numbers."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
-    numbers = [f" The pass key is {n}. The magic number of apple is {n * 97}." for n in range(10000, 99999, 499)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=list(alphabet), show_progress=False
-    )
-    tokenizer.train_from_iterator([HAY.text, *numbers], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-
-
-def tokenizer_of(kind):
-    """A tokenizer that cuts numbers as SmolLM2's does, GPT-2's, or that of Llama 2 (SentencePiece)."""
-    bytes_, digits = pre_tokenizers.ByteLevel, pre_tokenizers.Digits(individual_digits=True)
-    match kind:
-        case "byte-level, single digits":
-            pieces = pre_tokenizers.Sequence([digits, bytes_(add_prefix_space=False)])
-            return trained(pieces, decoders.ByteLevel(), bytes_.alphabet())
-        case "byte-level":
-            return trained(bytes_(add_prefix_space=False), decoders.ByteLevel(), bytes_.alphabet())
-        case "SentencePiece":
-            pieces = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), digits])
-            return trained(pieces, decoders.Metaspace(), HAY.text + "0123456789▁")
-
-
-KINDS = ["byte-level, single digits", "byte-level", "SentencePiece"]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -31,6 +31,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import simple_parse_args_string
 from peft import LoraConfig, get_peft_model
 from subsets import covering
+from task_index import build, defaults
 from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
@@ -41,7 +42,6 @@ from rope_patch.cli import app as cli
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.harness import command as lm_eval_cli
 from rope_patch.harness import tasks as lm_eval_tasks
 from rope_patch.harness.model import PARAMETERS, RopePatchLM
 from rope_patch.harness.tasks import OfflineTask, perplexity_documents, retrieval_documents
@@ -118,12 +118,6 @@ def index(**options):
     return TaskManager(include_defaults=False, include_path=str(TASKS), metadata=options)
 
 
-@pytest.fixture(autouse=True)
-def no_survey(monkeypatch):
-    """lm-eval writes into each result what pip, lscpu and others say of the machine: half a second each time."""
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
-
-
 def run_tasks(model, names, **metadata):
     manager = index(**{"pretrained": LLAMA, **metadata})
     return lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, log_samples=True, bootstrap_iters=0)
@@ -136,37 +130,6 @@ def checkpoint(tmp_path_factory):
     bold().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def shell(monkeypatch, tmp_path):
-    """Run command lines of lm-eval in this process and a folder of their own; its 14000 tasks are read once."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(TaskIndex, "build", staticmethod(read_once))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    for module in ("utils", "__main__"):  # its handler would outlive the stream that pytest gives a test
-        monkeypatch.setattr(f"lm_eval.{module}.setup_logging", lambda *_, **__: None)
-    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path / "requests"))
-
-    def run(line, program=lm_eval_cli.main):
-        monkeypatch.setattr(sys, "argv", line if isinstance(line, list) else shlex.split(line))
-        program()
-
-    return run
-
-
-build = TaskIndex.build
-
-
-@functools.cache
-def defaults():
-    return build([Path(lm_eval.tasks.__file__).parent])
-
-
-def read_once(paths, **options):
-    standard, *others = paths if (root := Path(lm_eval.tasks.__file__).parent) in paths else [root, *paths]
-    found = dict(defaults()) if standard in paths else {}
-    return found | build(others, **options)
 
 
 def failure(shell, capsys, line):
@@ -888,6 +851,15 @@ def test_without_lm_eval_one_line_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.strip() == 'error: rope-patch-eval runs lm-eval: pip install "rope_patch[eval]"'
+
+
+def test_other_model_types_are_those_of_lm_eval():
+    """In a process of its own: the tests have imported what names them."""
+    command = [sys.executable, "-m", "rope_patch.harness.command", "--model", "nothing", "--tasks", "passkey_512"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    names = done.stderr.splitlines()[-1].partition("Supported model names: ")[2].split(", ")
+    assert {"hf", "vllm", "rope_patch"} <= set(names)
 
 
 def test_the_script_and_the_entry_point_are_declared(monkeypatch):

@@ -36,11 +36,6 @@ TEXT = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_survey(monkeypatch):
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(LLAMA)

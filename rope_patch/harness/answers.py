@@ -1,0 +1,275 @@
+"""How lm-eval's Hugging Face model answers here: no ``[tokens, vocab]`` logits, nothing cut, and progress by token."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from accelerate import find_executable_batch_size
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+
+from rope_patch.evaluation.sharing import is_whole
+from rope_patch.harness.reading import ReadingBar, Work, read_rows, reading_bar, say_first
+from rope_patch.harness.rows import RequestRow, answer_tokens, grouped
+from rope_patch.kv_cache.schemes import Scheme
+from rope_patch.modeling.progress import Progress
+from rope_patch.modeling.scoring import SLICE, Reader
+from rope_patch.patching.two_tables import switch_of
+from rope_patch.processes import processes
+
+
+class AnsweringLM(HFLM):  # type: ignore[misc]
+    """Answers lm-eval's requests with a loaded model, as ``hf`` does.
+
+    Attributes:
+        reader: the model.
+        chunk: tokens per forward pass; whole prompts where it is None.
+        scheme: by which keys and values are read as if quantized.
+        maker: factory of caches that do so, where the scheme is not the plain one.
+    """
+
+    reader: Reader
+    chunk: int | None
+    scheme: Scheme
+    maker: Any
+    _bar: ReadingBar | None = None  # the one that is shown, while requests are answered
+    _answer_tokens: Mapping[tuple[Any, ...], int] = {}  # of the right answers among the requests being encoded
+
+    # --- what is read, said first and shown
+
+    @contextlib.contextmanager
+    def _shown(self, work: Work, hidden: bool, *, cached: bool = False) -> Iterator[ReadingBar]:
+        """Say how much is read and how long that takes, and show a bar of it; within such a block, the same bar.
+
+        Args:
+            work: that is done in the ``with`` block.
+            hidden: say and show nothing, as in every process but the first.
+            cached: whole texts are read through a cache, too.
+        """
+        if self._bar is not None:
+            yield self._bar
+            return
+        hidden = hidden or self.rank != 0 or processes()[0] != 0
+        if not hidden and work.lengths:
+            # A dynamic table would keep the measured length; the parts of a model have to be read at the same time.
+            measured = not self.reader.dynamic and is_whole(self.model)
+            rows = 1 if self.batch_size == "auto" else int(self.batch_size)
+            seconds = work.seconds(partial(self._read, work.scored, cached), rows) if measured else None
+            say_first(work.text(seconds, self.world_size))
+        with reading_bar(work, hidden=hidden) as self._bar:
+            try:
+                yield self._bar
+            finally:
+                self._bar = None
+
+    def _read(self, scored: float, cached: bool, ids: Tensor) -> None:
+        """Read rows of tokens as requests are read, to measure how long it takes."""
+        width = ids.shape[1]
+        through = cached or (self.chunk is not None and self.chunk < width)
+        with self._autocast():
+            read_rows(self.reader, ids, scored, self._new_cache(width) if through else None, self.chunk)
+
+    def _autocast(self) -> torch.autocast:
+        mixed = self.mixed_precision_dtype
+        return torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None)
+
+    # --- log-likelihood
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Score continuations, as lm-eval does, but the right answers of retrieval tasks in the engine's own tokens."""
+        self._answer_tokens = {request.args: count for request in requests if (count := answer_tokens(request))}
+        try:
+            answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._answer_tokens = {}
+        return answers
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode a request; the right answer of a retrieval task keeps the tokens of the prompt that it follows.
+
+        lm-eval moves spaces at the end of a context to the continuation. Here a space that the tokenizer writes as a
+        token of its own stays with the prompt (:class:`~rope_patch.evaluation.prompts.Prompt`).
+
+        Raises:
+            ValueError: prompt and answer have other tokens together than apart.
+        """
+        count = self._answer_tokens.get((context, continuation))
+        if count is None:
+            pair: tuple[list[int], list[int]] = super()._encode_pair(context, continuation)
+            return pair
+        ids, prompt = self._encode_prompt(context + continuation), self._encode_prompt(context)
+        if ids[:-count] != prompt:
+            raise ValueError(
+                f"the answer {continuation!r} has {count} tokens behind its prompt of {len(prompt)}, and the model's "
+                f"tokenizer gives {len(ids)} for both: make the documents with that tokenizer (--metadata tokenizer=)"
+            )
+        return ids[:-count], ids[-count:]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Score whole texts, as lm-eval does; one bar shows the windows of all."""
+        windows = [
+            make_disjoint_window(window)
+            for request in requests
+            for window in get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+            )
+        ]
+        lengths = [len(context) + len(rest) - 1 for context, rest in windows]
+        with self._shown(Work("loglikelihood_rolling", lengths, len(windows), "windows", scored=1.0), disable_tqdm):
+            scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        return scores
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        for _, context, continuation in requests:  # before any has run
+            if len(context) + len(continuation) - 1 > self.max_length:
+                self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
+        answers: list[tuple[float, bool] | None] = [None] * len(requests)
+        rows = grouped(requests, self._table_of)
+        lengths = [len(row.ids) for row in rows]
+        scored = min(1.0, sum(len(rest) for _, _, rest in requests) / max(1, sum(lengths)))
+        with self._shown(Work("loglikelihood", lengths, len(requests), scored=scored), disable_tqdm) as bar:
+            for batch in self._batches(rows, override_bs or self.batch_size):
+                progress = bar.progress(sum(len(row.ids) for row in batch), len(batch) * len(batch[0].ids))
+                for i, answer in self._score(batch, progress):
+                    answers[i] = answer
+                    if (texts := requests[i][0]) is not None:  # HFLM keeps the whole of a rolling window
+                        self.cache_hook.add_partial("loglikelihood", texts, answer)
+                progress.finish()
+                bar.answered(sum(len(row.asked) for row in batch))
+        return [answer for answer in answers if answer is not None]
+
+    def _table_of(self, length: int) -> int:
+        """Return a number that stands for the table under which a text of so many tokens is read."""
+        if self.reader.dynamic:
+            return length
+        switch = switch_of(self.model)
+        return int(switch is not None and length > switch)
+
+    def _new_cache(self, capacity: int) -> Any:
+        return self.reader.new_cache(capacity) if self.scheme == Scheme() else self.maker()
+
+    @torch.no_grad()
+    def _score(self, batch: Sequence[RequestRow], progress: Progress) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Score rows side by side; padding on the right is never seen by what stands before it."""
+        reader = self.reader
+        ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True)
+        asked = [row.targets() for row in batch]
+        for tokens in (ids, *(targets for _, targets, _ in asked)):
+            reader.check(tokens)
+        nll = [torch.full((len(states),), math.nan, dtype=torch.float64) for states, _, _ in asked]
+        right = [torch.zeros(len(states), dtype=torch.bool) for states, _, _ in asked]
+        past = self._new_cache(ids.shape[1]) if self.chunk is not None and self.chunk < ids.shape[1] else None
+        with self._autocast():
+            reach = [len(row.ids) + 1 for row in batch]  # with the last token of each request
+            for start, hidden in reader.read(ids, past, self.chunk, progress, reach=reach):
+                for i, (states, targets, _) in enumerate(asked):
+                    low, high = torch.searchsorted(states, torch.tensor([start, start + hidden.shape[1]])).tolist()
+                    for first in range(low, high, SLICE):  # no copy of all states
+                        at = slice(first, min(first + SLICE, high))
+                        nll[i][at], best = reader.score(hidden[i, states[at] - start], targets[at])
+                        right[i][at] = best == targets[at]
+        for row, (states, _, parts), losses, hits in zip(batch, asked, nll, right, strict=True):
+            if bool(losses.isnan().any()):
+                at_token = 1 + int(states[losses.isnan()][0])
+                raise ValueError(f"the model gives NaN for token {at_token} of a request of {len(row.ids) + 1} tokens")
+            for (number, _, _), own in zip(row.asked, parts, strict=True):
+                yield number, (-float(losses[own].sum()), bool(hits[own].all()))
+
+    def _batches(self, rows: list[RequestRow], size: int | str) -> Iterator[list[RequestRow]]:
+        """Cut rows, longest first, into batches; ``auto`` fits the first and gives the others as many tokens."""
+        longest = len(rows[0].ids) if rows else 1
+        room = self._detect_batch_size(rows) * longest if rows and size == "auto" else 0
+        while rows:
+            count = int(size) if size != "auto" else max(1, min(self.max_batch_size, room // len(rows[0].ids)))
+            yield rows[:count]
+            rows = rows[count:]
+
+    def _detect_batch_size(self, requests: Sequence[RequestRow] | None = None, pos: int = 0) -> int:
+        """Return how many of the longest rows can be read side by side; nothing is made that scoring does not make."""
+        length = len(requests[pos].ids) if requests else self.max_length
+
+        @torch.no_grad()
+        def attempt(batch_size: int) -> int:
+            rows = torch.ones((batch_size, length), dtype=torch.long)
+            past = self._new_cache(length) if self.chunk is not None and self.chunk < length else None
+            for _ in self.reader.read(rows, past, self.chunk):
+                pass
+            return batch_size
+
+        try:
+            size = int(find_executable_batch_size(attempt, starting_batch_size=self.max_batch_size)())
+        except RuntimeError as error:
+            if "No executable batch size" not in str(error):
+                raise
+            size = 1
+        if self.world_size > 1:
+            size = int(self.all_gather(torch.tensor([size], device=self.device)).min())
+        self.batch_sizes = {0: size}
+        return size
+
+    # --- generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue prompts, as lm-eval does; the bar shows how much of them is read."""
+        lengths = [len(self._encode_prompt(request.args[0])) for request in requests]
+        most = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
+        with self._shown(
+            Work("generate_until", lengths, len(requests), generated=sum(most)), disable_tqdm, cached=True
+        ):
+            answers: list[str] = super().generate_until(requests, disable_tqdm=True)
+        return answers
+
+    def _encode_prompt(self, text: str) -> list[int]:
+        """Encode a text as ``generate_until`` encodes a prompt, special tokens included."""
+        ids: list[int] = self.tok_batch_encode([text])[0][0].tolist()
+        return ids
+
+    def tok_batch_encode(
+        self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Encode prompts for ``generate_until``.
+
+        Raises:
+            ValueError: the longest does not fit; it is not cut.
+        """
+        ids, mask = super().tok_batch_encode(strings, padding_side=padding_side, **kwargs)
+        if left_truncate_len is not None and ids.shape[1] > left_truncate_len:
+            answer = self.max_length - left_truncate_len
+            self._refuse_to_cut(f"a prompt of {ids.shape[1]} tokens and {answer} to generate")
+        return ids, mask
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
+        if self.chunk is not None:
+            kwargs.setdefault("prefill_chunk_size", self.chunk)
+        if self.scheme != Scheme():
+            mask = kwargs.get("attention_mask")
+            kwargs["past_key_values"] = self.maker(None if mask is None else (mask == 0).sum(1))
+        if self._bar is None:
+            return cast(Tensor, super()._model_generate(context, max_length, stop, **kwargs))
+        mask = kwargs.get("attention_mask")
+        progress = self._bar.progress(context.numel() if mask is None else int(mask.sum()), context.numel())
+        passes = -(-context.shape[1] // (kwargs.get("prefill_chunk_size") or context.shape[1]))
+        with progress.within_pass(self.reader.decoder, context.numel(), passes=passes):
+            answer: Tensor = super()._model_generate(context, max_length, stop, **kwargs)
+        progress.finish()
+        self._bar.answered(len(context))
+        return answer
+
+    def _refuse_to_cut(self, what: str) -> None:
+        raise ValueError(
+            f"{what} do not fit into the model's {self.max_length}, and nothing is cut: choose a shorter task, or say "
+            "in --model_args what the model can read, target_length= with a method or max_length="
+        )

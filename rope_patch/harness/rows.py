@@ -1,0 +1,73 @@
+"""Log-likelihood requests as rows of tokens: those that begin one another are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from lm_eval.api.instance import Instance
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RequestRow:
+    """Requests that begin one another: the longest is read, and with it all of them.
+
+    Attributes:
+        ids: what is read, all but the last token of the longest request (tokens,) int64.
+        asked: of each request its number, the tokens of its context, and its continuation.
+    """
+
+    ids: Tensor
+    asked: list[tuple[int, int, Sequence[int]]]
+
+    def targets(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return which state scores which token, each pair once and in order, and of each request its pairs."""
+        pairs = [
+            torch.stack([torch.arange(context - 1, context - 1 + len(rest)), torch.tensor(rest)], 1)
+            for _, context, rest in self.asked
+        ]
+        unique, where = torch.unique(torch.cat(pairs), dim=0, return_inverse=True)
+        return unique[:, 0].contiguous(), unique[:, 1], where.split([len(rest) for _, _, rest in self.asked])
+
+
+def grouped(requests: Sequence[tuple[Any, list[int], list[int]]], table_of: Callable[[int], int]) -> list[RequestRow]:
+    """Requests in rows, the longest first.
+
+    Args:
+        requests: each with its context and its continuation.
+        table_of: a number that stands for the table under which a model reads a text of so many tokens; only requests
+            that are read under the same one share a row.
+    """
+    texts = []
+    for i, (_, context, continuation) in enumerate(requests):
+        if not context or not continuation:
+            raise ValueError(f"request {i} has {len(context)} tokens of context and {len(continuation)} to score")
+        ids = numpy.array([*context, *continuation[:-1]], dtype=">i4").tobytes()  # in the order of the numbers
+        texts.append((table_of(len(context) + len(continuation)), ids, i))
+    rows: list[tuple[int, bytes, list[int]]] = []
+    for table, ids, i in sorted(texts, reverse=True):  # what begins with a text comes right before it
+        if not rows or rows[-1][0] != table or not rows[-1][1].startswith(ids):
+            rows.append((table, ids, []))
+        rows[-1][2].append(i)
+    rows.sort(key=lambda row: (-len(row[1]), row[1]))
+    return [
+        RequestRow(
+            torch.from_numpy(numpy.frombuffer(ids, dtype=">i4").astype(numpy.int64)),
+            [(i, len(requests[i][1]), requests[i][2]) for i in sorted(numbers)],
+        )
+        for _, ids, numbers in rows
+    ]
+
+
+def answer_tokens(request: Instance) -> int | None:
+    """Return how many tokens the continuation of a request has that asks for the right answer of a retrieval task.
+
+    None of any other request.
+    """
+    doc = request.doc if isinstance(request.doc, Mapping) else {}
+    asked = "answer_tokens" in doc and request.args[1:] == (doc.get("target"),)
+    return int(doc["answer_tokens"]) if asked else None

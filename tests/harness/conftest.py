@@ -1,0 +1,35 @@
+"""What tests of the lm-eval plug-in share: its command line in this process."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import pytest
+from lm_eval.tasks._index import TaskIndex
+from task_index import read_once
+
+from rope_patch.harness import command
+
+
+@pytest.fixture(autouse=True)
+def no_survey(monkeypatch):
+    """lm-eval writes into each result what pip, lscpu and others say of the machine: half a second each time."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
+
+
+@pytest.fixture
+def shell(monkeypatch, tmp_path):
+    """Run command lines of lm-eval in this process and a folder of their own; its 14000 tasks are read once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(read_once))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    for module in ("utils", "__main__"):  # its handler would outlive the stream that pytest gives a test
+        monkeypatch.setattr(f"lm_eval.{module}.setup_logging", lambda *_, **__: None)
+    monkeypatch.setattr("lm_eval.caching.cache.PATH", str(tmp_path / "requests"))
+
+    def run(line, program=command.main):
+        monkeypatch.setattr(sys, "argv", line if isinstance(line, list) else shlex.split(line))
+        program()
+
+    return run
