@@ -22,6 +22,8 @@ from smollm2_cells import FITTED, METHODS
 STATES = {"zero": "no", "pose": "yes", "full": "yes, full rows"}
 Report = dict[str, Any]
 NOTHING = "not measured yet"
+SHOWN = {"cope": "abf+cope"}
+"""Tables whose name in the results says less than their method does."""
 
 
 def in_order(rows: Iterable[Report]) -> list[Report]:
@@ -33,6 +35,11 @@ def in_order(rows: Iterable[Report]) -> list[Report]:
 def is_first(row: Report) -> bool:
     """Whether a row is of the target length and the seed that the page is about."""
     return (row["factor"], row["seed"]) == (2, 0)
+
+
+def shown(row: Report) -> str:
+    """Return the name of a row's table for reading."""
+    return SHOWN.get(row["table"], row["table"])
 
 
 def short(length: int) -> str:
@@ -61,7 +68,7 @@ def text(report: Report) -> str:
     head = ["table", "LoRA", *(f"{low} to {high}" for low, high in ends)]
     return table(
         head,
-        ([row["table"], STATES[row["state"]], *(f"{row['perplexity'][span]:.1f}" for span in spans)] for row in rows),
+        ([shown(row), STATES[row["state"]], *(f"{row['perplexity'][span]:.1f}" for span in spans)] for row in rows),
     )
 
 
@@ -72,7 +79,7 @@ def within(report: Report) -> str:
         ["table", "LoRA", "perplexity", "change"],
         (
             [
-                row["table"],
+                shown(row),
                 STATES[row["state"]],
                 f"{row['perplexity']['0-1024']:.1f}",
                 percent(row.get("nll_minus_unpatched", {}).get("0-1024")),
@@ -91,7 +98,7 @@ def passkeys(report: Report) -> str:
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for row in rows:
         answers = f"{row['exact_match']} of {row['prompts']}"
-        found.setdefault((row["table"], STATES[row["state"]], row["by"]), {})[row["length"]] = answers
+        found.setdefault((shown(row), STATES[row["state"]], row["by"]), {})[row["length"]] = answers
     return table(
         ["table", "LoRA", "read by", *map(short, lengths)],
         ([*which, *(cells.get(length, "") for length in lengths)] for which, cells in found.items()),
@@ -105,7 +112,7 @@ def caches(report: Report) -> str:
     schemes = list(dict.fromkeys(row["scheme"] for row in report["caches"]))
     found: dict[tuple[str, str], dict[str, str]] = {}
     for row in in_order(report["caches"]):
-        found.setdefault((row["table"], STATES[row["state"]]), {})[row["scheme"]] = percent(row["nll_cost"])
+        found.setdefault((shown(row), STATES[row["state"]]), {})[row["scheme"]] = percent(row["nll_cost"])
     return table(
         ["table", "LoRA", *schemes],
         ([*which, *(cells.get(scheme, "") for scheme in schemes)] for which, cells in found.items()),
