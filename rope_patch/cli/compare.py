@@ -322,11 +322,12 @@ def _with_adapter(loaded: Any, model: str, adapter: str | None) -> tuple[Any, di
 
 
 def print_table(comparison: Any) -> None:
-    """Print the scores of every method, a few answers, effective lengths, and what to know before reading them."""
+    """Print scores, paired differences, a few answers, effective lengths, and what to know before reading them."""
     from rope_patch.evaluation.answers import answers_text, first_choice_note, shortest_of_each
     from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
 
     columns = print_scores(comparison)
+    print_differences(comparison)
     scores = [(row.method, row.scores) for row in comparison.rows]
     print(answers_text(shortest_of_each(scores)))
     if note := first_choice_note(scores):
@@ -342,6 +343,26 @@ def print_table(comparison: Any) -> None:
     if any(column.winner for column in columns):
         print("* ahead of every other method: the paired 95 % intervals of all differences exclude zero")
         print(f"{OF_WINDOWS} {OF_PROMPTS}")
+
+
+def print_differences(comparison: Any) -> None:
+    """Print how each method differs from the unpatched model; from the first method where that was not measured."""
+    from rope_patch.evaluation.effective_length import UNPATCHED
+    from rope_patch.evaluation.metrics import METRICS
+
+    names = [row.method for row in comparison.rows]
+    first = UNPATCHED if UNPATCHED in names else names[0]
+    if len(names) == 1:
+        return
+    print(f"Against {first}, paired by window and by prompt, with {comparison.confidence:.0%} intervals:")
+    spans = [column.span for column in comparison.columns()]
+    for name in names:
+        changes = []
+        for span in spans:
+            change = comparison.difference(name, first, span.metric, span.stop, span.start or 0, span.task)
+            changes.append(f"{METRICS[span.metric].heading(span)}: {METRICS[span.metric].describe(change)}")
+        if name != first:
+            print(f"  {name}: {'; '.join(changes)}")
 
 
 def print_scores(comparison: Any) -> Any:

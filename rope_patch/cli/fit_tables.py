@@ -21,7 +21,7 @@ def print_fit(patch: Any) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     print(f"Rows are drawn from {patch.texts.describe()}: {patch.texts.why}.")
     (first, *_), *_ = patch.candidates.values()
-    table = Table(title=_title(patch.second), box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=escape(_title(patch.second)), box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("start")
     table.add_column("table")
     for high in first.nll:
@@ -30,7 +30,7 @@ def print_fit(patch: Any) -> None:
         table.add_column(f"second to {high}", justify="right")
     for high in first.hits:
         table.add_column(f"answered at {high}", justify="right")
-    table.add_column("nats an answer", justify="right")
+    table.add_column("answer loss", justify="right")
     table.add_column("")
     for label, several in patch.candidates.items():
         for candidate in several:
@@ -62,8 +62,10 @@ def print_fit(patch: Any) -> None:
 
 
 def _title(second: Any) -> str:
-    title = "on held-out text and prompts"
-    return f"{title}, and on a second domain ({second.name})" if second.name else title
+    title = (
+        "perplexity of held-out text up to a position, prompts answered at a length, and the loss of the answers [nats]"
+    )
+    return f"{title}; second: {second.name}" if second.name else title
 
 
 def figure_of(patch: Any, target: int) -> Any:

@@ -79,7 +79,7 @@ class EffectiveLengths:
         sentence = (
             f"Effective length: up to it retrieval is above {EFFECTIVE_RETRIEVAL:.0%}, and perplexity below "
             f"{EFFECTIVE_PERPLEXITY:.0%}, of the unpatched model's at {self.reference} tokens, by the "
-            f"{self.confidence:.0%} intervals at every length measured."
+            f'{self.confidence:.0%} intervals at every length measured; "not shown" where these are too wide to tell.'
         )
         if self.unanswered:
             sentence += (

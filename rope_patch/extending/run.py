@@ -275,6 +275,11 @@ class Run:
             )
             done, total = (one.windows, one.samples), [total[0] + tokens, total[1] + seconds]
         lines.append(f"all rounds: {total[0]:,.0f} tokens, {duration_text(total[1])}")
+        if done <= (1, 1):
+            lines.append(
+                "one window and one haystack for each length hardly tell methods apart: give more time with "
+                "--budget, or name fewer with --methods"
+            )
         if training is not None:
             lines.append(f"training: {training}, {training.tokens:,} tokens, {duration_text(training.seconds)}")
             again = self.tokens_of(*done), self.seconds_of(pace, *done)

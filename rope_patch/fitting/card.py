@@ -21,6 +21,11 @@ BASE_RECORDS = (
 )
 """Files that say how a checkpoint came about and what it scored: those of the base are not of the fitted model."""
 
+NO_GAIN = (
+    "None of these gains on text like the fit's or in prompts is significant: as far as this shows, the start is as "
+    "good, and where it is a method with a formula, more programs compute it."
+)
+
 TEMPLATE = """---
 {head}---
 # {base}, rotary table {done} for {length} tokens
@@ -68,6 +73,10 @@ def changes(winner: Candidate, start: Candidate, second: SecondDomain) -> list[s
         what = f"- perplexity of a second domain ({second.name}, {len(second.windows)} windows)"
         lines.append(line(what, "up to position", perplexity, winner.second_changes(start)))
     lines.append(line("- share of prompts answered", "at", retrieval, winner.retrieval_changes(start)))
+    gains = [change.high < 0 for change in winner.text_changes(start).values()]
+    gains += [change.low > 0 for change in winner.retrieval_changes(start).values()]
+    if not any(gains):
+        lines.append(NO_GAIN)
     return lines
 
 

@@ -25,6 +25,29 @@ def test_compare_shows_a_wrong_answer_and_a_right_one(capsys):
     assert FIRST_CHOICE not in printed, "it is exact match everywhere"
 
 
+def test_compare_shows_differences_from_the_unpatched_model(capsys):
+    """+.1 nats in each of two windows is 10.5 %; four of 18 prompts of 8 tokens fewer are found."""
+    worse = row("pi:factor=2", [1.2, 1.3], {(8, 0.5): 2})
+    print_table(comparison(worse, row("default", [1.1, 1.2])))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  pi:factor=2: ppl"))
+    assert line.startswith("  pi:factor=2: ppl 0-4: +10.5% (+10.5% to +10.5%); ppl 4-8: +10.5% (+10.5% to +10.5%); ")
+    assert "; passkey 4: +0.00 (" in line and "; passkey 8: -0.22 (" in line
+
+
+def test_compare_of_patched_models_alone_shows_differences_from_the_first(capsys):
+    print_table(comparison(row("yarn:factor=2", [1.0, 1.1]), row("pi:factor=2", [1.2, 1.4])))
+    printed = capsys.readouterr().out
+    assert (
+        "Against yarn:factor=2, paired by window and by prompt, with 95% intervals:\n  pi:factor=2: ppl 0-4: +"
+        in printed
+    )
+
+
+def test_one_method_has_no_differences(capsys):
+    print_table(comparison(row("default", [1.0, 1.1])))
+    assert "Against" not in capsys.readouterr().out
+
+
 def test_compare_says_where_first_choice_differs(capsys):
     one = row("default", [1.0, 1.1])
     result = one.scores.retrieval["passkey"]

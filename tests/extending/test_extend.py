@@ -306,6 +306,15 @@ def test_the_command_says_first_how_much_it_reads(tmp_path, monkeypatch):
     assert "all rounds: " in result.output and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("budget", "warned"), [(["--budget", "6s"], True), ([], False)])
+def test_a_dry_run_says_where_one_window_and_haystack_hardly_tell_methods_apart(tmp_path, monkeypatch, budget, warned):
+    monkeypatch.setattr("rope_patch.evaluation.compare.pace_of_reading", lambda *_, **__: PACE)
+    arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "yarn", *budget]
+    result = CliRunner().invoke(app, [*arguments, "--dry-run", "--dtype", "float32", "--threads", "1"])
+    assert result.exit_code == 0, result.output
+    assert ("one window and one haystack for each length hardly tell methods apart" in result.output) == warned
+
+
 def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
     with rope_patch.patched(llama, "yarn", factor=2), pytest.raises(rope_patch.PatchError, match="is patched already"):
         extend(llama, TOKENIZER, output=tmp_path / "out", **QUICK)

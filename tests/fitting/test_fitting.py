@@ -35,7 +35,8 @@ from rope_patch.evaluation.text import builtin_kind, builtin_text
 from rope_patch.fitting import CARRIES_OVER, Candidate, Constraint, Objective, TrainableTable, running
 from rope_patch.fitting.candidates import SEED, choose
 from rope_patch.fitting.candidates import best as best_of
-from rope_patch.fitting.card import card
+from rope_patch.fitting.card import NO_GAIN, card
+from rope_patch.fitting.card import changes as changes_of
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.texts import LOSS_ALONE, POPULATION, SecondDomain, TextPart, fit_texts, second_domain
 from rope_patch.frequencies import table_of, unrotated
@@ -366,6 +367,23 @@ def test_prompts_of_one_haystack_count_as_few():
     )
     assert paired_shares(other.hits[64], start.hits[64])[1] < 0
     assert other.retrieval_changes(start)[64].high > 0 and other.finds_no_less(start)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "said"),
+    [
+        ((2.0, 2.1, 1.9, 2.0), 1, True),  # as the start
+        ((1.9, 2.1, 1.8, 2.1), 1, True),  # better, but not significantly
+        ((1.9, 2.0, 1.8, 1.9), 1, False),  # .1 nats in every window
+        ((2.0, 2.1, 1.9, 2.0), 8, False),  # the passkeys of all eight haystacks, in place of those of one
+    ],
+)
+def test_a_table_in_use_without_a_significant_gain_says_so(text, found, said):
+    start, winner = (
+        Candidate(name, Default(), {64: tuple((n < haystacks,) * 5 for n in range(8))}, 0.1, {64: losses})
+        for name, haystacks, losses in (("start", 1, (2.0, 2.1, 1.9, 2.0)), ("step 8", found, text))
+    )
+    assert (NO_GAIN in changes_of(winner, start, SecondDomain())) == said
 
 
 # --- several kinds of text
