@@ -39,6 +39,8 @@ SCALED = ("fitted-scaling",)
 """Tables whose attention scaling is fitted, too."""
 LATER = ("yarn-1.00", "yarn-1.03", *SCALED)
 """Tables that the results of the others asked for."""
+DRAWN = ("default", "yarn", "yarn-1.03", "ntk", "abf", "mrrope", "p_rope-0.75")
+"""Tables in the figure: those that extend something, and the adapted ones."""
 FIRST = ("default", "yarn", "p_rope-0.75")
 """Tables that are measured first, and adapted."""
 HELD_OUT = ("moby_dick.txt", "pride_and_prejudice.txt", "sherlock_holmes.txt")

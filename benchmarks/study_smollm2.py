@@ -263,14 +263,12 @@ def report_of(done: Results, asked: Sequence[Cell], study: Study, before: dict[s
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw perplexity by position and passkeys by length, before and after LoRA, of all tables but the later ones."""
+    """Draw perplexity by position and passkeys by length, before and after LoRA, of as many tables as have a colour."""
     from rope_patch.plots.base import scores_by_context
 
     def is_drawn(row: dict[str, Any]) -> bool:
         return (
-            row["table"] not in cells.LATER
-            and row["state"] in ("zero", "pose")
-            and (row["factor"], row["seed"]) == (2, 0)
+            row["table"] in cells.DRAWN and row["state"] in ("zero", "pose") and (row["factor"], row["seed"]) == (2, 0)
         )
 
     text, passkeys = "perplexity on novels, by position", "share of passkeys, by length"
@@ -290,7 +288,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         if curves
     }
     title = "SmolLM2-135M-Instruct, trained at 8192 tokens, with tables for 16384"
-    scores_by_context(panels, shares=[passkeys], title=title, factors=False).savefig(path, dpi=110)
+    scores_by_context(panels, shares=[passkeys], title=title, factors=False, mark=8192).savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -134,7 +134,8 @@ def fit(
         int | None,
         tokens(
             "--row-length",
-            "The length of the rows with --positions pose. By default the trained length, but at most 2048.",
+            "The length of the rows with --positions pose. By default the trained length, or a quarter of the target "
+            "length where that is longer, but at most 2048.",
             show_default=False,
         ),
     ] = None,

@@ -229,8 +229,8 @@ Budget = Annotated[
         "--budget",
         parser=value_of("--budget", parse_duration),
         metavar="TIME",
-        help="The time to aim at, such as 5m, 30m or 2h, by the measured speed of the model. Less text and fewer "
-        "prompts are read then, so that the intervals get wider; the command says what else is left out.",
+        help="The time to aim at, such as 5m, 30m or 2h, by the measured speed of the model. Less text is read then, "
+        "and fewer prompts where there are any, so that intervals get wider; the command says what else is left out.",
         show_default=False,
     ),
 ]

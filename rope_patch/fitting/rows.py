@@ -45,12 +45,13 @@ class Objective:
         full: share of the steps whose rows have the target length; the lengths of the others are drawn between the
             trained length and the target, evenly on a logarithmic scale. Under ``"pose"`` a share of the rows.
         positions: ``"full"``: rows have every position from 0 to their length; ``"pose"``: short rows stand for rows of
-            these lengths and skip positions (PoSE, Zhu et al. 2023, arXiv:2309.10400), at a cost that does not grow
+            these lengths and skip positions (PoSE, Zhu et al. 2023, arXiv:2309.10400), at a cost that hardly grows
             with the target. Text is cut at random places. A prompt is cut in the text around its needles, so that
             they lie as far from the question as in a whole prompt. Layers with a sliding window and a table of their
             own get consecutive positions. Attention is over fewer tokens than in a long row, so an attention scaling
             that is fitted too is one for short rows.
-        row_length: of the rows under ``"pose"``; by default the trained length, 2048 at most [tokens].
+        row_length: of the rows under ``"pose"``; by default the trained length or a quarter of the target, whichever is
+            longer, 2048 at most [tokens].
         chunks: pieces of a row of text under ``"pose"``.
         mix: share of the rows, of text and of prompts, that are drawn from Python code where the data is of one kind
             (:func:`~rope_patch.fitting.texts.fit_texts` says when it is), in [0, 1).
@@ -90,7 +91,7 @@ class Objective:
         """
         if self.positions == "full":
             return target
-        length = min(trained, SHORT) if self.row_length is None else self.row_length
+        length = min(max(trained, target // 4), SHORT) if self.row_length is None else self.row_length
         check_positions(self.positions, length, self.chunks, target)
         return length
 

@@ -130,6 +130,8 @@ class RopePatchLM(AnsweringLM):
         elif getattr(self.model.config.get_text_config(), "rope_patch", None):
             verify_model(self.model)  # what the original loader built, before ours takes its place
             reapply(self.model, find_rotary(self.model).record)  # type: ignore[arg-type]
+        # It would warn of the length before the patch; prompts that do not fit are refused.
+        self.tokenizer.model_max_length = max(self.tokenizer.model_max_length, self.max_length)
         self.reader = Reader(self.model)
         self.scheme = scheme
         if scheme != Scheme():

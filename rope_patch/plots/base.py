@@ -208,6 +208,7 @@ def scores_by_context(
     shares: Collection[str],
     title: str,
     factors: bool = True,
+    mark: float | None = None,
 ) -> Figure:
     """Draw scores against the context: a panel per score, a line per method and state.
 
@@ -216,6 +217,7 @@ def scores_by_context(
         shares: panels whose scores are shares; the others get a logarithmic scale.
         title: of the figure.
         factors: contexts are factors of the trained one; otherwise lengths [tokens].
+        mark: context to mark by a vertical line, in the unit of the contexts.
     """
     figure, drawn = new_panels(list(panels), title, width=4.4, height=3.2, alike=False)
     methods = list(dict.fromkeys(method for curves in panels.values() for method, _ in curves))
@@ -227,6 +229,8 @@ def scores_by_context(
             look: dict[str, Any] = {"linestyle": ":", "marker": "s"} if trained else {"marker": "o"}
             axes.plot(contexts, scores, **(styles[method] | look))
         ticks = sorted({context for contexts, _ in curves.values() for context in contexts})
+        if mark is not None:
+            axes.axvline(mark, color="0.55", linewidth=1, linestyle=(0, (4, 3)))
         axes.set(xscale="log", **({"ylim": (-0.03, 1.03)} if name in shares else {"yscale": "log"}))
         axes.set_xticks(ticks, [f"{tick:g}×" if factors else _tokens(int(tick)) for tick in ticks])
         axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())

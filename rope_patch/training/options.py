@@ -78,7 +78,8 @@ class FitOptions:
             and at least 4096 [tokens].
         positions: ``full``: rows of up to the target length; ``pose``: short rows whose positions skip ahead up to the
             target length.
-        row_length: of the rows under ``pose``; by default the trained length, but at most 2048 [tokens].
+        row_length: of the rows under ``pose``; by default the trained length, or a quarter of the target length where
+            that is longer, but at most 2048 [tokens].
         chunks: pieces of a row of text under ``pose``.
         retrieval: share of the learning rate for answers to retrieval prompts. With 0 the table is fitted to text
             alone, which loses retrieval and was found worse on text of another kind.

@@ -140,7 +140,7 @@ def of(objective, *, target=512, tokens=512, seed=1):
 
 @pytest.mark.parametrize("goal", [0, 1])
 def test_rows_are_short_and_reach_to_the_target(goal):
-    rows, reached = of(Objective(positions="pose")), []
+    rows, reached = of(Objective(positions="pose", row_length=64)), []
     for step in range(40):
         for tokens, labels, weights, positions in rows(step, goal):
             assert tokens.shape == labels.shape == weights.shape == positions.shape and tokens.shape[1] == 64
@@ -156,7 +156,7 @@ def test_rows_are_short_and_reach_to_the_target(goal):
 def test_the_lengths_that_rows_stand_for_follow_the_share_of_full_ones():
     ends = {}
     for full in (0.0, 1.0):
-        rows = of(Objective(positions="pose", full=full))
+        rows = of(Objective(positions="pose", row_length=64, full=full))
         ends[full] = [int(end) + 1 for step in range(20) for part in rows(step, 1) for end in part[3][:, -1]]
     assert sum(end > 450 for end in ends[1.0]) == 80 > 4 * sum(end > 450 for end in ends[0.0])
     assert min(ends[0.0]) < 100
@@ -193,11 +193,22 @@ def test_rows_that_stand_for_shorter_ones_than_themselves_skip_nothing():
 
 
 @pytest.mark.parametrize(
-    ("trained", "asked", "longest"), [(64, None, 64), (8192, None, 2048), (8192, 4096, 4096), (64, 128, 128)]
+    ("trained", "target", "asked", "longest"),
+    [
+        (256, 512, None, 256),
+        (256, 1024, None, 256),
+        (256, 4096, None, 1024),
+        (64, 16384, None, 2048),
+        (8192, 16384, None, 2048),
+        (8192, 16384, 4096, 4096),
+        (64, 16384, 128, 128),
+    ],
 )
-def test_rows_have_the_trained_length_or_2048_tokens_by_default(trained, asked, longest):
-    assert Objective(positions="pose", row_length=asked).longest_row(trained, 16384) == longest
-    assert Objective().longest_row(trained, 16384) == 16384
+def test_rows_have_the_trained_length_or_a_quarter_of_the_target_and_2048_tokens_at_most(
+    trained, target, asked, longest
+):
+    assert Objective(positions="pose", row_length=asked).longest_row(trained, target) == longest
+    assert Objective().longest_row(trained, target) == target
 
 
 # --- the fit

@@ -260,6 +260,17 @@ def test_bfloat16_is_scored_in_float32():
 # --- arguments
 
 
+def test_the_tokenizer_does_not_warn_of_the_length_before_the_patch(checkpoint):
+    """transformers says once that a longer text "will result in indexing errors", which is wrong under the patch."""
+    short = tokenizer()
+    short.model_max_length = 128
+    options = {"method": "yarn:factor=4", "target_length": 512}
+    model = RopePatchLM(pretrained=checkpoint, tokenizer=short, device="cpu", **options)
+    model.loglikelihood(requests("loglikelihood", ("word " * 100, " x")))
+    assert len(short("word " * 100, verbose=False)["input_ids"]) > 128
+    assert not any("longer-than" in name for name in short.deprecation_warnings), "it warned"
+
+
 @pytest.mark.parametrize(
     ("words", "method"),
     [
