@@ -10,6 +10,10 @@ from typing import Any
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.evaluation.effective_length import UNPATCHED
 
+TOO_FEW = (
+    "one window and one haystack for each length hardly tell methods apart: give more time with --budget, or name "
+    "fewer with --methods"
+)
 SIZES = ((1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (8, 4))
 """Windows of text and haystacks of the first round, from the smallest."""
 

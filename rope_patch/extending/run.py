@@ -21,7 +21,7 @@ from rope_patch.extending.choosing import Choice, MethodEvaluator
 from rope_patch.extending.looking import look, slows_a_pair
 from rope_patch.extending.options import AFTER, CANDIDATES, ExtendOptions, short
 from rope_patch.extending.result import Extended
-from rope_patch.extending.rounds import Round, cost_of, rounds_to_list, rounds_within
+from rope_patch.extending.rounds import TOO_FEW, Round, cost_of, rounds_to_list, rounds_within
 from rope_patch.extending.writing import check_outputs, write
 from rope_patch.files import write_atomically
 from rope_patch.methods import as_method
@@ -276,10 +276,7 @@ class Run:
             done, total = (one.windows, one.samples), [total[0] + tokens, total[1] + seconds]
         lines.append(f"all rounds: {total[0]:,.0f} tokens, {duration_text(total[1])}")
         if done <= (1, 1):
-            lines.append(
-                "one window and one haystack for each length hardly tell methods apart: give more time with "
-                "--budget, or name fewer with --methods"
-            )
+            lines.append(TOO_FEW)
         if training is not None:
             lines.append(f"training: {training}, {training.tokens:,} tokens, {duration_text(training.seconds)}")
             again = self.tokens_of(*done), self.seconds_of(pace, *done)

@@ -262,8 +262,7 @@ def test_bfloat16_is_scored_in_float32():
 
 def test_the_tokenizer_does_not_warn_of_the_length_before_the_patch(checkpoint):
     """transformers says once that a longer text "will result in indexing errors", which is wrong under the patch."""
-    short = tokenizer()
-    short.model_max_length = 128
+    short = AutoTokenizer.from_pretrained(LLAMA, model_max_length=128)
     options = {"method": "yarn:factor=4", "target_length": 512}
     model = RopePatchLM(pretrained=checkpoint, tokenizer=short, device="cpu", **options)
     model.loglikelihood(requests("loglikelihood", ("word " * 100, " x")))
