@@ -288,7 +288,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         if curves
     }
     title = "SmolLM2-135M-Instruct, trained at 8192 tokens, with tables for 16384"
-    scores_by_context(panels, shares=[passkeys], title=title, factors=False, mark=8192).savefig(path, dpi=110)
+    context = report["settings"]["sizes"]["context"]
+    scores_by_context(panels, shares=[passkeys], title=title, factors=False, mark=context).savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -287,7 +287,7 @@ def fit(
     options |= {"target_length": target_length}
     about = {
         "text": [suite.text_sha256, texts.digest, suite.prompts.haystack.sha256, domain.sha256],
-        "objective": asdict(objective),
+        "objective": asdict(objective) | {"row_length": rows.longest},
         "constraint": asdict(constraint),
         "schedule": asdict(schedule) | {"batch_tokens": tokens, "checkpointing": None},
         "spec": spec.to_dict(),
