@@ -29,15 +29,18 @@ UNROTATED_FACTOR = 1e39
 Table = Float[Tensor, " pairs"]
 
 
-def geometric(rope_theta: float, rotary_dim: int) -> Table:
-    """Return the plain RoPE table ``rope_theta ** (-2 i / rotary_dim)``.
+def geometric(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> Table:
+    """Return the plain RoPE table ``rope_theta ** (-2 i / rotary_dim)``, or the beginning of it.
 
     Args:
         rope_theta: base of the geometric sequence, > 0.
         rotary_dim: number of features that rotate, even.
+        pairs: how many of the fastest pairs to compute; all of them by default. Fewer can differ from the beginning of
+            the whole table in the last bit, because the float32 power function of torch rounds differently in vectors
+            of other lengths.
 
     Returns:
-        inv_freq: (rotary_dim / 2,) float32 [rad/token], fast to slow.
+        inv_freq: (pairs,) or (rotary_dim / 2,) float32 [rad/token], fast to slow.
 
     Raises:
         ValueError: odd or non-positive ``rotary_dim``, non-positive ``rope_theta``.
@@ -46,14 +49,15 @@ def geometric(rope_theta: float, rotary_dim: int) -> Table:
     [1.0, 0.10000000149011612, 0.009999999776482582, 0.0010000000474974513]
     """
     _check_rotary_dim(rotary_dim)
-    return 1.0 / _position_base(rope_theta, rotary_dim)
+    return 1.0 / _position_base(rope_theta, rotary_dim, pairs)
 
 
-def _position_base(rope_theta: float, rotary_dim: int) -> Table:
+def _position_base(rope_theta: float, rotary_dim: int, pairs: int | None = None) -> Table:
     """``rope_theta ** (2 i / rotary_dim)`` in the float32 arithmetic of transformers."""
     if not (math.isfinite(rope_theta) and rope_theta > 0):
         raise ValueError(f"rope_theta must be a finite number > 0, got {rope_theta}")
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
+    end = rotary_dim if pairs is None else 2 * pairs
+    exponents = torch.arange(0, end, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
     return rope_theta**exponents
 
 

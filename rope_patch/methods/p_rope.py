@@ -66,13 +66,24 @@ class PRope(Method, name="p_rope"):
     The slowest pairs carry the semantic channels that long contexts break; without rotation they cannot break.
     *Source*: Barbero et al., arXiv:2410.06205, appendix D. ``int(p * rotary_dim // 2)`` pairs rotate: floor, so
     p = 0.7 at rotary_dim 128 keeps 44.
+
+    Where transformers has a type for the table (``proportional``), the frequencies that are kept are computed as it
+    computes them: over those pairs alone. At some shapes, rotary_dim 128 with rope_theta 1e6 and p = 0.75 among them,
+    they differ from those of the whole table in the last bit.
     """
 
     p: float = number(0.75, least=0, most=1)
 
     def inv_freq(self, table: RotaryTable) -> Tensor:
         """Zero the frequencies from pair ``int(p * rotary_dim // 2)`` on."""
-        return torch.where(_index(table) < int(self.p * table.rotary_dim // 2), table.inv_freq, 0)
+        rotated = int(self.p * table.rotary_dim // 2)
+        inv_freq = torch.where(_index(table) < rotated, table.inv_freq, 0)
+        if 0 < rotated < table.pairs and self.rope_parameters(table) is not None:
+            kept = frequencies.geometric(table.rope_theta, table.rotary_dim, rotated)
+            # A proportional table whose factor is not 1, or one that was edited, is of other frequencies.
+            if torch.allclose(kept, inv_freq[:rotated], rtol=1e-6, atol=0.0):
+                inv_freq[:rotated] = kept
+        return inv_freq
 
     def rope_parameters(self, table: RotaryTable) -> dict[str, Any] | None:
         """Type ``proportional``, but where the partial factor is the shape of the heads (Phi's, even at 1)."""

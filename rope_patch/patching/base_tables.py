@@ -7,6 +7,7 @@ import contextvars
 import copy
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -83,6 +84,11 @@ def original_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> 
     with torch.device("cpu"), _quiet():
         return rotary_class(config)
 
+
+# transformers calls these two keys of the longrope form unrecognized each time a config is read. They are there for vLLM,
+# which takes the attention scaling from them alone; nothing is wrong, so a user of this package is not warned of them.
+_OUR_KEYS = re.compile(r"Unrecognized keys in .*: \{'(?:short|long)_mscale', '(?:short|long)_mscale'\}")
+logging.getLogger("transformers.modeling_rope_utils").addFilter(lambda r: not _OUR_KEYS.fullmatch(r.getMessage()))
 
 _silent: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
 

@@ -299,15 +299,27 @@ def test_p_rope_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "head_dim", "rotating"), [(0.7, 128, 44), (0.25, 256, 32), (0.7, 96, 33), (0.99, 64, 31)]
+    ("p", "head_dim", "theta", "rotating"),
+    [
+        (0.7, 128, 1e4, 44),  # 0.7 * 128 = 89.6, // 2 = 44
+        (0.25, 256, 1e4, 32),
+        (0.7, 96, 1e4, 33),
+        (0.99, 64, 1e4, 31),
+        # In these shapes the beginning of the whole table differs from transformers' table in the last bit.
+        (0.75, 128, 1e6, 48),
+        (0.9, 128, 1e6, 57),
+        (0.75, 80, 1e5, 30),
+        (0.5, 96, 5e5, 24),
+    ],
 )
-def test_p_rope_rounds_down_as_transformers_does(p: float, head_dim: int, rotating: int) -> None:
-    # 0.7 * 128 = 89.6, // 2 = 44
+def test_p_rope_is_the_table_of_transformers_to_the_last_bit(
+    p: float, head_dim: int, theta: float, rotating: int
+) -> None:
     config = LlamaConfig(
         head_dim=head_dim,
-        rope_parameters={"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": p},
+        rope_parameters={"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": p},
     )
-    after = PRope(p=p)(slot(head_dim=head_dim))
+    after = PRope(p=p)(slot(rope_theta=theta, head_dim=head_dim))
     assert torch.equal(after.inv_freq, ROPE_INIT_FUNCTIONS["proportional"](config)[0])
     assert int((after.inv_freq > 0).sum()) == rotating
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 
 import pytest
 import torch
 from patches import cos_sin, method_for, module_of
 from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, ids, logits, tiny_model
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -601,3 +602,33 @@ def test_verify_names_what_differs():
     find_rotary(model).put(patch._state.location.module)
     with pytest.raises(PatchError, match=r"in use: \[all\] cos is off by up to .*: pair \d turns \S+ rad/token"):
         rope_patch.verify(model)
+
+
+@pytest.mark.parametrize(
+    ("p", "head_dim", "theta"), [(0.75, 128, 1e6), (0.9, 128, 1e6), (0.5, 96, 5e5), (0.1, 256, 1e7)]
+)
+def test_p_rope_is_encoded_natively_in_every_shape(p, head_dim, theta):
+    """In the first three the beginning of the whole table differs from transformers' proportional in the last bit."""
+    model = tiny_model("qwen3", head_dim=head_dim, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    rope_patch.apply(model, "p_rope", p=p)
+    expected = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": p}
+    assert model.config.rope_parameters == expected
+    rope_patch.apply(model, "p_rope", p=p / 2, replace=True)
+    assert model.config.rope_parameters == expected | {"partial_rotary_factor": p / 2}
+
+
+def test_the_keys_that_vllm_needs_are_no_reason_for_a_warning(tmp_path, caplog):
+    model = tiny_model("llama")
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        rope_patch.apply(model, "mrrope", factor=4, target_length=256)
+        assert model.config.rope_parameters["long_mscale"] > 1
+        rope_patch.save(model, tmp_path / "saved")
+        rope_patch.load(tmp_path / "saved")
+        rope_patch.verify(tmp_path / "saved")
+        assert "mscale" not in caplog.text
+        LlamaConfig(rope_parameters=dict(model.config.rope_parameters, misspelt=1))  # the others are reported as ever
+        assert "misspelt" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
