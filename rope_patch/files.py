@@ -19,7 +19,13 @@ _FOLDERS = dict(
 )
 
 # What an older checkpoint leaves in a folder that a loader would prefer to a model's new weights, or mix with them.
-_STALE = ("model.safetensors*", "model-*-of-*.safetensors", "pytorch_model*.bin*", "adapter_model.*", "rope_patch.json")
+_STALE = (
+    "model.*safetensors*",
+    "model-*-of-*.safetensors",
+    "pytorch_model*.bin*",
+    "adapter_model.*",
+    "rope_patch.json",
+)
 
 
 def is_gguf(source: str | Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 
 import torch
@@ -26,25 +27,38 @@ def naive(model, rows):
 
 
 @contextmanager
+def watched(module, note):
+    """Show ``note`` the arguments of each call of a module; a forward hook would make it another model to caches."""
+    original, own = module.forward, vars(module).get("forward")
+
+    @functools.wraps(original)
+    def forward(*args, **kwargs):
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:  # watched twice
+            module.forward = own
+
+
+@contextmanager
 def spy(module):
     """The number of rows of each call to a layer: the product of all axes but the last."""
     rows = []
-    handle = module.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
-    try:
+    with watched(module, lambda x: rows.append(x.shape[:-1].numel())):
         yield rows
-    finally:
-        handle.remove()
 
 
 @contextmanager
 def spy_ids(model):
     """The token ids of each call to the embedding."""
     inputs = []
-    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone()))
-    try:
+    with watched(model.get_input_embeddings(), lambda ids: inputs.append(ids.clone())):
         yield inputs
-    finally:
-        handle.remove()
 
 
 class Caches:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.utils.hub import cached_file
 
+from rope_patch.checkpoints.tokenizer_length import raise_length
 from rope_patch.errors import blamed_on, read_json
 from rope_patch.files import check_source, is_gguf, write_atomically
 from rope_patch.patching.encoding import add_older_keys
@@ -46,11 +47,15 @@ def write_record(record: PatchRecord, folder: str | Path) -> None:
 
 
 def put_record(record: PatchRecord, folder: Path) -> None:
-    """Write a record beside a checkpoint and every adapter in it, and add the keys of transformers 4 to its config."""
+    """Write a record beside a checkpoint and every adapter in it, and let its files say what the patch says.
+
+    The config gets the keys of transformers 4, the tokenizer the context that the patch states.
+    """
     for path in (folder, *(file.parent for file in folder.glob(f"*/{ADAPTER_FILE}"))):  # adapters beyond the first
         write_record(record, path)
     if (folder / CONFIG_FILE).is_file():
         add_older_keys(folder)
+    raise_length(folder, record)
 
 
 def _adapter_weights(source: str | Path, **hub: Any) -> Path | None:
@@ -177,6 +182,24 @@ def peft_model(model: Any) -> Any:
         inner = getattr(model, "_orig_mod", None)
         model = getattr(model, "module", None) if inner is None else inner
     return model if hasattr(model, "get_base_model") else None
+
+
+def refuse_bare_adapter_layers(model: Any) -> None:
+    """Raise where a model holds an adapter's layers, and the ``PeftModel`` around them is not at hand.
+
+    ``save_pretrained`` of ``peft_model.get_base_model()`` writes weights under names that no loader knows, and
+    transformers gives random values to those that it then misses.
+
+    Raises:
+        PatchError: such a model.
+    """
+    if peft_model(model) is not None or getattr(model, "_hf_peft_config_loaded", False):
+        return
+    if any(hasattr(module, "active_adapters") and hasattr(module, "merge") for module in model.modules()):
+        raise PatchError(
+            "this model holds the layers of an adapter, without the PeftModel around them: save the PeftModel for the "
+            "adapter alone, or peft_model.merge_and_unload() or peft_model.unload() for the whole model"
+        )
 
 
 def check_adapters(

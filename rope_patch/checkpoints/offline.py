@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.adapters import ADAPTER_FILE, CONFIG_FILE, RECORD_FILE, adapter_base, read_record
 from rope_patch.checkpoints.gguf import put_table, unpack
 from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.reading import building, check_older_keys, config_json, load_config
-from rope_patch.errors import read_json
+from rope_patch.checkpoints.tokenizer_length import check_length, raise_length, restore_length
+from rope_patch.checkpoints.weight_files import check_weights, wrong_tensors
 from rope_patch.files import folder_in_one_move, holds_files, is_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.apply import apply, reapply
@@ -97,6 +97,7 @@ def patch_folder(
     with copied(source, out, overwrite=overwrite, progress=progress) as folder:
         model.config.save_pretrained(folder)
         add_older_keys(folder)
+        raise_length(folder, patch.record)
         verify_folder(folder)
         finish(folder)
     return patch
@@ -119,54 +120,33 @@ def restore_folder(
     restore(model)
     with copied(source, out, overwrite=overwrite, progress=progress) as folder:
         model.config.save_pretrained(folder)
+        restore_length(folder)
 
 
 def verify_folder(source: str | Path) -> PatchRecord:
     """Check a patched checkpoint or an adapter: its record, the config as transformers reads it, and whole weights.
 
     Raises:
-        PatchError: no record, or tables that differ from it.
-        OSError: damaged weights, or nothing to load.
+        PatchError: no record, or tables that differ from it; a tokenizer that cuts texts below the stated context.
+        OSError: damaged weights, tensors that are not the model's, or nothing to load.
     """
-    if (Path(source) / ADAPTER_FILE).is_file():
+    folder = Path(source)
+    if (folder / ADAPTER_FILE).is_file():
         record = read_record(source)
         if record is None:
             raise PatchError(f"the adapter {source} carries no {RECORD_FILE}: it was saved without its patch")
         model = skeleton(adapter_base(source), beside_adapter=True)
         reapply(model, record)
+        check_weights(folder)
     else:
-        record = verify_model(skeleton(source))
-    if Path(source).is_dir():
-        check_weights(Path(source))
+        model = skeleton(source)
+        record = verify_model(model)
+        if folder.is_dir():
+            check_weights(folder)
+            if wrong := wrong_tensors(folder, model):
+                raise OSError(f"{folder} does not hold the weights of {type(model).__name__}: {wrong}")
+    check_length(folder, record)
     return record
-
-
-def check_weights(folder: Path) -> None:
-    """Check that every weights file is there and whole: a safetensors header states how long its file must be.
-
-    Raises:
-        OSError: no weights, a missing shard, or a file that is cut or damaged.
-    """
-    if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
-        raise OSError(f"{folder} holds no weights (*.safetensors)")
-    for index in sorted(folder.glob("*.index.json")):
-        shards = _shards(index)
-        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-        if missing:
-            raise OSError(f"{folder} lacks {', '.join(missing)}, which {index.name} names: copy or download it again")
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise OSError(f"{path} is truncated or damaged ({error}): copy or download it again") from error
-
-
-def _shards(index: Path) -> set[str]:
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise OSError(f"{index} is damaged, its weight_map names no files: copy or download it again")
-    return set(names.values())
 
 
 def check_free(out: Path, overwrite: bool) -> None:

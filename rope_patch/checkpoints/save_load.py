@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.adapters import (
     ADAPTER_FILE,
+    CONFIG_FILE,
     HUB_OPTIONS,
     TABLES_ATTRIBUTE,
     WEIGHTS_ATTRIBUTE,
@@ -28,11 +29,13 @@ from rope_patch.checkpoints.adapters import (
     peft_model,
     put_record,
     read_record,
+    refuse_bare_adapter_layers,
     weight_sizes,
 )
 from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
 from rope_patch.checkpoints.reading import check_older_keys, config_json, reaching_hub
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
+from rope_patch.checkpoints.weight_files import wrong_in_load, wrong_tensors
 from rope_patch.errors import blamed_on
 from rope_patch.files import check_source, folder_in_one_move, is_gguf
 from rope_patch.methods import METHODS, MethodLike, as_method
@@ -67,7 +70,8 @@ def save(
         model: a patched model of transformers, or a PEFT model over one.
         out: the folder. In one that exists, the weights of an older checkpoint are replaced and other files kept.
         tokenizer: saved beside it. By default the tokenizer's files of the folder that the model came from are copied,
-            or of the hub repository as far as they are in the local cache; False leaves the tokenizer out.
+            or of the hub repository as far as they are in the local cache; False leaves the tokenizer out. In the
+            folder its ``model_max_length`` is raised to the context that the patch states.
         trust_adapters: names of adapters that belong to the model's tables although nothing shows it: PEFT itself
             loaded them, or combined them from such.
         **save_options: for ``save_pretrained``.
@@ -76,9 +80,11 @@ def save(
         The folder.
 
     Raises:
-        PatchError: the model is not patched, or does not use what its record says; or an adapter that may have been
-            trained under other tables.
-        ValueError: ``push_to_hub``, which would upload before the folder is whole, or ``distributed_checkpoint``.
+        PatchError: the model is not patched, or does not use what its record says; an adapter that may have been
+            trained under other tables; or a model with an adapter's layers in it, without the PeftModel around it.
+        ValueError: ``push_to_hub``, which would upload before the folder is whole, or ``distributed_checkpoint``; or
+            tensors that the config's model does not have in these shapes, or a lack of some (a part of a
+            ``state_dict``, pruned layers, weights quantized in place). ``out`` is then as it was.
         OSError: the folder cannot be written, or the disk is full; ``out`` is then as it was.
     """
     for name, instead in (
@@ -93,6 +99,7 @@ def save(
     trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
     with first_alone(f"save to {os.path.realpath(out)}") as writes:
         record = verify_model(model)
+        refuse_bare_adapter_layers(model)
         check_adapters(model, record, trusted, save_options.get("selected_adapters"))
         forget_quantization(find_rotary(model).model)
         _warn_of_precision(record)
@@ -107,6 +114,11 @@ def save(
             elif tokenizer is not False:
                 tokenizer.save_pretrained(folder)
             put_record(record, folder)
+            if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, find_rotary(model).model)):
+                raise ValueError(
+                    f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
+                    "adapters merged or unloaded, no part of a state_dict, weights not quantized or pruned in place"
+                )
     return Path(out)
 
 
@@ -155,7 +167,8 @@ def load(
         PatchError: the record does not fit what was loaded, or ``method`` meets a model that is patched already.
         TypeError: a parameter of a method, which ``from_pretrained`` would ignore.
         ValueError: a bad method, options of a patch without one, no such folder, or one without a checkpoint.
-        OSError: nothing that can be loaded, or no such repository; the message says what to do.
+        OSError: nothing that can be loaded, weights that are not the model's, or no such repository; the message says
+            what to do.
     """
     options = {
         "layer_types": layer_types,
@@ -216,7 +229,7 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
     if is_adapter(source, **hub):
         return _load_under_adapter(source, patch, from_pretrained, hub)
     config = config_json(source, **from_pretrained)
-    model = reaching_hub(source, lambda: AutoModelForCausalLM.from_pretrained(str(source), **from_pretrained))
+    model, loaded = _from_pretrained(source, from_pretrained)
     saved_as = (model.config.architectures or [""])[0]
     head, loaded_head = saved_as.partition("For")[2], type(model).__name__.partition("For")[2]
     if head not in ("", loaded_head):
@@ -225,6 +238,8 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
             "its own class of transformers, and rope_patch.verify that model",
             stacklevel=3,
         )
+    else:  # transformers gives random values to what is missing; tensors of no use may lie in any unpatched folder
+        _check_loaded(source, model, loaded, foreign=find_rotary(model).record is not None)
     own = find_rotary(model).record
     if (stated := text_part(config).get("rope_patch")) is not None:
         if own is None or own.to_dict() != PatchRecord.from_dict(stated).to_dict():
@@ -239,6 +254,21 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
         verify_model(model)  # what transformers' loader built, before ours takes its place
         reapply(model, own)
     return model
+
+
+def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a model that transformers loaded, and what it says of names that did not match."""
+    model, loaded = reaching_hub(
+        source, lambda: AutoModelForCausalLM.from_pretrained(str(source), output_loading_info=True, **options)
+    )
+    if options.get("ignore_mismatched_sizes"):  # the caller knows of them
+        loaded = {**loaded, "mismatched_keys": ()}
+    return model, loaded
+
+
+def _check_loaded(source: str | Path, model: Any, loaded: Mapping[str, Any], *, foreign: bool) -> None:
+    if wrong := wrong_in_load(loaded, foreign=foreign):
+        raise OSError(f"{source} does not hold the weights of {type(model).__name__}: {wrong}")
 
 
 def _load_under_adapter(
@@ -257,7 +287,8 @@ def _load_under_adapter(
         model = load_gguf(base, **from_pretrained)
     else:
         with _without_adapter(base) as bare:
-            model = reaching_hub(bare, lambda: AutoModelForCausalLM.from_pretrained(bare, **from_pretrained))
+            model, loaded = _from_pretrained(bare, from_pretrained)
+        _check_loaded(base, model, loaded, foreign=False)
     model.name_or_path = model.config.name_or_path = base
     recorded = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
     if patch is not None:

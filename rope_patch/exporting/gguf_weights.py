@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rope_patch.checkpoints.gguf_file import Key, Piece, gguf
-from rope_patch.checkpoints.offline import check_weights
+from rope_patch.checkpoints.weight_files import check_weights
 from rope_patch.errors import read_json
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -273,12 +273,11 @@ ELSEWHERE = ("transformers_version", "_name_or_path")
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of a model's config, tables, adapters and weights, from a few values of each tensor.
+    """Return a digest of a model's config, tables, adapters, forward hooks and weights, every bit of them.
 
-    It tells checkpoints, adapters, patches, data types and attention implementations apart in milliseconds, so that
-    finished work is never taken for that of another model. It is no checksum: a change that misses every sampled value
-    of a tensor, or weights that are offloaded to disk, is not seen. A model without weights that stands for another
-    one has a dictionary ``rope_patch_fingerprints``, with the digest of that one by each of its own.
+    Finished work of an interrupted run is kept under it, so it must differ wherever a result could: a few values of
+    each tensor would not show that some rows of an embedding were trained. A model without weights that stands for
+    another one has a dictionary ``rope_patch_fingerprints``, with the digest of that one by each of its own.
     """
     digest = hashlib.sha256()
     root: Any = model.config
@@ -291,17 +290,68 @@ def fingerprint(model: nn.Module) -> str:
         if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):  # a layer of PEFT
             asked = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
             state += [(key, getattr(module, key, None)) for key in asked]
+        state += [("hook", hook) for hook in _hooks(module)]
         digest.update(f"{name}{state}".encode() if state else b"")
-    with torch.no_grad():
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            if not tensor.is_meta:
-                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a sharded model
-                flat = whole.detach().reshape(-1)
-                sample = flat if len(flat) <= 1024 else flat[:: len(flat) // 32]
-                digest.update(str(sample.to("cpu").tolist()).encode())
+        tensors = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for key, tensor in tensors:
+            sums = _sums(_at_hand(module, key, tensor))
+            digest.update(f"{name}.{key}{tuple(tensor.shape)}{tensor.dtype}{sums}".encode())
     own = digest.hexdigest()
     return str(getattr(model, "rope_patch_fingerprints", {}).get(own, own))
+
+
+_NOT_THE_USERS = ("accelerate.", "rope_patch.", "torch.")
+"""Modules whose hooks move tensors or look at them, and change no result."""
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """Return the name of each forward hook of a module, and the numbers and tensors that it was made with."""
+    described = []
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        function = getattr(hook, "func", hook)  # of a partial
+        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(hook).__qualname__)}"
+        if name.startswith(_NOT_THE_USERS):
+            continue
+        state = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        state += [*(getattr(function, "__defaults__", None) or ()), *getattr(hook, "args", ())]
+        state += [*getattr(hook, "keywords", {}).values(), *vars(getattr(hook, "__self__", hook)).values()]
+        values = [_sums(value) if isinstance(value, Tensor) else value for value in state]
+        described.append((name, [value for value in values if isinstance(value, bool | int | float | str | tuple)]))
+    return described
+
+
+def _at_hand(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a module from where its values are: whole where it is sharded, read where it is offloaded."""
+    offloaded = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    if tensor.is_meta:
+        return tensor if offloaded is None else offloaded[name]
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+@torch.no_grad()
+def _sums(tensor: Tensor) -> Any:
+    """Return two sums over the bits of a tensor as integers, plain and weighted by place; None without values.
+
+    Floating-point sums would miss small changes, and a plain sum would miss rows that changed places.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):  # a quantized tensor, which holds others
+        return [_sums(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    if tensor.is_meta:
+        return None
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)) if len(raw) % 8 else raw
+    words = (raw.clone() if raw.storage_offset() % 8 else raw).view(torch.int64)
+    plain, weighted = 0, 0
+    for start in range(0, len(words), _WORDS):
+        part = words[start : start + _WORDS]
+        place = torch.arange(start + 1, start + 1 + len(part), device=part.device)
+        plain, weighted = plain + int(part.sum()), weighted + int((part * place).sum())
+    return plain % 2**64, weighted % 2**64
+
+
+_WORDS = 1 << 21
+"""Of eight bytes, added up at once: the copies of 16 MB fit everywhere."""
 
 
 def name_of(model: nn.Module) -> str:

@@ -54,7 +54,7 @@ def config_with(config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTra
     """Return what transformers makes of the config with other rotary settings: through its JSON form, no record."""
     own = {name_in(config, key): key for key in (*CONFIG_KEYS, "rope_patch")}
     data = {k: v for k, v in _decoded(json.loads(config.to_json_string())).items() if k not in own}
-    with _quiet():
+    with quiet():
         given = {name_in(config, key): copy.deepcopy(value) for key, value in settings.items()}
         return type(config).from_dict(data | given)
 
@@ -81,12 +81,12 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 def original_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
     """Build the model's own rotary class from a config, on the CPU."""
-    with torch.device("cpu"), _quiet():
+    with torch.device("cpu"), quiet():
         return rotary_class(config)
 
 
-# transformers calls these two keys of the longrope form unrecognized each time a config is read. They are there for vLLM,
-# which takes the attention scaling from them alone; nothing is wrong, so a user of this package is not warned of them.
+# transformers calls these two keys of the longrope form unrecognized each time a config is read. vLLM takes the
+# attention scaling from them alone, so they are right where they are, and nobody needs the warning.
 _OUR_KEYS = re.compile(r"Unrecognized keys in .*: \{'(?:short|long)_mscale', '(?:short|long)_mscale'\}")
 logging.getLogger("transformers.modeling_rope_utils").addFilter(lambda r: not _OUR_KEYS.fullmatch(r.getMessage()))
 
@@ -98,9 +98,10 @@ def _unless_silent(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' logging of trial configs, in this thread alone."""
-    speakers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_rope_utils", "configuration_utils")]
+def quiet() -> Iterator[None]:
+    """Silence transformers' logging of trial configs and models, in this thread alone."""
+    names = ("modeling_rope_utils", "configuration_utils", "modeling_utils")
+    speakers = [logging.getLogger(f"transformers.{name}") for name in names]
     for place in (*speakers, *logging.getLogger("transformers").handlers):
         if _unless_silent not in place.filters:
             place.addFilter(_unless_silent)
@@ -279,7 +280,7 @@ def _freeze(table: RotaryTable, config: PreTrainedConfig, length: int) -> Rotary
     """The table a dynamic type uses at ``length`` tokens."""
     if length < 1:
         raise ValueError(f"freeze_at must be >= 1 token, got {length}")
-    with torch.device("cpu"), _quiet():
+    with torch.device("cpu"), quiet():
         build = ROPE_INIT_FUNCTIONS[table.rope_type]
         now, _ = build(config, seq_len=1, layer_type=table.layer_type)
         inv_freq, scaling = build(config, seq_len=length, layer_type=table.layer_type)

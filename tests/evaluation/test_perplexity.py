@@ -652,6 +652,76 @@ def test_adapters_without_a_scaling_and_tables_changed_by_hand_are_told_apart():
     assert len(seen) == 3
 
 
+def changed_a_little(model):
+    model.model.embed_tokens.weight[11:15] *= 1 + 2**-7
+
+
+def two_rows_swapped(model):
+    model.lm_head.weight[[3, 90]] = model.lm_head.weight[[90, 3]]
+
+
+def the_last_bit(model):
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight[-1, -1] = torch.nextafter(weight[-1, -1], weight.new_tensor(9.0))
+
+
+def a_steering_hook(model, strength=1.0):
+    direction = torch.full((64,), strength)
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output + direction)
+
+
+def another_steering_hook(model):
+    a_steering_hook(model, strength=2.0)
+
+
+def merged_into_part_of_the_vocabulary(model):
+    """PEFT writes to ``weight.data``, which no version counter of torch sees."""
+    model.model.embed_tokens.weight.data[[1, 2, 3, 5]] += 0.5
+
+
+CHANGES = [
+    changed_a_little,
+    two_rows_swapped,
+    the_last_bit,
+    a_steering_hook,
+    another_steering_hook,
+    merged_into_part_of_the_vocabulary,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_smallest_change_of_a_model_gives_another_fingerprint(dtype):
+    seen = {scoring.fingerprint(tiny_model().to(dtype))}
+    for change in CHANGES if dtype == torch.float32 else CHANGES[:2]:
+        model = tiny_model().to(dtype)
+        with torch.no_grad():
+            change(model)
+        seen.add(scoring.fingerprint(model))
+    assert len(seen) == (len(CHANGES) if dtype == torch.float32 else 2) + 1
+
+
+def test_finished_work_of_a_model_is_not_taken_for_that_of_one_with_four_trained_tokens(tmp_path):
+    model, rows, finished = tiny_model(), ids(40), {}
+    before = perplexity(model, rows, resume=finished)
+    with torch.no_grad():
+        read = [token for token in rows[0].unique().tolist() if token % 3]  # whose rows a coarse sample would miss
+        model.lm_head.weight[read[:4]] += 1.0
+    assert perplexity(model, rows, resume=finished).perplexity == perplexity(model, rows).perplexity
+    assert perplexity(model, rows).perplexity != before.perplexity
+
+
+def test_weights_offloaded_from_a_model_are_part_of_its_fingerprint():
+    from accelerate import cpu_offload
+
+    def offloaded(change):
+        model = tiny_model()
+        with torch.no_grad():
+            model.model.norm.weight[7] += change
+        return scoring.fingerprint(cpu_offload(model, execution_device="cpu"))
+
+    assert offloaded(0.25) == offloaded(0.25) != offloaded(0.5)
+
+
 def test_the_attention_chosen_since_is_kept():
     model, rows = bold_model(), ids(40)
     reader = scoring.Reader(model)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from evaluated import check_cache, compared
 from kv_rows import BASE, by_hand, error, off
+from scored import watched
 from subsets import full
 from tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -537,14 +538,9 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
     original = kv_measuring.attention_errors
     monkeypatch.setattr(kv_measuring, "attention_errors", lambda *a, **k: calls.append(a) or original(*a, **k))
     read = []
-
-    def note(module, args, kwargs, out):
-        read.append(kwargs["input_ids"].numel())
-
-    hook = model.model.register_forward_hook(note, with_kwargs=True)
-    resumed = check_cache(model, tokenizer, names, resume=path, **ASKED)
+    with watched(model.model, lambda **kwargs: read.append(kwargs["input_ids"].numel())):
+        resumed = check_cache(model, tokenizer, names, resume=path, **ASKED)
     assert len(heads) == again and not calls
-    hook.remove()
     assert sum(size for size in read if size > 8) == 2 * 56  # the windows that radii come from; 8 tokens are a probe
     assert resumed.to_json() == check.to_json() == check_cache(model, tokenizer, names, **ASKED).to_json()
     check_cache(small(seed=1), tokenizer, names, resume=path, **{**ASKED, "windows": 2})

@@ -1,0 +1,142 @@
+"""The weights files of a checkpoint's folder: whole, and of the model that its config describes. No weight is read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import logging as hf_logging
+
+from rope_patch.errors import read_json
+from rope_patch.patching.base_tables import quiet
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def check_weights(folder: Path) -> None:
+    """Check that every weights file is there and whole: a safetensors header states how long its file must be.
+
+    Raises:
+        OSError: no weights, a missing shard, or a file that is cut or damaged.
+    """
+    if not any(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
+        raise OSError(f"{folder} holds no weights (*.safetensors)")
+    for index in sorted(folder.glob("*.index.json")):
+        missing = sorted(shard for shard in _shards(index) if not (folder / shard).is_file())
+        if missing:
+            raise OSError(f"{folder} lacks {', '.join(missing)}, which {index.name} names: copy or download it again")
+    for path in sorted(folder.glob("*.safetensors")):
+        with _opened(path):
+            pass
+
+
+def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
+    """Say which tensors of a folder's safetensors files are not those of a model: all of its names, in its shapes.
+
+    transformers gives a tensor that is missing random values, other ones at each load, and leaves out one that it does
+    not know, and says so in a table that is easily overlooked. Its own loader compares the names here, without data,
+    so that whatever it renames or joins (the weights of experts) is as in a real load.
+
+    Nothing is compared where weights are quantized as the config says (their tensors have names of the quantizing
+    library's own), where the class is not one of transformers, under DeepSpeed ZeRO-3, which allows no such load, and
+    in folders without safetensors files.
+
+    Args:
+        folder: of a checkpoint.
+        model: of the class and the config that the folder should hold; its weights are not used.
+
+    Returns:
+        In one line what is missing, unknown to the model, or of another shape; "" where nothing is.
+    """
+    config = copy.deepcopy(model.config)
+    stored = {name: tensor for path in _model_files(folder) for name, tensor in _outlines(path)}
+    model_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    quantized = getattr(config, "quantization_config", None) is not None
+    if not stored or model_class is None or quantized or is_deepspeed_zero3_enabled():
+        return ""
+    with quiet(), _without_bars():
+        _, loaded = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=stored,
+            device_map="meta",
+            ignore_mismatched_sizes=True,  # reported with the others, instead of raising
+            output_loading_info=True,
+        )
+    return wrong_in_load(loaded)
+
+
+def wrong_in_load(loaded: Mapping[str, Any], *, foreign: bool = True) -> str:
+    """Return what :func:`wrong_tensors` does, of a load.
+
+    Args:
+        loaded: what ``from_pretrained`` returned for ``output_loading_info=True``.
+        foreign: whether tensors that the model does not know are a fault.
+    """
+    shapes = [f"{name} ({list(stored)}, not {list(own)})" for name, stored, own in loaded["mismatched_keys"]]
+    found = {
+        "missing": loaded["missing_keys"],
+        "unknown to the model": loaded["unexpected_keys"] if foreign else (),
+        "of another shape": shapes,
+    }
+    return "; ".join(f"{what}: {_first(names)}" for what, names in found.items() if names)
+
+
+def _first(names: Iterable[str], most: int = 3) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers loads a folder's model from, or of its variants where it has none.
+
+    Files of other names may lie beside them: Mistral's ``consolidated.safetensors``, an adapter, a trained table.
+    """
+    if (folder / INDEX_FILE).is_file():
+        return sorted(folder / shard for shard in _shards(folder / INDEX_FILE))
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("model.*.safetensors"))
+
+
+def _outlines(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and shape of each tensor in a file, as a tensor on the meta device."""
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, torch.empty(file.get_slice(name).get_shape(), device="meta")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise OSError(f"{path} is truncated or damaged ({error}): copy or download it again") from error
+
+
+def _shards(index: Path) -> set[str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise OSError(f"{index} is damaged, its weight_map names no files: copy or download it again")
+    return set(names.values())
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,97 @@
+"""A tokenizer that is saved beside a model cuts texts no earlier than at the context that the patch states."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import rope_patch
+from rope_patch import PatchError
+from rope_patch.checkpoints.adapters import RopePatchCallback
+from rope_patch.checkpoints.offline import patch_folder, restore_folder
+
+TEXT = "one " * 400
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama", model_max_length=64)
+
+
+@pytest.fixture
+def plain(tmp_path, tokenizer):
+    """A checkpoint of 64 tokens, which its tokenizer says too."""
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def length_of(folder):
+    return len(AutoTokenizer.from_pretrained(folder)(TEXT, truncation=True).input_ids)
+
+
+def test_save_raises_the_length_of_a_tokenizer_that_is_given_or_copied(plain, tokenizer, tmp_path):
+    for name, given in (("given", tokenizer), ("copied", None)):
+        model = AutoModelForCausalLM.from_pretrained(plain)
+        rope_patch.apply(model, "yarn", target_length=256)
+        rope_patch.save(model, tmp_path / name, tokenizer=given)
+        assert length_of(tmp_path / name) == 256
+        rope_patch.verify(tmp_path / name)
+    assert tokenizer.model_max_length == 64  # the caller's own is left alone
+
+
+def test_a_pipeline_reads_the_whole_new_context(plain, tmp_path):
+    patch_folder(plain, "yarn", tmp_path / "patched", target_length=256)
+    ask = pipeline("text-generation", str(tmp_path / "patched"), max_new_tokens=1)
+    model_inputs = ask.preprocess(TEXT, truncation=True)
+    assert model_inputs["input_ids"].shape[1] == 256
+
+
+def test_restore_gives_the_length_back(plain, tmp_path):
+    patch_folder(plain, "yarn", tmp_path / "patched", target_length=256)
+    assert length_of(tmp_path / "patched") == 256
+    restore_folder(tmp_path / "patched", tmp_path / "restored")
+    for folder in (plain, tmp_path / "restored"):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        assert settings["model_max_length"] == 64 and "rope_patch" not in settings
+
+
+def test_a_tokenizer_that_was_raised_before_is_restored_to_the_first_length(plain, tmp_path):
+    patch_folder(plain, "yarn", tmp_path / "once", target_length=128)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "once")
+    rope_patch.apply(model, "yarn", target_length=256, replace=True)
+    rope_patch.save(model, tmp_path / "twice", tokenizer=AutoTokenizer.from_pretrained(tmp_path / "once"))
+    assert length_of(tmp_path / "twice") == 256
+    restore_folder(tmp_path / "twice", tmp_path / "restored")
+    assert length_of(tmp_path / "restored") == 64
+
+
+@pytest.mark.parametrize("length", [512, int(1e30)])
+def test_a_longer_length_and_a_context_that_is_not_stated_leave_the_tokenizer_alone(length, plain, tokenizer, tmp_path):
+    patch_folder(plain, "p_rope", tmp_path / "unstated")
+    assert length_of(tmp_path / "unstated") == 64
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    rope_patch.apply(model, "yarn", target_length=256)
+    tokenizer.model_max_length = length
+    rope_patch.save(model, tmp_path / "longer", tokenizer=tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "longer").model_max_length == length
+
+
+def test_verify_raises_where_the_tokenizer_cuts_below_the_stated_context(plain, tokenizer, tmp_path):
+    patch_folder(plain, "yarn", tmp_path / "patched", target_length=256)
+    tokenizer.save_pretrained(tmp_path / "patched")  # as plain transformers does
+    with pytest.raises(PatchError, match="64 tokens"):
+        rope_patch.verify(tmp_path / "patched")
+
+
+def test_the_checkpoints_of_a_trainer_are_raised_too(plain, tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    rope_patch.apply(model, "yarn", target_length=256)
+    model.save_pretrained(tmp_path / "checkpoint-1")
+    tokenizer.save_pretrained(tmp_path / "checkpoint-1")
+    RopePatchCallback().put_beside(model, tmp_path / "checkpoint-1")
+    assert length_of(tmp_path / "checkpoint-1") == 256

@@ -1,0 +1,147 @@
+"""What a folder holds is what its config describes: no tensor is missing, foreign, or of another shape."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny import ARCHITECTURES, tiny_model
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
+
+import rope_patch
+from rope_patch import PatchError
+from rope_patch.checkpoints.weight_files import wrong_tensors
+
+
+def patched(family="llama", **changes):
+    model = tiny_model(family, **changes)
+    rope_patch.apply(model, "p_rope", p=0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return rope_patch.save(patched(), tmp_path_factory.mktemp("saved") / "model")
+
+
+def without_a_tensor(weights):
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+
+
+def with_a_foreign_tensor(weights):
+    weights["model.layers.0.self_attn.q_proj.base_layer.weight"] = torch.ones(4)
+
+
+def with_another_shape(weights):
+    weights["model.norm.weight"] = torch.ones(32)
+
+
+@pytest.mark.parametrize("damage", [without_a_tensor, with_a_foreign_tensor, with_another_shape])
+def test_a_folder_that_lacks_what_its_config_describes_is_refused(damage, saved, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(saved, folder)
+    weights = load_file(folder / "model.safetensors")
+    damage(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OSError, match="weights"):
+        rope_patch.verify(folder)
+    with pytest.raises((OSError, ValueError)):  # another shape is refused by transformers itself
+        rope_patch.load(folder)
+
+
+def test_an_unpatched_folder_that_lacks_a_tensor_is_not_loaded_and_one_that_holds_more_is(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "plain")
+    file = tmp_path / "plain" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"of_another_program": torch.ones(4)}, file, metadata={"format": "pt"})
+    rope_patch.load(tmp_path / "plain", "p_rope")
+    without_a_tensor(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(OSError, match="q_proj"):
+        rope_patch.load(tmp_path / "plain", "p_rope")
+
+
+def without_part_of_the_state_dict(model):
+    return {"state_dict": {name: value for name, value in model.state_dict().items() if "mlp" not in name}}
+
+
+def without_a_layer(model):
+    model.model.layers = model.model.layers[:1]
+    return {}
+
+
+def with_a_narrower_layer(model):
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 100, bias=False)
+    return {}
+
+
+def with_parts_of_a_weight(model):
+    """As quanto quantizes in place: the weight's parts are saved under names of their own."""
+    linear = model.model.layers[0].mlp.up_proj
+    linear.register_buffer("scale", linear.weight.detach().abs().amax(1))
+    linear.register_buffer("data", linear.weight.detach().to(torch.int8))
+    del linear.weight
+    return {}
+
+
+@pytest.mark.parametrize(
+    "change", [without_part_of_the_state_dict, without_a_layer, with_a_narrower_layer, with_parts_of_a_weight]
+)
+def test_a_model_that_plain_transformers_would_load_otherwise_is_not_saved(change, tmp_path):
+    model = patched()
+    options = change(model)
+    with pytest.raises(ValueError, match=r"missing|shape"):
+        rope_patch.save(model, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_base_inside_a_peft_model_is_saved_when_the_adapter_is_merged_or_unloaded(tmp_path):
+    model = get_peft_model(patched(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    with pytest.raises(PatchError, match="merge_and_unload"):
+        rope_patch.save(model.get_base_model(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    rope_patch.save(model.merge_and_unload(), tmp_path / "out")
+    rope_patch.verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_what_transformers_saves_is_whole(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    assert wrong_tensors(tmp_path, model) == ""
+
+
+def test_names_that_transformers_changes_on_the_way_are_followed(tmp_path):
+    """Mixtral's experts are one tensor in memory, and one each in the folder; shards are read as one."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert any("experts.3." in name for name in index["weight_map"]) and len(set(index["weight_map"].values())) > 1
+    assert wrong_tensors(tmp_path, model) == ""
+
+
+def test_another_head_than_that_of_a_language_model_is_its_own(tmp_path):
+    model = LlamaForSequenceClassification(tiny_model("llama").config)
+    rope_patch.apply(model, "p_rope", p=0.5)
+    rope_patch.save(model, tmp_path)
+    rope_patch.verify(tmp_path)
+
+
+def test_a_later_save_leaves_no_weights_of_a_variant(tmp_path):
+    model = patched()
+    rope_patch.save(model, tmp_path, variant="fp16")
+    assert (tmp_path / "model.fp16.safetensors").is_file()
+    rope_patch.save(model, tmp_path, variant="fp16", max_shard_size="50KB")
+    assert len(list(tmp_path.glob("model.fp16-*-of-*.safetensors"))) > 1
+    rope_patch.verify(tmp_path)
+    other = patched(hidden_size=32)
+    rope_patch.save(other, tmp_path)
+    assert not list(tmp_path.glob("*fp16*"))
+    rope_patch.verify(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.hidden_size == 32
