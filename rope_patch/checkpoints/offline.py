@@ -166,7 +166,6 @@ def copied(
     *,
     overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
-    link_weights: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Path]:
     """Give a folder with a copy of a checkpoint's files, its config and patch record left out, that becomes ``out``.
@@ -176,7 +175,6 @@ def copied(
         out: as for :func:`patch_folder`; nothing is left there if the block raises.
         overwrite: write into a folder that holds files.
         progress: called with the name of each file before it is copied.
-        link_weights: link the files of weights instead, for a folder that lives no longer than its source.
         dtype: of the weights of a GGUF file, which are dequantized.
 
     Raises:
@@ -206,8 +204,5 @@ def copied(
                 progress(f"nothing of the subfolder {path.name}")
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
                 progress(path.name)
-                if link_weights and path.suffix in (".safetensors", ".bin"):
-                    (folder / path.name).symlink_to(path.resolve())
-                else:
-                    shutil.copyfile(path, folder / path.name)
+                shutil.copyfile(path, folder / path.name)
         yield folder

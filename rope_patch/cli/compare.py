@@ -57,9 +57,6 @@ from rope_patch.cli.options import (
     tokens,
 )
 from rope_patch.cli.processes import working_together
-from rope_patch.cli.serving import Backend, VLLMArgs, measured_with_vllm, through_vllm
-from rope_patch.cli.shards import Merge, ShardOption, check_options, joined, outline_of
-from rope_patch.cli.shards import measure as measure_shard
 from rope_patch.packaged import name_of
 
 
@@ -111,13 +108,9 @@ def compare(
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
     budget: Budget = None,
-    shard: ShardOption = None,
-    merge: Merge = (),
     batch_tokens: Annotated[
         int, tokens("--batch-tokens", "The largest number of tokens that are read as one batch.")
     ] = 16384,
-    backend: Backend = "transformers",
-    vllm_args: VLLMArgs = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Seed = 0,
@@ -136,7 +129,6 @@ def compare(
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
-    from rope_patch.evaluation.shards import compare_joined
     from rope_patch.evaluation.spec import EvalSpec
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.patching.targets import for_target
@@ -144,7 +136,6 @@ def compare(
 
     if report:  # an error without matplotlib comes first
         importlib.import_module("rope_patch.reports.comparison")
-    served = through_vllm(backend, vllm_args, chosen(command), model)
     compared = read_methods(methods)
     check_dtype(dtype)
     check_device(device)
@@ -153,7 +144,7 @@ def compare(
         lengths,
         depths=depths,
         samples=samples,
-        windows=0 if served else windows,
+        windows=windows,
         tasks=tasks,
         mode=mode,
         text=None if text is None else str(text),
@@ -170,32 +161,21 @@ def compare(
         raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
     _check_adapter(adapter, model)
     prepare(threads)
-    if served:
-        comparison = measured_with_vllm(
-            model, compared, spec, output, layer_types, freeze_at, dtype, vllm_args, report=report, quiet=as_json
-        )
-        _show(comparison, output, report, as_json)
-        return
-    part = check_options(output, shard, merge, budget, "--json" if as_json else None)
     with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
-        tokenizer, outline = load_tokenizer(model), outline_of(model, adapter) if part or merge else None
-        if merge and outline is not None:  # their results are all there
-            loaded, notes = outline, dict[str, str]()
-        else:
-            loaded, notes = _with_adapter(load_model(model, None, device, dtype), model, adapter)
+        tokenizer = load_tokenizer(model)
+        loaded, notes = _with_adapter(load_model(model, None, device, dtype), model, adapter)
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        if budget is None and part is None and not merge:  # shards have to agree, on whatever machines they run
+        if budget is None:
             suite = _sized(suite, loaded, compared, chosen(command))
-        if not merge and (budget is not None or not as_json):
-            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE, part.count if part else 1)
+        if budget is not None or not as_json:
+            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE)
         chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
         choosing = suite.tokens_to_choose(trained_length(chooser))
-        total, stage = choosing + len(compared) * suite.tokens // (part.count if part else 1), ", ".join(tasks)
-        hidden = as_json or not first or bool(merge)
-        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=hidden) as (bar, on_progress):
-            shards = joined(suite, compared, merge, output, patch, evaluator and chooser) if merge else []
+        total, stage = choosing + len(compared) * suite.tokens, ", ".join(tasks)
+        hidden = as_json or not first
+        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=hidden) as (_, on_progress):
             if evaluator is not None:
                 suite.choose_key_tokens(
                     chooser,
@@ -203,24 +183,15 @@ def compare(
                     on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens),
                 )
             del chooser
-            if merge:
-                comparison = compare_joined(loaded, suite, compared, shards, output / RESULT_CACHE)
-            elif part is not None:
-                measure_shard(loaded.eval(), outline, suite, compared, part, output, patch, notes, on_progress)
-                bar.total = bar.n
-            else:
-                comparison = engine.compare(
-                    loaded.eval(),
-                    tokenizer,
-                    compared,
-                    suite,
-                    **patch,
-                    resume=output / RESULT_CACHE,
-                    on_progress=on_progress,
-                )
-    if part is not None:
-        print(f"shard {shard} is in {output}; when all are measured, join them with --merge") if first else None
-        return
+            comparison = engine.compare(
+                loaded.eval(),
+                tokenizer,
+                compared,
+                suite,
+                **patch,
+                resume=output / RESULT_CACHE,
+                on_progress=on_progress,
+            )
     if not first:
         return
     _show(replace(comparison, environment=comparison.environment | notes), output, report, as_json)
@@ -256,7 +227,7 @@ def _sized(suite: Any, model: Any, methods: list[Any], given: set[str]) -> Any:
 
 
 def _planned(
-    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path, shards: int
+    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path
 ) -> Any:
     """Return a suite that fits into the time, and print how long it takes."""
     from rope_patch.evaluation.compare import pace_of
@@ -271,16 +242,16 @@ def _planned(
     (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
     context = trained_length(model)
 
-    def seconds(spec: Any, windows: int | None = None, parts: int = 1) -> float:
+    def seconds(spec: Any, windows: int | None = None) -> float:
         choosing = pace.seconds(tokens_of_spec(spec, context, windows), context)
-        return float(choosing + len(methods) * spec.seconds(pace, windows) / parts)
+        return float(choosing + len(methods) * spec.seconds(pace, windows))
 
     if budget is not None:
         suite = suite_within(suite, SAFETY * budget * processes, SCALABLE, seconds, "--budget")
-    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens // shards
+    tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
     several = f" on {processes} processes" if processes > 1 else ""
     advice = AIM if budget is None else ""
-    say_estimate(tokens, seconds(suite.spec, len(suite.windows), shards) / processes, several, advice)
+    say_estimate(tokens, seconds(suite.spec, len(suite.windows)) / processes, several, advice)
     return suite
 
 
@@ -376,9 +347,7 @@ def print_scores(comparison: Any) -> Any:
 
     columns = comparison.columns()
     heads = [column.heading for column in columns]
-    engine = comparison.environment.get("engine")
-    through = f", answered by {engine}" if engine else ""
-    title = escape(f"{comparison.model}, trained at {comparison.trained_length} tokens{through}")
+    title = escape(f"{comparison.model}, trained at {comparison.trained_length} tokens")
     table = Table("method", *heads, title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for i, row in enumerate(comparison.rows):
         cells = []

@@ -18,7 +18,6 @@ from torch import nn
 from rope_patch import __version__
 from rope_patch.checkpoints.gguf import weights_in_file
 from rope_patch.evaluation.effective_length import EffectiveLengths, effective_lengths
-from rope_patch.evaluation.engine import AnsweringEngine
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.sharing import open_cache
@@ -34,12 +33,6 @@ from rope_patch.patching.verify import inspect_model, trained_length
 from rope_patch.tables import RotaryTable
 
 SCHEMA = 3
-
-ONLY_RETRIEVAL = (
-    "retrieval alone was measured, and {} answered the prompts. This was tested against a stand-in with vLLM's "
-    "interface, and not yet with vLLM itself: compare a few short prompts with the transformers backend"
-)
-"""What to know of a comparison that another program answered."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +154,13 @@ class Comparison:
     @property
     def warnings(self) -> list[str]:
         """What to know before reading the scores, as sentences."""
-        through = [ONLY_RETRIEVAL.format(engine)] if (engine := self.environment.get("engine")) else []
         if "patch before" in self.environment:
-            return through
+            return []
         unpatched = [row.scores for row in self.rows if row.method == "default"]
         sentences = [sentence for scores in unpatched for sentence in scores.warnings(self.trained_length)]
         if not unpatched:
             sentences = unpatched_missing([row.scores for row in self.rows], self.trained_length)
-        return [*through, *sentences] + [
+        return sentences + [
             f"{row.method}: perplexity at positions up to {row.scores.short_window} is of windows of that length, "
             "under the short table; at later ones it is of the whole windows, under the long table"
             for row in self.rows
@@ -264,9 +256,6 @@ def compare(
     *,
     layer_types: Sequence[str] | None = None,
     freeze_at: int | None = None,
-    opened: Callable[
-        [nn.Module], contextlib.AbstractContextManager[nn.Module | AnsweringEngine]
-    ] = contextlib.nullcontext,
     resume: str | Path | MutableMapping[str, Any] | None = None,
     on_progress: Callable[[str, int], None] = lambda method, tokens: None,
 ) -> Comparison:
@@ -284,7 +273,6 @@ def compare(
             unpatched model, unless the suite's are chosen already.
         layer_types: which tables are patched; as :func:`rope_patch.apply` chooses by default.
         freeze_at: length at which a dynamic table is frozen before anything else [tokens].
-        opened: makes of the model under a method what is measured, for a ``with`` block: by default the model itself.
         resume: file (or mapping) in which finished windows and haystacks are kept: after Ctrl-C or a crash the same
             call goes on where it was.
         on_progress: called with the method and the number of tokens it has just read.
@@ -318,9 +306,9 @@ def compare(
             )
     rows = []
     for name, method in zip(names, resolved, strict=True):
-        with under(model, method, record is not None, shared) as tables, named(name), opened(model) as measured:
+        with under(model, method, record is not None, shared) as tables, named(name):
             scores = suite.run(
-                measured,
+                model,
                 resume=result_cache,
                 on_progress=lambda tokens, name=name: on_progress(name, tokens),  # type: ignore[misc]
             )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.result_cache import key
-from rope_patch.evaluation.sharing import Job, whole
+from rope_patch.evaluation.sharing import Job
 from rope_patch.evaluation.spec import WINDOWS, EvalSpec
 from rope_patch.methods import Default
 from rope_patch.modeling.modes import in_eval_mode
@@ -204,7 +204,7 @@ def choose_key_tokens(
         about={"what": "key tokens"} | settings,
     )
     marked, chosen = [], []
-    with in_eval_mode(model), whole():
+    with in_eval_mode(model):
         for window, positions in job.read(model, [[window] for window in windows]):
             mask = torch.zeros(len(window.ids), dtype=torch.bool)
             mask[torch.tensor(positions, dtype=torch.long)] = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import json
 import math
@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.answering import Answer
+from rope_patch.evaluation.answering import Answer, answer
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
-from rope_patch.evaluation.engine import AnsweringEngine, engine_of
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
@@ -26,7 +25,7 @@ from rope_patch.evaluation.sharing import Job, longest_first, open_cache
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import CacheFactory, cache_identity
+from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
 
 SCHEMA = 3
 
@@ -186,7 +185,7 @@ def effective_prompts(task: str, haystacks: Sequence[Sequence[float]], confidenc
 
 # Many parameters: each is a choice of its own; EvalSpec and EvalSuite hold them for whoever evaluates more than once.
 def retrieval(
-    model: nn.Module | AnsweringEngine,
+    model: nn.Module,
     tokenizer: Any,
     task: str = "passkey",
     *,
@@ -210,8 +209,7 @@ def retrieval(
     before the needle, in mode ``multikey`` nearly all of it. The answers are those of each prompt asked alone.
 
     Args:
-        model: a causal language model of transformers, or another program that runs a checkpoint, such as
-            :class:`~rope_patch.evaluation.vllm_engine.VLLMEngine`.
+        model: a causal language model of transformers.
         tokenizer: its tokenizer.
         task: its name in :data:`rope_patch.evaluation.tasks.TASKS`. ``"multivalue"``, ``"multiquery"`` and ``"vt"``
             (variable tracking) hide a needle at each depth and ask for all at once; a cell then counts its needle's
@@ -238,24 +236,24 @@ def retrieval(
     """
     lengths, depths = check_retrieval(task, mode, lengths, depths, samples, chunk)
     check_tokenizer(tokenizer)
-    engine = engine_of(model, chunk, cache)
+    reader = Reader(model)
     if isinstance(haystack, PromptMaker):
         maker = haystack
     else:
         maker = PromptMaker(tokenizer, haystack, bos, turns=chat_turns(tokenizer, chat_template))
-    stops = sorted({*engine.stops, *([] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)])})
+    stops = _stops(model, tokenizer)
     result_cache = open_cache(resume)
     settings = cache_identity(cache, resume is not None) | {"stops": stops, "chunk": chunk}
-    identity = settings | {"model": engine.identity if resume is not None else ""}
+    identity = settings | {"model": fingerprint(model) if resume is not None else ""}
 
     def prompts_of(length: int, sample: int) -> list[Prompt]:
         return maker.prompts(task, length, depths, mode=mode, seed=seed, sample=sample)
 
     first = {length: prompts_of(length, 0) for length in lengths}  # what does not fit is refused before any has run
     for prompt in itertools.chain(*first.values()):
-        _check(engine, prompt)
-    questioner = _Questioner(engine, tokenizer, find_task(task, mode), stops, identity)
-    reader: Any = model
+        _check(reader, prompt)
+    ask = functools.partial(answer, reader, stops=stops, chunk=chunk, cache=cache)
+    questioner = _Questioner(ask, tokenizer, find_task(task, mode), identity)
     job = Job(
         score=questioner.ask,
         name=questioner.key,
@@ -266,15 +264,15 @@ def retrieval(
     )
 
     def batches() -> Iterator[list[_Haystack]]:
-        for length in sorted(lengths, reverse=True) if longest_first(reader) else lengths:
+        for length in sorted(lengths, reverse=True) if longest_first(model) else lengths:
             size = max(1, batch_tokens // length)
             for low in range(0, samples, size):
                 group = range(low, min(low + size, samples))
                 yield [_Haystack(length, prompts_of(length, i) if i else first[length]) for i in group]
 
     columns: dict[int, list[list[Sample]]] = {length: [] for length in lengths}  # of each haystack, by depth
-    with in_eval_mode(model) if isinstance(model, nn.Module) else contextlib.nullcontext():
-        for item, column in job.read(reader, batches()):
+    with in_eval_mode(model):
+        for item, column in job.read(model, batches()):
             columns[item.length].append([Sample(**sample) for sample in column])
     cells = [
         RetrievalCell(length, depth, tuple(column[i] for column in columns[length]))
@@ -308,10 +306,9 @@ class _Haystack:
 class _Questioner:
     """Asks the prompts of haystacks."""
 
-    engine: AnsweringEngine
+    answer: Callable[..., list[list[Answer]]]
     tokenizer: Any
     task: Task
-    stops: Sequence[int]
     identity: Mapping[str, Any]
 
     def key(self, haystack: _Haystack) -> str:
@@ -328,7 +325,7 @@ class _Questioner:
         groups = [haystacks] if len(shapes) == 1 else [[prompts] for prompts in haystacks]
         graded = []
         for group in groups:
-            answers = self.engine.answer(list(zip(*group, strict=True)), self.stops, on_progress)
+            answers = self.answer(list(zip(*group, strict=True)), on_progress=on_progress)
             for prompts, given in zip(group, zip(*answers, strict=True), strict=True):
                 pairs = zip(prompts, given, strict=True)
                 samples = [s for prompt, one in pairs for s in grade(self.tokenizer, self.task, prompt, one)]
@@ -336,11 +333,18 @@ class _Questioner:
         return graded
 
 
-def _check(engine: AnsweringEngine, prompt: Prompt) -> None:
+def _stops(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Return the ids that end a text, by the model's generation config and by the tokenizer."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    several = [*(ids if isinstance(ids, list | tuple) else [ids]), tokenizer.eos_token_id]
+    return sorted({int(i) for i in several if i is not None})
+
+
+def _check(reader: Reader, prompt: Prompt) -> None:
     highest = max(prompt.ids)
-    if highest >= engine.vocabulary:
+    if highest >= reader.vocabulary:
         raise ValueError(
-            f"the tokenizer gives id {highest}, the model knows {engine.vocabulary}: is this the model's own tokenizer?"
+            f"the tokenizer gives id {highest}, the model knows {reader.vocabulary}: is this the model's own tokenizer?"
         )
 
 

@@ -9,14 +9,13 @@ them together, batch by batch.
 from __future__ import annotations
 
 import collections
-import contextlib
 import hashlib
 import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +27,6 @@ from rope_patch.peers import POLL, Peers, begin, peers
 from rope_patch.processes import processes
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 SAVING = 1.0
 """How often the first process looks for what the others have finished while it reads itself [s]."""
@@ -112,85 +110,9 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
     return SharedCache(None, values)
 
 
-# --- a part of the work ----------------------------------------------------------------------------------------------
-
-
-class Incomplete(Exception):
-    """Some batches of a measurement were left to other runs, so there is no result of the whole."""
-
-
-@dataclass(eq=False)
-class Shard:
-    """Which batches a run reads: every so many of all measurements, counted through.
-
-    Attributes:
-        number: of the shard, from 1 on; 0 reads none, and needs all to be in the result cache.
-        count: how many shards there are.
-        batches: of all measurements so far.
-        missing: how many batches are not in the result cache, by the number of their shard, where none is to be read.
-    """
-
-    number: int
-    count: int
-    batches: int = 0
-    missing: collections.Counter[int] = field(default_factory=collections.Counter)
-
-    def takes(self, done: bool) -> bool:
-        """Return whether the next batch is read here; it is counted.
-
-        Args:
-            done: all of it is in the result cache.
-        """
-        owner = self.batches % self.count + 1
-        self.batches += 1
-        if self.number == 0 and not done:
-            self.missing[owner] += 1
-        return done if self.number == 0 else owner == self.number
-
-
-_shard: Shard | None = None
-
-
-@contextlib.contextmanager
-def only(shard: Shard) -> Iterator[None]:
-    """Read the batches of a shard alone within a ``with`` block; measurements then end with :class:`Incomplete`."""
-    global _shard
-    before, _shard = _shard, shard
-    try:
-        yield
-    finally:
-        _shard = before
-
-
 def longest_first(model: nn.Module) -> bool:
-    """Return whether the longest prompts are read first: of several processes none is left with them at the end.
-
-    The batches of shards are counted in one order, however many processes read them.
-    """
-    return ways(model) > 1 or _shard is not None
-
-
-def if_complete(measure: Callable[..., R], *arguments: Any, **options: Any) -> R | None:
-    """Return what a function measures; None where only a shard of it is measured here."""
-    try:
-        return measure(*arguments, **options)
-    except Incomplete:
-        return None
-
-
-@contextlib.contextmanager
-def whole() -> Iterator[None]:
-    """Read all batches within a ``with`` block, also within :func:`only`: for what the other measurements need.
-
-    Where shards are joined nothing is read, and what is not in the result cache raises :class:`Incomplete`.
-    """
-    global _shard
-    before = _shard
-    _shard = Shard(0, 1) if before is not None and before.number == 0 else None
-    try:
-        yield
-    finally:
-        _shard = before
+    """Return whether the longest prompts are read first: of several processes none is left with them at the end."""
+    return ways(model) > 1
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -225,11 +147,10 @@ class Job(Generic[T]):
             batches: of items; those of a batch are read side by side, but for what is in the result cache.
 
         Raises:
-            Incomplete: at the end, within :func:`only`, where batches were left out.
             ConnectionError: another process failed, or is no more.
         """
-        group, left = peers(), _LeftOut()
-        named = left.out_of(self._named(batches, group is not None))
+        group = peers()
+        named = self._named(batches, group is not None)
         if group is None or not is_whole(model):
             for batch in named:
                 reported = _Count(self.on_progress)
@@ -237,8 +158,6 @@ class Job(Generic[T]):
                 yield from self._finish(batch, values, reported)
         else:
             yield from _Shared(self, group, [self.about, fingerprint(model)]).read(named)
-        if left.any:
-            raise Incomplete
 
     def _named(self, batches: Iterable[Sequence[T]], verified: bool) -> Iterator[_Batch[T]]:
         """Give each item the name of its value. Without a result cache equal items are read again, and numbered."""
@@ -277,21 +196,6 @@ class _Batch(Generic[T]):
     items: Sequence[T]
     names: Sequence[str]
     todo: dict[str, T]
-
-
-class _LeftOut:
-    """Leaves out the batches that another run reads, and knows whether there were any."""
-
-    def __init__(self) -> None:
-        self.any = False
-
-    def out_of(self, batches: Iterable[_Batch[T]]) -> Iterator[_Batch[T]]:
-        """Yield the batches that this run reads."""
-        for batch in batches:
-            if _shard is None or _shard.takes(done=not batch.todo):
-                yield batch
-            else:
-                self.any = True
 
 
 class _Count:

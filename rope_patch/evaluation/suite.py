@@ -12,7 +12,6 @@ from torch import nn
 
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import Source, TokenDocument, check_tokenizer, documents, spread_windows
-from rope_patch.evaluation.engine import AnsweringEngine
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.key_tokens import (
     KeyTokens,
@@ -25,7 +24,7 @@ from rope_patch.evaluation.losses import PerplexityResult, with_beginnings
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
-from rope_patch.evaluation.sharing import if_complete, open_cache
+from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory, name_of
@@ -255,7 +254,7 @@ class EvalSuite:
 
     def run(
         self,
-        model: nn.Module | AnsweringEngine,
+        model: nn.Module,
         *,
         cache: CacheFactory | None = None,
         window_batch: int | None = None,
@@ -265,8 +264,7 @@ class EvalSuite:
         """Return the scores of a model; it is left in the mode it was in.
 
         Args:
-            model: a causal language model of transformers, or another program that answers prompts, with a spec without
-                windows of text.
+            model: a causal language model of transformers.
             cache: zero-argument factory of a cache to read through, such as a quantized one.
             window_batch: windows of text read side by side; by default as many as the spec's ``batch_tokens`` hold. One
                 at a time, a cache that rounds gives the same digits whatever the other windows are.
@@ -275,17 +273,13 @@ class EvalSuite:
             on_progress: called with the number of tokens just read, after each layer.
 
         Returns:
-            The scores; within :func:`~rope_patch.evaluation.sharing.only` without those that are not measured in whole.
+            The scores.
 
         Raises:
             ValueError: logits that are not finite, or token ids that the model does not know.
             TypeError: no model, such as the name of one.
         """
         spec = self.spec
-        if isinstance(model, AnsweringEngine):
-            if self.windows:
-                raise ValueError(f"{model.name} answers prompts, and reads no text: give windows=0")
-            return self._scores(model, None, 0, cache, open_cache(resume), on_progress)
         result_cache = open_cache(resume)
         if spec.longppl and self.key_tokens is None:
             self.choose_key_tokens(model, resume=result_cache)
@@ -299,22 +293,8 @@ class EvalSuite:
             beginning = spec.edge_at(switch_of(model) or 0)
             if 0 < beginning < spec.longest:  # otherwise all windows are read under one table
                 first = self._text(model, beginning, **options)
-                score = with_beginnings(score, first) if score is not None and first is not None else None
+                score = with_beginnings(score, first)
                 short_window = beginning
-
-        return self._scores(model, score, short_window, cache, result_cache, on_progress)
-
-    def _scores(
-        self,
-        model: nn.Module | AnsweringEngine,
-        score: PerplexityResult | None,
-        short_window: int,
-        cache: CacheFactory | None,
-        resume: MutableMapping[str, Any] | None,
-        on_progress: Callable[[int], None],
-    ) -> EvalResult:
-        """Ask the prompts of every task, and return the answers beside the scores of the text."""
-        spec = self.spec
 
         def asked(task: str) -> RetrievalResult:
             return retrieval(
@@ -330,18 +310,17 @@ class EvalSuite:
                 chunk=spec.chunk,
                 batch_tokens=spec.batch_tokens,
                 cache=cache,
-                resume=resume,
+                resume=result_cache,
                 on_progress=on_progress,
             )
 
-        answers = {task: result for task in spec.tasks if (result := if_complete(asked, task)) is not None}
+        answers = {task: asked(task) for task in spec.tasks}
         return EvalResult(spec, score, answers, short_window, self.key_tokens)
 
-    def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult | None:
+    def _text(self, model: nn.Module, length: int, **options: Any) -> PerplexityResult:
         """Score the beginnings of all windows, of a length that is an edge of the spec's buckets [tokens]."""
         spec = self.spec
-        return if_complete(
-            perplexity,
+        return perplexity(
             model,
             [window.beginning(length) for window in self.windows],
             window=length,

@@ -124,39 +124,6 @@ def export_folder(
     return summary
 
 
-def folder_to_measure(
-    model: PreTrainedModel, source: str | Path, out: str | Path, *, to: str, longest: int
-) -> dict[str, Any]:
-    """Write a folder that an engine reads up to a length, whatever context its table is made for.
-
-    Its weights are links, and it holds no patch record: it is for a measurement, not to be kept.
-
-    Args:
-        model: the checkpoint's skeleton, patched as it shall be.
-        source: where the weights are, folder or hub id.
-        out: folder to write.
-        to: key of :data:`~rope_patch.exporting.engines.ENGINES`.
-        longest: that will be read; engines have a row of cos and sin for each token of the stated context [tokens].
-
-    Returns:
-        Its config.
-
-    Raises:
-        ValueError: the engine cannot express a table.
-        OSError: unreadable source, damaged weights, unwritable ``out``.
-    """
-    context = max(longest, int(find_rotary(model).config.max_position_embeddings))
-    tables = read_tables(model, context)
-    check(to, str(model.config.model_type), tables)
-    config, _, _ = _config(model, tables, to, None)
-    text_part(config)["max_position_embeddings"] = context
-    text_part(config).pop("rope_patch", None)
-    with copied(source, out, link_weights=True) as folder:
-        write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-        _check(folder, tables)
-    return config
-
-
 def _config(
     model: PreTrainedModel, tables: Sequence[RotaryTable], to: str, lists: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], Mapping[str, Any], list[str]]:

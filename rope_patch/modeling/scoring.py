@@ -276,8 +276,7 @@ def fingerprint(model: nn.Module) -> str:
     """Return a digest of a model's config, tables, adapters, forward hooks and weights, every bit of them.
 
     Finished work of an interrupted run is kept under it, so it must differ wherever a result could: a few values of
-    each tensor would not show that some rows of an embedding were trained. A model without weights that stands for
-    another one has a dictionary ``rope_patch_fingerprints``, with the digest of that one by each of its own.
+    each tensor would not show that some rows of an embedding were trained.
     """
     digest = hashlib.sha256()
     root: Any = model.config
@@ -296,8 +295,7 @@ def fingerprint(model: nn.Module) -> str:
         for key, tensor in tensors:
             sums = _sums(_at_hand(module, key, tensor))
             digest.update(f"{name}.{key}{tuple(tensor.shape)}{tensor.dtype}{sums}".encode())
-    own = digest.hexdigest()
-    return str(getattr(model, "rope_patch_fingerprints", {}).get(own, own))
+    return digest.hexdigest()
 
 
 _NOT_THE_USERS = ("accelerate.", "rope_patch.", "torch.")

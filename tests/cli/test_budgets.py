@@ -127,12 +127,6 @@ def test_compare_reads_less_of_a_large_model_also_with_json_and_all_of_what_was_
     assert spec("budget", "--budget", "60s") == (None, 4, False)
 
 
-def test_a_shard_reads_what_all_shards_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_patch.modeling.budget.default_tokens", lambda model: 1)
-    words = ("compare", BUNDLED, "--methods", "default", "--lengths", "64", "--shard", "1/8", "-o", tmp_path)
-    assert "of this size" not in said(*words)
-
-
 def test_fit_reads_less_of_a_large_model_or_within_a_time(tmp_path, monkeypatch, capsys):
     words = ("fit", BUNDLED, "--target-length", "512", "--steps", "1", "--depths", "0.5", "--no-figure", "--force")
     words += ("--second-text", "none")
