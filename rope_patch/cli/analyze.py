@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.analyze_reading import plan_reading, read_configs, read_texts, rows_of
+from rope_patch.cli.analyze_reading import plan_reading, read_config, read_texts
 from rope_patch.cli.loading import (
     AIM,
     check_device,
@@ -126,14 +126,6 @@ def analyze(
             show_default=False,
         ),
     ] = (),
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A second checkpoint or adapter of the same shape; the report compares the two on the same text.",
-            show_default=False,
-        ),
-    ] = None,
     p: Annotated[
         Sequence[float],
         typer.Option(
@@ -191,6 +183,7 @@ def analyze(
     from rope_patch.analysis.reading import AnalysisReading
     from rope_patch.analysis.reading import paces_of as paces_of_heads
     from rope_patch.analysis.result import findings
+    from rope_patch.evaluation.domains import read_rows
     from rope_patch.files import folder_to_write, write_atomically
     from rope_patch.modeling.budget import SAFETY
     from rope_patch.patching.verify import inspect_model
@@ -211,80 +204,52 @@ def analyze(
     check_dtype(dtype)
     check_device(device)
     prepare(threads)
-    models = [(model, output), *([(against, output / "against")] if against is not None else [])]
     # What cannot be done fails before any weight is read.
-    configs = read_configs([source for source, _ in models])
-    engine.check(configs[0], **options)
-    context = int(configs[0].max_position_embeddings)
-    tokenizers = [load_tokenizer(source) for source, _ in models]
-    size: dict[str, Any] = {"window": window, "context": context}
-    rows = rows_of(models, tokenizers, texts, **size, tokens=tokens_read or 2)
-    available = text_tokens(tokenizers[0], texts) if options["p_values"] else 0
+    config = read_config(model)
+    engine.check(config, **options)
+    context = int(config.max_position_embeddings)
+    tokenizer = load_tokenizer(model)
+    read = partial(read_rows, tokenizer, texts, window=window, context=context)
+    rows = read(tokens=tokens_read or 2)
+    available = text_tokens(tokenizer, texts) if options["p_values"] else 0
     reading = AnalysisReading(rows.ids.shape[1], options["p_values"], context, available)
-    sweep_tokens: int | None = None
     names = ["analysis.json", "capture.npz", "heads.npz"]
     with folder_to_write(output, [*names, *["analysis.html"] * report]):
-        results: list[Any] = []
-        for (source, folder), tokenizer in zip(models, tokenizers, strict=True):
-            patched = {"method": method, **patch} if folder == output else {}
-            loaded = load_model(source, device=device, dtype=dtype, **patched)
-            inspect_model(loaded)  # a table that cannot be read is refused before anything is measured with it
-            folder.mkdir(exist_ok=True)
-            paces: Any = None
-            if budget is not None or not as_json:
-                measure = partial(paces_of_heads, loaded, reading.window, context)
-                paces = paces_of(loaded, budget, folder / RESULT_CACHE, [context, reading.window], measure)
-            if sweep_tokens is None:  # both models read the same
-                time = None if budget is None else SAFETY * budget / len(models)
-                read = partial(rows_of, models, tokenizers, texts, **size)
-                plan = partial(plan_reading, loaded, read, reading, chosen(command))
-                rows, sweep_tokens, reading = plan(tokens_read, paces, time)
-            total = reading.tokens(rows.ids.numel(), sweep_tokens)
-            if paces is not None:
-                advice = AIM if budget is None else ""
-                say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces), advice=advice)
-            with resumable(folder), progress_bar(total, name_of(source), hidden=as_json) as (bar, on_progress):
-                results.append(
-                    engine.analyze_rows(
-                        loaded,
-                        tokenizer,
-                        rows,
-                        name=name_of(source),
-                        text=texts,
-                        resume=folder,
-                        on_progress=on_progress,
-                        sweep_tokens=sweep_tokens,
-                        **options,
-                    )
-                )
-                bar.total = bar.n
-            del loaded
-            write_atomically(folder / "analysis.json", results[-1].to_json())
-        sentences = _changes(results, output, names)
+        loaded = load_model(model, device=device, dtype=dtype, method=method, **patch)
+        inspect_model(loaded)  # a table that cannot be read is refused before anything is measured with it
+        paces: Any = None
+        if budget is not None or not as_json:
+            measure = partial(paces_of_heads, loaded, reading.window, context)
+            paces = paces_of(loaded, budget, output / RESULT_CACHE, [context, reading.window], measure)
+        time = None if budget is None else SAFETY * budget
+        plan = partial(plan_reading, loaded, read, reading, chosen(command))
+        rows, sweep_tokens, reading = plan(tokens_read, paces, time)
+        total = reading.tokens(rows.ids.numel(), sweep_tokens)
+        if paces is not None:
+            advice = AIM if budget is None else ""
+            say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces), advice=advice)
+        with resumable(output), progress_bar(total, name_of(model), hidden=as_json) as (bar, on_progress):
+            analysis = engine.analyze_rows(
+                loaded,
+                tokenizer,
+                rows,
+                name=name_of(model),
+                text=texts,
+                resume=output,
+                on_progress=on_progress,
+                sweep_tokens=sweep_tokens,
+                **options,
+            )
+            bar.total = bar.n
+        write_atomically(output / "analysis.json", analysis.to_json())
         if report:
-            other = results[1] if len(results) > 1 else None
-            page.write(output / "analysis.html", results[0], against=other, command=command_line())
+            page.write(output / "analysis.html", analysis, command=command_line())
             names.append("analysis.html")
     if as_json:
-        print(results[0].to_json())
+        print(analysis.to_json())
         return
-    _print(results[0], findings(results[0]))
-    for sentence in sentences:
-        print(f"- {sentence}")
+    _print(analysis, findings(analysis))
     print(f"wrote {', '.join(names)} in {output}")
-
-
-def _changes(results: Sequence[Any], output: Path, names: list[str]) -> list[str]:
-    """Write the differences of two models, add the files to ``names``, and return the differences as sentences."""
-    from rope_patch.analysis import before_after
-    from rope_patch.files import write_atomically
-
-    if len(results) < 2:
-        return []
-    differences = before_after.differences(*results)
-    write_atomically(output / "differences.json", before_after.to_json(differences, results[1].name))
-    names += ["differences.json", "against/"]
-    return before_after.changes(differences, results[1].name)
 
 
 def _print(analysis: Any, findings: list[str]) -> None:

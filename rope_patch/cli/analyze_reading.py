@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SHAPE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
-
 
 def plan_reading(
     model: Any,
@@ -55,7 +53,7 @@ def plan_reading(
     _, shorter = planned.split(seconds, paces, fewer.ids.numel())
     if (least := planned.seconds(fewer.ids.numel(), shorter, paces)) > seconds:
         raise ValueError(
-            f"at least {planned.tokens(fewer.ids.numel(), shorter)} tokens would be read of each model, and that is "
+            f"at least {planned.tokens(fewer.ids.numel(), shorter)} tokens would be read, and that is "
             f"{least / seconds:.1f} times what fits into the time: give more time, fewer --p, or less --tokens in "
             "shorter rows (--window)"
         )
@@ -79,39 +77,9 @@ def read_texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | N
     return named or None
 
 
-def read_configs(sources: Sequence[str]) -> list[Any]:
-    """Return the configs of the text models of checkpoints, or of the bases of adapters.
-
-    Raises:
-        ValueError: two models of different shapes.
-    """
+def read_config(source: str) -> Any:
+    """Return the config of the text model of a checkpoint, or of an adapter's base."""
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
     from rope_patch.checkpoints.reading import load_config
 
-    bases = [adapter_base(source) if is_adapter(source) else source for source in sources]
-    configs = [load_config(base).get_text_config() for base in bases]
-    shapes = [[getattr(config, name, None) for name in SHAPE] for config in configs]
-    if shapes[0] != shapes[-1]:
-        raise ValueError(
-            f"{sources[-1]} has other layers or heads than {sources[0]}: only models of one shape can be compared"
-        )
-    return configs
-
-
-def rows_of(
-    models: Sequence[tuple[str, Path]], tokenizers: Sequence[Any], texts: dict[str, Any] | None, **size: Any
-) -> Any:
-    """Return the rows of text that all models read.
-
-    Raises:
-        ValueError: tokenizers that give different tokens.
-    """
-    import torch
-
-    from rope_patch.evaluation.domains import read_rows
-
-    first, *others = [read_rows(tokenizer, texts, **size) for tokenizer in tokenizers]
-    for (source, _), rows in zip(models[1:], others, strict=True):
-        if not torch.equal(rows.ids, first.ids):
-            raise ValueError(f"{source} reads the text as other tokens than {models[0][0]}: both need one tokenizer")
-    return first
+    return load_config(adapter_base(source) if is_adapter(source) else source).get_text_config()

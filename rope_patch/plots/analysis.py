@@ -84,7 +84,6 @@ def heat_maps(
     ylabel: str,
     labels: Sequence[str],
     limits: tuple[float, float] | None = None,
-    diverging: bool = False,
 ) -> Figure:
     """Draw heat maps side by side, on one scale of colour per column of panels, or on one for all.
 
@@ -94,8 +93,7 @@ def heat_maps(
         xlabel: of the columns of a map, with their unit.
         ylabel: of the rows of a map.
         labels: of the colours, with their unit: one per column of panels, or a single one for all.
-        limits: values at the ends of the colours; by default from 0, or centred on it.
-        diverging: of differences, which have a sign.
+        limits: values at the ends of the colours; by default from 0.
     """
     down, across = len(grid), max(map(len, grid))
     heights = [min(3.4, max(0.85, 0.15 * max(len(panel.rows) for panel in line))) for line in grid]
@@ -104,8 +102,8 @@ def heat_maps(
     columns = [[line[i] for line in grid if i < len(line)] for i in range(across)]
     together = len(labels) == 1
     every = [panel for column in columns for panel in column]
-    scales = [_scale(every if together else column, limits, diverging) for column in columns]
-    colors = matplotlib.colormaps["RdBu_r" if diverging else "viridis"].with_extremes(bad="0.88")
+    scales = [_scale(every if together else column, limits) for column in columns]
+    colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.88")
     image: Any = None
     for i in range(across):
         used = []
@@ -185,7 +183,7 @@ def head_view(
     ticks, edges = pair_ticks(inv_freq), bound_edges(inv_freq, context)
     for row, (name, norms) in enumerate((("queries", query), ("keys", key))):
         axes = figure.add_subplot(spec[row, 0])
-        norm, extend = _scale([Map("", norms, (), {})], None, False)
+        norm, extend = _scale([Map("", norms, (), {})], None)
         image = axes.imshow(_masked(norms.T), cmap=colors, norm=norm, interpolation="none", aspect="auto")
         axes.set_title(f"Norms of the {name}, token by token", loc="left", fontsize=9)
         axes.set_yticks(list(ticks), [label.partition("\n")[0] for label in ticks.values()])
@@ -314,7 +312,7 @@ def _masked(values: Tensor) -> Any:
     return numpy.ma.masked_invalid(values.numpy())
 
 
-def _scale(panels: Sequence[Map], limits: tuple[float, float] | None, diverging: bool) -> tuple[Normalize, str]:
+def _scale(panels: Sequence[Map], limits: tuple[float, float] | None) -> tuple[Normalize, str]:
     """Ends of the colours, and on which side values lie beyond them."""
     if limits is not None:
         return Normalize(*limits), "neither"
@@ -325,7 +323,7 @@ def _scale(panels: Sequence[Map], limits: tuple[float, float] | None, diverging:
     usual = float(numpy.quantile(values, SHOWN)) if len(values) else 0.0
     cut = 0 < 1.5 * usual < top
     end = (usual if cut else top) or 1.0
-    return Normalize(-end if diverging else 0.0, end), ("both" if diverging else "max") if cut else "neither"
+    return Normalize(0.0, end), "max" if cut else "neither"
 
 
 def add_bar(

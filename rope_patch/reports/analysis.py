@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rope_patch.analysis.before_after import AnalysisDifference, changes, differences
 from rope_patch.analysis.result import Analysis, findings
 from rope_patch.files import write_atomically
 from rope_patch.plots.outliers import NEAR
@@ -16,56 +15,43 @@ from rope_patch.reports import analysis_figures as figures
 from rope_patch.reports import analysis_mean_logits as mean_logits
 from rope_patch.reports import analysis_tables as tables
 from rope_patch.reports.analysis_captions import facts, token_text
-from rope_patch.reports.blocks import Block, ListColumns, Section, TokenLines
+from rope_patch.reports.blocks import Block, Section, TokenLines
 from rope_patch.reports.comparison import render
 
 LINE = 16
 """Tokens per line of the text that single heads are shown on."""
 
 
-def write(path: str | Path, analysis: Analysis, *, against: Analysis | None = None, command: str | None = None) -> None:
+def write(path: str | Path, analysis: Analysis, *, command: str | None = None) -> None:
     """Write :func:`page` to a file, whole or not at all.
 
     Raises:
-        ValueError: as for :func:`page`.
         OSError: the folder cannot be written.
     """
-    write_atomically(path, page(analysis, against=against, command=command))
+    write_atomically(path, page(analysis, command=command))
 
 
-def page(analysis: Analysis, *, against: Analysis | None = None, command: str | None = None) -> str:
+def page(analysis: Analysis, *, command: str | None = None) -> str:
     """Return an analysis as one HTML document, the same text for the same analysis.
 
     Args:
         analysis: of a checkpoint.
-        against: of another checkpoint on the same text, fine-tuned for example; the report then compares the two.
-        command: the command line that made them.
-
-    Raises:
-        ValueError: the two analyses cannot be compared.
+        command: the command line that made it.
     """
     return render(
         "analysis.html.jinja",
         title=f"How {analysis.name} uses its rotary table",
         command=command,
-        sections=sections(analysis, against),
+        sections=sections(analysis),
         facts=facts(analysis),
         findings=findings(analysis),
     )
 
 
-def sections(analysis: Analysis, against: Analysis | None = None) -> list[Section]:
-    """Return the sections of the page after its summary, in their order.
-
-    Raises:
-        ValueError: the two analyses cannot be compared.
-    """
-    difference = None if against is None else differences(analysis, against)  # raises before anything is drawn
-    parts = [_heads(analysis), _views(analysis), _usage(analysis), _outliers(analysis), _means(analysis)]
-    parts += [_sinks(analysis), _p_sweep(analysis)]
-    if against is None or difference is None:
-        return parts
-    return [*parts, _differences(analysis, against, difference)]
+def sections(analysis: Analysis) -> list[Section]:
+    """Return the sections of the page after its summary, in their order."""
+    parts = (_heads, _views, _usage, _outliers, _means, _sinks, _p_sweep)
+    return [part(analysis) for part in parts]
 
 
 def _heads(analysis: Analysis) -> Section:
@@ -177,19 +163,3 @@ def _p_sweep(analysis: Analysis) -> Section:
     if analysis.p_sweep:
         blocks.append(tables.p_sweep_table(analysis))
     return Section("p", "Which p of p-RoPE", blocks)
-
-
-def _differences(analysis: Analysis, against: Analysis, difference: AnalysisDifference) -> Section:
-    ours, theirs = analysis.name, against.name
-    if ours == theirs:
-        ours, theirs = f"{ours} (1)", f"{theirs} (2)"
-    blocks: list[Block] = [
-        f"Both checkpoints read the same text. The sections above are about {ours} ({analysis.method or 'no patch'}); "
-        f"{theirs} ({against.method or 'no patch'}) is compared with it here. {' '.join(changes(difference, theirs))}",
-        ListColumns([(ours, findings(analysis)), (theirs, findings(against))]),
-        tables.change_table(difference, ours, theirs),
-        figures.norm_changes(analysis, difference, ours, theirs),
-        f"Keys that are outliers in {theirs} only: {tables.places(difference.gained)}.",
-        f"Keys that are outliers in {ours} only: {tables.places(difference.lost)}.",
-    ]
-    return Section("against", f"What {theirs} does differently", blocks)

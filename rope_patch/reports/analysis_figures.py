@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rope_patch.analysis.before_after import AnalysisDifference
 from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.outliers import RATIO, feature_maps, scatter
 from rope_patch.analysis.result import Analysis
@@ -254,7 +253,7 @@ def busiest(heads: Heads) -> tuple[int, int]:
     return index, counts[index]
 
 
-# --- p, differences --------------------------------------------------------------------------------------------------
+# --- p --------------------------------------------------------------------------------------------------
 
 
 def p_sweep_shares(analysis: Analysis) -> Picture:
@@ -279,34 +278,6 @@ def p_sweep_shares(analysis: Analysis) -> Picture:
         "Left: the share of norms and logits that the zeroed pairs carry, and the part of the logits that their "
         "rotation makes depend on distance. Right: the change of perplexity without training, with 95 % intervals "
         "over the windows. A small p is cheap where little of the logits depends on distance.",
-    )
-
-
-def norm_changes(analysis: Analysis, difference: AnalysisDifference, before: str, after: str) -> Picture:
-    """Return how mean norms have changed, by layer and pair."""
-    rows = {index: row for row, index in enumerate(difference.layers)}
-    grid = []
-    for kind in kinds(analysis.capture):
-        at = [rows[layer.index] for layer in kind.layers]
-        grid.append([
-            pair_map(title, values[at, : len(kind.inv_freq)], kind.rows, kind.inv_freq, kind.context)
-            for title, values in zip(
-                kind.titled(["queries", "keys"]), (difference.query_norm, difference.key_norm), strict=True
-            )
-        ])  # fmt: skip
-    label = "log2 of the ratio of mean norms"
-    figure = heat_maps(
-        grid, title="Change of the mean norm of each pair", xlabel=PAIRS, ylabel="layer", labels=[label], diverging=True
-    )
-    every = torch.cat((difference.query_norm, difference.key_norm)).flatten()
-    finite = every[torch.isfinite(every)]
-    most = float(finite[finite.abs().argmax()]) if len(finite) else 0.0
-    largest_change = f"{most:+.2g}".replace("-", "−")
-    return picture(
-        figure,
-        f"Heat maps of the change of mean norms over layers and pairs, from {before} to {after}.",
-        f"Means over heads, {after} divided by {before}, at the wavelengths of {before}. Red is longer, blue shorter, "
-        f"white unchanged; 1 is twice as long, −1 half. The largest change is {largest_change}. {LINE}",
     )
 
 

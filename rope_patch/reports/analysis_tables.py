@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from rope_patch.analysis.attention_sums import SINK
-from rope_patch.analysis.before_after import AnalysisDifference
 from rope_patch.analysis.heads import FAR, MAJORITY, LayerHeads
 from rope_patch.analysis.outliers import RATIO, OutlierPair
 from rope_patch.analysis.recall import recall
@@ -248,7 +247,7 @@ def why(pair: OutlierPair) -> str:
     return f"Partial turn: no full turn ({turns}), angle inside the bound; adds most {text(round(reach))} tokens back."
 
 
-# --- sinks, p, differences -------------------------------------------------------------------------------------------
+# --- sinks, p -------------------------------------------------------------------------------------------
 
 
 def preferred_table(analysis: Analysis) -> AnalysisTable:
@@ -314,32 +313,6 @@ def _rise(change: tuple[float, float, float]) -> str:
 
 def _pairs_of_types(capture: Capture) -> dict[str | None, int]:
     return {layer.layer_type: layer.query.pairs for layer in capture.layers}
-
-
-def change_table(difference: AnalysisDifference, before: str, after: str) -> AnalysisTable | str:
-    """Return the heads that attend differently."""
-    if not difference.heads:
-        return "No head changes its type, and none moves a tenth of its attention."
-    rows = [[
-        TextCell(named(change.layer, change.head)), TextCell(number_text(change.moved)),
-        TextCell(", ".join(change.before) or "none", "left"), TextCell(", ".join(change.after) or "none", "left"),
-    ] for change in difference.heads[:HEADS]]  # fmt: skip
-    more = f" The first {HEADS} of {len(difference.heads)}." if len(difference.heads) > HEADS else ""
-    return AnalysisTable(
-        "Heads that changed",
-        "Heads whose types differ, or that moved a tenth or more of their attention to or from their own token, the "
-        f"previous token, the first token, sinks or induction; the largest changes first.{more}",
-        ("Head", "Moved", f"Types, {before}", f"Types, {after}"),
-        rows,
-    )
-
-
-def places(pairs: Sequence[tuple[int, int, int]]) -> str:
-    """Return layer, head and pair of each, a few dozen at most."""
-    if not pairs:
-        return "none"
-    listed = ", ".join(f"{layer}.{head} pair {pair}" for layer, head, pair in pairs[:OUTLIERS])
-    return listed + (f" and {len(pairs) - OUTLIERS} more" if len(pairs) > OUTLIERS else "")
 
 
 # --- text ------------------------------------------------------------------------------------------------------------

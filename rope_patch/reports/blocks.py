@@ -72,16 +72,6 @@ class SchemeTable(NamedTuple):
     lines: list[SchemeRow]
 
 
-class ListColumns(NamedTuple):
-    """Lists side by side.
-
-    Attributes:
-        lists: title and items of each list.
-    """
-
-    lists: list[tuple[str, list[str]]]
-
-
 class TokenLines(NamedTuple):
     """A text, token by token.
 
@@ -94,8 +84,8 @@ class TokenLines(NamedTuple):
     lines: list[tuple[int, list[str]]]
 
 
-Block = str | Picture | AnalysisTable | SchemeTable | ListColumns | TokenLines
-"""A paragraph, a figure, a table, lists or a text."""
+Block = str | Picture | AnalysisTable | SchemeTable | TokenLines
+"""A paragraph, a figure, a table or a text."""
 
 
 class Section(NamedTuple):

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.analysis import run as engine
-from rope_patch.analysis.before_after import differences
 from rope_patch.analysis.p_sweep import SweepPoint, advise, half_chord, sweep_p, sweep_text
 from rope_patch.analysis.reading import AnalysisReading
 from rope_patch.analysis.result import findings
@@ -239,27 +238,6 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-def test_differences_name_the_heads_that_changed(tokenizer):
-    model = small()
-    before = run(model, tokenizer, p_values=[])
-    same = differences(before, before)
-    assert not same.heads and not same.gained and not same.lost and float(same.key_norm.abs().max()) == 0
-    with torch.no_grad():  # keys that are queries, eight times as long: diagonal heads
-        attention = model.model.layers[1].self_attn
-        attention.k_proj.weight.view(2, 16, 64).copy_(8 * attention.q_proj.weight.view(4, 16, 64)[::2])
-    after = run(model, tokenizer, p_values=[])
-    difference = differences(before, after)
-    assert {(head.layer, head.head) for head in difference.heads if "diagonal" in head.after} == {(1, 0), (1, 2)}
-    assert all(head.layer == 1 and "diagonal" not in head.before for head in difference.heads)
-    assert float(difference.key_norm[1].mean()) == pytest.approx(3, abs=0.5)
-    assert float(difference.key_norm[0].abs().max()) == 0 == float(difference.query_norm.abs().max())
-    rows = read_rows(tokenizer, {"other": TEXT[:2000]}, window=64)
-    with pytest.raises(ValueError, match="different tokens"):
-        differences(before, analyze_rows(model, tokenizer, rows, p_values=[]))
-    with pytest.raises(ValueError, match="different layers or heads"):
-        differences(before, run(small(num_hidden_layers=1), tokenizer, p_values=[]))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -330,13 +308,11 @@ def test_the_command_writes_what_it_says(folder, tmp_path):
     (texts / "a.txt").write_text(TEXT)
     (tmp_path / "b.md").write_text(TEXT[1000:])
     given = ("--text", texts, "--text", tmp_path / "b.md", "--window", "64", "--tokens", "256", "--p", "0.5")
-    printed = command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out", "--against", folder)
-    assert "wrote analysis.json, capture.npz, heads.npz, differences.json, against/, analysis.html in" in printed
-    assert json.loads((tmp_path / "out" / "differences.json").read_text())["heads"] == []
+    printed = command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out")
+    assert "wrote analysis.json, capture.npz, heads.npz, analysis.html in" in printed
     out = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
     assert {head["layer"] for head in out["heads"]} == {1}
-    assert (tmp_path / "out" / "against" / "analysis.json").exists()
     again = command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out", "--no-report", "--json")
     assert json.loads(again) == out
 
@@ -371,13 +347,6 @@ def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
     (tmp_path / "a.txt").write_text("abc def")
     out = command(folder, "--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out")
     assert "cannot be decided" in (reason := json.loads(out)["advice"]["reason"]) or "does not know the text" in reason
-
-
-def test_what_cannot_be_compared_fails_before_anything_is_read(folder, tmp_path):
-    for against in ("/nowhere", ASSETS / "gemma3"):
-        with pytest.raises((ValueError, OSError)):
-            command(folder, "--against", against, "--no-report", "-o", tmp_path / "out")
-        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -69,16 +69,14 @@ def test_kv_check_counts_what_unsafe_schemes_add(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "less" / "kv-check.json").read_text())["attributed"] == 1
 
 
-def test_analyze_says_what_less_text_costs_and_shares_the_time_among_models(tmp_path):
+def test_analyze_says_what_less_text_costs(tmp_path):
     words = ("analyze", BUNDLED, "--text", DOMAINS, "--window", "32", "--p", "0.5", "--no-report")
     lines = said(*words, "-o", tmp_path / "one", "--budget", "10s")
     # 8.5 s: half for rows that are read three times, 1416 tokens, in rows of 32; the rest for two tables.
     assert "statistics over 1408 instead of" in lines and "times as much on another text" in lines
     assert "the p sweep reads" in lines and "times as wide" in lines
-    both = said(*words, "-o", tmp_path / "two", "--budget", "10s", "--against", BUNDLED)
-    assert "statistics over 704 instead of" in both and both.count(" tokens in about 4 s") == 2
-    one, two = (json.loads((tmp_path / name / "analysis.json").read_text()) for name in ("one", "two"))
-    assert one["p_sweep"][0]["windows"] >= 2 and two["p_sweep"][0]["windows"] >= 2
+    one = json.loads((tmp_path / "one" / "analysis.json").read_text())
+    assert one["p_sweep"][0]["windows"] >= 2
 
 
 def test_analyze_reads_shorter_rows_before_a_time_is_too_short(tmp_path, monkeypatch, capsys):
@@ -86,7 +84,7 @@ def test_analyze_reads_shorter_rows_before_a_time_is_too_short(tmp_path, monkeyp
     lines = said(*words, "-o", tmp_path / "one", "--budget", "3s")  # 2.55 s: 850 tokens, three times
     assert "their rows have 169 instead of 256 tokens" in lines and "reads 2,535 tokens in about 3 s" in lines
     line = fail(monkeypatch, capsys, *words, "-o", tmp_path / "two", "--budget", "1s")
-    assert "at least 960 tokens would be read of each model, and that is 1.1 times what fits" in line  # 5 rows of 64
+    assert "at least 960 tokens would be read, and that is 1.1 times what fits" in line  # 5 rows of 64
     line = fail(monkeypatch, capsys, *words, "-o", tmp_path / "two", "--budget", "3s", "--window", "256")
     assert "at least 3840 tokens" in line, "rows that were chosen keep their length"
 

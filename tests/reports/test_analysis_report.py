@@ -17,7 +17,6 @@ import torch
 from report_pages import Page, accessible
 
 from rope_patch import frequencies
-from rope_patch.analysis.before_after import changes, differences
 from rope_patch.analysis.decomposition import contributions, decompose
 from rope_patch.analysis.heads import Heads, LayerHeads
 from rope_patch.analysis.outliers import OutlierPair, scatter
@@ -204,10 +203,9 @@ def figures(monkeypatch):
 
 
 class Standard(NamedTuple):
-    """A page of two random analyses, and its figures, not saved."""
+    """A page of a random analysis, and its figures, not saved."""
 
     analysis: Analysis
-    after: Analysis
     text: str
     page: Report
     figures: list
@@ -216,11 +214,11 @@ class Standard(NamedTuple):
 @pytest.fixture(scope="module")
 def standard():
     """Made once for the tests that only look."""
-    analysis, after, drawn = random_analysis(), random_analysis(seed=3, name="after"), []
+    analysis, drawn = random_analysis(), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "svg", lambda figure: drawn.append(figure) or "<svg></svg>")
-        text = analysis_report.page(analysis, against=after)
-    return Standard(analysis, after, text, Report(text), drawn)
+        text = analysis_report.page(analysis)
+    return Standard(analysis, text, Report(text), drawn)
 
 
 def texts(cells):
@@ -289,12 +287,12 @@ def test_the_same_analysis_gives_the_same_text(standard):
     assert analysis_figures.outlier_scatter(standard.analysis)[1] == analysis_figures.outlier_scatter(again)[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "svg", lambda figure: "<svg></svg>")
-        assert analysis_report.page(again, against=standard.after) == standard.text
+        assert analysis_report.page(again) == standard.text
 
 
 def test_sections_come_in_order_and_are_linked(standard):
     page = standard.page
-    names = ["summary", "heads", "single", "usage", "outliers", "means", "sinks", "p", "against", "terms"]
+    names = ["summary", "heads", "single", "usage", "outliers", "means", "sinks", "p", "terms"]
     assert [given["id"] for given in page.all("section")] == names
     links = [given["href"] for given in page.all("a") if given.get("class") != "term"]
     assert links == [f"#{name}" for name in names[:-1]]
@@ -456,32 +454,6 @@ def test_words_for_outliers_are_true():
     )
     unrotated = OutlierPair("key", 0, 0, 0, math.inf, 0.0, 9.0, 9.0, 0.25, 1.0, math.inf, "unrotated")
     assert analysis_tables.why(unrotated) == "Unrotated: adds the same at every distance."
-
-
-# --- before and after ------------------------------------------------------------------------------------------------
-
-
-def test_differences_are_told(standard):
-    before, after, _, page, figures = standard
-    difference = differences(before, after)
-    page_text = " ".join("".join(page.text).split())
-    assert "What after does differently" in page_text
-    for one in (before, after):
-        for finding in findings(one):
-            assert page_text.count(finding) >= 1
-    assert all(sentence in page_text for sentence in changes(difference, "after"))
-    rows = table(page, "Heads that changed")[1:]
-    assert [row[0] for row in rows] == [f"{change.layer}.{change.head}" for change in difference.heads]
-    assert [row[1] for row in rows] == [f"{change.moved:.2f}" for change in difference.heads]
-    figure = figures[-1]
-    shown = [axes.images[0] for axes in figure.axes if axes.images]
-    for image, values in zip(shown, (difference.query_norm, difference.key_norm), strict=True):
-        numpy.testing.assert_allclose(image.get_array().filled(math.nan), values.numpy())
-        assert image.norm.vmin == -image.norm.vmax
-        assert image.cmap.name == "RdBu_r"
-    other = replace(after, capture=replace(after.capture, text="d" * 16))
-    with pytest.raises(ValueError, match="read different tokens"):
-        analysis_report.page(before, against=other)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -677,9 +649,6 @@ def test_layers_of_two_tables_are_apart(figures):
     assert named_facts["Layers, sliding_attention, 64 tokens"].startswith(
         "0, 2, 4; 4 query heads over 2 key heads; 8 pairs"
     )
-    again = random_analysis(layers=5, tables=(("sliding_attention", 64, 8), ("full_attention", 4096, 16)), seed=9)
-    analysis_figures.norm_changes(analysis, differences(analysis, again), "one", "two")
-    assert {axes.images[0].get_array().shape for axes in figures[1].axes if axes.images} == {(3, 8), (2, 16)}
 
 
 def test_names_that_fonts_lack_draw_boxes():
@@ -718,11 +687,10 @@ def test_a_real_model_has_a_page(figures, tmp_path, family):
     model = tiny.tiny_model(family)
     rows = TextRows(tiny.ids(40, 4), ("a", "a", "b", "b"), "random ids", "ab" * 32, ())
     analysis = analyze_rows(model, Words(), rows, name=family, p_values=(), heads=[(0, 1), (1, 3)])
-    analysis_report.write(tmp_path / "page.html", analysis, against=analysis)
+    analysis_report.write(tmp_path / "page.html", analysis)
     page = Report((tmp_path / "page.html").read_text(encoding="utf-8"))
     page_text = "".join(page.text)
-    assert f"How {family} uses its rotary table" in page_text and f"What {family} (2) does differently" in page_text
-    assert "No head changes its type, and none moves a tenth of its attention." in page_text
+    assert f"How {family} uses its rotary table" in page_text
     assert not NO_NUMBER.search(page_text)
     (norms,) = (figure for figure in figures if figure.get_suptitle() == "Mean norm of each pair, by layer")
     assert len([axes for axes in norms.axes if axes.images]) == (3 if family == "llama" else 6)
