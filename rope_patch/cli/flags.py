@@ -25,7 +25,7 @@ def flags(
         typer.Option(
             "--for",
             metavar="PROGRAM",
-            help="The program to run or train with: vllm, sglang, llama.cpp, axolotl, llamafactory or verl.",
+            help="The program to run with: vllm, sglang or llama.cpp.",
             show_default=False,
         ),
     ],
@@ -34,11 +34,10 @@ def flags(
     imports: Import = None,
     as_json: Json = False,
 ) -> None:
-    """Print the options by which another program runs or trains a checkpoint under a method, the checkpoint unchanged.
+    """Print the options by which another program runs a checkpoint under a method, the checkpoint unchanged.
 
-    For vLLM, SGLang and llama.cpp these are flags of the command line, for the trainers lines of their YAML file. What
-    is printed is checked to give the very table of the method; what a program's options cannot express is refused with
-    the reason and the command that works instead. Only the config is read, not the weights.
+    What is printed is checked to give the very table of the method; what a program's options cannot express is refused
+    with the reason and the command that works instead. Only the config is read, not the weights.
 
     The output says "unverified" where the program's own code was not run.
 

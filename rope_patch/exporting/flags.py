@@ -1,4 +1,4 @@
-"""``rope-patch flags``: run or train an unchanged checkpoint under a method, by the options of another program.
+"""``rope-patch flags``: run an unchanged checkpoint under a method, by the options of another program.
 
 Each program lets its user state a part of a config. What is written here is what transformers, or the program's rule
 in ``rules``, builds the very tables of the method from; anything else is refused with the reason. What each does with
@@ -12,24 +12,16 @@ its option, and where that was read:
   ``--yarn-beta-fast``, ``--yarn-beta-slow``, ``--ctx-size``: ``common/arg.cpp``. ``--yarn-attn-factor`` is overwritten
   in ``src/llama-context.cpp`` where YaRN is on. ``--override-kv``: a prompt gets no more than the context that the file
   states, ``tools/server/server-context.cpp`` (ggml-org/llama.cpp issues 17459 and 22140).
-- axolotl 0.19.0, ``overrides_of_model_config``: ``loaders/utils.py`` sets each key on the config.
-- LLaMA-Factory 0.9.5, ``rope_scaling`` and ``cutoff_len``: ``model/model_utils/rope.py`` takes a name alone, and rounds
-  the factor up to a whole number; it sets ``rope_scaling``, which in transformers 5 loses the base.
-- verl 0.9.1, ``actor_rollout_ref.model.override_config``: ``utils/model.py``, ``update_model_config`` goes into a
-  dictionary as if it were a config, and fails at its first key.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from rope_patch import frequencies
 from rope_patch.checkpoints.gguf_table import graph_of, read_gguf
@@ -55,7 +47,7 @@ class Flags:
 
     Attributes:
         program: key of :data:`WRITERS`.
-        lines: options of a command line, or lines of its configuration file.
+        lines: options of a command line.
         settings: what they say, parsed.
         tables: that the program computes then.
         shown_by: how this was checked; ``"unverified"`` where the program itself was not run.
@@ -127,7 +119,7 @@ def flags(
     target_length: int | None = None,
     layer_types: Sequence[str] | None = None,
 ) -> Flags:
-    """Return the options by which a program runs or trains a checkpoint under a method, the checkpoint unchanged.
+    """Return the options by which a program runs a checkpoint under a method, the checkpoint unchanged.
 
     Args:
         source: folder or hub id of an unpatched checkpoint; for llama.cpp a GGUF file, too.
@@ -293,85 +285,9 @@ def _by_options(options: Mapping[str, Any], table: RotaryTable) -> RotaryTable |
     return rebuilt if bool(off.all()) and abs(attention - table.attention_scaling) < 1e-5 else None
 
 
-# --- trainers --------------------------------------------------------------------------------------------------------
-
-
-def _axolotl(checkpoint: PatchedCheckpoint) -> Flags:
-    settings = checkpoint.settings(everywhere=False)
-    written = {"overrides_of_model_config": settings, "sequence_len": checkpoint.context}
-    return Flags(
-        "axolotl",
-        tuple(yaml.safe_dump(written, sort_keys=True).splitlines()),
-        written,
-        checkpoint.tables,
-        f"{UNVERIFIED}: axolotl was not run; transformers builds the tables from these keys",
-    )
-
-
-_NAMED = {
-    "linear": {"factor"},
-    "yarn": {"factor", "original_max_position_embeddings"},
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-}
-"""The types that LLaMA-Factory names, and the keys that it sets of each."""
-
-
-def _llamafactory(checkpoint: PatchedCheckpoint) -> Flags:
-    refusal = "LLaMA-Factory names linear, yarn and llama3, with a whole factor and no other parameters"
-    if len(checkpoint.tables) > 1:
-        raise ValueError(f"{refusal}, and for all layers; this model has a table for each layer type")
-    table, raw = checkpoint.tables[0], checkpoint.stated.raw
-    encoded = dict(table.rope_parameters or {})
-    kind = str(encoded.get("rope_type", "custom"))
-    before = checkpoint.stated.complete
-    old = int(before["rope_parameters"].get("original_max_position_embeddings", before["max_position_embeddings"]))
-    factor = float(math.ceil(checkpoint.context / old))
-    if kind not in _NAMED or checkpoint.context <= old:
-        raise ValueError(f"{refusal}, and a length beyond {old}: not {table}")
-    set_there: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind != "linear":
-        set_there["original_max_position_embeddings"] = old
-    if kind == "llama3":
-        set_there |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    reached = int(old * factor)
-    table_there = replace(table, max_position_embeddings=reached)
-    same_kind = replace(checkpoint.stated, tables={None: table_there})
-    changed = {**raw, "rope_scaling": set_there, "max_position_embeddings": reached}
-    reading = reading_of("transformers-4", replace(same_kind, raw=changed))
-    if not reading.tables or not reading.tables[None].is_table(table_there):
-        reason = reading.refused or reading.unverified or "; ".join(reading.tables[None].reasons)
-        hint = (
-            ""
-            if "rope_theta" in raw
-            else f". rope-patch export {checkpoint.source} --to hf writes what version 4 reads"
-        )
-        raise ValueError(
-            f"{refusal}: its {kind} with factor {factor:g} is not {table}{': ' * bool(reason)}{reason}{hint}"
-        )
-    written = {"rope_scaling": kind, "cutoff_len": checkpoint.context}
-    notes = (
-        "with transformers 4 alone: in version 5 LLaMA-Factory's way to set rope_scaling loses the base",
-        f"it sets max_position_embeddings to {reached}",
-    )
-    shown = f"{UNVERIFIED}: LLaMA-Factory was not run; transformers 4 builds the table from the keys that it sets"
-    return Flags("llamafactory", tuple(yaml.safe_dump(written).splitlines()), written, (table,), shown, notes)
-
-
-def _verl(checkpoint: PatchedCheckpoint) -> Flags:
-    raise ValueError(
-        "verl 0.9.1 cannot express it: its override_config goes into rope_parameters as if it were a config, and fails "
-        f"at the first key. Write a patched folder (rope-patch apply {checkpoint.source} METHOD -o FOLDER) and give it "
-        "as actor_rollout_ref.model.path, so that the trainer and its rollout engine read one table; rope-patch audit "
-        "FOLDER says whether they do"
-    )
-
-
 WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,
-    "axolotl": _axolotl,
-    "llamafactory": _llamafactory,
-    "verl": _verl,
 }
 """By the name that ``rope-patch flags --for`` takes."""

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from commands import fail, run
 from tiny import SIZE, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, LlamaConfig, Olmo3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Olmo3Config
 
 import rope_patch
 from rope_patch.exporting import export
@@ -84,18 +83,6 @@ def test_sglang_merges_its_overrides_into_what_the_config_has(base, method):
     assert option(written.lines, "--context-length") == "256"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_axolotl_lines_are_yaml_that_gives_the_table(base, method):
-    written = flags(base, method, "axolotl", target_length=256)
-    parsed = yaml.safe_load("\n".join(written.lines))
-    config = AutoConfig.from_pretrained(base)
-    for key, value in parsed["overrides_of_model_config"].items():
-        setattr(config, key, value)  # as axolotl does
-    assert_same(read_by_transformers(config), expected(method))
-    assert parsed["sequence_len"] == 256
-    assert "unverified" in written.shown_by
-
-
 def test_tables_per_layer_type_are_stated_together(tmp_path):
     tiny_model("gemma3").save_pretrained(tmp_path / "gemma3")
     written = flags(tmp_path / "gemma3", "yarn:factor=4", "vllm", target_length=256)
@@ -110,36 +97,6 @@ def test_what_an_engine_would_lose_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing but rope_theta"):
         flags(tmp_path / "gemma2", "yarn:factor=4", "sglang", target_length=256)
     assert flags(tmp_path / "gemma2", "abf", "sglang", target_length=256).shown_by.startswith("SGLang 0.5.23")
-
-
-@pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4"])
-def test_llamafactory_names_the_type_and_the_length(base, method):
-    path = base / "config.json"
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps(raw | {"rope_theta": 10000.0}))
-    written = flags(base, method, "llamafactory", target_length=256)
-    parsed = yaml.safe_load("\n".join(written.lines))
-    # model/model_utils/rope.py: ceil(256 / 64) = 4, and these keys
-    scaling = {"rope_type": parsed["rope_scaling"], "factor": 4.0, "original_max_position_embeddings": 64}
-    config = LlamaConfig.from_dict(
-        {**raw, "rope_scaling": {**scaling, "rope_theta": 1e4}, "max_position_embeddings": 256}
-    )
-    assert_same(read_by_transformers(config), expected(method))
-    assert "unverified" in written.shown_by
-    assert any("transformers 4 alone" in note for note in written.notes)
-
-
-@pytest.mark.parametrize("method", ["p_rope:p=0.5", "abf", "yarn:factor=4:attention_factor=1.5", "yarn:factor=5"])
-def test_llamafactory_refuses_what_it_has_no_name_for(base, method):
-    with pytest.raises(ValueError, match="LLaMA-Factory names linear, yarn and llama3"):
-        flags(base, method, "llamafactory", target_length=256)
-
-
-def test_verl_is_refused_with_what_works(base):
-    with pytest.raises(
-        ValueError, match=r"rope-patch apply .* -o FOLDER\) and give it as actor_rollout_ref.model.path"
-    ):
-        flags(base, "yarn:factor=4", "verl", target_length=256)
 
 
 def test_llama_cpp_takes_a_base_linear_scaling_and_yarn(base):
@@ -180,8 +137,8 @@ def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
 def test_the_command_prints_lines_to_copy(base):
     printed = run("flags", base, "yarn:factor=4", "--for", "vllm", "--target-length", "256")
     assert printed.splitlines()[1] == "--max-model-len 256"
-    found = json.loads(run("flags", base, "abf", "--for", "axolotl", "--json"))
-    assert found["settings"]["overrides_of_model_config"]["rope_parameters"]["rope_theta"] == 500000.0
+    found = json.loads(run("flags", base, "abf", "--for", "vllm", "--json"))
+    assert found["settings"]["rope_parameters"]["rope_theta"] == 500000.0
 
 
 def test_wrong_arguments_say_what_to_do(base, tmp_path, monkeypatch, capsys):
@@ -250,7 +207,7 @@ def test_no_file_is_promised_where_a_graph_reads_no_factors(base, tmp_path):
         flags(base, "p_rope:p=0.5", "llama.cpp", target_length=256)
 
 
-@pytest.mark.parametrize("program", ["vllm", "sglang", "axolotl", "llamafactory"])
+@pytest.mark.parametrize("program", ["vllm", "sglang"])
 def test_a_multimodal_config_that_keys_at_the_top_do_not_reach_is_refused(program, tmp_path):
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     Gemma3Config(text_config=tiny_model("gemma3").config.to_dict(), vision_config=vision).save_pretrained(tmp_path)

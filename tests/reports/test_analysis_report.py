@@ -473,13 +473,13 @@ def units(figure):
 
 
 def test_axes_have_units(standard):
-    assert len(standard.figures) == 13
+    assert len(standard.figures) == 12
     labels = set().union(*map(units, standard.figures))
     bare = {label for label in labels if "[" not in label}
     assert bare <= BARE | {
         *("weight (square-root scale)", "length of the mean key", "length of the mean query", "largest |q|"),
         *("mean |q|", "largest |k|", "mean |k|", "logit of the mean query and key", "first feature / length"),
-        *("second feature / length", "p, the share of pairs that keep turning", "log2 of the ratio of mean norms"),
+        *("second feature / length", "p, the share of pairs that keep turning"),
     }
     assert {"position [tokens]", "turns within the context [turns]", "angle φ of the mean key [rad]"} <= labels
 
