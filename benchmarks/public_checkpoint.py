@@ -329,13 +329,10 @@ def reason_of(said: str, wheel: Wheel, release: Release) -> str:
 
 def by_hand(release: Release) -> str:
     """Say how to go on without an index."""
-    first, *more = (wheel.file for wheel in release.wheels)
-    if not more:
-        return f"get {first} elsewhere and give it with --wheel PATH (make {release.target} WHEEL=PATH)"
-    return (
-        f"get {first} and {', '.join(more)} elsewhere and give their folder with --wheel FOLDER (make {release.target} "
-        "WHEEL=FOLDER)"
-    )
+    wheels, them, path = release.wheels[0].file, "it", "PATH"
+    if more := len(release.wheels) - 1:
+        wheels, them, path = f"{wheels} and the wheels of its {more} parts", "their folder", "FOLDER"
+    return f"get {wheels} elsewhere and give {them} with --wheel {path} (make {release.target} WHEEL={path})"
 
 
 def beside(release: Release) -> list[str]:

@@ -62,9 +62,7 @@ def _keeping(original: Any) -> Any:
             if file not in self.headers:
                 try:
                     super().__init__(path, mode)
-                except (
-                    Exception
-                ):  # its own way, should a release of the package work otherwise; or it says what is wrong
+                except Exception:  # in a release that works otherwise; the original reads it, or says what is wrong
                     self.__dict__ = vars(original(path, mode))
                 self.headers[file] = self.__dict__
             self.__dict__ = dict(self.headers[file])
