@@ -65,7 +65,14 @@ def assert_same(ours, theirs):
         assert (own.offset, own.name, own.data, own.types) == (field.offset, field.name, field.data, field.types)
         assert [part.dtype for part in own.parts] == [part.dtype for part in field.parts]
         assert [part.tolist() for part in own.parts] == [part.tolist() for part in field.parts]
-    assert [repr(tensor) for tensor in ours.tensors] == [repr(tensor) for tensor in theirs.tensors]
+    outlines = [
+        [
+            (t.name, t.tensor_type, t.shape.tolist(), t.n_elements, t.data_offset, t.data.tolist())
+            for t in reader.tensors
+        ]
+        for reader in (ours, theirs)
+    ]
+    assert outlines[0] == outlines[1]
 
 
 def test_it_reads_what_the_package_reads(file):
@@ -97,12 +104,8 @@ def test_a_file_that_changed_is_read_again(tmp_path):
 
 
 def test_a_package_that_works_otherwise_reads_its_own_way(file, monkeypatch):
-    """Our part of the reader fails there, or is never called."""
+    """Our part of the reader fails there."""
     theirs = gguf.GGUFReader(file)
-    monkeypatch.setattr(gguf.GGUFReader, "gguf_scalar_to_np", dict.fromkeys(gguf.GGUFValueType, "unknown"))
-    with read_once(file), pytest.raises(TypeError, match="unknown"):  # neither ours nor theirs can read it
-        gguf.GGUFReader(file)
-    monkeypatch.undo()
     monkeypatch.setattr("rope_patch.checkpoints.gguf_reader.np.asarray", lambda data: None)
     with read_once(file):
         assert_same(gguf.GGUFReader(file), theirs)
