@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 RUNTIME := $(VENV)/.runtime
 DEV := $(VENV)/.dev
 ENGINES := $(VENV)/.engines
@@ -11,7 +11,14 @@ SITE := $(VENV)/.site
 RELEASE := $(VENV)/.release
 # A process per core, up to four: each holds torch and small models, and computes on one thread.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
-INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+# Other versions than the tested set: make test VENV=build/venv-5.21 WITH="transformers==5.21.0". WITH is installed last,
+# over the pins; an empty CONSTRAINTS takes the newest of everything that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
+WITH ?=
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+INSTALL := $(PIP) $(addprefix -c ,$(CONSTRAINTS))
+# Folders and files to test, all of them by default.
+TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -42,7 +49,7 @@ gpu: $(DEV) ## what only a GPU can measure, 25 minutes a run: make gpu TEXT="nov
 test test-full test-engines: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(DEV) ## the tests, without those that take minutes
-	$(BIN)/python -m pytest $(PARALLEL) -m "not full and not engines" --durations=20
+	$(BIN)/python -m pytest $(PARALLEL) -m "not full and not engines" --durations=20 $(TESTS)
 
 test-full: $(DEV) ## the tests, with those that take minutes
 	$(BIN)/python -m pytest $(PARALLEL) -m "not engines" --durations=20
@@ -74,6 +81,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 $(DEV): pyproject.toml constraints.txt
 	$(make_venv)
 	$(INSTALL) -e ".[dev]"
+	$(if $(WITH),$(PIP) "$(WITH)")
 	@touch $@ $(RUNTIME)
 
 $(ENGINES): $(DEV)

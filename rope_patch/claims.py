@@ -36,16 +36,18 @@ class Claim:
 
     Attributes:
         temporary: a path that no other process uses, with nothing there.
-        handle: of the lock.
+        handle: of the lock; None on Windows and on a file system without locks.
         left: the files there, where this same command wrote them and was then killed.
     """
 
     temporary: Path
-    handle: int
+    handle: int | None
     left: tuple[Path, ...]
 
     def say(self, new: Iterable[Path]) -> None:
         """Record what is about to be moved to an empty place, so that the same command recognizes it after a kill."""
+        if self.handle is None:  # nobody could tell a killed process from one that still writes
+            return
         files = [file.lstat().st_ino for file in _files((*new, *self.left))]
         text = json.dumps({"command": sys.argv, "files": files}).encode()
         os.pwrite(self.handle, text, 0)
@@ -123,12 +125,12 @@ def claim_output(folder: Path, prefix: str, out: Path, *, wait: bool = False) ->
     if lock in mine:
         yield mine[lock]
         return
-    handle, held = _lock(lock, out, wait)
-    if not held:  # a file system without locks: use unique names; other processes cannot be detected
+    handle = _lock(lock, out, wait)
+    if handle is None:  # use unique names: other processes cannot be detected
         temporary = folder / f"{prefix}.{uuid.uuid4().hex[:8]}{TEMPORARY}"
     try:
-        left = _noted(handle, out) if held else ()
-        if held:
+        left = () if handle is None else _noted(handle, out)
+        if handle is not None:
             for path in folder.glob(f"{glob.escape(prefix)}{MARK}.*"):
                 if path != lock:
                     remove(path)
@@ -140,13 +142,14 @@ def claim_output(folder: Path, prefix: str, out: Path, *, wait: bool = False) ->
         mine.pop(lock, None)
         with contextlib.suppress(OSError):
             remove(temporary)
-        with contextlib.suppress(OSError):
-            lock.unlink()
-        os.close(handle)
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+            os.close(handle)
 
 
-def _lock(path: Path, out: Path, wait: bool) -> tuple[int, bool]:
-    """Open and lock a file; returns its handle, and whether this file system knows locks."""
+def _lock(path: Path, out: Path, wait: bool) -> int | None:
+    """Open and lock a file, and return its handle; None, and no file, on Windows and a file system without locks."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -156,9 +159,14 @@ def _lock(path: Path, out: Path, wait: bool) -> tuple[int, bool]:
         if held is False:
             os.close(handle)
             raise BlockingIOError(f"another command writes {out}: wait for it, or give another output")
+        if held is None:
+            os.close(handle)  # first: Windows deletes no open file
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
-                return handle, bool(held)
+                return handle
         os.close(handle)  # the process that held it has deleted it in the meantime
 
 

@@ -31,7 +31,8 @@ def build_the_thread_pool_anew() -> None:
         torch.set_num_threads(1)
 
 
-os.register_at_fork(after_in_child=build_the_thread_pool_anew)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=build_the_thread_pool_anew)
 
 
 LONGEST = ("test_readme.py", "test_packaging.py")

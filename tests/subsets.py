@@ -7,6 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
+
+
+def needs_transformers(version: str, reason: str) -> pytest.MarkDecorator:
+    """Skip a test of what an older release of transformers that we support does not have."""
+    return pytest.mark.skipif(Version(transformers.__version__) < Version(version), reason=reason)
 
 
 def full(*values: Any, id: str | None = None) -> Any:
@@ -39,6 +46,10 @@ def _name(value: Any) -> str:
         return "-".join(map(_name, value))
     return getattr(value, "__name__", str(value))
 
+
+byte_level_llama = needs_transformers(
+    "5.23", "reads a byte-level tokenizer.json that names LlamaTokenizer in another way"
+)
 
 examples = pytest.mark.parametrize("examples", [4, full(40)])
 """How many random examples a slow property test draws in either."""

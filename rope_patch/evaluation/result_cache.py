@@ -58,14 +58,13 @@ class ResultCache(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         line = json.dumps({"key": name, "value": value}, allow_nan=False).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            end = os.fstat(file).st_size
-            whole = end == 0 or os.pread(file, 1, end - 1) == b"\n"
-            os.write(file, (b"" if whole else b"\n") + line + b"\n")  # at once: another process may write here too
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with self.path.open("a+b", buffering=0) as file:
+            whole = file.tell() == 0
+            if not whole:
+                file.seek(-1, os.SEEK_END)
+                whole = file.read(1) == b"\n"
+            file.write((b"" if whole else b"\n") + line + b"\n")  # at once: another process may write here too
+            os.fsync(file.fileno())
         self._values[name] = value
 
     def __delitem__(self, name: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fresh import stock_logits
 from gguf_files import rewritten, saved
+from subsets import byte_level_llama
 from tiny import LLAMA3, ids, logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -378,6 +379,7 @@ def test_a_model_of_transformers_own_reader_is_saved_as_a_plain_folder(base, tmp
     assert torch.equal(stock_logits(tmp_path, TOKENS, "saved")["saved"], expected)
 
 
+@byte_level_llama
 def test_the_vocabulary_of_the_file_is_saved_beside_the_model(base, tmp_path, tokenizer):
     rope_patch.save(rope_patch.load(base, "yarn:factor=4"), tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")

@@ -9,6 +9,7 @@ import torch
 from commands import fail, run
 from fresh import run_code
 from gguf_files import rewritten
+from subsets import byte_level_llama
 from tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -155,6 +156,7 @@ def test_plan_reads_the_shape_of_a_file(file):
     assert of_file["parameters"] == of_folder["parameters"] and of_file["parts"] == of_folder["parts"]
 
 
+@byte_level_llama
 def test_fit_writes_a_plain_folder_of_a_file(file, tmp_path):
     out = tmp_path / "fitted"
     words = ("--target-length", "1k", "--steps", "0", "--windows", "2", "--samples", "1", "--no-figure")

@@ -14,7 +14,7 @@ from commands import fail, run
 from fresh import stock_logits
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from subsets import covering
+from subsets import byte_level_llama, covering
 from tiny import ARCHITECTURES, SIZE, YARN, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaForCausalLM, PhiConfig, StableLmConfig
 
@@ -338,6 +338,7 @@ def test_gguf_files_say_the_same_tables(tmp_path):
     assert "checked against llama.cpp" in run("export", first, "--to", "gguf", "-o", tmp_path / "again.gguf")
 
 
+@byte_level_llama
 def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, monkeypatch, capsys):
     """With its table, its vocabulary, and weights of the type that is asked for; or under another table."""
     pytest.importorskip("gguf")

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from patches import module_of
+from subsets import needs_transformers
 from tiny import SIZE, ids, logits, tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -114,6 +115,7 @@ def test_position_axes_that_are_mixed_are_refused():
     refused(model, "rotary embeddings of another kind: its layers give them several position axes")
 
 
+@needs_transformers("5.23", "has no LFM3")
 def test_attributes_that_a_model_reads_on_its_rotary_embedding_are_there():
     from transformers import Lfm3Config
 
