@@ -54,7 +54,9 @@ def _shape(
     config = {"vocab_size": 32, "hidden_size": 2 * size, "intermediate_size": 32, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "head_dim": size}
     config |= {"max_position_embeddings": context, **more}
-    return family, {**config, "rope_parameters": {"rope_type": "default", "rope_theta": theta, **dict(rope)}}, options
+    if rope is not None:  # None leaves the family's own tables
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, **dict(rope)}
+    return family, config, options
 
 
 def _llama3(factor: float) -> Numbers:
@@ -94,7 +96,7 @@ SHAPES = {
     "gemma3": _shape("gemma3_text", 256, 1e6, 32768, types="full"),
     "gemma3-sliding": _shape("gemma3_text", 256, 1e6, 32768, types="sliding"),
     "gemma3-both": _shape("gemma3_text", types="sliding full"),
-    "gemma4": _shape("gemma4_text", 16, types="full", **GEMMA4),
+    "gemma4": _shape("gemma4_text", 16, rope=None, types="full", **GEMMA4),
 }
 
 FORMS = """
