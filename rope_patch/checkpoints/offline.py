@@ -94,6 +94,8 @@ def patch_folder(
     """
     model = skeleton(source)
     patch = apply(model, method, **options)
+    if Path(source).is_dir():
+        _check_tensors(Path(source), model)  # now, so that the error names the checkpoint and nothing is copied
     with copied(source, out, overwrite=overwrite, progress=progress) as folder:
         model.config.save_pretrained(folder)
         add_older_keys(folder)
@@ -143,10 +145,14 @@ def verify_folder(source: str | Path) -> PatchRecord:
         record = verify_model(model)
         if folder.is_dir():
             check_weights(folder)
-            if wrong := wrong_tensors(folder, model):
-                raise OSError(f"{folder} does not hold the weights of {type(model).__name__}: {wrong}")
+            _check_tensors(folder, model)
     check_length(folder, record)
     return record
+
+
+def _check_tensors(folder: Path, model: PreTrainedModel) -> None:
+    if wrong := wrong_tensors(folder, model):
+        raise OSError(f"{folder} does not hold the weights of {type(model).__name__}: {wrong}")
 
 
 def check_free(out: Path, overwrite: bool) -> None:

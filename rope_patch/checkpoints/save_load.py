@@ -35,6 +35,7 @@ from rope_patch.checkpoints.adapters import (
 from rope_patch.checkpoints.gguf import forget_quantization, load_gguf
 from rope_patch.checkpoints.reading import check_older_keys, config_json, reaching_hub
 from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
+from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import wrong_in_load, wrong_tensors
 from rope_patch.errors import blamed_on
 from rope_patch.files import check_source, folder_in_one_move, is_gguf
@@ -83,8 +84,8 @@ def save(
         PatchError: the model is not patched, or does not use what its record says; an adapter that may have been
             trained under other tables; or a model with an adapter's layers in it, without the PeftModel around it.
         ValueError: ``push_to_hub``, which would upload before the folder is whole, or ``distributed_checkpoint``; or
-            tensors that the config's model does not have in these shapes, or a lack of some (a part of a
-            ``state_dict``, pruned layers, weights quantized in place). ``out`` is then as it was.
+            a lack of tensors that the config's model has, or other shapes (a part of a ``state_dict``, pruned layers,
+            weights quantized in place, layers compiled one by one). ``out`` is then as it was.
         OSError: the folder cannot be written, or the disk is full; ``out`` is then as it was.
     """
     for name, instead in (
@@ -113,11 +114,12 @@ def save(
                 copy_tokenizer(find_rotary(model).model, folder, beside=Path(out))
             elif tokenizer is not False:
                 tokenizer.save_pretrained(folder)
+            bring_settings(Path(out), folder)
             put_record(record, folder)
             if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, find_rotary(model).model)):
                 raise ValueError(
                     f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
-                    "adapters merged or unloaded, no part of a state_dict, weights not quantized or pruned in place"
+                    "adapters merged or unloaded, no part of a state_dict, layers as transformers builds them"
                 )
     return Path(out)
 
@@ -232,14 +234,15 @@ def _load(source: str | Path, patch: Callable[[Any], Any] | None, from_pretraine
     model, loaded = _from_pretrained(source, from_pretrained)
     saved_as = (model.config.architectures or [""])[0]
     head, loaded_head = saved_as.partition("For")[2], type(model).__name__.partition("For")[2]
-    if head not in ("", loaded_head):
+    headless = saved_as and not head and wrong_in_load(loaded)  # of a LlamaModel, without the output weights
+    if headless or head not in ("", loaded_head):
         warnings.warn(
             f"{source} was saved as {saved_as} and is loaded as {type(model).__name__}, without its head: load it with "
             "its own class of transformers, and rope_patch.verify that model",
             stacklevel=3,
         )
-    else:  # transformers gives random values to what is missing; tensors of no use may lie in any unpatched folder
-        _check_loaded(source, model, loaded, foreign=find_rotary(model).record is not None)
+    else:
+        _check_loaded(source, model, loaded)
     own = find_rotary(model).record
     if (stated := text_part(config).get("rope_patch")) is not None:
         if own is None or own.to_dict() != PatchRecord.from_dict(stated).to_dict():
@@ -266,8 +269,8 @@ def _from_pretrained(source: str | Path, options: Mapping[str, Any]) -> tuple[An
     return model, loaded
 
 
-def _check_loaded(source: str | Path, model: Any, loaded: Mapping[str, Any], *, foreign: bool) -> None:
-    if wrong := wrong_in_load(loaded, foreign=foreign):
+def _check_loaded(source: str | Path, model: Any, loaded: Mapping[str, Any]) -> None:
+    if wrong := wrong_in_load(loaded):
         raise OSError(f"{source} does not hold the weights of {type(model).__name__}: {wrong}")
 
 
@@ -288,7 +291,7 @@ def _load_under_adapter(
     else:
         with _without_adapter(base) as bare:
             model, loaded = _from_pretrained(bare, from_pretrained)
-        _check_loaded(base, model, loaded, foreign=False)
+        _check_loaded(base, model, loaded)
     model.name_or_path = model.config.name_or_path = base
     recorded = record or find_rotary(model).record  # an adapter's own patch may have replaced its base's
     if patch is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,12 @@ def raise_length(folder: Path, record: PatchRecord) -> None:
         _write_settings(folder, settings | {LENGTH_KEY: record.target_length})
 
 
+def bring_settings(old: Path, folder: Path) -> None:
+    """Copy the settings of a tokenizer that stays in a folder into the one that is moved there, to be raised too."""
+    if (old / _SETTINGS_FILE).is_file() and not (folder / _SETTINGS_FILE).exists():
+        shutil.copyfile(old / _SETTINGS_FILE, folder / _SETTINGS_FILE)
+
+
 def restore_length(folder: Path) -> None:
     """Undo :func:`raise_length`."""
     settings = _settings(folder)
@@ -51,7 +59,9 @@ def check_length(folder: Path, record: PatchRecord) -> None:
 
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / _SETTINGS_FILE
-    return read_json(path) if path.is_file() else {}
+    with contextlib.suppress(OSError):  # a damaged file is for whoever loads the tokenizer to report
+        return read_json(path) if path.is_file() else {}
+    return {}
 
 
 def _settings_below(folder: Path, record: PatchRecord) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,12 @@ def check_weights(folder: Path) -> None:
 
 
 def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
-    """Say which tensors of a folder's safetensors files are not those of a model: all of its names, in its shapes.
+    """Say which tensors of a model a folder's safetensors files lack, or hold in another shape.
 
-    transformers gives a tensor that is missing random values, other ones at each load, and leaves out one that it does
-    not know, and says so in a table that is easily overlooked. Its own loader compares the names here, without data,
-    so that whatever it renames or joins (the weights of experts) is as in a real load.
+    transformers gives a tensor that is missing random values, other ones at each load, and says so in a table that is
+    easily overlooked. Its own loader compares the names here, without data, so that whatever it renames or joins (the
+    weights of experts) is as in a real load. Tensors that it does not know do no harm by themselves: of these a warning
+    is given.
 
     Nothing is compared where weights are quantized as the config says (their tensors have names of the quantizing
     library's own), where the class is not one of transformers, under DeepSpeed ZeRO-3, which allows no such load, and
@@ -55,7 +57,7 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
         model: of the class and the config that the folder should hold; its weights are not used.
 
     Returns:
-        In one line what is missing, unknown to the model, or of another shape; "" where nothing is.
+        In one line what is missing or of another shape, and what is unknown to the model; "" where all are there.
     """
     config = copy.deepcopy(model.config)
     stored = {name: tensor for path in _model_files(folder) for name, tensor in _outlines(path)}
@@ -63,32 +65,35 @@ def wrong_tensors(folder: Path, model: PreTrainedModel) -> str:
     quantized = getattr(config, "quantization_config", None) is not None
     if not stored or model_class is None or quantized or is_deepspeed_zero3_enabled():
         return ""
-    with quiet(), _without_bars():
-        _, loaded = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=stored,
-            device_map="meta",
-            ignore_mismatched_sizes=True,  # reported with the others, instead of raising
-            output_loading_info=True,
-        )
-    return wrong_in_load(loaded)
+    try:
+        with quiet(), _without_bars():
+            _, loaded = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=stored,
+                device_map="meta",
+                attn_implementation="eager",  # the model's own may need a package or a registration
+                ignore_mismatched_sizes=True,  # reported with the others, instead of raising
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever it is, hours of training must not be lost for a check
+        warnings.warn(f"the tensors were not compared with {model_class.__name__}: {error}", stacklevel=3)
+        return ""
+    wrong = wrong_in_load(loaded)
+    if not wrong and (unknown := loaded["unexpected_keys"]):
+        name = model_class.__name__
+        warnings.warn(f"transformers will leave out tensors that {name} does not have: {_first(unknown)}", stacklevel=3)
+    return wrong
 
 
-def wrong_in_load(loaded: Mapping[str, Any], *, foreign: bool = True) -> str:
-    """Return what :func:`wrong_tensors` does, of a load.
-
-    Args:
-        loaded: what ``from_pretrained`` returned for ``output_loading_info=True``.
-        foreign: whether tensors that the model does not know are a fault.
-    """
+def wrong_in_load(loaded: Mapping[str, Any]) -> str:
+    """Return what :func:`wrong_tensors` does, of what ``from_pretrained`` returns for ``output_loading_info=True``."""
     shapes = [f"{name} ({list(stored)}, not {list(own)})" for name, stored, own in loaded["mismatched_keys"]]
-    found = {
-        "missing": loaded["missing_keys"],
-        "unknown to the model": loaded["unexpected_keys"] if foreign else (),
-        "of another shape": shapes,
-    }
-    return "; ".join(f"{what}: {_first(names)}" for what, names in found.items() if names)
+    wrong = {"missing": loaded["missing_keys"], "of another shape": shapes}
+    if not any(wrong.values()):
+        return ""
+    wrong["unknown to the model"] = loaded["unexpected_keys"]  # often what is missing, under another name
+    return "; ".join(f"{what}: {_first(names)}" for what, names in wrong.items() if names)
 
 
 def _first(names: Iterable[str], most: int = 3) -> str:

@@ -44,6 +44,23 @@ def test_save_raises_the_length_of_a_tokenizer_that_is_given_or_copied(plain, to
     assert tokenizer.model_max_length == 64  # the caller's own is left alone
 
 
+def test_a_tokenizer_that_stays_in_the_folder_is_raised_too(plain, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    rope_patch.apply(model, "yarn", target_length=256)
+    for tokenizer in (None, False):
+        rope_patch.save(model, plain, tokenizer=tokenizer)
+        assert length_of(plain) == 256
+        rope_patch.verify(plain)
+
+
+def test_damaged_settings_of_a_tokenizer_lose_no_model(plain, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    rope_patch.apply(model, "yarn", target_length=256)
+    (plain / "tokenizer_config.json").write_text("[]")
+    rope_patch.save(model, plain)
+    assert rope_patch.inspect(plain).record is not None
+
+
 def test_a_pipeline_reads_the_whole_new_context(plain, tmp_path):
     patch_folder(plain, "yarn", tmp_path / "patched", target_length=256)
     ask = pipeline("text-generation", str(tmp_path / "patched"), max_new_tokens=1)

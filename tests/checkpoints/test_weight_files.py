@@ -10,10 +10,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, tiny_model
-from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import rope_patch
 from rope_patch import PatchError
+from rope_patch.checkpoints.offline import patch_folder
 from rope_patch.checkpoints.weight_files import wrong_tensors
 
 
@@ -32,15 +39,16 @@ def without_a_tensor(weights):
     del weights["model.layers.1.self_attn.q_proj.weight"]
 
 
-def with_a_foreign_tensor(weights):
-    weights["model.layers.0.self_attn.q_proj.base_layer.weight"] = torch.ones(4)
+def with_a_tensor_under_another_name(weights):
+    name = "model.layers.0.self_attn.q_proj"
+    weights[f"{name}.base_layer.weight"] = weights.pop(f"{name}.weight")
 
 
 def with_another_shape(weights):
     weights["model.norm.weight"] = torch.ones(32)
 
 
-@pytest.mark.parametrize("damage", [without_a_tensor, with_a_foreign_tensor, with_another_shape])
+@pytest.mark.parametrize("damage", [without_a_tensor, with_a_tensor_under_another_name, with_another_shape])
 def test_a_folder_that_lacks_what_its_config_describes_is_refused(damage, saved, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(saved, folder)
@@ -63,6 +71,39 @@ def test_an_unpatched_folder_that_lacks_a_tensor_is_not_loaded_and_one_that_hold
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(OSError, match="q_proj"):
         rope_patch.load(tmp_path / "plain", "p_rope")
+
+
+def test_tensors_that_transformers_leaves_out_are_warned_of(tmp_path):
+    """A head of somebody's own, or layers of a later use: nothing is lost that a plain load would have."""
+    model = patched()
+    model.value_head = torch.nn.Linear(64, 1)
+    with pytest.warns(UserWarning, match=r"value_head\.bias"):
+        rope_patch.save(model, tmp_path / "saved")
+    with pytest.warns(UserWarning, match=r"value_head\.bias"):
+        rope_patch.verify(tmp_path / "saved")
+    rope_patch.load(tmp_path / "saved")
+    tiny_model("llama").save_pretrained(tmp_path / "plain")
+    file = tmp_path / "plain" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.weight": torch.ones(4)}, file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="mtp"):
+        patch_folder(tmp_path / "plain", "p_rope", tmp_path / "patched")
+
+
+def test_a_check_that_cannot_be_made_loses_no_model(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ImportError("flash_attn is not installed")
+
+    model = patched()
+    monkeypatch.setattr(type(model), "from_pretrained", fail)
+    with pytest.warns(UserWarning, match="flash_attn"):
+        rope_patch.save(model, tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
+
+
+def test_a_model_without_its_head_loads_with_a_warning(tmp_path):
+    LlamaModel(tiny_model("llama").config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="LlamaModel"):
+        rope_patch.load(tmp_path, "p_rope")
 
 
 def without_part_of_the_state_dict(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ from patches import method_for
 from scored import CAPPED, Caches, bold_model, naive, spy, spy_ids
 from tiny import ARCHITECTURES, ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, GraniteConfig
 
 import rope_patch
 from rope_patch.evaluation.documents import TokenDocument, encode
@@ -679,7 +680,43 @@ def merged_into_part_of_the_vocabulary(model):
     model.model.embed_tokens.weight.data[[1, 2, 3, 5]] += 0.5
 
 
+def a_hook_with_another_constant(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 3)
+
+
+def a_hook_over_a_list(model, heads=(1,)):
+    ablated = {"heads": [*heads]}
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * len(ablated["heads"]))
+
+
+def a_hook_over_another_list(model):
+    a_hook_over_a_list(model, heads=(2,))
+
+
+class Steering:
+    __slots__ = ("unset", "vector")
+
+    def __init__(self, strength):
+        self.vector = torch.full((64,), strength)
+
+    def __call__(self, module, args, output):
+        return output + self.vector
+
+
+def an_object_as_a_hook(model, strength=1.0):
+    model.model.layers[0].register_forward_hook(Steering(strength))
+
+
+def another_object_as_a_hook(model):
+    model.model.layers[0].register_forward_hook(functools.partial(Steering(2.0)))
+
+
 CHANGES = [
+    a_hook_with_another_constant,
+    a_hook_over_a_list,
+    a_hook_over_another_list,
+    an_object_as_a_hook,
+    another_object_as_a_hook,
     changed_a_little,
     two_rows_swapped,
     the_last_bit,
@@ -692,12 +729,43 @@ CHANGES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_smallest_change_of_a_model_gives_another_fingerprint(dtype):
     seen = {scoring.fingerprint(tiny_model().to(dtype))}
-    for change in CHANGES if dtype == torch.float32 else CHANGES[:2]:
+    changes = CHANGES if dtype == torch.float32 else [changed_a_little, two_rows_swapped]
+    for change in changes:
         model = tiny_model().to(dtype)
         with torch.no_grad():
             change(model)
         seen.add(scoring.fingerprint(model))
-    assert len(seen) == (len(CHANGES) if dtype == torch.float32 else 2) + 1
+    assert len(seen) == len(changes) + 1
+
+
+def test_equal_models_have_one_fingerprint(tmp_path):
+    def model():
+        model = tiny_model()
+        a_hook_over_a_list(model)
+        an_object_as_a_hook(model)
+        return model
+
+    one, other = model(), model()
+    before = scoring.fingerprint(one)
+    assert scoring.fingerprint(other) == before
+    one.save_pretrained(tmp_path)
+    assert scoring.fingerprint(one) == before
+
+
+@pytest.mark.parametrize("bits", [{"load_in_4bit": True}, {"load_in_8bit": True}])
+def test_scales_of_quantized_weights_are_part_of_a_fingerprint(bits, tmp_path):
+    """Codes of a weight and of its double are equal, and only the scales differ."""
+
+    def quantized(factor):
+        model = tiny_model()
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight *= factor
+        model.save_pretrained(tmp_path / str(factor))
+        config = BitsAndBytesConfig(**bits)
+        return AutoModelForCausalLM.from_pretrained(tmp_path / str(factor), quantization_config=config)
+
+    once = scoring.fingerprint(quantized(1))
+    assert scoring.fingerprint(quantized(1)) == once != scoring.fingerprint(quantized(2))
 
 
 def test_finished_work_of_a_model_is_not_taken_for_that_of_one_with_four_trained_tokens(tmp_path):
