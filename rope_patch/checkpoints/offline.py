@@ -95,7 +95,7 @@ def patch_folder(
     model = skeleton(source)
     patch = apply(model, method, **options)
     if Path(source).is_dir():
-        _check_tensors(Path(source), model)  # now, so that the error names the checkpoint and nothing is copied
+        _check_weights_of(model, Path(source))  # now, so that the error names the checkpoint and nothing is copied
     with copied(source, out, overwrite=overwrite, progress=progress) as folder:
         model.config.save_pretrained(folder)
         add_older_keys(folder)
@@ -144,13 +144,13 @@ def verify_folder(source: str | Path) -> PatchRecord:
         model = skeleton(source)
         record = verify_model(model)
         if folder.is_dir():
-            check_weights(folder)
-            _check_tensors(folder, model)
+            _check_weights_of(model, folder)
     check_length(folder, record)
     return record
 
 
-def _check_tensors(folder: Path, model: PreTrainedModel) -> None:
+def _check_weights_of(model: PreTrainedModel, folder: Path) -> None:
+    check_weights(folder)
     if wrong := wrong_tensors(folder, model):
         raise OSError(f"{folder} does not hold the weights of {type(model).__name__}: {wrong}")
 
