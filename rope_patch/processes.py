@@ -1,10 +1,13 @@
-"""Work that the first of several processes does for all."""
+"""The processes of ``torchrun`` or ``accelerate launch`` that work together: which one this is, and what all exchange.
+
+Who watches over them is the launcher: where one process fails, it ends the others, and the same command resumes.
+"""
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import warnings
+import json
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,19 +16,18 @@ import torch
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(minutes=1), timedelta(minutes=30)
-"""How long a process waits for the first one before it says so, and before it gives up."""
+TIMEOUT = timedelta(hours=6)
+"""How long a process waits for the others, which may have more to read."""
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher tells each process through its environment."""
 
-_DONE = "done"
-_pieces: collections.Counter[str] = collections.Counter()
-"""How often this process has begun each named piece of work; processes that work together have the same counts."""
 _alone = 0
 """How many blocks of :func:`alone` this process is in."""
 
 
 def processes() -> tuple[int, int]:
-    """Return the number of this process, and how many there are."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    """Return the rank of this process and how many work together; ``(0, 1)`` within :func:`alone`."""
+    if _alone or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -44,9 +46,24 @@ def alone() -> Iterator[None]:
         _alone -= 1
 
 
-def is_alone() -> bool:
-    """Return whether this process is in a block of :func:`alone`."""
-    return _alone > 0
+@contextlib.contextmanager
+def joined() -> Iterator[int]:
+    """Join the processes that a launcher started, for the length of a ``with`` block.
+
+    Where they are joined already nothing is done, and neither where there is one process.
+
+    Yields:
+        The rank of this process.
+    """
+    several = all(name in os.environ for name in VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+    if not several or torch.distributed.is_initialized():
+        yield processes()[0]
+        return
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=TIMEOUT)
+    yield state.process_index
+    state.destroy_process_group()  # not after an error: the others may be waiting, and the launcher ends them
 
 
 def from_first(make: Callable[[], T]) -> T:
@@ -58,7 +75,7 @@ def from_first(make: Callable[[], T]) -> T:
         RuntimeError: in the others, with what the first one raised.
     """
     rank, size = processes()
-    if size == 1 or is_alone():
+    if size == 1:
         return make()
     message: list[Any] = [None, None]
     failed: Exception | None = None
@@ -77,48 +94,11 @@ def from_first(make: Callable[[], T]) -> T:
     return result
 
 
-@contextlib.contextmanager
-def first_alone(name: str) -> Iterator[bool]:
-    """Say whether this process does a piece of work that the first one does for all; the others wait at the end.
-
-    Unlike :func:`from_first` the first process may come here alone, as in ``if rank == 0: save(…)``: it tells the
-    others through the store of the process group, and waits for none.
-
-    Args:
-        name: of the piece of work, the same in all processes.
-
-    Raises:
-        RuntimeError: in the others: the first one failed, or never came.
-    """
-    rank, size = processes()
+def gather(value: Any) -> list[Any]:
+    """Return the JSON values of all processes, in the order of their ranks; every process has to call it."""
+    _, size = processes()
     if size == 1:
-        yield True
-        return
-    _pieces[name] += 1
-    store, key = torch.distributed.distributed_c10d._get_default_store(), f"rope_patch/{name}/{_pieces[name]}"
-    if rank:
-        yield False
-        _wait(store, key, name)
-        return
-    try:
-        with alone():
-            yield True
-    except BaseException as error:
-        store.set(key, f"{type(error).__name__}: {error}")
-        raise
-    store.set(key, _DONE)
-
-
-def _wait(store: Any, key: str, name: str) -> None:
-    first, last = PATIENCE
-    try:
-        store.wait([key], first)
-    except RuntimeError:
-        warnings.warn(f"still waiting for the first process to finish: {name}", stacklevel=5)
-        try:
-            store.wait([key], last)
-        except RuntimeError as error:
-            raise RuntimeError(f"the first process did not finish, or never began: {name}") from error
-    message = store.get(key).decode()
-    if message != _DONE:
-        raise RuntimeError(f"in the first process: {message}")
+        return [json.loads(json.dumps(value))]
+    texts: list[Any] = [None] * size
+    torch.distributed.all_gather_object(texts, json.dumps(value))
+    return [json.loads(text) for text in texts]

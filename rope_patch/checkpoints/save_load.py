@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ from rope_patch.patching.encoding import text_part
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, hashes, same_tables
 from rope_patch.patching.verify import verify_model
-from rope_patch.processes import first_alone
+from rope_patch.processes import processes
 
 
 def save(
@@ -64,8 +63,7 @@ def save(
     embeddings by itself; ``rope_patch.json`` beside it does, and :func:`load` and :func:`load_adapter` read it.
 
     Several processes may call it, as they do ``save_pretrained``: the first one writes, the others take part in
-    gathering the weights and wait until it has. The first one may also call it alone, and then does so for every save
-    to that folder; all name one and the same folder.
+    gathering the weights and do not wait until it has (``accelerator.wait_for_everyone()`` does).
 
     Args:
         model: a patched model of transformers, or a PEFT model over one.
@@ -98,29 +96,28 @@ def save(
         raise TypeError(f"tokenizer must be a tokenizer of transformers, False, or left out, got {tokenizer!r}")
     inner: Any = model if hasattr(model, "save_pretrained") else model.module  # DDP
     trusted = [trust_adapters] if isinstance(trust_adapters, str) else trust_adapters
-    with first_alone(f"save to {os.path.realpath(out)}") as writes:
-        record = verify_model(model)
-        refuse_bare_adapter_layers(model)
-        check_adapters(model, record, trusted, save_options.get("selected_adapters"))
-        forget_quantization(find_rotary(model).model)
-        _warn_of_precision(record)
-        if not (writes and save_options.get("is_main_process", True)):
-            with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
-                inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
-            return Path(out)
-        with folder_in_one_move(out) as folder:
-            inner.save_pretrained(folder, **save_options)
-            if tokenizer is None:
-                copy_tokenizer(find_rotary(model).model, folder, beside=Path(out))
-            elif tokenizer is not False:
-                tokenizer.save_pretrained(folder)
-            bring_settings(Path(out), folder)
-            put_record(record, folder)
-            if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, find_rotary(model).model)):
-                raise ValueError(
-                    f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
-                    "adapters merged or unloaded, no part of a state_dict, layers as transformers builds them"
-                )
+    record = verify_model(model)
+    refuse_bare_adapter_layers(model)
+    check_adapters(model, record, trusted, save_options.get("selected_adapters"))
+    forget_quantization(find_rotary(model).model)
+    _warn_of_precision(record)
+    if processes()[0] > 0 or not save_options.get("is_main_process", True):
+        with tempfile.TemporaryDirectory() as nowhere:  # takes part in what all gather; nothing of it is kept
+            inner.save_pretrained(nowhere, **(save_options | {"is_main_process": False}))
+        return Path(out)
+    with folder_in_one_move(out) as folder:
+        inner.save_pretrained(folder, **save_options)
+        if tokenizer is None:
+            copy_tokenizer(find_rotary(model).model, folder, beside=Path(out))
+        elif tokenizer is not False:
+            tokenizer.save_pretrained(folder)
+        bring_settings(Path(out), folder)
+        put_record(record, folder)
+        if (folder / CONFIG_FILE).is_file() and (wrong := wrong_tensors(folder, find_rotary(model).model)):
+            raise ValueError(
+                f"plain transformers would not load these weights as they are: {wrong}. Save the whole model: "
+                "adapters merged or unloaded, no part of a state_dict, layers as transformers builds them"
+            )
     return Path(out)
 
 

@@ -258,7 +258,7 @@ def paces_of(
     from rope_patch.evaluation.result_cache import ResultCache, key
     from rope_patch.modeling.budget import Pace
     from rope_patch.modeling.scoring import fingerprint
-    from rope_patch.peers import told_by_first
+    from rope_patch.processes import from_first
 
     def known() -> list[Any]:
         if budget is None:
@@ -269,7 +269,7 @@ def paces_of(
             cache[name] = [astuple(pace) for pace in measure()]
         return list(cache[name])
 
-    return [Pace(*pace) for pace in told_by_first("the pace of the model", known)]
+    return [Pace(*pace) for pace in from_first(known)]
 
 
 AIM = "--budget 10m aims at a time"

@@ -20,10 +20,10 @@ def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
         Whether this process is the first, or the only one.
     """
     from rope_patch.files import folder_to_write
-    from rope_patch.peers import connected
+    from rope_patch.processes import joined
 
     with contextlib.ExitStack() as stack:
-        rank = stack.enter_context(connected())
+        rank = stack.enter_context(joined())
         if rank:
             silent = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(contextlib.redirect_stdout(silent))

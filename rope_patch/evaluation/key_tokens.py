@@ -201,7 +201,6 @@ def choose_key_tokens(
         tokens=lambda window: tokens_to_choose(len(window.ids), context, short_context),
         result_cache=result_cache,
         on_progress=on_progress,
-        about={"what": "key tokens"} | settings,
     )
     marked, chosen = [], []
     with in_eval_mode(model):

@@ -91,7 +91,6 @@ def perplexity(
         tokens=lambda item: item.stop - item.start,
         result_cache=result_cache,
         on_progress=on_progress,
-        about={"what": "perplexity", "window": window, "stride": stride, "batch": batch} | settings,
     )
     with in_eval_mode(model):
         for item, part in job.read(model, _batched(_windows(documents, window, stride, tally, reader), batch)):

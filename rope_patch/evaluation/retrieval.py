@@ -21,7 +21,7 @@ from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
 from rope_patch.evaluation.result_cache import key
-from rope_patch.evaluation.sharing import Job, longest_first, open_cache
+from rope_patch.evaluation.sharing import Job, open_cache
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
@@ -260,11 +260,10 @@ def retrieval(
         tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),
         result_cache=result_cache,
         on_progress=on_progress,
-        about={"what": "retrieval", "task": task, "mode": mode, "seed": seed, "samples": samples} | settings,
     )
 
     def batches() -> Iterator[list[_Haystack]]:
-        for length in sorted(lengths, reverse=True) if longest_first(model) else lengths:
+        for length in lengths:
             size = max(1, batch_tokens // length)
             for low in range(0, samples, size):
                 group = range(low, min(low + size, samples))

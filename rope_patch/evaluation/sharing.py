@@ -1,19 +1,17 @@
-"""Batches of windows or prompts, read by one process or shared between several, with the same results in all.
+"""Batches of windows or prompts, read by one process or divided among several, with the same results in all.
 
-Under ``torchrun`` or ``accelerate launch`` each process that holds a whole model takes the next batch that nobody has
-taken, and all of them get every result, in the order in which one process would have measured them. Batches are those
-of one process, so results are equal to the last digit. A model that is spread over the processes is read by all of
-them together, batch by batch.
+Under ``torchrun`` or ``accelerate launch`` the processes that hold a whole model take the batches in turn, those that
+one process would read, so results are equal to the last digit. What each has read is gathered once, at the end. A model
+that is spread over the processes is read by all of them together, batch by batch.
 """
 
 from __future__ import annotations
 
-import collections
+import glob
 import hashlib
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +21,9 @@ from torch import nn
 
 from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.peers import POLL, Peers, begin, peers
-from rope_patch.processes import processes
+from rope_patch.processes import from_first, gather, processes
 
 T = TypeVar("T")
-
-SAVING = 1.0
-"""How often the first process looks for what the others have finished while it reads itself [s]."""
 
 
 def is_whole(model: nn.Module) -> bool:
@@ -44,78 +38,58 @@ def is_whole(model: nn.Module) -> bool:
 
 def ways(model: nn.Module) -> int:
     """Return how many processes share the reading of a model."""
-    return processes()[1] if peers() is not None and is_whole(model) else 1
+    return processes()[1] if is_whole(model) else 1
 
 
-# --- the result cache ------------------------------------------------------------------------------------------------
-
-
-class SharedCache(MutableMapping[str, Any]):
-    """A result cache that all processes have the same of, and that the first process alone writes.
+class _Part(ResultCache):
+    """A result cache of all processes, of which this one writes what it finishes itself, to a file of its own.
 
     Args:
-        first: what the first process keeps its results in; None in the others.
-        values: what was in it when it was shared.
+        path: the file of this process.
+        values: what is finished already.
     """
 
-    def __init__(self, first: MutableMapping[str, Any] | None, values: dict[str, Any]) -> None:
-        self.first, self._values = first, values
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        super().__init__(path)
+        self._values.update(values)
 
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if self.first is not None and name not in self.first:
-            self.first[name] = value
-        self._values[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("finished work is not deleted: remove the file")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+    def merged(self, values: dict[str, Any]) -> None:
+        """Remember what all have finished, once the first process has written it to the common file."""
+        self._values.update(values)
+        self.path.unlink(missing_ok=True)
 
 
 def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableMapping[str, Any] | None:
-    """Return the result cache that ``resume`` names; where several processes share work, what the first one has in it.
+    """Return the result cache that ``resume`` names, with the same contents in all processes.
+
+    Each process appends what it finishes to a file of its own: the first one to the file that is named, the others to
+    one beside it, which is merged into the first after each measurement, or after a crash by the next run.
 
     Raises:
-        ValueError: a file that is no result cache, or another one than that of the first process.
+        ValueError: a file that is no result cache.
     """
-    group = None if resume is None or isinstance(resume, SharedCache) else peers()
-    if group is None:
-        return ResultCache(resume) if isinstance(resume, str | Path) else resume
-    call = begin("result cache")
-    path = str(Path(resume).absolute()) if isinstance(resume, str | Path) else ""
-    if group.rank == 0:
-        try:
-            first: Any = ResultCache(path) if path else resume
-            values = dict(first)
-        except ValueError as error:
-            group.put(call, json.dumps([path, None, str(error)]))
-            raise
-        group.put(call, json.dumps([path, values, ""]))
-        return SharedCache(first, values)
-    theirs, values, message = json.loads(group.wait(call, "a result cache"))
-    if message:
-        raise ValueError(message)
-    if theirs != path:
-        raise ValueError(
-            f"the processes keep results in one file, which the first writes: got {path or 'a mapping'} here and "
-            f"{theirs or 'a mapping'} there. For evaluations apart use rope_patch.processes.alone()"
-        )
-    return SharedCache(None, values)
+    if not isinstance(resume, str | Path):
+        return resume
+    path, (rank, size) = Path(resume), processes()
+    if size == 1:
+        return ResultCache(path)
+    values = from_first(lambda: _merge_parts(path))
+    return _Part(path.with_name(f"{path.name}.rank{rank}"), values) if rank else ResultCache(path)
 
 
-def longest_first(model: nn.Module) -> bool:
-    """Return whether the longest prompts are read first: of several processes none is left with them at the end."""
-    return ways(model) > 1
+def _merge_parts(path: Path) -> dict[str, Any]:
+    """Bring what other processes finished before a crash into one file, and return all that is finished."""
+    cache = ResultCache(path)
+    for part in path.parent.glob(f"{glob.escape(path.name)}.rank*"):
+        _add(cache, dict(ResultCache(part)))
+        part.unlink()
+    return dict(cache)
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+def _add(cache: MutableMapping[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if name not in cache:
+            cache[name] = value
 
 
 @dataclass(frozen=True)
@@ -128,8 +102,8 @@ class Job(Generic[T]):
         name: of an item's value, the same wherever the value is the same.
         tokens: of an item [tokens].
         result_cache: values by name; None where none are kept.
-        on_progress: called with the number of tokens just read, by whichever process.
-        about: what the measurement is, for telling it from others.
+        on_progress: called with the number of tokens just read; a batch that another process reads counts when this
+            one comes past it.
     """
 
     score: Callable[[list[T], int, Callable[[int], None]], list[Any]]
@@ -137,34 +111,42 @@ class Job(Generic[T]):
     tokens: Callable[[T], int]
     result_cache: MutableMapping[str, Any] | None
     on_progress: Callable[[int], None]
-    about: Any
 
     def read(self, model: nn.Module, batches: Iterable[Sequence[T]]) -> Iterator[tuple[T, Any]]:
         """Yield every item with its value, in order.
 
         Args:
-            model: that reads.
-            batches: of items; those of a batch are read side by side, but for what is in the result cache.
+            model: the model that reads.
+            batches: the items of a batch are read side by side, but for those in the result cache.
 
         Raises:
-            ConnectionError: another process failed, or is no more.
+            ValueError: the processes read different things.
         """
-        group = peers()
-        named = self._named(batches, group is not None)
-        if group is None or not is_whole(model):
-            for batch in named:
-                reported = _Count(self.on_progress)
-                values = self._score(batch, reported) if batch.todo else {}
-                yield from self._finish(batch, values, reported)
-        else:
-            yield from _Shared(self, group, [self.about, fingerprint(model)]).read(named)
+        if ways(model) == 1:
+            for batch in self._named(batches):
+                yield from self._values_of(batch, self._score(batch))
+            return
+        rank, size = processes()
+        every, count = list[_Batch[T]](), 0
+        mine: dict[str, Any] = {}
+        for batch in self._named(batches):
+            every.append(batch)
+            if batch.todo and count % size == rank:
+                mine |= self._score(batch)
+            else:
+                self.on_progress(sum(map(self.tokens, batch.items)))
+            count += bool(batch.todo)
+        values = _gathered(mine, [fingerprint(model), *(name for batch in every for name in batch.todo)])
+        self._keep(values)
+        for batch in every:
+            yield from self._values_of(batch, values)
 
-    def _named(self, batches: Iterable[Sequence[T]], verified: bool) -> Iterator[_Batch[T]]:
+    def _named(self, batches: Iterable[Sequence[T]]) -> Iterator[_Batch[T]]:
         """Give each item the name of its value. Without a result cache equal items are read again, and numbered."""
         cache, earlier, number = self.result_cache, set[str](), itertools.count()
         for items in batches:
             if cache is None:
-                names = [f"{next(number)} {self.name(item) if verified else ''}" for item in items]
+                names = [f"{next(number)} {self.name(item)}" for item in items]
             else:
                 names = [self.name(item) for item in items]
             pairs = zip(names, items, strict=True)
@@ -173,20 +155,40 @@ class Job(Generic[T]):
             earlier.update(() if cache is None else names)
             yield _Batch(items, names, todo)
 
-    def _score(self, batch: _Batch[T], report: Callable[[int], None]) -> dict[str, Any]:
-        size = sum(self.tokens(item) for item in batch.items)
-        return dict(zip(batch.todo, self.score(list(batch.todo.values()), size, report), strict=True))
+    def _score(self, batch: _Batch[T]) -> dict[str, Any]:
+        """Read what is not in the result cache, keep it there, and report all tokens of the batch."""
+        size, reported = sum(map(self.tokens, batch.items)), 0
 
-    def _finish(self, batch: _Batch[T], values: dict[str, Any], reported: _Count) -> Iterator[tuple[T, Any]]:
-        """Keep the values of a batch, report the rest of its tokens, and yield its items with their values."""
+        def report(tokens: int) -> None:
+            nonlocal reported
+            if tokens > 0:
+                reported += tokens
+                self.on_progress(tokens)
+
+        values: dict[str, Any] = {}
+        if batch.todo:
+            values = dict(zip(batch.todo, self.score(list(batch.todo.values()), size, report), strict=True))
+        if self.result_cache is not None:
+            _add(self.result_cache, values)
+        report(size - reported)
+        return values
+
+    def _keep(self, values: dict[str, Any]) -> None:
+        """Keep what all processes have read in the result cache: the first one writes it."""
         cache = self.result_cache
-        if cache is not None:
-            for name, value in values.items():
-                if name not in cache:
-                    cache[name] = value
-        reported(sum(self.tokens(item) for item in batch.items) - reported.total)
+        if cache is None:
+            return
+        from_first(lambda: _add(cache, values))
+        if isinstance(cache, _Part):
+            cache.merged(values)
+        elif processes()[0]:
+            _add(cache, values)
+
+    def _values_of(self, batch: _Batch[T], values: dict[str, Any]) -> Iterator[tuple[T, Any]]:
+        """Yield the items of a batch with their values, new ones or those of the result cache."""
+        cache = self.result_cache or {}
         for name, item in zip(batch.names, batch.items, strict=True):
-            yield item, values[name] if name in values else (cache or {})[name]
+            yield item, values[name] if name in values else cache[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,105 +200,18 @@ class _Batch(Generic[T]):
     todo: dict[str, T]
 
 
-class _Count:
-    """Passes tokens on, and counts them."""
-
-    def __init__(self, on_progress: Callable[[int], None]) -> None:
-        self.on_progress, self.total = on_progress, 0
-
-    def __call__(self, tokens: int) -> None:
-        if tokens > 0:
-            self.total += tokens
-            self.on_progress(tokens)
-
-
-class _Shared(Generic[T]):
-    """One measurement that several processes share, through keys in the store of their group.
+def _gathered(mine: dict[str, Any], identity: Any) -> dict[str, Any]:
+    """Return the values that all processes have read.
 
     Args:
-        job: what is read.
-        group: the processes.
-        about: what the measurement is; processes that measure something else share nothing with this one.
+        mine: the values by name that this process has read.
+        identity: what all of them have read together, for telling whether it is the same.
     """
-
-    def __init__(self, job: Job[T], group: Peers, about: Any) -> None:
-        self.job, self.group = job, group
-        self.call = begin(hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32])
-        self.saved: set[int] = set()
-        self.looked = time.monotonic()
-
-    def read(self, batches: Iterable[_Batch[T]]) -> Iterator[tuple[T, Any]]:
-        """Yield every item with its value, in order."""
-        try:
-            yield from self._read(batches)
-        except (ConnectionError, GeneratorExit):
-            raise
-        except BaseException as error:
-            self.group.put(f"{self.call}/failed", f"in process {self.group.rank}: {type(error).__name__}: {error}")
-            raise
-
-    def _read(self, batches: Iterable[_Batch[T]]) -> Iterator[tuple[T, Any]]:
-        waiting: collections.deque[tuple[int | None, _Batch[T], _Count]] = collections.deque()
-        numbers, mine = itertools.count(), self._take()
-        for batch in batches:
-            number, reported = next(numbers) if batch.todo else None, _Count(self._progress)
-            waiting.append((number, batch, reported))
-            if number == mine:
-                self.group.put(f"{self.call}/{number}", json.dumps(self.job._score(batch, reported)))
-                mine = self._take()
-            while waiting and self._fetch(waiting[0][0]) is not None:
-                yield from self._give(*waiting.popleft())
-        while waiting:
-            yield from self._give(*waiting.popleft())
-        if self.group.count(f"{self.call}/left") == self.group.size:  # nobody reads them any more
-            for number in range(next(numbers)):
-                self.group.delete(f"{self.call}/{number}")
-
-    def _take(self) -> int:
-        """Return the number of a batch that no process has taken."""
-        return self.group.count(f"{self.call}/taken") - 1
-
-    def _fetch(self, number: int | None) -> dict[str, Any] | None:
-        """Return the values of a batch, whoever has read it; None where nobody has yet."""
-        if number is None:  # all of it is in the result cache
-            return {}
-        text = self.group.get(f"{self.call}/{number}")
-        return None if text is None else dict(json.loads(text))
-
-    def _give(self, number: int | None, batch: _Batch[T], reported: _Count) -> Iterator[tuple[T, Any]]:
-        """Wait for the values of a batch, and yield its items with them."""
-        while (values := self._fetch(number)) is None:
-            self._tend()
-            time.sleep(POLL)
-        if set(values) != set(batch.todo):
-            raise ValueError(
-                "the processes read different texts or prompts: every one needs the same files and options"
-            )
-        yield from self.job._finish(batch, values, reported)
-
-    def _progress(self, tokens: int) -> None:
-        self.job.on_progress(tokens)
-        if time.monotonic() - self.looked > SAVING:
-            self._tend()
-
-    def _tend(self) -> None:
-        """Stop where another process did; the first one keeps what the others have finished so far."""
-        self.looked = time.monotonic()
-        cache = self.job.result_cache
-        try:
-            self.group.check()
-            failed = self.group.get(f"{self.call}/failed")
-            if failed is not None:
-                raise ConnectionError(failed.decode())
-        finally:
-            if isinstance(cache, SharedCache) and cache.first is not None:
-                self._save(cache.first)
-
-    def _save(self, kept: MutableMapping[str, Any]) -> None:
-        for number in range(self.group.count(f"{self.call}/taken", 0)):
-            values = None if number in self.saved else self._fetch(number)
-            for name, value in (values or {}).items():
-                if name not in kept:
-                    kept[name] = value
-            if values is not None:
-                self.saved.add(number)
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    parts = gather({"identity": digest, "values": mine})
+    if any(part["identity"] != digest for part in parts):
+        raise ValueError(
+            "the processes read different models, texts or prompts: every one needs the same files and options. "
+            "For evaluations apart use rope_patch.processes.alone()"
+        )
+    return {name: value for part in parts for name, value in part["values"].items()}

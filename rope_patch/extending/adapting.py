@@ -16,7 +16,7 @@ from rope_patch.extending.options import ExtendOptions
 from rope_patch.files import folder_in_one_move
 from rope_patch.modeling.budget import Pace
 from rope_patch.planning import plan
-from rope_patch.processes import first_alone, processes
+from rope_patch.processes import from_first, processes
 
 ROWS = 200
 """Rows of a training where no time is given; fewer teach little."""
@@ -106,11 +106,13 @@ def train(model: Any, tokenizer: Any, method: str, options: ExtendOptions, train
     from rope_patch.training.reading import read
 
     source, dtype = work / "model", str(model.dtype).removeprefix("torch.")
-    with first_alone(f"save to {source}") as writes:
-        if writes:
-            with folder_in_one_move(source) as folder:
-                model.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
+
+    def save() -> None:
+        with folder_in_one_move(source) as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+    from_first(save)
     recipe: dict[str, Any] = {
         "model": {"name": str(source), "dtype": dtype},
         "patch": {"method": method, "target_length": options.length},

@@ -31,7 +31,7 @@ from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model, trained_length
-from rope_patch.processes import first_alone
+from rope_patch.processes import alone, processes
 
 CACHE = "finished.jsonl"
 ROUNDS = "rounds.json"
@@ -376,10 +376,10 @@ class Run:
         write_atomically(self.work / "comparison.json", comparisons[-1].to_json())
         self.on_step(f"chosen: {choice.reason}" if choice.method else f"nothing is written: {choice.reason}")
         outcome = Extended(None, choice, tuple(comparisons), self.trained_length, training, (), self.work, options)
-        with first_alone(f"write {self.output}") as writes:
-            if choice.method is None or not writes:
-                return outcome
-            parts = self.output, self.model, self.tokenizer, adapter
+        if choice.method is None or processes()[0] > 0:  # the first process writes for all
+            return outcome
+        parts = self.output, self.model, self.tokenizer, adapter
+        with alone():
             return write(outcome, *parts, overwrite=overwrite, on_step=self.on_step)
 
     def adapt(self, method: str, training: Training, comparison: Comparison) -> tuple[Path, Comparison, Choice]:
