@@ -1,16 +1,24 @@
 """Files and folders that appear whole or not at all, and which of them are checkpoints.
 
-What a killed process left of them is deleted by the next one.
+An output is written under a hidden name beside it, or within it where it is a mount point, and then moved into its
+place; a lock of that name keeps other processes from it. What a killed process left there, the next one that writes the
+same output deletes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import shutil
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rope_patch.claims import MARK, TEMPORARY, claim_folder, claim_output, left_by_a_kill, make_parents, remove
+from filelock import FileLock, Timeout
+
+MARK = ".rope-patch"
+"""What the names of all hidden files and folders of this module contain."""
 
 CONFIGS = ("config.json", "adapter_config.json")
 """The configs of a model and of an adapter: without its config a folder does not load as a checkpoint."""
@@ -65,18 +73,16 @@ def check_source(source: str | Path, configs: Sequence[str] = CONFIGS) -> None:
 
 
 def holds_files(folder: Path) -> bool:
-    """Tell whether a folder exists and holds more than what a killed process of this package left.
-
-    That is its temporary files and, for the same command, also what it had already moved there.
-    """
-    if not folder.is_dir() or all(MARK in path.name for path in folder.iterdir()):
-        return False
-    return not left_by_a_kill(folder)
+    """Tell whether a folder exists and holds more than hidden files of this module."""
+    return folder.is_dir() and any(MARK not in path.name for path in folder.iterdir())
 
 
-def file_stands(path: Path) -> bool:
-    """Tell whether a file exists that this same command did not write before it was killed."""
-    return path.exists() and not left_by_a_kill(path)
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with its contents; do nothing if it does not exist."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -86,9 +92,71 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         OSError: the folder cannot be written; nothing is left behind.
     """
     path = Path(path)
-    with claim_output(path.parent, f".{path.name}", path, wait=True) as claim:
-        claim.temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(claim.temporary, path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{MARK}.tmp")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def claimed(out: str | Path) -> Iterator[Path]:
+    """Keep other processes from an output while it is written; the same thread may claim it again meanwhile.
+
+    Args:
+        out: the file or folder; new parent folders that are empty at the end are deleted.
+
+    Yields:
+        A path on the same disk for what is written so far, with nothing there.
+
+    Raises:
+        BlockingIOError: another process is writing the output.
+        OSError: the place cannot be written.
+    """
+    out = Path(os.path.realpath(out))
+    within = out.is_dir() and (out.is_mount() or not os.access(out.parent, os.W_OK))
+    prefix = out / MARK if within else out.with_name(f".{out.name}{MARK}")
+    temporary, lock = prefix.with_name(f"{prefix.name}.tmp"), prefix.with_name(f"{prefix.name}.lock")
+    with _parents(out), _locked(lock, out) as first:
+        if first:
+            for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.*"):
+                if path != lock:
+                    remove(path)
+        yield temporary
+
+
+@contextlib.contextmanager
+def _locked(path: Path, out: Path) -> Iterator[bool]:
+    """Hold the lock of an output, and yield whether this thread has not held it before."""
+    lock = FileLock(path, timeout=0, is_singleton=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BlockingIOError(f"another command writes {out}: wait for it, or give another output") from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from None
+    first = lock.lock_counter == 1
+    try:
+        yield first
+    finally:
+        if first:
+            with contextlib.suppress(OSError):  # Windows deletes no open file; filelock does so after the release
+                path.unlink()
+        lock.release()
+
+
+@contextlib.contextmanager
+def _parents(path: Path) -> Iterator[None]:
+    """Create the parent folders of a path; new ones that are empty at the end are deleted."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
 
 
 @contextlib.contextmanager
@@ -100,12 +168,14 @@ def file_in_one_move(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """
-    with claim_output(out.parent, f".{out.name}", out) as claim:
-        if out.exists() and not overwrite and not claim.left:
+    with claimed(out) as temporary:
+        if out.exists() and not overwrite:
             raise FileExistsError(f"{out} exists: give another name, or allow overwriting (--force)")
-        yield claim.temporary
-        claim.say([claim.temporary])
-        os.replace(claim.temporary, out)
+        try:
+            yield temporary
+            os.replace(temporary, out)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -132,23 +202,20 @@ def folder_in_one_move(out: str | Path, *, overwrite: bool = True) -> Iterator[P
     exists = out.is_dir()
     if exists and not os.access(out, os.W_OK):
         raise PermissionError(f"cannot write into {out}: choose another output folder")
-    with claim_folder(out) as claim:
-        if not overwrite and holds_files(out) and not claim.left:
+    with claimed(out) as temporary:
+        if not overwrite and holds_files(out):
             raise FileExistsError(f"{out} is not empty: give a new folder, or allow overwriting (--force)")
-        claim.temporary.mkdir()
-        yield claim.temporary
-        if not holds_files(out) or claim.left:
-            claim.say(claim.temporary.iterdir())
-        if exists:
-            _move_into(claim.temporary, out, claim.left)
-            return
-        made_meanwhile = FileExistsError(f"{out} was made by another process meanwhile: give another output folder")
-        if holds_files(out):
-            raise made_meanwhile
+        temporary.mkdir()
         try:
-            os.replace(claim.temporary, out)
-        except OSError as error:
-            raise made_meanwhile from error
+            yield temporary
+            if exists:
+                _move_into(temporary, out)
+            elif out.exists():
+                raise FileExistsError(f"{out} was made by another process meanwhile: give another output folder")
+            else:
+                os.replace(temporary, out)
+        finally:
+            remove(temporary)
 
 
 @contextlib.contextmanager
@@ -162,26 +229,13 @@ def scratch_folder(out: Path) -> Iterator[Path]:
         BlockingIOError: another process is writing it.
         OSError: the place cannot be written.
     """
-    out = Path(os.path.realpath(out))
-    with claim_folder(out) as claim:
-        scratch = claim.temporary.with_name(claim.temporary.name.replace(TEMPORARY, f"{MARK}.scratch"))
+    with claimed(out) as temporary:
+        scratch = temporary.with_suffix(".scratch")
         scratch.mkdir()
         try:
             yield scratch
         finally:
             remove(scratch)
-
-
-@contextlib.contextmanager
-def claimed(out: Path) -> Iterator[None]:
-    """Keep other processes from an output during long work that ends with writing it.
-
-    Raises:
-        BlockingIOError: another process is writing it.
-        OSError: the place cannot be written.
-    """
-    with claim_folder(Path(os.path.realpath(out))):
-        yield
 
 
 @contextlib.contextmanager
@@ -191,8 +245,8 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
     A new folder that is empty at the end is deleted.
 
     Args:
-        folder: to be written.
-        names: of the files.
+        folder: the folder to be written.
+        names: the names of the files.
 
     Raises:
         BlockingIOError: another process is writing it.
@@ -205,8 +259,8 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
             raise IsADirectoryError(f"{str(folder / name)!r} is a folder: remove it, or give another folder to write")
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(make_parents(folder / "file"))
-            held.enter_context(claim_output(folder, "", folder))
+            held.enter_context(_parents(folder / "file"))
+            held.enter_context(claimed(folder))
         except BlockingIOError:
             raise
         except OSError as error:
@@ -217,15 +271,14 @@ def folder_to_write(folder: Path, names: Sequence[str]) -> Iterator[None]:
 # --- moving into a folder that exists ------------------------------------------------------------------------------
 
 
-def _move_into(source: Path, out: Path, replaced: Sequence[Path] = ()) -> None:
+def _move_into(source: Path, out: Path) -> None:
     """Move the files of one folder into another, which does not load as a checkpoint until all are there.
 
     After an error or Ctrl-C everything is moved back to where it was.
 
     Args:
-        source: with the new files.
-        out: may hold older ones.
-        replaced: what else in ``out`` goes.
+        source: the folder with the new files.
+        out: the folder, which may hold older ones.
 
     Raises:
         FileExistsError: a folder in the place of a file, or a file in that of a folder; nothing was moved.
@@ -235,7 +288,7 @@ def _move_into(source: Path, out: Path, replaced: Sequence[Path] = ()) -> None:
         place = out / path.relative_to(source)
         if place.exists() and place.is_dir() != path.is_dir():
             raise FileExistsError(f"{place} is in the way: it is a {'folder' if place.is_dir() else 'file'}")
-    old, moved = source.with_name(source.name.replace(TEMPORARY, f"{MARK}.old")), []
+    old, moved = source.with_suffix(".old"), []
 
     def move(path: Path, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +296,7 @@ def _move_into(source: Path, out: Path, replaced: Sequence[Path] = ()) -> None:
         os.replace(path, to)
 
     try:
-        for path in _retired({path.name for path in source.iterdir()}, out, replaced):
+        for path in _retired({path.name for path in source.iterdir()}, out):
             move(path, old / path.relative_to(out))
         for path in new:
             place = out / path.relative_to(source)
@@ -256,17 +309,16 @@ def _move_into(source: Path, out: Path, replaced: Sequence[Path] = ()) -> None:
         for path, to in reversed(moved):
             with contextlib.suppress(FileNotFoundError):  # the move that failed
                 os.replace(to, path)
-        remove(old)
         raise
-    remove(old)
+    finally:
+        remove(old)
 
 
-def _retired(new: set[str], out: Path, replaced: Sequence[Path]) -> list[Path]:
+def _retired(new: set[str], out: Path) -> list[Path]:
     """Return what has to go before new files of these names come: the old config first."""
     names = [name for name in CONFIGS if name in new]
     if "config.json" in new:  # a whole model; an adapter leaves the base model beside it alone
         names += [CONFIGS[1], *(path.name for pattern in _STALE for path in out.glob(pattern))]
     elif CONFIGS[1] in new:
         names += [path.name for path in out.glob("adapter_model.*")]
-    paths = [out / name for name in dict.fromkeys(names) if (out / name).exists()]
-    return [*dict.fromkeys((*paths, *replaced))]
+    return [out / name for name in dict.fromkeys(names) if (out / name).exists()]

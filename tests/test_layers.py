@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rope_patch"
 
 # A folder imports from itself and from what stands above it. The modules of the package's own folder come first.
 ROOT = "rope_patch"
-MODULES = {"claims", "errors", "files", "frequencies", "packaged", "processes", "tables", "words"}
+MODULES = {"errors", "files", "frequencies", "packaged", "processes", "tables", "words"}
 FOLDERS = (
     *(ROOT, "methods", "patching", "checkpoints", "modeling", "kv_cache", "evaluation", "harness", "analysis"),
     *(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_patch.files import file_in_one_move, file_stands
+from rope_patch.files import file_in_one_move
 
 Progress = Callable[[str], None]
 
@@ -341,6 +341,6 @@ def check_out(out: str | Path, *, overwrite: bool) -> Path:
         raise FileNotFoundError(f"no folder {out.parent} to write {out.name} into")
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder: give the name of a file")
-    if file_stands(out) and not overwrite:
+    if out.exists() and not overwrite:
         raise FileExistsError(f"{out} exists: give another name, or allow overwriting (--force)")
     return Path(os.path.realpath(out))

@@ -24,7 +24,6 @@ from rope_patch.extending.options import ExtendOptions
 from rope_patch.extending.result import Extended
 from rope_patch.files import (
     file_in_one_move,
-    file_stands,
     folder_in_one_move,
     holds_files,
     is_gguf,
@@ -117,7 +116,7 @@ def check_outputs(options: ExtendOptions, out: Path, overwrite: bool) -> None:
     for path in (export_path(out, engine) for engine in options.exports):
         if Path(options.model).resolve() == path.resolve():
             raise ValueError(f"the export would replace {path}, the checkpoint itself: give another output folder")
-        if (file_stands(path) if is_gguf(path) else holds_files(path)) and not overwrite:
+        if (path.exists() if is_gguf(path) else holds_files(path)) and not overwrite:
             raise FileExistsError(f"{path} exists: give another output folder, or allow overwriting (--force)")
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import checkpoints
-from rope_patch.claims import remove
-from rope_patch.files import holds_files, write_atomically
+from rope_patch.files import holds_files, remove, write_atomically
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.resuming import REPLACED, STAGING, latest_checkpoint
 
