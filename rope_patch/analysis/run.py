@@ -27,11 +27,11 @@ from rope_patch.analysis.reading import split_tokens
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.sinks import Sinks, sinks
 from rope_patch.analysis.views import LIMIT, HeadView, view_heads
+from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows, read_rows
 from rope_patch.evaluation.result_cache import ResultCache, key
-from rope_patch.modeling.budget import default_tokens
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.verify import inspect_model

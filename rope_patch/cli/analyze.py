@@ -19,10 +19,8 @@ from rope_patch.cli.loading import (
     check_patch,
     load_model,
     load_tokenizer,
-    paces_of,
     prepare,
     progress_bar,
-    say_estimate,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
@@ -180,12 +178,11 @@ def analyze(
     """
     from rope_patch.analysis import run as engine
     from rope_patch.analysis.p_sweep import text_tokens
-    from rope_patch.analysis.reading import AnalysisReading
-    from rope_patch.analysis.reading import paces_of as paces_of_heads
+    from rope_patch.analysis.reading import AnalysisReading, tokens_in_time
     from rope_patch.analysis.result import findings
+    from rope_patch.evaluation.budget import default_tokens
     from rope_patch.evaluation.domains import read_rows
     from rope_patch.files import folder_to_write, write_atomically
-    from rope_patch.modeling.budget import SAFETY
     from rope_patch.patching.verify import inspect_model
 
     if report:
@@ -217,17 +214,15 @@ def analyze(
     with folder_to_write(output, [*names, *["analysis.html"] * report]):
         loaded = load_model(model, device=device, dtype=dtype, method=method, **patch)
         inspect_model(loaded)  # a table that cannot be read is refused before anything is measured with it
-        paces: Any = None
-        if budget is not None or not as_json:
-            measure = partial(paces_of_heads, loaded, reading.window, context)
-            paces = paces_of(loaded, budget, output / RESULT_CACHE, [context, reading.window], measure)
-        time = None if budget is None else SAFETY * budget
-        plan = partial(plan_reading, loaded, read, reading, chosen(command))
-        rows, sweep_tokens, reading = plan(tokens_read, paces, time)
+        if budget is None:
+            total = default_tokens(loaded)
+        else:
+            total = tokens_in_time(loaded, budget, reading.window, context, output / RESULT_CACHE)
+        rows, sweep_tokens, reading = plan_reading(
+            read, reading, chosen(command), tokens_read, total, budget is not None
+        )
         total = reading.tokens(rows.ids.numel(), sweep_tokens)
-        if paces is not None:
-            advice = AIM if budget is None else ""
-            say_estimate(total, reading.seconds(rows.ids.numel(), sweep_tokens, paces), advice=advice)
+        print(f"reads {total:,} tokens{AIM * (budget is None)}", file=sys.stderr)
         with resumable(output), progress_bar(total, name_of(model), hidden=as_json) as (bar, on_progress):
             analysis = engine.analyze_rows(
                 loaded,

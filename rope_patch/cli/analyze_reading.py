@@ -2,64 +2,47 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 
 def plan_reading(
-    model: Any,
-    read: Callable[..., Any],
-    reading: Any,
-    given: set[str],
-    tokens_read: int | None,
-    paces: Any,
-    seconds: float | None,
+    read: Callable[..., Any], reading: Any, given: set[str], tokens_read: int | None, total: int, within: bool
 ) -> tuple[Any, int, Any]:
-    """Return the rows of the statistics, the tokens of each p, and what is read with them; print what is lost.
+    """Return the rows of the statistics, the tokens of each p, and what is read with them.
 
     Where a time is given and one row of each text takes too long, rows are shorter, unless the user chose their length.
 
     Args:
-        model: to be analyzed; its size decides where no time is given.
         read: returns rows of as many tokens as it is given, at least one of each text.
         reading: what the analysis reads.
         given: options that were given on the command line.
         tokens_read: of the rows, where the user chose them [tokens].
-        paces: of the model.
-        seconds: that the analysis may take; None where it may take what it takes [s].
+        total: tokens of all passes.
+        within: whether the total is all that a time has room for.
 
     Raises:
         ValueError: the least that can be read takes longer.
     """
     from dataclasses import replace
 
-    from rope_patch.analysis.reading import SHORTEST_ROW, split_tokens
-    from rope_patch.modeling.budget import default_tokens
+    from rope_patch.analysis.reading import PASSES, SHORTEST_ROW, TOKENS, split_tokens
 
-    total = default_tokens(model)
-    rows = read(tokens=tokens_read or split_tokens(total, reading.p_values)[0])
+    share, _ = split_tokens(total, reading.p_values)
+    if within and not reading.p_values:
+        share = min(TOKENS, total // PASSES)
+    rows = read(tokens=tokens_read or max(2, share))
+    if within and tokens_read is None and "window" not in given and rows.ids.numel() > share:
+        reading = replace(reading, window=min(reading.window, max(SHORTEST_ROW, share // len(set(rows.groups)))))
+        rows = read(tokens=max(2, share), window=reading.window)
     _, sweep = split_tokens(total, reading.p_values, rows.ids.numel())
-    if seconds is None:
-        return rows, sweep, reading
-    fewer, planned = rows, reading
-    if tokens_read is None:
-        share, _ = reading.split(seconds, paces)
-        if "window" not in given:
-            longest = max(SHORTEST_ROW, share // len(set(rows.groups)))
-            planned = replace(reading, window=min(reading.window, longest))
-        fewer = read(tokens=max(2, share), window=planned.window)
-    _, shorter = planned.split(seconds, paces, fewer.ids.numel())
-    if (least := planned.seconds(fewer.ids.numel(), shorter, paces)) > seconds:
+    if within and (least := reading.tokens(rows.ids.numel(), sweep)) > total:
         raise ValueError(
-            f"at least {planned.tokens(fewer.ids.numel(), shorter)} tokens would be read, and that is "
-            f"{least / seconds:.1f} times what fits into the time: give more time, fewer --p, or less --tokens in "
-            "shorter rows (--window)"
+            f"at least {least} tokens would be read, and the time has room for {total}: give more time, fewer --p, or "
+            "less --tokens in shorter rows (--window)"
         )
-    if lost := planned.cost_of([rows.ids.numel(), fewer.ids.numel()], [sweep, shorter], reading.window):
-        print(f"--budget: {lost}", file=sys.stderr)
-    return fewer, shorter, planned
+    return rows, sweep, reading
 
 
 def read_texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | None:

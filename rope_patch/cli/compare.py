@@ -16,12 +16,10 @@ from rope_patch.cli.loading import (
     check_paths,
     load_model,
     load_tokenizer,
-    paces_of,
     prepare,
     progress_bar,
     read_haystack,
     read_methods,
-    say_estimate,
     suite_within,
 )
 from rope_patch.cli.options import (
@@ -167,10 +165,7 @@ def compare(
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        if budget is None:
-            suite = _sized(suite, loaded, compared, chosen(command))
-        if budget is not None or not as_json:
-            suite = _planned(suite, loaded, compared, patch, budget, output / RESULT_CACHE)
+        suite = _planned(suite, loaded, compared, budget, chosen(command), output / RESULT_CACHE)
         chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
         choosing = suite.tokens_to_choose(trained_length(chooser))
         total, stage = choosing + len(compared) * suite.tokens, ", ".join(tasks)
@@ -213,45 +208,34 @@ def _show(comparison: Any, output: Path, report: bool, as_json: bool) -> None:
     print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if report else ""))
 
 
-def _sized(suite: Any, model: Any, methods: list[Any], given: set[str]) -> Any:
-    """Return a suite of what the size of the model allows; what was chosen on the command line stays as it is."""
+def _planned(suite: Any, model: Any, methods: list[Any], budget: int | None, given: set[str], finished: Path) -> Any:
+    """Return a suite that reads what fits into the time, or suits the size of the model, and say how much that is.
+
+    Without a time, what was chosen on the command line stays as it is.
+    """
     from dataclasses import replace
 
-    from rope_patch.evaluation.spec import SCALABLE
-    from rope_patch.modeling.budget import default_tokens
-
-    scalable = [name for name in SCALABLE if name not in given]
-    least = replace(suite.spec, windows=len(suite.windows)).smallest(scalable).tokens_to_read()
-    each = max(default_tokens(model) / len(methods), least)
-    return suite_within(suite, each, scalable, lambda spec: float(spec.tokens_to_read()), "for a model of this size")
-
-
-def _planned(
-    suite: Any, model: Any, methods: list[Any], patch: dict[str, Any], budget: int | None, finished: Path
-) -> Any:
-    """Return a suite that fits into the time, and print how long it takes."""
-    from rope_patch.evaluation.compare import pace_of
+    from rope_patch.evaluation.budget import default_tokens, tokens_within
     from rope_patch.evaluation.key_tokens import tokens_of_spec
-    from rope_patch.evaluation.sharing import ways
     from rope_patch.evaluation.spec import SCALABLE
-    from rope_patch.modeling.budget import SAFETY
     from rope_patch.patching.verify import trained_length
 
-    about = [str(methods[0]), suite.spec.to_dict()]
-    processes = ways(model)
-    (pace,) = paces_of(model, budget, finished, about, lambda: [pace_of(model, methods[0], suite, **patch)])
-    context = trained_length(model)
+    context, spec = trained_length(model), replace(suite.spec, windows=len(suite.windows))
+    if budget is None:
+        scalable = [name for name in SCALABLE if name not in given]
+        least = spec.smallest(scalable).tokens_to_read()
+        each = max(default_tokens(model) / len(methods), least)
+        suite = suite_within(suite, each, scalable, lambda one: float(one.tokens_to_read()), "for a model of this size")
+    else:
+        rows = min(spec.rows, max(1, len(suite.windows)))
+        most = tokens_within(model, budget, spec.longest, finished, rows=rows, chunk=spec.chunk)
 
-    def seconds(spec: Any, windows: int | None = None) -> float:
-        choosing = pace.seconds(tokens_of_spec(spec, context, windows), context)
-        return float(choosing + len(methods) * spec.seconds(pace, windows))
+        def cost(one: Any) -> float:
+            return float(tokens_of_spec(one, context) + len(methods) * one.tokens_computed())
 
-    if budget is not None:
-        suite = suite_within(suite, SAFETY * budget * processes, SCALABLE, seconds, "--budget")
+        suite = suite_within(suite, most, SCALABLE, cost, "--budget")
     tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
-    several = f" on {processes} processes" if processes > 1 else ""
-    advice = AIM if budget is None else ""
-    say_estimate(tokens, seconds(suite.spec, len(suite.windows)) / processes, several, advice)
+    print(f"reads {tokens:,} tokens{AIM * (budget is None)}", file=sys.stderr)
     return suite
 
 

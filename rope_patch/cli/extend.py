@@ -15,7 +15,6 @@ from rope_patch.cli.loading import (
     check_paths,
     load_model,
     load_tokenizer,
-    paces_of,
     prepare,
     progress_bar,
     read_haystack,
@@ -216,14 +215,13 @@ def extend(
             loaded = loaded.merge_and_unload().eval()
         run = Run(loaded, load_tokenizer(model), options, output, say)
         run.look()
-        pace, total = None, None
+        tokens, total = None, None
         if not finish_now:
-            if dry_run or budget is not None or train or not as_json:
-                (pace,) = paces_of(loaded, budget, work / CACHE, ["extend", length, mode], lambda: [run.pace()])
-            rounds, training = run.plan(pace)
-            if pace is not None:
-                for line in run.describe(rounds, training, pace):
-                    say(line)
+            if budget is not None:
+                tokens = run.tokens_in_time()
+            rounds, training = run.plan(tokens)
+            for line in run.describe(rounds, training):
+                say(line)
             if budget is None:
                 say("without --budget the first round is as large as suits the model: --budget 30m aims at a time")
             if dry_run:
@@ -242,7 +240,7 @@ def extend(
             progress_bar(total, hidden=as_json or not first) as (bar, on_progress),
         ):
             run.on_progress, run.on_step = on_progress, lambda sentence: bar.write(sentence, file=sys.stderr)
-            outcome = run.finish(overwrite=force, finish_now=finish_now, pace=pace)
+            outcome = run.finish(overwrite=force, finish_now=finish_now, tokens=tokens)
             bar.total = bar.n  # rounds that were not needed, and a training, are not in the estimate
     if not first:
         return

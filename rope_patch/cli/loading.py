@@ -241,53 +241,8 @@ def _lies_on(device: Any, place: Any) -> bool:
     return bool(device.type == place.type and (place.index is None or device.index in (None, place.index)))
 
 
-def paces_of(
-    model: Any, budget: int | None, finished: Path, about: Any, measure: Callable[[], Sequence[Any]]
-) -> list[Any]:
-    """Return how fast a model reads; with a budget a command that goes on plans with the pace it had at first.
-
-    Args:
-        model: that reads.
-        budget: time for the command; None where nothing is planned with it [s].
-        finished: file of the result cache, which keeps the answer where there is a budget.
-        about: what the pace depends on besides the model.
-        measure: returns instances of :class:`~rope_patch.modeling.budget.Pace`.
-    """
-    from dataclasses import astuple
-
-    from rope_patch.evaluation.result_cache import ResultCache, key
-    from rope_patch.modeling.budget import Pace
-    from rope_patch.modeling.scoring import fingerprint
-    from rope_patch.processes import from_first
-
-    def known() -> list[Any]:
-        if budget is None:
-            return [astuple(pace) for pace in measure()]
-        cache = ResultCache(finished)
-        name = key(what="pace", model=fingerprint(model), budget=budget, about=about)
-        if name not in cache:
-            cache[name] = [astuple(pace) for pace in measure()]
-        return list(cache[name])
-
-    return [Pace(*pace) for pace in from_first(known)]
-
-
-AIM = "--budget 10m aims at a time"
+AIM = "; --budget 10m aims at a time"
 """What to do where a command takes too long."""
-
-
-def say_estimate(tokens: int, seconds: float, more: str = "", advice: str = AIM) -> None:
-    """Print how many tokens a command will read, and how long that takes.
-
-    Args:
-        tokens: to be read [tokens].
-        seconds: that this takes [s].
-        more: what may be read in addition.
-        advice: how to read less; "" for nothing.
-    """
-    from rope_patch.modeling.budget import estimate_text
-
-    print(estimate_text(tokens, seconds, more, advice=advice), file=sys.stderr)
 
 
 def suite_within(suite: Any, most: float, scalable: Collection[str], cost: Callable[[Any], float], why: str) -> Any:

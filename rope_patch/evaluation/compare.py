@@ -24,7 +24,6 @@ from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, Method, MethodLike
-from rope_patch.modeling.budget import Pace, pace_of_reading
 from rope_patch.modeling.scoring import name_of
 from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import find_rotary
@@ -323,20 +322,6 @@ def compare(
         model=f"{type(model).__name__} {name_of(model)}".strip(),
         environment=environment(model) | ({"patch before": str(record.to_method())} if record is not None else {}),
     )
-
-
-def pace_of(model: nn.Module, method: Method, suite: EvalSuite, **options: Any) -> Pace:
-    """Measure how long a model takes to read the windows of a suite under a method.
-
-    Args:
-        model: to be measured.
-        method: with its factor, from :func:`~rope_patch.patching.targets.for_target`.
-        suite: what will be read.
-        **options: ``layer_types`` and ``freeze_at`` of :func:`compare`.
-    """
-    spec = suite.spec
-    with under(model, method, find_rotary(model).record is not None, options), named(str(method)):
-        return pace_of_reading(model, spec.longest, rows=min(spec.rows, max(1, len(suite.windows))), chunk=spec.chunk)
 
 
 def environment(model: nn.Module) -> dict[str, str]:

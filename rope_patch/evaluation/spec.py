@@ -15,7 +15,6 @@ from typing import Any
 from rope_patch.evaluation.chat import CHAT_TEMPLATES
 from rope_patch.evaluation.haystack import HAYSTACK
 from rope_patch.evaluation.tasks import find_task
-from rope_patch.modeling.budget import Pace
 
 LEAST_WINDOWS = 4
 """Windows that a smaller spec keeps: the interval of two or three is useless."""
@@ -173,21 +172,16 @@ class EvalSpec:
         prompts = sum(1 if find_task(task, self.mode).joined else len(self.depths) for task in self.tasks)
         return (asked if windows is None else windows) * self.longest + prompts * self.samples * sum(self.lengths)
 
-    def seconds(self, pace: Pace, windows: int | None = None) -> float:
-        """Return how long one run takes [s].
+    def tokens_computed(self) -> float:
+        """Return the tokens that the model computes in one run: fewer than :meth:`tokens_to_read`.
 
-        What prompts share is read once: in mode ``single`` all that stands before the needle, else nearly all.
-
-        Args:
-            pace: of the model.
-            windows: that the text has room for; by default those asked for.
+        What prompts share is computed once: in mode ``single`` all that stands before the needle, else nearly all.
         """
         asked = WINDOWS if self.windows is None else self.windows
         whole = len(self.depths) - math.fsum(self.depths[:-1])  # of the deepest prompt the others are read in part
         single = [self.mode == "single" and not find_task(task, self.mode).joined for task in self.tasks]
         prompts = self.samples * math.fsum(whole if alone else 1 for alone in single)
-        text = pace.seconds((asked if windows is None else windows) * self.longest, self.longest)
-        return text + math.fsum(pace.seconds(prompts * length, length) for length in self.lengths)
+        return asked * self.longest + prompts * sum(self.lengths)
 
     def within(
         self, most: float, scalable: Collection[str] = SCALABLE, cost: Callable[[EvalSpec], float] | None = None

@@ -14,7 +14,6 @@ import torch
 from rope_patch.evaluation.result_cache import key
 from rope_patch.extending.options import ExtendOptions
 from rope_patch.files import folder_in_one_move
-from rope_patch.modeling.budget import Pace
 from rope_patch.planning import plan
 from rope_patch.processes import from_first, processes
 
@@ -38,14 +37,12 @@ class Training:
     Attributes:
         positions: ``"full"``, rows of the target length, or ``"pose"``, short rows whose positions skip ahead.
         row: length of the rows [tokens].
-        steps: of the optimizer, of :data:`ACCUMULATE` rows each.
-        seconds: that it takes, about [s].
+        steps: steps of the optimizer, of :data:`ACCUMULATE` rows each.
     """
 
     positions: str
     row: int
     steps: int
-    seconds: float
 
     @property
     def tokens(self) -> int:
@@ -57,29 +54,24 @@ class Training:
         return f"{self.steps * ACCUMULATE} rows of {self.row} tokens{where}"
 
 
-def plan_training(
-    model: Any, options: ExtendOptions, trained_length: int, pace: Pace, seconds: float | None
-) -> Training:
+def plan_training(model: Any, options: ExtendOptions, trained_length: int, tokens: int | None) -> Training:
     """Return which rows to train on, by what fits into memory and time.
 
     Args:
         model: in memory.
         options: of the run.
         trained_length: of the model [tokens].
-        pace: at which it reads.
-        seconds: time for the training; None for :data:`ROWS` rows [s].
+        tokens: how many tokens the model could read in the time of the training; None for :data:`ROWS` rows.
     """
     short = min(options.length, trained_length, ROW)
     whole = options.length <= ROW or _fits(model, options.length)
     for positions, row in (("full", options.length), ("pose", short)):
         if positions == "full" and not whole:
             continue
-        each = PASSES * pace.seconds(row, row)
-        rows = options.train_rows or (ROWS if seconds is None else max(ACCUMULATE, int(seconds / each)))
-        if positions == "full" and row > ROW and seconds is not None and rows < ROWS:
+        rows = options.train_rows or (ROWS if tokens is None else max(ACCUMULATE, int(tokens / (PASSES * row))))
+        if positions == "full" and row > ROW and tokens is not None and rows < ROWS:
             continue  # more short rows teach more in the same time
-        steps = math.ceil(rows / ACCUMULATE)
-        return Training(positions, row, steps, steps * ACCUMULATE * each)
+        return Training(positions, row, math.ceil(rows / ACCUMULATE))
     raise AssertionError("rows at skipped positions are always possible")
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.compare import Comparison, Row, compare, pace_of
+from rope_patch.evaluation.budget import default_tokens, tokens_within
+from rope_patch.evaluation.compare import Comparison, Row, compare
 from rope_patch.evaluation.effective_length import UNPATCHED
-from rope_patch.evaluation.result_cache import ResultCache, key
-from rope_patch.evaluation.sharing import ways
 from rope_patch.evaluation.spec import LEAST_WINDOWS
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
@@ -25,8 +24,6 @@ from rope_patch.extending.rounds import TOO_FEW, Round, cost_of, rounds_to_list,
 from rope_patch.extending.writing import check_outputs, write
 from rope_patch.files import write_atomically
 from rope_patch.methods import as_method
-from rope_patch.modeling.budget import SAFETY, Pace, default_tokens, duration_text
-from rope_patch.modeling.scoring import fingerprint
 from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.targets import for_target
@@ -48,7 +45,7 @@ def extend(
     output: str | Path,
     overwrite: bool = False,
     finish_now: bool = False,
-    pace: Pace | None = None,
+    tokens: int | None = None,
     on_step: Callable[[str], None] = lambda sentence: None,
     on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
     **options: Any,
@@ -70,7 +67,7 @@ def extend(
         output: folder to write; new or empty unless ``overwrite``.
         overwrite: write into a folder that holds files.
         finish_now: choose by the rounds that an earlier call finished, without more measurements or training.
-        pace: the speed of reading; measured where a budget is given and this is not.
+        tokens: how many tokens may be read; by default as many as fit into the budget, at the measured speed.
         on_step: called with a sentence about each step.
         on_progress: called with a stage and the tokens that were just read.
         **options: of :class:`~rope_patch.extending.options.ExtendOptions`.
@@ -87,7 +84,7 @@ def extend(
     run = Run(model, tokenizer, ExtendOptions(model=name, length=length, **options), Path(output), on_step, on_progress)
     check_outputs(run.options, run.output, overwrite)
     run.look()
-    return run.finish(overwrite=overwrite, finish_now=finish_now, pace=pace)
+    return run.finish(overwrite=overwrite, finish_now=finish_now, tokens=tokens)
 
 
 class Run:
@@ -183,55 +180,46 @@ class Run:
         for line in look(self.model, self.options, self.trained_length):
             self.on_step(line)
 
-    def pace(self) -> Pace:
-        """Measure how fast the model reads."""
-        return pace_of(self.model, as_method(UNPATCHED), self.suite)
+    def tokens_in_time(self) -> int:
+        """Return how many tokens fit into the budget, as the first of several calls measured it."""
+        spec = self.suite.spec
+        rows = min(spec.rows, max(1, len(self.suite.windows)))
+        budget = float(self.options.budget or 0)
+        return tokens_within(self.model, budget, spec.longest, self.work / CACHE, rows=rows, chunk=spec.chunk)
 
-    def pace_at_first(self) -> Pace:
-        """Return the pace that the first of several calls measured, so that all plan alike."""
-        cache = ResultCache(self.work / CACHE)
-        name = key(what="pace", model=fingerprint(self.model), options=self.options.to_yaml())
-        if name not in cache:
-            cache[name] = list(astuple(self.pace()))
-        return Pace(*cache[name])
-
-    def plan(self, pace: Pace | None) -> tuple[tuple[Round, ...], Training | None]:
+    def plan(self, tokens: int | None) -> tuple[tuple[Round, ...], Training | None]:
         """Return the rounds and the training.
 
         Args:
-            pace: at which the model reads; None without a budget and a training.
+            tokens: how many tokens fit into the budget; None where there is none.
         """
         options = self.options
-        rounds = tuple(self._capped(self._rounds(pace)))
-        if not options.train or pace is None:
+        rounds = tuple(self._capped(self._rounds(tokens)))
+        if not options.train:
             return rounds, None
-        seconds = None if options.budget is None else TRAINING * options.budget
-        return rounds, plan_training(self.model, options, self.trained_length, pace, seconds)
+        share = None if tokens is None else int(TRAINING * tokens)
+        return rounds, plan_training(self.model, options, self.trained_length, share)
 
-    def _rounds(self, pace: Pace | None) -> tuple[Round, ...]:
+    def _rounds(self, tokens: int | None) -> tuple[Round, ...]:
         """Return the rounds that the budget has time for, with needles at a single depth where all take too long.
 
         Raises:
             ValueError: the budget has no time for the smallest first round.
         """
         options, candidates = self.options, len(self.methods) + self.options.fit
-        if options.budget is None or pace is None:
+        if tokens is None:
             return rounds_within(candidates, default_tokens(self.model), self.tokens_of)
-        most = SAFETY * (MEASURING if options.train else 1.0) * options.budget
-
-        def cost(windows: int, samples: int) -> float:
-            return self.seconds_of(pace, windows, samples)
-
+        most = tokens * (MEASURING if options.train else 1.0)
         for depths in dict.fromkeys((options.depths, options.depths[len(options.depths) // 2 :][:1])):
             if depths != options.depths:
                 self.on_step(f"the budget is too small for all depths: needles stand at depth {depths[0]:g} only")
                 self.suite = self._suite(depths)
-            rounds = rounds_within(candidates, most, cost)
-            if cost_of(rounds[:1], cost) <= most:
+            rounds = rounds_within(candidates, most, self.tokens_computed)
+            if cost_of(rounds[:1], self.tokens_computed) <= most:
                 return rounds
         raise ValueError(
-            f"the first round of {candidates + 1} methods takes about {duration_text(cost_of(rounds[:1], cost))}, and "
-            f"the budget leaves {duration_text(most)} for it: name fewer methods, or give a larger budget"
+            f"the first round of {candidates + 1} methods takes {cost_of(rounds[:1], self.tokens_computed):,.0f} "
+            f"tokens, and the budget has time for {most:,.0f}: name fewer methods, or give a larger budget"
         )
 
     def _capped(self, rounds: Sequence[Round]) -> Iterator[Round]:
@@ -249,38 +237,33 @@ class Run:
         prompts = replace(self.suite.spec, samples=max(samples, 1)).tokens_to_read(0) if samples else 0
         return windows * self.suite.spec.longest + prompts
 
-    def seconds_of(self, pace: Pace, windows: int, samples: int) -> float:
-        """Return how long one method takes for so many windows and haystacks, which processes share [s]."""
-        prompts = replace(self.suite.spec, samples=max(samples, 1)).seconds(pace, 0) if samples else 0.0
-        text = pace.seconds(windows * self.suite.spec.longest, self.suite.spec.longest)
-        return (text + prompts) / ways(self.model)
+    def tokens_computed(self, windows: int, samples: int) -> float:
+        """Return the tokens that the model computes for one method: fewer, since prompts share most of theirs."""
+        prompts = replace(self.suite.spec, windows=0, samples=max(samples, 1)).tokens_computed() if samples else 0.0
+        return windows * self.suite.spec.longest + prompts
 
-    def describe(self, rounds: Sequence[Round], training: Training | None, pace: Pace) -> list[str]:
-        """Return the steps of a run with their tokens and times, a line each."""
+    def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:
+        """Return the steps of a run with their tokens, a line each."""
         names = [*map(short, self.methods), *["a fitted table"] * self.options.fit]
-        lines, done, total = [f"methods: {', '.join(names)}"], (0, 0), [0.0, 0.0]
+        lines, windows, samples, total = [f"methods: {', '.join(names)}"], 0, 0, 0.0
         if self.options.fit:
             from rope_patch.extending.fitted import cost
 
-            fit = cost(self.model, self.options.length)
-            outside = "" if self.options.budget is None else " in addition to the budget"
-            lines.append(f"fitting a table: {fit.tokens:,} tokens, {duration_text(fit.seconds(pace))}{outside}")
+            outside = "" if self.options.budget is None else ", in addition to the budget"
+            lines.append(f"fitting a table: {cost(self.model, self.options.length).tokens:,} tokens{outside}")
         for number, one in enumerate(rounds, 1):
-            methods = one.candidates + 1
-            new = one.windows - done[0], one.samples - done[1]
-            tokens, seconds = methods * self.tokens_of(*new), methods * self.seconds_of(pace, *new)
+            tokens = (one.candidates + 1) * self.tokens_of(one.windows - windows, one.samples - samples)
             lines.append(
                 f"round {number}: {one.candidates} of them and the unpatched model, windows: {one.windows}, haystacks "
-                f"for each task and length: {one.samples}; {tokens:,.0f} new tokens, {duration_text(seconds)}"
+                f"for each task and length: {one.samples}; {tokens:,.0f} new tokens"
             )
-            done, total = (one.windows, one.samples), [total[0] + tokens, total[1] + seconds]
-        lines.append(f"all rounds: {total[0]:,.0f} tokens, {duration_text(total[1])}")
-        if done <= (1, 1):
+            windows, samples, total = one.windows, one.samples, total + tokens
+        lines.append(f"all rounds: {total:,.0f} tokens")
+        if max(windows, samples) <= 1:
             lines.append(TOO_FEW)
         if training is not None:
-            lines.append(f"training: {training}, {training.tokens:,} tokens, {duration_text(training.seconds)}")
-            again = self.tokens_of(*done), self.seconds_of(pace, *done)
-            lines.append(f"the adapted model: {again[0]:,.0f} tokens, {duration_text(again[1])}")
+            lines.append(f"training: {training}, {training.tokens:,} tokens")
+            lines.append(f"the adapted model: {self.tokens_of(windows, samples):,.0f} tokens")
         return lines
 
     def measure(
@@ -352,7 +335,7 @@ class Run:
             raise ValueError(f"{self.work} holds results of other methods, lengths, tasks or texts: {first}")
         return rounds, methods
 
-    def finish(self, *, overwrite: bool, finish_now: bool, pace: Pace | None) -> Extended:
+    def finish(self, *, overwrite: bool, finish_now: bool, tokens: int | None = None) -> Extended:
         """Do all steps that are left."""
         options = self.options
         rounds: Sequence[Round]
@@ -361,9 +344,9 @@ class Run:
         if finish_now:
             rounds, before = self.rounds_before()
         else:
-            if pace is None and (options.budget is not None or options.train):
-                pace = self.pace_at_first()
-            rounds, training = self.plan(pace)
+            if tokens is None and options.budget is not None:
+                tokens = self.tokens_in_time()
+            rounds, training = self.plan(tokens)
         self.work.mkdir(parents=True, exist_ok=True)
         write_atomically(self.work / "extend.yaml", options.to_yaml())
         comparisons = self.measure(rounds, before, conditions=training is None)
@@ -386,7 +369,7 @@ class Run:
         """Train an adapter under a method, measure it beside the unadapted model, and choose again."""
         from rope_patch.checkpoints.save_load import load
 
-        self.on_step(f"training under {short(method)}: {training}, about {duration_text(training.seconds)}")
+        self.on_step(f"training under {short(method)}: {training}")
         adapter = train(self.model, self.tokenizer, method, self.options, training, self.work)
         adapted: Any = load(adapter, dtype=self.model.dtype).to(self.model.device).eval()
         suite = self.suite.smaller(comparison.spec.windows or 0, comparison.spec.samples)

@@ -1,0 +1,110 @@
+"""How many tokens a command reads where it may read less: as many as suit the size of the model, or fit into a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.evaluation.sharing import ways
+from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.modeling.scoring import Reader, fingerprint, losses
+from rope_patch.processes import from_first
+
+WORK = {"cpu": 1.2e13, "cuda": 1e16}
+"""Parameters × tokens that a command reads by default, by device: 89k tokens with a model of 135M parameters on a CPU,
+which takes two cores about seven minutes in bfloat16 (200 tokens a second), and 1.2M with one of 8B on a GPU."""
+SHORTEST = 128
+"""Shortest row that the speed is measured on [tokens]."""
+MEASURING = 8.0
+"""Time for measuring the speed, about; a single row of the shortest length is read in any case [s]."""
+SAFETY = 0.85
+"""Share of a time that is filled with what is known to be read."""
+
+
+def default_tokens(model: nn.Module) -> int:
+    """Return how many tokens a long command reads with a model where no time is given: fewer the larger it is."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return int(WORK["cuda" if next(model.parameters()).is_cuda else "cpu"] / max(parameters, 1))
+
+
+def tokens_within(model: nn.Module, seconds: float, length: int, finished: Path, **options: Any) -> int:
+    """Return how many tokens all processes read in a time; a command that goes on reads as many as it planned at first.
+
+    Args:
+        model: the model that reads.
+        seconds: the time [s].
+        length: the longest row that will be read, which takes the most time for each token [tokens].
+        finished: file of the result cache in which the answer is kept.
+        **options: for :func:`tokens_per_second`.
+    """
+
+    def measure() -> float:
+        cache = ResultCache(finished)
+        told = {name: value for name, value in options.items() if name != "read"}
+        name = key(what="speed", model=fingerprint(model), seconds=seconds, length=length, **told)
+        if name not in cache:
+            cache[name] = tokens_per_second(model, length, **options)
+        return float(cache[name])
+
+    return int(SAFETY * seconds * from_first(measure)) * ways(model)
+
+
+@torch.no_grad()
+def tokens_per_second(
+    model: nn.Module,
+    length: int,
+    *,
+    rows: int = 1,
+    chunk: int | None = None,
+    read: Callable[[Tensor], None] | None = None,
+) -> float:
+    """Measure how fast a model reads rows of tokens: short ones, and ever longer ones while time allows.
+
+    The cost of rows that are longer than there is time for is extrapolated: for each token it grows linearly with the
+    length of the row, by attention.
+
+    Args:
+        model: a causal language model.
+        length: length of the rows [tokens].
+        rows: rows that are read side by side; tried where a single one took little time.
+        chunk: tokens per forward pass.
+        read: what is done with ids (rows, tokens); by default they are scored, as for perplexity.
+    """
+    reader = Reader(model)
+    if reader.dynamic:  # whole rows, one at a time
+        rows, chunk = 1, None
+
+    def score(ids: Tensor) -> None:
+        losses(reader, ids, [1] * len(ids), chunk=chunk)  # waits for a GPU
+
+    call = read or score
+
+    def seconds(count: int, size: int) -> float:
+        ids = (torch.arange(count * size) % reader.vocabulary).view(count, size)
+        started = time.perf_counter()
+        call(ids)
+        return time.perf_counter() - started
+
+    with in_eval_mode(model):
+        seconds(1, min(length, 16))  # the first call of a process is slower
+        size, spent, sizes, costs = min(length, SHORTEST), 0.0, list[int](), list[float]()
+        while True:
+            took = seconds(1, size)
+            spent += took
+            sizes.append(size)
+            costs.append(took / size)
+            if size == length or spent + 2.5 * took > MEASURING:
+                break
+            size = min(2 * size, length)
+        if size == length and rows > 1 and rows * took < MEASURING:
+            return rows * length / seconds(rows, length)
+    growing = float(np.polyfit(sizes, costs, 1, w=sizes)[0]) if len(sizes) > 1 else 0.0
+    growing = max(growing, 0.0)  # noise never makes longer rows faster
+    return 1 / (costs[-1] + growing * (length - sizes[-1]))
