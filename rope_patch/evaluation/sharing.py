@@ -42,7 +42,7 @@ def ways(model: nn.Module) -> int:
 
 
 class _Part(ResultCache):
-    """A result cache of all processes, of which this one writes what it finishes itself, to a file of its own.
+    """A result cache of all processes, of which this one writes what it alone has read, to a file of its own.
 
     Args:
         path: the file of this process.
@@ -53,9 +53,16 @@ class _Part(ResultCache):
         super().__init__(path)
         self._values.update(values)
 
-    def merged(self, values: dict[str, Any]) -> None:
-        """Remember what all have finished, once the first process has written it to the common file."""
-        self._values.update(values)
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values[name] = value  # the first process has it too, and writes it
+
+    def finish(self, values: dict[str, Any]) -> None:
+        """Write what this process alone has finished."""
+        for name, value in values.items():
+            super().__setitem__(name, value)
+
+    def merged(self) -> None:
+        """Delete the file of this process: the first one has written its contents to the common file."""
         self.path.unlink(missing_ok=True)
 
 
@@ -124,7 +131,9 @@ class Job(Generic[T]):
         """
         if ways(model) == 1:
             for batch in self._named(batches):
-                yield from self._values_of(batch, self._score(batch))
+                values = self._score(batch)
+                self._add(values)
+                yield from self._values_of(batch, values)
             return
         rank, size = processes()
         every, count = list[_Batch[T]](), 0
@@ -132,14 +141,19 @@ class Job(Generic[T]):
         for batch in self._named(batches):
             every.append(batch)
             if batch.todo and count % size == rank:
-                mine |= self._score(batch)
+                values = self._score(batch)
+                self._add(values, alone=True)
+                mine |= values
             else:
                 self.on_progress(sum(map(self.tokens, batch.items)))
             count += bool(batch.todo)
-        values = _gathered(mine, [fingerprint(model), *(name for batch in every for name in batch.todo)])
-        self._keep(values)
+        gathered = _gathered(mine, [fingerprint(model), *(name for batch in every for name in batch.todo)])
+        from_first(lambda: self._add(gathered))
+        self._add(gathered)
+        if isinstance(self.result_cache, _Part):
+            self.result_cache.merged()
         for batch in every:
-            yield from self._values_of(batch, values)
+            yield from self._values_of(batch, gathered)
 
     def _named(self, batches: Iterable[Sequence[T]]) -> Iterator[_Batch[T]]:
         """Give each item the name of its value. Without a result cache equal items are read again, and numbered."""
@@ -156,7 +170,7 @@ class Job(Generic[T]):
             yield _Batch(items, names, todo)
 
     def _score(self, batch: _Batch[T]) -> dict[str, Any]:
-        """Read what is not in the result cache, keep it there, and report all tokens of the batch."""
+        """Return what is not in the result cache, and report all tokens of the batch."""
         size, reported = sum(map(self.tokens, batch.items)), 0
 
         def report(tokens: int) -> None:
@@ -168,21 +182,15 @@ class Job(Generic[T]):
         values: dict[str, Any] = {}
         if batch.todo:
             values = dict(zip(batch.todo, self.score(list(batch.todo.values()), size, report), strict=True))
-        if self.result_cache is not None:
-            _add(self.result_cache, values)
         report(size - reported)
         return values
 
-    def _keep(self, values: dict[str, Any]) -> None:
-        """Keep what all processes have read in the result cache: the first one writes it."""
-        cache = self.result_cache
-        if cache is None:
-            return
-        from_first(lambda: _add(cache, values))
-        if isinstance(cache, _Part):
-            cache.merged(values)
-        elif processes()[0]:
-            _add(cache, values)
+    def _add(self, values: dict[str, Any], *, alone: bool = False) -> None:
+        """Put values into the result cache, which this process alone may have read."""
+        if alone and isinstance(self.result_cache, _Part):
+            self.result_cache.finish(values)
+        elif self.result_cache is not None:
+            _add(self.result_cache, values)
 
     def _values_of(self, batch: _Batch[T], values: dict[str, Any]) -> Iterator[tuple[T, Any]]:
         """Yield the items of a batch with their values, new ones or those of the result cache."""

@@ -8,6 +8,7 @@ from tiny import tiny_model
 from rope_patch.evaluation import budget
 from rope_patch.evaluation.budget import MEASURING, SAFETY, default_tokens, tokens_per_second, tokens_within
 from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.words import parse_duration
 
 
 def test_twice_the_parameters_read_half_as_much():
@@ -82,3 +83,55 @@ def test_a_spec_within_a_number_of_tokens_reads_no_more_and_as_much_as_it_can(to
     assert smaller.tokens_to_read() <= tokens and smaller.lengths == spec.lengths
     assert smaller.tokens_to_read() > tokens / 2 or smaller == spec
     assert smaller.windows >= 4 and smaller.samples >= 1 and smaller.depths == spec.depths
+
+
+def test_what_was_chosen_is_not_lowered():
+    spec = EvalSpec([4096], windows=16)
+    smaller = spec.within(120_000, ["samples"])
+    assert smaller.windows == 16 and smaller.samples < spec.samples
+    assert spec.within(120_000, ["windows"]) == EvalSpec([4096], windows=9)
+
+
+def test_a_smaller_spec_says_how_much_wider_intervals_get():
+    spec = EvalSpec([4096], windows=16)
+    assert spec.cost_of(spec) == ""
+    sentence = spec.cost_of(EvalSpec([4096], windows=4, samples=2))
+    assert sentence == (
+        "2 instead of 4 samples at each length and depth, 4 instead of 16 windows: "
+        "intervals are up to 3.0 times as wide"
+    )
+
+
+def test_the_longest_lengths_are_left_out_before_a_time_is_too_short():
+    spec = EvalSpec([1024, 4096, 8192], windows=16)
+    least = {n: EvalSpec(lengths, windows=4, samples=1).tokens_to_read()
+             for n, lengths in ((1, [1024]), (2, [1024, 4096]), (3, [1024, 4096, 8192]))}  # fmt: skip
+    assert spec.within(least[3]).lengths == (1024, 4096, 8192)
+    smaller = spec.within(least[3] - 1)
+    assert smaller.lengths == (1024, 4096) and smaller.windows > 4, "what is left is read as precisely as time allows"
+    assert "; nothing is measured at 8192 tokens" in spec.cost_of(smaller)
+    assert smaller.edges == [edge for edge in spec.edges if edge <= 4096], "positions are averaged over as before"
+    alone = spec.within(least[1])
+    assert alone.lengths == (1024,) and spec.cost_of(alone).endswith("nothing is measured at 4096 and 8192 tokens")
+
+
+def test_a_time_that_is_too_short_for_the_shortest_length_says_how_much_is_needed():
+    with pytest.raises(ValueError, match="36864"):
+        EvalSpec([4096, 8192]).within(1000)
+
+
+@pytest.mark.parametrize("text", ["5", "m", "0m", "-5m", "5 m", "5d", ""])
+def test_a_time_needs_a_number_and_a_unit(text):
+    with pytest.raises(ValueError, match="number"):
+        parse_duration(text)
+
+
+def test_windows_go_down_alone_where_there_is_one_sample():
+    assert EvalSpec([1024], samples=1, windows=16).smallest().windows == 4
+
+
+def test_without_windows_prompts_alone_get_fewer():
+    spec = EvalSpec([1024], windows=0)
+    smaller = spec.within(11_000)
+    assert (smaller.windows, smaller.samples) == (0, 2)
+    assert "windows" not in spec.cost_of(smaller) and "1.4 times" in spec.cost_of(smaller)

@@ -92,10 +92,17 @@ def share(model, tokenizer, folder):
         with alone():
             perplexity(model, IDS, window=64, stride=40, batch=2)
     results["after"] = perplexity(model, IDS, window=64, stride=40, batch=2, on_progress=slowly).to_json()
+    with pytest.MonkeyPatch.context() as patch:  # as of a model that is spread over the processes
+        patch.setattr("rope_patch.evaluation.sharing.is_whole", lambda model: False)
+        with spy_ids(model) as together_read:
+            perplexity(model, IDS, window=64, stride=40, batch=2, resume=folder / "spread.jsonl", on_progress=slowly)
+        results["spread"] = sum(ids.numel() for ids in together_read)
     try:  # each reads other text
         perplexity(model, IDS[rank:], window=64, on_progress=slowly)
     except ValueError as error:
         results["failed"] = str(error)
+    dist.barrier()
+    results["files"] = sorted(path.name for path in folder.glob("*.jsonl*"))
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
 
@@ -132,6 +139,12 @@ def test_what_the_first_process_does_by_itself_disturbs_nobody(outcomes):
 
 def test_processes_that_read_different_text_are_refused(outcomes):
     assert all("different" in each["failed"] for each in outcomes[1])
+
+
+def test_a_model_that_is_spread_is_read_by_all_and_its_results_are_written_once(outcomes):
+    _, several, _ = outcomes
+    assert several[0]["spread"] == several[1]["spread"] > IDS.numel()
+    assert [each["files"] for each in several] == [["cache.jsonl", "kv.jsonl", "spread.jsonl"]] * 2
 
 
 # --- a process that is killed
