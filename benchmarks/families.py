@@ -6,15 +6,12 @@
 Each type is built as a tiny random model (``family_models.py``) and goes through ten checks under four methods
 (``family_checks.py``). One process runs the checks; another one, where rope_patch cannot be imported, reloads what was
 saved. When one dies or takes too long, the report says so, and a new process goes on with the next type. The full run
-writes ``benchmarks/results/families.json`` and the page ``docs/families.md``; after an interruption the same command
-continues where it stopped.
+writes ``benchmarks/results/families.json`` and the page ``docs/families.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import multiprocessing
 import os
 import sys
@@ -218,28 +215,10 @@ def _grouped(label: str, reasons: dict[str, str], limit: int = 260) -> str:
     return "; ".join(f"{label} {', '.join(group)} ({shorten(reason, limit)})" for reason, group in names.items())
 
 
-def fingerprint() -> str:
-    """Return a hash of what the results depend on: an interrupted run is only continued under the same."""
-    files = sorted([*(ROOT / "rope_patch").rglob("*.py"), *(ROOT / "benchmarks").glob("famil*.py")])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files) + transformers.__version__.encode()).hexdigest()
-
-
-def examine_all(model_types: list[str], partial: Path | None) -> list[Report]:
-    """Return the reports on types; they are kept in a file, a line each, so that a later call can continue."""
-    done: dict[str, Report] = {}
-    if partial is not None:
-        lines = partial.read_text().splitlines() if partial.is_file() else []
-        if lines[:1] == [fingerprint()]:
-            done = {report["type"]: report for report in map(json.loads, lines[1:])}
-        else:
-            partial.write_text(fingerprint() + "\n")
+def examine_all(model_types: list[str]) -> list[Report]:
+    """Return the reports on types."""
     checks, reloads = Worker(run_checks), Worker(reload_folders)
-    for model_type in tqdm([each for each in model_types if each not in done], desc="types"):
-        done[model_type] = examine(model_type, checks, reloads)
-        if partial is not None:
-            with partial.open("a") as file:
-                file.write(json.dumps(done[model_type]) + "\n")
-    return [done[model_type] for model_type in model_types]
+    return [examine(model_type, checks, reloads) for model_type in tqdm(model_types, desc="types")]
 
 
 # --- the page
@@ -285,8 +264,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.types) - set(TYPES):
         parser.error(f"not a causal language model type of transformers {transformers.__version__}: {sorted(unknown)}")
-    partial = None if options.types else RESULTS.with_suffix(".partial.jsonl")
-    results = examine_all(options.types or TYPES, partial)
+    results = examine_all(options.types or TYPES)
 
     from measuring import command, environment, write  # imports rope_patch
 
@@ -299,9 +277,8 @@ def main() -> None:
         "results": results,
     }
     write(report, options.output if options.types else options.output or RESULTS)
-    if partial is not None:
+    if not options.types:
         PAGE.write_text(page(report))
-        partial.unlink()
     print(report["counts"], file=sys.stderr)
 
 

@@ -5,14 +5,12 @@
     python benchmarks/gpu.py --text novels/*.txt --budget 25m             # on a GPU; the same command goes on
 
 The stages stand in the order of their worth. Each is a list of cells; a finished cell is in the JSON at once and is not
-measured again, so that a run may be stopped at any moment. A cell begins only if its estimated time, multiplied by how
-much slower than estimated this stage has been, fits into what is left of the stage's 8 minutes and the budget. What it
-lacks (a package, weights, a text, a GPU) is said, written under ``skipped``, and the next one begins; what ran out of
-memory is a result.
+measured again, so that a run may be stopped at any moment. A cell begins only if its estimated time fits into what is
+left of the budget. A cell that lacks something (a package, a text, a GPU) is written under ``skipped`` with the reason;
+what ran out of memory is a result.
 
-Time, estimated for one H200 and not measured (minutes): a 4, b 4.5, c 12.5, d 8.5, e 4, f 29, g 7. The first run of 25
-minutes is then a, b, the first 8 minutes of c, and d; the second the rest of c, e, 8 minutes of f, and g; what is left
-of f takes 21 more. Shorter rows come first in each stage, so that one that is cut off has every length but the longest.
+Time, estimated for one H200 and not measured (minutes): a 4, b 4.5, c 10.5, d 8.5, e 4. Shorter rows come first in each
+stage, so that one that is cut off has every length but the longest.
 
 Random weights take the place of checkpoints wherever only memory, time or equality is measured. Text is always given
 by ``--text``, never Python's own, which differs from release to release; in a rehearsal a text of this package is read.
@@ -37,15 +35,13 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with several GPUs Trainer 
 import torch
 import transformers
 
-from gpu_stages import checkpoint, correctness, decoding, from_scratch, overhead, reading, training
+from gpu_stages import correctness, decoding, overhead, reading, training
 from gpu_stages.base import Setting, Stage
-from gpu_stages.manifest import NEEDS, download_command, lacking, pack
+from gpu_stages.manifest import NEEDS, lacking
 from gpu_stages.running import Suite
 from rope_patch.packaged import data_path
 
-MODULES = (correctness, overhead, training, reading, decoding, checkpoint, from_scratch)
-STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in MODULES)
-STAGE_SECONDS = 480.0
+STAGES: tuple[Stage, ...] = tuple(module.STAGE for module in (correctness, overhead, training, reading, decoding))
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -86,10 +82,7 @@ def listing(stages: Sequence[Stage], setting: Setting) -> str:
             count = len(cells) if name in stage.needs else sum(name in cell.needs for cell in cells)
             reason = "; ".join(lacking([name], setting))
             state = f"MISSING: {reason}" if reason else "here"
-            lines.append(f"   needs {name} for {count} of {len(cells)} cells ({NEEDS[name].what}); {state}")
-    packages = [name for name, need in NEEDS.items() if need.kind == "wheel" and not lacking([name], setting)]
-    lines.append("For a machine without a network, the wheels of the packages among these that are installed here:")
-    lines.append(f"   {download_command(packages)}")
+            lines.append(f"   needs {name} for {count} of {len(cells)} cells ({NEEDS[name]}); {state}")
     return "\n".join(lines)
 
 
@@ -100,14 +93,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="English text, files")
     parser.add_argument("--stages", type=chosen, default=list(STAGES), help="letters, such as a,c")
     parser.add_argument("--budget", type=seconds, default=1500.0, help="time of the whole run; 25m by default")
-    parser.add_argument("--stage-limit", type=seconds, default=STAGE_SECONDS, help="time of a stage; 8m by default")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--tiny", action="store_true", help="rehearse every stage with tiny models")
     parser.add_argument("--again", action="store_true", help="measure finished cells again")
-    parser.add_argument("--carried", type=Path, default=Path("build/gpu"), help="folder of weights brought along")
     parser.add_argument("--list", action="store_true", help="list the stages, and measure nothing")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="collect texts and weights, and measure nothing")
-    parser.add_argument("--weights", type=Path, help="GGUF file to pack; by default the one in --carried")
     given = parser.parse_args()
     for path in given.text:
         if not path.is_file():
@@ -116,20 +105,14 @@ def main() -> None:
         parser.error("this torch sees no GPU: give --device cpu with --tiny to rehearse")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if given.device == "auto" else given.device
     text = given.text or ([data_path("assets") / "domains" / "english.txt"] if given.tiny else [])
-    output = given.output or ROOT / "benchmarks" / "results" / "gpu.json"
-    work = given.carried / "work"
-    limit = min(given.stage_limit, given.budget)
-    setting = Setting(given.tiny, device, text, given.carried, work, stage_seconds=limit)
+    name = "build/gpu_tiny.json" if given.tiny else "benchmarks/results/gpu.json"
+    output = given.output or ROOT / name
+    setting = Setting(given.tiny, device, text)
     if given.list:
         print(listing(given.stages, setting))
         return
-    if given.pack is not None:
-        print("\n".join(pack(given.pack, setting, given.weights)))
-        return
     if device == "cpu" and not given.tiny:
         parser.error("there is no GPU here: --tiny rehearses the stages on a CPU")
-    if given.tiny and given.output is None:
-        output = work / "tiny.json"
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("rope_patch").setLevel(logging.ERROR)  # it says of each identity that it changes nothing

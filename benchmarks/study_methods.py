@@ -1,6 +1,6 @@
 """Which table, untrained or after LoRA? Ten at 2 to 16 times the trained length, three checkpoints, three seeds.
 
-    python benchmarks/study_methods.py -o benchmarks/results/study_methods.json --figure docs/study.png \\
+    python benchmarks/study_methods.py -o benchmarks/results/study_methods.json \\
         --also FOLDER --text FILE
     python benchmarks/study_methods.py --quick                              # one checkpoint, one factor, two steps
 
@@ -291,27 +291,10 @@ def _passkey_change(
     }
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw perplexity of the last bucket and the passkey at the target against the factor, untrained and after LoRA."""
-    from rope_patch.plots.base import scores_by_context
-
-    panels: dict[str, Any] = {}
-    for kind, what in (("perplexity", "perplexity, last half"), ("passkey", "passkeys at full length")):
-        for row in (row for row in rows if row[kind]):
-            curves = panels.setdefault(f"{row['checkpoint']}: {what}", {})
-            factors, scores = curves.setdefault((row["table"], row["lora"]), ([], []))
-            factors.append(row["factor"])
-            scores.append(row[kind][max(row[kind], key=int)])
-    shares = [name for name in panels if "passkeys" in name]
-    title = "Eight tables beyond the trained length"
-    scores_by_context(panels, shares=shares, title=title).savefig(path, dpi=110)
-
-
 def main() -> None:
     """Measure what is missing, then summarise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=None, help="JSON to write; printed otherwise")
-    parser.add_argument("--figure", type=Path, default=None, help="PNG to draw")
     parser.add_argument(
         "--root", type=Path, default=Path("build/study"), help="folder of the results of finished cells"
     )
@@ -352,8 +335,6 @@ def main() -> None:
         "rows": rows,
     }
     write(report, given.output)
-    if given.figure:
-        draw(rows, given.figure)
 
 
 if __name__ == "__main__":

@@ -97,17 +97,11 @@ class Setting:
         tiny: rehearse with tiny models.
         device: ``cpu`` or ``cuda``.
         text: files.
-        carried: folder of the weights that were brought along.
-        work: folder for files that a cell writes.
-        stage_seconds: that a stage has.
     """
 
     tiny: bool
     device: str
     text: Sequence[Path]
-    carried: Path
-    work: Path
-    stage_seconds: float = 480.0
     _held: tuple[Any, Any] | None = None
 
     def size(self, real: Any, tiny: Any) -> Any:

@@ -81,23 +81,18 @@ class Suite:
 
     def _stage(self, stage: Stage) -> list[str]:
         print(f"{stage.key}. {stage.title}", flush=True)
-        ends = min(self.ends, self.clock() + self.setting.stage_seconds)
         part, left = self.part(stage), []
         todo = [cell for cell in stage.cells(self.setting) if self.again or not self.finished(stage, cell)]
-        spent = expected = 0.0
         for cell in todo:
             if reasons := lacking((*stage.needs, *cell.needs), self.setting):
                 part["skipped"][cell.name] = "; ".join(reasons)
                 print(f"   {cell.name}: skipped, {part['skipped'][cell.name]}", flush=True)
                 self._write(stage)
                 continue
-            pace = max(1.0, spent / expected) if expected else 1.0  # this machine may be slower than the estimates
-            if self.clock() + pace * cell.seconds > ends:
+            if self.clock() + cell.seconds > self.ends:
                 left.append(f"{stage.key}/{cell.name}")
                 continue
-            began = self.clock()
             self._measure(stage, cell)
-            spent, expected = spent + self.clock() - began, expected + cell.seconds
         if left:
             print(f"   {len(left)} cells are left: run the same command again", flush=True)
         part["left"] = [name.partition("/")[2] for name in left]

@@ -1,4 +1,4 @@
-"""Stage c: a training step on long rows: speed, memory beside what ``plan`` predicts, and two sizes to be tuned."""
+"""Stage c: a training step on long rows: speed, and memory beside what ``plan`` predicts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback,
 
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, gib, peak_tflops
-from measuring import forget_peak, peak_of, spread, synchronize, time_in_turn
-from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.modeling import loss as loss_module
-from rope_patch.modeling import prefill as prefill_module
-from rope_patch.modeling.scoring import Reader
+from measuring import forget_peak, peak_of, synchronize
 from rope_patch.planning import Plan, plan, shape_of
 from rope_patch.training.collators import Collator
 from rope_patch.training.trainer import LongTrainer
@@ -31,9 +27,6 @@ RANK = 16
 LENGTHS = (8192, 32768, 131072)
 STEPS = {8192: 6, 32768: 3, 131072: 1}
 """Steps that are timed, after one of a short row that loads what is loaded late."""
-SLICES = (256, 512, 1024, 2048, 4096)
-CHUNKS = (1024, 4096, 16384)
-ROWS = (512, 2048, 8192)
 GUESS = 0.3
 """Share of the peak that is assumed where a cell's time is estimated."""
 FORMULA = (
@@ -190,70 +183,6 @@ def memory(setting: Setting, planned: Plan, usage: dict[str, Any], model: Any, r
     }
 
 
-def loss_slices(setting: Setting, _: Results) -> dict[str, Any]:
-    """Time the loss path, forward and backward, with slices of several sizes, and measure its peak."""
-    tokens = setting.size(32768, 512)
-    model = setting.held("one layer", lambda: setting.random_model(MODEL, num_hidden_layers=1))
-    hidden = torch.randn(1, tokens, model.config.hidden_size, device=setting.device, dtype=model.dtype)
-    labels = setting.ids(tokens, model.config.vocab_size)[None]
-    library = loss_module.SLICE
-
-    def run(size: int) -> None:
-        loss_module.SLICE = size
-        try:
-            states = hidden.clone().requires_grad_()
-            loss_module.token_loss(Reader(model), states, labels)[0].backward()
-        finally:
-            loss_module.SLICE = library
-
-    sizes = [size for size in SLICES if size <= tokens]
-    times = time_in_turn({str(s): partial(run, s) for s in sizes}, setting.size(5, 1), warm_up=1, device=setting.device)
-    peaks = {str(size): gib(peak_of(partial(run, size), setting.device)[1]["peak_bytes"]) for size in sizes}
-    seconds = {size: spread(values) for size, values in times["wall"].items()}
-    best = min(seconds, key=lambda size: seconds[size]["median"])
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "peak_gib": peaks,
-        "now": library,
-        "fastest": int(best),
-        "now_over_fastest": round(seconds[str(library)]["median"] / seconds[best]["median"], 3),
-    }
-
-
-def prefill_blocks(setting: Setting, _: Results) -> dict[str, Any]:
-    """Time a chunked reading with chunks, and blocks of a mask, of several sizes."""
-    tokens = setting.size(32768, 256)
-    model = setting.held("prefill", lambda: setting.random_model(MODEL))
-    ids = setting.ids(tokens, model.config.vocab_size)
-    library = prefill_module.MANY_ROWS
-    rows = []
-    for chunk in CHUNKS if not setting.tiny else (64, 128):
-        for block in ROWS:
-            prefill_module.MANY_ROWS = block
-            try:
-                perplexity(model, ids[: 2 * chunk], chunk=chunk)
-                score, usage = peak_of(partial(perplexity, model, ids, chunk=chunk), setting.device)
-            finally:
-                prefill_module.MANY_ROWS = library
-            rows.append(
-                {
-                    "chunk": chunk,
-                    "rows": block,
-                    "seconds": round(usage["seconds"], 4),
-                    "peak_gib": gib(usage["peak_bytes"]),
-                    "nll": score.nll,
-                }
-            )
-    return {
-        "tokens": tokens,
-        "now": library,
-        "sizes": rows,
-        "fastest": min(rows, key=lambda row: row["seconds"]),
-        "largest_loss_difference": max(row["nll"] for row in rows) - min(row["nll"] for row in rows),
-    }
-
-
 def cells(setting: Setting) -> list[Cell]:
     """Return the cells, short rows first; what a long one takes is estimated from the FLOPs of its plan."""
     steps: dict[str, Cell] = {}
@@ -268,12 +197,8 @@ def cells(setting: Setting) -> list[Cell]:
             needs = ("bitsandbytes",) * (quantization == "nf4") + ("liger-kernel", "GPU") * liger
             measure = partial(step, setting, length, quantization, liger)
             steps[name] = Cell(name, math.ceil(seconds), measure, needs)
-    sizes = [
-        Cell("loss-slices", setting.seconds(20), partial(loss_slices, setting)),
-        Cell("prefill-blocks", setting.seconds(90), partial(prefill_blocks, setting)),
-    ]
-    plain = [steps.pop(f"lora-{length}") for length in LENGTHS[:2]]
-    return [*plain, sizes[0], steps.pop(f"lora-{LENGTHS[2]}"), *steps.values(), sizes[1]]
+    plain = [steps.pop(f"lora-{length}") for length in LENGTHS]
+    return [*plain, *steps.values()]
 
 
 def summary(done: Results) -> dict[str, Any]:
@@ -292,8 +217,7 @@ STAGE = Stage(
     "c",
     "a training step, against plan",
     "LoRA and QLoRA steps of a model in the shape of Llama 3.1 8B on rows of 8k, 32k and 128k, with Liger's kernels "
-    "and without: tokens/s, MFU, and peak memory beside what `plan` predicts; the size of a slice of the loss, and of "
-    "the blocks of a chunked reading, by measurement.",
+    "and without: tokens/s, MFU, and peak memory beside what `plan` predicts.",
     cells,
     summary=summary,
 )

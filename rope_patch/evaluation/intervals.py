@@ -108,7 +108,7 @@ def effective_count(groups: Sequence[Sequence[float]], confidence: float = 0.95)
     Where no value differs from another nothing tells how alike a group is: groups then count once, and such that
     Wilson's interval of none of them is the exact one of Clopper and Pearson (1934). A bootstrap or Student's interval
     over groups would have no width there, and a permutation of signs has no 95 % interval below six groups.
-    ``benchmarks/interval_coverage.py`` simulates all of these.
+    Simulations of all of these are in ``benchmarks/results/interval_coverage.json``.
 
     Args:
         groups: of equal size; differences of paired answers where the interval is of a difference.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -202,52 +202,6 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
     return figure
 
 
-def scores_by_context(
-    panels: Mapping[str, Mapping[tuple[str, bool], tuple[Sequence[float], Sequence[float]]]],
-    *,
-    shares: Collection[str],
-    title: str,
-    factors: bool = True,
-    mark: float | None = None,
-) -> Figure:
-    """Draw scores against the context: a panel per score, a line per method and state.
-
-    Args:
-        panels: what is scored to its curves: (method, whether weights were trained) to contexts and scores.
-        shares: panels whose scores are shares; the others get a logarithmic scale.
-        title: of the figure.
-        factors: contexts are factors of the trained one; otherwise lengths [tokens].
-        mark: context to mark by a vertical line, in the unit of the contexts.
-    """
-    figure, drawn = new_panels(list(panels), title, width=4.4, height=3.2, alike=False)
-    methods = list(dict.fromkeys(method for curves in panels.values() for method, _ in curves))
-    styles = dict(zip(methods, line_styles(len(methods)), strict=True))
-    for style in styles.values():  # after LoRA all lines are dotted: markers tell those of one colour apart
-        style |= {"markersize": 4, "markerfacecolor": style["color"] if style["linestyle"] == "-" else "white"}
-    for axes, (name, curves) in zip(drawn, panels.items(), strict=True):
-        for (method, trained), (contexts, scores) in curves.items():
-            look: dict[str, Any] = {"linestyle": ":", "marker": "s"} if trained else {"marker": "o"}
-            axes.plot(contexts, scores, **(styles[method] | look))
-        ticks = sorted({context for contexts, _ in curves.values() for context in contexts})
-        if mark is not None:
-            axes.axvline(mark, color="0.55", linewidth=1, linestyle=(0, (4, 3)))
-        axes.set(xscale="log", **({"ylim": (-0.03, 1.03)} if name in shares else {"yscale": "log"}))
-        axes.set_xticks(ticks, [f"{tick:g}×" if factors else _tokens(int(tick)) for tick in ticks])
-        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        if name not in shares:
-            axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-            axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
-        axes.spines[["top", "right"]].set_visible(False)
-    handles = [matplotlib.lines.Line2D([], [], label=method, marker="o", **styles[method]) for method in methods]
-    handles += [
-        matplotlib.lines.Line2D([], [], color="0.4", marker="o", markersize=4, label="untrained"),
-        matplotlib.lines.Line2D([], [], color="0.4", marker="s", markersize=4, linestyle=":", label="after LoRA"),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9,
-                  title="context, times the trained one" if factors else "tokens")  # fmt: skip
-    return figure
-
-
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG document that needs no fonts; figures made alike give the same text."""
     out = io.StringIO()
@@ -271,17 +225,15 @@ def new_figure(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def new_panels(
-    names: Sequence[str], title: str, *, width: float, height: float, alike: bool = True
-) -> tuple[Figure, list[Axes]]:
-    """Panels of so many inches, a row of them at most 10 wide, their names above; ``alike`` with the same scales."""
+def new_panels(names: Sequence[str], title: str, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels of so many inches with the same scales, a row of them at most 10 wide, their names above."""
     down = math.ceil(len(names) / max(1, min(4, int(10 / width))))
     across = math.ceil(len(names) / down)  # rows as even as can be
     labels = [wrapped(name, int(12 * width)) for name in names]
     lines = max(label.count("\n") + 1 for label in labels)
     size = (max(4.5, across * width + 1.2), down * (height + 0.16 * lines) + 0.9)
     figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(down, across, sharex=alike, sharey=alike, squeeze=False)
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     panels = list(grid.flat)
     for axes, label in zip(panels, labels, strict=False):
         axes.set_title(label, fontsize=9, loc="left")

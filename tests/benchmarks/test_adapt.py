@@ -87,7 +87,5 @@ def test_pages_say_what_the_study_measured(adapt):
     assert len(report["rows"]) == 12 and all(row["seeds"] == [0, 1, 2] for row in report["rows"])
     assert all(row["passkey"]["1024"]["prompts"] == 600 for row in report["rows"])
     lines = [line.rstrip() for line in adapt.table(report["rows"]).splitlines()]
-    recipes, page = ((ROOT / name).read_text() for name in ("recipes/README.md", "docs/adapt.md"))
+    recipes = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     assert "\n".join(lines) in recipes
-    step = json.loads((ROOT / "benchmarks" / "results" / "train_step.json").read_text())["summary"]
-    assert f"{step['loss_path_peak_stock_over']['ours']:.0f} times less memory" in page

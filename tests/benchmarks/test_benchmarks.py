@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -79,27 +78,6 @@ def test_perplexity_memory(tmp_path: Path) -> None:
     assert report["alone"]["tokens"] == 1024 and report["alone"]["peak_mb"] > 0
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
-def test_memory_of_text(tmp_path: Path) -> None:
-    report = run("memory_of_text", tmp_path, against="tokenizers", fork=True)
-    shown = report["summary"]["compare"]
-    assert shown["same_scores_on_short_texts"]
-    assert 0 < shown["peak_mb"] < shown["one_call_peak_mb_extrapolated"]
-
-
-def test_chunked_reading(tmp_path: Path) -> None:
-    report = run("chunked_reading", tmp_path, against="torch", fork=True)
-    assert report["losses"]["chunked"] == pytest.approx(report["losses"]["one_pass"], abs=0.01)  # bfloat16
-    assert {*report["summary"]["cpu"]} == {"chunks_alone", "one_pass", "chunked"}
-
-
-def test_cpu_dtypes(tmp_path: Path) -> None:
-    report = run("cpu_dtypes", tmp_path, against="torch", fork=True)
-    assert [row["dtype"] for row in report["rows"]] == ["bfloat16", "float16"]
-    assert all(0 < row["largest_difference_of_a_token"] < 1 for row in report["rows"])
-    assert all(row["nll"] == pytest.approx(row["nll_float32"], abs=0.05) for row in report["rows"])
-
-
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
 def test_train_step(tmp_path: Path) -> None:
@@ -142,15 +120,6 @@ def test_retrieval_grid(tmp_path: Path) -> None:
             assert row[figure]["lm_eval_tokens"] <= row["prompts"] * (row["length"] - 1)
             assert row[figure]["tokens_ratio"] > 1
         assert row["outputs"] and any(row["outputs"])
-
-
-def test_kv_check(tmp_path: Path) -> None:
-    report = run("kv_check", tmp_path, against="transformers", fork=True)
-    assert report["summary"]["bar_reached"]["same_loss_in_float64"]
-    (row,) = report["rows"]
-    assert row["scheme"] == "int4-token" and row["tokens"] == 48
-    assert 0 < row["largest_loss_difference_float64"] < 1e-5
-    assert report["summary"]["least_speedup"] == row["decoded_over_one_pass"]["median"] > 0
 
 
 def test_engine_tables(tmp_path: Path) -> None:
@@ -235,83 +204,3 @@ def test_study_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = cell.stat().st_mtime_ns
     assert run("study_methods", tmp_path, against="transformers")["rows"] == report["rows"]
     assert cell.stat().st_mtime_ns == before
-
-
-@pytest.mark.full
-def test_kv_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where it keeps its cells
-    report = run("kv_study", tmp_path, against="transformers")
-    rows = {(row["table"], row["name"]): row for row in report["rows"]}
-    assert len(rows) == 2 * 5 == len(report["rows"])
-    saved = {row["table"]: row for row in report["summary"] if row["mitigation"] == "int4 centred"}
-    for table in ("default", "p_rope"):
-        assert rows[table, "none"]["nll_change"] == 0
-        costs = [rows[table, name]["nll_change"] for name in ("int4", "int4 centred")]
-        assert saved[table]["nll_cost"] == pytest.approx(costs)
-        assert saved[table]["nll_saved"] == pytest.approx(costs[0] - costs[1])
-    # Without unrotated pairs there is nothing to centre.
-    assert saved["default"]["nll_saved"] == 0 != saved["p_rope"]["nll_saved"]
-    assert saved["default"]["logit_error_ratio"] == 1 < saved["p_rope"]["logit_error_ratio"]
-    cell = tmp_path / "build/kv_study/quick/llama-default-before.json"
-    before = cell.stat().st_mtime_ns
-    assert run("kv_study", tmp_path, against="transformers")["rows"] == report["rows"]  # nothing is measured twice
-    assert cell.stat().st_mtime_ns == before
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads its memory from Linux's /proc")
-def test_analysis_overhead(tmp_path: Path) -> None:
-    report = run("analysis_overhead", tmp_path, against="transformers")
-    assert {(row["side"], row["tokens"]) for row in report["time"]} == {
-        (side, tokens) for side in ("capture", "masses") for tokens in (256, 1024)
-    }
-    for row in report["time"]:
-        assert row["rounds"] == 2 and min(row["bare_s"], row[f"{row['side']}_s"]) > 0
-        assert row["wall_ratio"]["median"] > 0 and row["cpu_ratio"]["median"] > 0
-    peaks = {(row["side"], row["tokens"]): row for row in report["memory"]}
-    assert peaks.keys() == {(side, n) for side in ("bare", "capture", "store", "masses") for n in (256, 1024)}
-    for (side, tokens), row in peaks.items():
-        more = row["peak_mb"] - peaks["bare", tokens]["peak_mb"]
-        assert row["peak_mb"] > 0 and (side == "bare" or row["above_bare_mb"] == pytest.approx(more, abs=0.02))
-    # Queries, keys and values of 4 layers: 2 + 1 + 1 heads of 64, float32.
-    stored = peaks["store", 1024]["above_bare_mb"]
-    assert stored == pytest.approx(4 * 4 * 64 * 4 * 1024 / 1e6, abs=1)
-    assert peaks["capture", 1024]["above_bare_mb"] < stored / 2 < peaks["masses", 1024]["above_bare_mb"]
-    # Capture saw the very states that were stored.
-    assert report["summary"]["largest_mean_difference"] < 1e-5
-    bars, shown = report["bars"], report["summary"]
-    assert bars["capture_time"]["worst"] == max(shown["wall_over_bare"]["capture"].values())
-    assert bars["capture_time"]["reached"] == (bars["capture_time"]["worst"] <= 1.5)
-    assert bars["capture_memory_flat"]["capture_above_bare_mb"] == shown["above_bare_mb"]["capture"]
-
-
-@pytest.mark.parametrize(
-    ("ratios", "capture", "on_time", "flat"),
-    [
-        ((1.5, 1.1), (1.0, 1.0, 2.9), True, True),  # 1.9 of the 96 MB by which storing grows
-        ((1.1, 1.51), (1.0, 0.5, 0.2), False, True),
-        ((1.0, 1.0), (1.0, 3.0, 1.0), True, False),  # the largest counts, not the last
-    ],
-)
-def test_the_bars_of_the_analysis_are_computed(
-    monkeypatch: pytest.MonkeyPatch, ratios: Any, capture: Any, on_time: bool, flat: bool
-) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    check_bars = importlib.import_module("analysis_overhead").check_bars
-    lengths = (100, 200, 400)
-    times = [
-        {"side": "capture", "tokens": n, "wall_ratio": {"median": value}}
-        for n, value in zip(lengths, ratios, strict=False)
-    ]
-    times.append({"side": "masses", "tokens": 100, "wall_ratio": {"median": 9.0}})
-    memory = [
-        {"side": "capture", "tokens": n, "above_bare_mb": value} for n, value in zip(lengths, capture, strict=True)
-    ]
-    memory += [{"side": "store", "tokens": n, "above_bare_mb": 0.32 * n} for n in lengths]
-    memory += [{"side": "masses", "tokens": n, "above_bare_mb": 9.0 * n} for n in lengths]
-    bars = check_bars(times, memory)
-    assert bars["capture_time"]["reached"] is on_time and bars["capture_time"]["worst"] == max(ratios)
-    assert bars["capture_memory_flat"]["reached"] is flat
-    assert bars["capture_memory_flat"]["capture_growth_mb"] == round(max(capture) - capture[0], 2)
-    # One length alone says nothing of growth.
-    assert check_bars(times, [row for row in memory if row["tokens"] == 100])["capture_memory_flat"]["reached"] is None

@@ -1,0 +1,180 @@
+"""The main numbers of the pages are those of the committed results, rounded as the pages round them.
+
+``NUMBERS`` has a row for each statement: the page, the words as they stand there, and the values of the numbers in
+these words, in their order, as keys of files in ``benchmarks/results``. Whoever changes a statement changes its row.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if not (ROOT / "benchmarks").is_dir():
+    pytest.skip("not in the source distribution", allow_module_level=True)
+
+LINK = re.compile(r"\]\((?:\.\./)*(benchmarks/results/[^)#]+)\)")
+NUMBER = re.compile(r"(?<![\w.-])\d*\.?\d+(?![\w]|\.\d)")
+"""A number that is no part of a name such as SmolLM2-135M."""
+
+
+@functools.cache
+def result(name: str) -> Any:
+    """Return a file of benchmarks/results."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def row(rows: Iterable[dict[str, Any]], **like: Any) -> dict[str, Any]:
+    """Return the only one of these objects whose keys have these values."""
+    (found,) = [each for each in rows if all(each[key] == value for key, value in like.items())]
+    return found
+
+
+def smollm2(table: str, key: str = "12288-16384") -> float:
+    """Return the perplexity of SmolLM2 at these positions of windows of 16384 tokens of novels, untrained."""
+    rows = result("study_smollm2")["text"]
+    found = row(rows, table=table, length=16384, text="novels", state="zero", factor=2, seed=0)
+    return float(found["perplexity"][key])
+
+
+def lost(table: str) -> list[float]:
+    """Return the least and the greatest rise of SmolLM2's perplexity up to position 8192 [%]."""
+    spans = ("0-1024", "1024-2048", "2048-4096", "4096-8192")
+    rises = [100 * (smollm2(table, span) / smollm2("default", span) - 1) for span in spans]
+    return [min(rises), max(rises)]
+
+
+def toy(table: str, factor: int, *, lora: bool = False) -> dict[str, Any]:
+    """Return what the study measured on the bundled Llama."""
+    return row(result("study_methods")["rows"], checkpoint="llama", table=table, factor=factor, lora=lora)
+
+
+def passkeys(tables: Iterable[str], factor: int, *, lora: bool = False) -> list[float]:
+    """Return the shares of passkeys that the bundled Llama finds at ``factor`` times its context."""
+    return [toy(table, factor, lora=lora)["passkey"][str(256 * factor)] for table in tables]
+
+
+def memory(side: str, key: str = "peak_mb") -> float:
+    """Return the memory that a text of 32768 tokens takes [MB]."""
+    return float(row(result("perplexity_memory")["memory"], tokens=32768, side=side)[key])
+
+
+def cpu(mode: str) -> list[float]:
+    """Return the least and the greatest CPU time of lm-eval's retrieval over ours."""
+    ratios = [each["asking"]["cpu_ratio"]["median"] for each in result("retrieval_grid")["results"]]
+    modes = [each["mode"] for each in result("retrieval_grid")["results"]]
+    chosen = [ratio for ratio, other in zip(ratios, modes, strict=True) if other == mode]
+    return [min(chosen), max(chosen)]
+
+
+def processes() -> list[float]:
+    """Return the seconds that one, two and four processes took, without starting them."""
+    seconds = {each["processes"]: each["seconds_without_start"] for each in result("many_processes")["rows"]}
+    return [seconds[1], seconds[2], seconds[4]]
+
+
+NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
+    ("README.md", "perplexity 32 in the last quarter, 382 without", lambda: [smollm2("yarn"), smollm2("default")]),
+    ("README.md", "3 to 4 % lost up to", lambda: lost("yarn")),
+    ("README.md", "and 6 to 12 % lost", lambda: lost("abf")),
+    (
+        "README.md",
+        "12.4 in the last half, 42.7 without",
+        lambda: [toy(table, 4)["perplexity"]["1024"] for table in ("YaRN", "default")],
+    ),
+    ("README.md", "passkeys .91, none without", lambda: passkeys(["YaRN"], 4)),
+    ("README.md", "passkeys .89, with `abf` .60, with `ntk` .02", lambda: passkeys(["YaRN", "ABF", "NTK"], 8)),
+    ("README.md", "passkeys .80, after LoRA .89", lambda: passkeys(["YaRN"], 16) + passkeys(["YaRN"], 16, lora=True)),
+    ("README.md", "with `abf` 0 and .24", lambda: passkeys(["ABF"], 16) + passkeys(["ABF"], 16, lora=True)),
+    (
+        "README.md",
+        "121 of the 189 causal language models",
+        lambda: [result("families")["counts"]["works"], len(result("families")["results"])],
+    ),
+    ("docs/extend.md", "perplexity of 382", lambda: [smollm2("default")]),
+    ("docs/measure.md", "8393 MB above a small model", lambda: [memory("lm_eval")]),
+    ("docs/measure.md", "454 MB in one pass and 206 MB in chunks", lambda: [memory("one_pass"), memory("chunked")]),
+    ("docs/measure.md", "134 MB of that the KV cache", lambda: [memory("chunked", "cache_mb")]),
+    ("docs/measure.md", "1.5 to 1.9 times less CPU in mode `single`", lambda: cpu("single")),
+    ("docs/measure.md", "4.1 to 6.3 times less in `multikey`", lambda: cpu("multikey")),
+    (
+        "docs/many-processes.md",
+        "24.6 s with one process of one thread, 12.5 s with two and 13.6 s with four",
+        processes,
+    ),
+    (
+        "docs/adapt.md",
+        "14 times less memory",
+        lambda: [result("train_step")["summary"]["loss_path_peak_stock_over"]["ours"]],
+    ),
+    ("docs/smollm2.md", "17 hours", lambda: [result("study_smollm2")["minutes"] / 60]),
+    (
+        "docs/study.md",
+        "12.4 (ABF 12.7, not significantly more; NTK 13.9, p-RoPE 37, plain 43, PI 55)",
+        lambda: [toy(table, 4)["perplexity"]["1024"] for table in ("YaRN", "ABF", "NTK", "p-RoPE", "default", "PI")],
+    ),
+]
+
+
+def disagreement(words: str, values: list[float]) -> str | None:
+    """Return why the numbers in some words are not these values, rounded; None where they are."""
+    written = NUMBER.findall(words)
+    if len(written) != len(values):
+        return f"{words!r} has {len(written)} numbers, its row {len(values)}"
+    for number, value in zip(written, values, strict=True):
+        digits = len(number.partition(".")[2])
+        if abs(value - float(number)) > 0.5 * 10**-digits * (1 + 1e-6):
+            return f"{words!r}: {number} is {value:.6g}"
+    return None
+
+
+@pytest.mark.parametrize(("page", "words", "values"), NUMBERS, ids=[f"{row[0]}: {row[1]}" for row in NUMBERS])
+def test_a_number_on_a_page_is_that_of_the_results(page: str, words: str, values: Callable[[], list[float]]) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert words in text, f"{page} does not say {words!r}: change the row in {Path(__file__).name} with the page"
+    assert disagreement(words, values()) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "agrees"),
+    [
+        ("It is 12.4.", [12.4321], True),
+        ("It is 12.5.", [12.4321], False),
+        ("It is 12.", [12.4321], True),
+        ("It is .91 and .96.", [0.911, 0.954], False),
+        ("It is .91.", [0.911, 0.954], False),
+        ("SmolLM2-135M reads 3 %.", [3.2], True),
+    ],
+)
+def test_numbers_agree_where_they_round_to_what_is_written(words: str, values: list[float], agrees: bool) -> None:
+    assert (disagreement(words, values) is None) == agrees
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), ROOT / "benchmarks" / "README.md"]
+
+
+def test_pages_link_to_results_that_exist() -> None:
+    named = {name for page in pages() for name in LINK.findall(page.read_text(encoding="utf-8"))}
+    assert named
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+def test_every_result_is_in_the_index_with_what_made_it() -> None:
+    """The script that made a result is there, or the index says at which commit it was measured."""
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)\.json` \| (.*) \|$", text, re.MULTILINE))
+    assert not {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} - set(rows)
+    for name, origin in rows.items():
+        script = re.search(r"benchmarks/\w+\.py", origin)
+        assert "measured at" in origin or (script and (ROOT / script[0]).is_file()), name
+
+
+def test_pages_hold_no_comments() -> None:
+    assert not [page.name for page in pages() if "<!--" in page.read_text(encoding="utf-8")]
