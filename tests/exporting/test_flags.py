@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from commands import fail, run
+from support.gguf_files import write_toy
 from tiny import SIZE, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Olmo3Config
 
 import rope_patch
-from rope_patch.exporting import export
+from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.exporting.flags import flags
 from rope_patch.patching.verify import inspect_model
 
-BUNDLED = rope_patch.data_path("assets") / "llama"
 METHODS = [
     "pi:factor=4",
     "abf",
@@ -125,13 +125,13 @@ def test_llama_cpp_refuses_what_its_options_cannot_express(base, method):
 
 
 def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
-    export(BUNDLED, tmp_path / "plain.gguf", to="gguf")
-    assert "--rope-scale 4" in flags(tmp_path / "plain.gguf", "yarn:factor=4", "llama.cpp", target_length=1024).lines
-    export(BUNDLED, tmp_path / "p.gguf", to="gguf", method="truncated")
+    write_toy(tiny_model(), tmp_path / "plain.gguf")
+    assert "--rope-scale 4" in flags(tmp_path / "plain.gguf", "yarn:factor=4", "llama.cpp", target_length=256).lines
+    patch_gguf(tmp_path / "plain.gguf", "truncated", tmp_path / "p.gguf")
     with pytest.raises(ValueError, match=r"patched already|of its own"):
-        flags(tmp_path / "p.gguf", "yarn:factor=4", "llama.cpp", target_length=1024)
+        flags(tmp_path / "p.gguf", "yarn:factor=4", "llama.cpp", target_length=256)
     with pytest.raises(ValueError, match="give the checkpoint's folder"):
-        flags(tmp_path / "plain.gguf", "yarn:factor=4", "vllm", target_length=1024)
+        flags(tmp_path / "plain.gguf", "yarn:factor=4", "vllm", target_length=256)
 
 
 def test_the_command_prints_lines_to_copy(base):
