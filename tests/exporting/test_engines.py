@@ -295,24 +295,3 @@ def byte_fallback():
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-
-
-@pytest.mark.parametrize(("method", "harmless"), [("pi:factor=4", True), ("yarn:factor=4", False)])
-def test_a_context_shift_scales_keys_twice(base, tmp_path, method, harmless):
-    """Why the documentation warns of it: moved keys are rotated again, and multiplied by the scaling again."""
-    path, ids = tmp_path / "m.gguf", tokens()[:101]
-    patch_gguf(base, method, path)
-    cache = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    llama = llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, n_threads=1, verbose=False, **cache)
-    try:
-        llama.eval(ids)
-        straight = np.array(llama.scores[100])
-        llama.reset()
-        llama.eval(ids[:100])
-        llama_cpp.llama_memory_seq_add(llama_cpp.llama_get_memory(llama.ctx), 0, 0, -1, 8)
-        llama.n_tokens = 108
-        llama.eval(ids[100:])
-        off = float(np.abs(llama.scores[108] - straight).max())
-    finally:
-        llama.close()
-    assert (off < 1e-3) is harmless
