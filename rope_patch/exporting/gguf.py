@@ -81,7 +81,7 @@ def export_gguf(
         with copied(weights, scratch / name, progress=on_progress, link_weights=True) as folder:
             model.config.save_pretrained(folder)
             restore_length(folder)
-        on_progress(f"the weights, with {converter.name}")
+        on_progress(f"the weights, converted by {converter.name}")
         opened = _converted(scratch / name, scratch / "unpatched.gguf", converter, dtype)
         _check_family(opened, base, graph, converter)
         opened = with_table(opened, base, graph, None)  # of some bases the converter writes a part, or nothing
