@@ -20,8 +20,6 @@ import numpy as np
 
 from rope_patch.files import file_in_one_move
 
-Progress = Callable[[str], None]
-
 ARCHITECTURE, ALIGNMENT = "general.architecture", "general.alignment"
 _VERSION = 3
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -280,7 +278,6 @@ def write_gguf(
     *,
     alignment: int = 32,
     overwrite: bool = False,
-    progress: Progress = lambda _: None,
     on_bytes: Callable[[int, int], None] = lambda written, total: None,
 ) -> Path:
     """Write a GGUF file under a temporary name beside ``out``, tensor after tensor, and rename it.
@@ -291,7 +288,6 @@ def write_gguf(
         pieces: the tensors, in the order of the file.
         alignment: of every tensor in the file [bytes].
         overwrite: replace a file that exists.
-        progress: called with the name of each tensor before it is written.
         on_bytes: called with the bytes of tensors that are written so far, and those of all.
 
     Raises:
@@ -314,7 +310,6 @@ def write_gguf(
         file.write(b"\0" * (-file.tell() % alignment))
         written = 0
         for piece in pieces:
-            progress(piece.name)
             data = np.ascontiguousarray(piece.read()).reshape(-1).view(np.uint8).data
             if len(data) != piece.size:
                 raise ValueError(f"{piece.name} has {len(data)} bytes, and its shape says {piece.size}")

@@ -248,7 +248,8 @@ def _taken_out(opened: GGUFFile) -> dict[str, Any]:
 
 
 def _piece(name: str, shape: tuple[int, ...], kind: str, data: bytes) -> Piece:
-    piece = Piece(name, shape, gguf().GGMLQuantizationType[kind], lambda: np.frombuffer(data, np.uint8))
+    numbers = np.frombuffer(data, "<f4" if kind == "F32" else np.uint8)
+    piece = Piece(name, shape, gguf().GGMLQuantizationType[kind], lambda: numbers)
     if name not in FACTOR_TENSORS or piece.size != len(data):
         raise ValueError(f"{name} of shape {shape} has {len(data)} bytes")
     return piece
@@ -262,8 +263,7 @@ def _check_one_table(opened: GGUFFile, table: RotaryTable, path: str | Path) -> 
     architecture = str(opened.value("general.architecture"))
     if architecture in LAYERED:
         on_top = (
-            "patch the checkpoint and put its table onto this file, rope-patch export CHECKPOINT --to gguf --gguf "
-            f"{path}"
+            "patch the checkpoint and write a file of it, rope-patch export CHECKPOINT --to gguf --converter PATH"
             if architecture in {graph.architecture for graph in GRAPHS.values()}
             else f"llama.cpp's graph for it reads no rotary factors (seen at {CHECKED}). A plain table of another base "
             "needs none: give the engine --rope-freq-base"

@@ -173,6 +173,7 @@ def copied(
     overwrite: bool = False,
     progress: Callable[[str], None] = lambda _: None,
     dtype: torch.dtype = torch.float32,
+    link_weights: bool = False,
 ) -> Iterator[Path]:
     """Give a folder with a copy of a checkpoint's files, its config and patch record left out, that becomes ``out``.
 
@@ -182,6 +183,7 @@ def copied(
         overwrite: write into a folder that holds files.
         progress: called with the name of each file before it is copied.
         dtype: of the weights of a GGUF file, which are dequantized.
+        link_weights: link the safetensors files instead, for a program that only reads them.
 
     Raises:
         ValueError: ``out`` is in the way.
@@ -191,7 +193,9 @@ def copied(
     if Path(source).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
     if is_gguf(out):
-        raise ValueError(f"a folder is written, got {str(out)!r}: rope-patch export --to gguf makes a file of it")
+        raise ValueError(
+            f"a folder is written, got {str(out)!r}: rope-patch export --to gguf --converter PATH makes a file of it"
+        )
     check_free(out, overwrite)
     if is_gguf(source):
         with folder_in_one_move(out, overwrite=overwrite) as folder:
@@ -210,5 +214,14 @@ def copied(
                 progress(f"nothing of the subfolder {path.name}")
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.startswith("."):
                 progress(path.name)
-                shutil.copyfile(path, folder / path.name)
+                if not (link_weights and path.suffix == ".safetensors" and _linked(path, folder / path.name)):
+                    shutil.copyfile(path, folder / path.name)
         yield folder
+
+
+def _linked(path: Path, place: Path) -> bool:
+    """Link a file, and tell whether the system allows that; Windows asks for a right of the user."""
+    with contextlib.suppress(OSError):
+        place.symlink_to(path.resolve())
+        return True
+    return False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,11 +55,12 @@ def export(
             "two lists of the type longrope).",
         ),
     ] = "table",
-    gguf: Annotated[
+    converter: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --to gguf: copy the tensors from this GGUF file of the base model, in any quantization.",
+            help="With --to gguf: the path of llama.cpp's own convert_hf_to_gguf.py, which writes the weights. It is "
+            "in llama.cpp's repository and in the package convert-hf-to-gguf.",
             show_default=False,
         ),
     ] = None,
@@ -97,40 +96,25 @@ def export(
     if Path(model).is_file() and not is_gguf(model):
         raise ValueError(f"{model} is a file: MODEL is a checkpoint's folder or a GGUF file")
     check_source(model)
-    if gguf is not None and not gguf.is_file():
-        raise FileNotFoundError(f"no file {str(gguf)!r}")
-    with _pieces(to, hidden=as_json) as on_progress:
-        written = write(
-            model,
-            output,
-            to=to,
-            form=form,
-            method=method,
-            base_gguf=gguf,
-            dtype=dtype,
-            lora=lora,
-            overwrite=force,
-            on_progress=on_progress,
-            target_length=target_length,
-            layer_types=layer_types,
-            freeze_at=freeze_at,
-        )
+    written = write(
+        model,
+        output,
+        to=to,
+        form=form,
+        method=method,
+        converter=converter,
+        dtype=dtype,
+        lora=lora,
+        overwrite=force,
+        on_progress=say_copied,
+        target_length=target_length,
+        layer_types=layer_types,
+        freeze_at=freeze_at,
+    )
     if as_json:
         print_json(written | {"output": str(output)})
     else:
         _print(written, output)
-
-
-@contextlib.contextmanager
-def _pieces(to: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
-    """Yield what is called with each piece that is copied: a file, or for GGUF one of hundreds of tensors."""
-    if to != "gguf":
-        yield say_copied
-        return
-    from tqdm import tqdm
-
-    with tqdm(unit=" tensors", delay=1, disable=hidden) as bar:  # an error comes before that
-        yield lambda name: bar.update()
 
 
 def _print(written: dict[str, Any], output: Path) -> None:

@@ -125,7 +125,8 @@ def extend(
             "--export",
             parser=value_of("--export", items),
             metavar="ENGINES",
-            help="Engines to export the result to as well, separated by spaces: gguf (llama.cpp), vllm, sglang.",
+            help="Engines to export the result to as well, separated by spaces: vllm, sglang, and of a GGUF file gguf "
+            "(llama.cpp).",
             show_default=False,
         ),
     ] = "",

@@ -355,7 +355,9 @@ def _check_places(model: str, output: Path) -> None:
     if Path(model).is_dir() and output.exists() and output.samefile(model):
         raise ValueError(f"{output} is the checkpoint itself: give another output folder")
     if output.suffix == ".gguf" and not output.is_dir():
-        raise ValueError(f"fit writes a folder, got {str(output)!r}: rope-patch export --to gguf makes a file of it")
+        raise ValueError(
+            f"fit writes a folder, got {str(output)!r}: rope-patch export --to gguf --converter PATH makes a file of it"
+        )
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{str(output)!r} is a file: give a folder to write")
 

@@ -259,8 +259,7 @@ def _llama_cpp_fix(source: str | Path, stated: StatedConfig) -> str:
         return f"none: {error}"
     if len(stated.tables) > 1 and graph.architecture != "gemma4":
         return "none: a GGUF file holds one table, and this model has one for each layer type"
-    base = "" if graph.architecture == "llama" else " --gguf BASE.gguf"
-    return f"rope-patch export {source} --to gguf{base} -o FILE.gguf"
+    return f"rope-patch export {source} --to gguf --converter PATH -o FILE.gguf"
 
 
 # --- GGUF files ------------------------------------------------------------------------------------------------------

@@ -13,10 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rope_patch import checkpoints
+from rope_patch.checkpoints.gguf_file import check_out, gguf
 from rope_patch.checkpoints.gguf_reader import read_once
+from rope_patch.checkpoints.gguf_table import CHECKED
 from rope_patch.checkpoints.offline import check_free, skeleton
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED
 from rope_patch.exporting.folders import export_folder, read_tables
+from rope_patch.exporting.gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.exporting.lora import check_adapter, copy_adapter
 from rope_patch.exporting.two_lists import NOTE, about_two_tables, two_lists
 from rope_patch.files import is_gguf, scratch_folder
@@ -39,13 +42,13 @@ class ExportRequest:
     form: str
     method: MethodLike | None
     options: Mapping[str, Any]
-    base_gguf: str | Path | None
+    converter: str | Path | None
     dtype: str
     lora: bool
     overwrite: bool
 
     def check(self, adapter: bool, gguf: bool = False) -> None:
-        """Raise ValueError for options that do not go together.
+        """Raise ValueError for options that do not go together, FileNotFoundError for a converter that is not there.
 
         Args:
             adapter: whether the source is an adapter.
@@ -66,15 +69,18 @@ class ExportRequest:
             raise ValueError("form 'partial' moves rows of the weights: it is for folders of whole or merged models")
         if self.form == "two-lists" and self.to == "gguf":
             raise ValueError("form 'two-lists' is for folders: a GGUF file holds one table")
-        if self.base_gguf is not None and self.to != "gguf":
-            raise ValueError("a base GGUF file is for to='gguf'")
-        if self.base_gguf is not None and adapter:
+        if self.converter is not None and self.to != "gguf":
+            raise ValueError("converter is for to='gguf': other exports need no program of llama.cpp")
+        if self.to == "gguf" and self.lora:
             raise ValueError(
-                "tensors of a base GGUF file are copied as they are, and the adapter would be lost: leave the file out "
-                "to write the merged model, or patch the base's GGUF with the adapter's method and keep the adapter "
-                "(lora) beside it"
+                "llama.cpp's own convert_lora_to_gguf.py writes an adapter as a GGUF file, to be loaded beside that of "
+                "its patched base: leave lora out to merge it"
             )
-        copied = self.lora or self.base_gguf is not None or (self.to != "gguf" and not adapter and not gguf)
+        if self.to == "gguf" and self.converter is None:
+            raise ValueError(NEEDS_CONVERTER)
+        if self.converter is not None and not Path(self.converter).is_file():
+            raise FileNotFoundError(f"no file {self.converter}: converter is llama.cpp's convert_hf_to_gguf.py")
+        copied = self.lora or (self.to != "gguf" and not adapter and not gguf)
         if self.dtype != "auto" and copied:
             raise ValueError("dtype is for merged weights and new GGUF files: here tensors are copied as they are")
         if self.lora and not adapter:
@@ -97,7 +103,7 @@ def export(
     to: str,
     form: str = "table",
     method: MethodLike | None = None,
-    base_gguf: str | Path | None = None,
+    converter: str | Path | None = None,
     dtype: str = "auto",
     lora: bool = False,
     overwrite: bool = False,
@@ -117,9 +123,9 @@ def export(
         to: engine: ``"hf"`` (transformers 5 and 4), ``"vllm"``, ``"sglang"`` or ``"gguf"`` (llama.cpp).
         form: ``"table"``, or ``"partial"`` for p-RoPE on families that rotate a part of each head.
         method: patch to apply on the way, for a model that has none.
-        base_gguf: for ``to="gguf"``, a GGUF file of the base model to copy the tensors from.
-        dtype: of merged weights, of those read from a GGUF file (by default float32), and of those of a GGUF file
-            written without ``base_gguf``.
+        converter: for ``to="gguf"``, the path of llama.cpp's own ``convert_hf_to_gguf.py``, which writes the weights.
+        dtype: of merged weights, of those read from a GGUF file (by default float32), and of those of a new GGUF file
+            (by default what the converter chooses).
         lora: keep an adapter an adapter.
         overwrite: write into a folder that holds files.
         on_progress: called with the name of each file before it is copied.
@@ -144,7 +150,7 @@ def export(
         ('vLLM', ['longrope'])
     """
     output = Path(output)
-    request = ExportRequest(to, form, method, options, base_gguf, dtype, lora, overwrite)
+    request = ExportRequest(to, form, method, options, converter, dtype, lora, overwrite)
     if not isinstance(model, nn.Module):
         source = Path(model) if Path(model).exists() else model
         with read_once(source):
@@ -164,14 +170,8 @@ def _export(
     request.check(adapter, gguf=is_gguf(source))
     overwrite = request.overwrite
     if request.to == "gguf":
-        from rope_patch.checkpoints.gguf_file import check_out
-
+        gguf()  # now, so that an error comes
         check_out(output, overwrite=overwrite)  # before an adapter is merged, which takes long
-    if request.to == "gguf" and request.lora:
-        from rope_patch.exporting import gguf
-
-        gguf.export_gguf_lora(source, output, overwrite=overwrite, on_progress=on_progress)
-        return _gguf_summary(["load it beside the GGUF of the patched base: it fits no other tables"])
     if request.to != "gguf":
         check_free(output, overwrite)
     for place in (source, checkpoints.adapter_base(source)) if adapter else ():
@@ -183,22 +183,34 @@ def _export(
             apply(model, request.method, **request.options)
         if request.to != "gguf":
             return _folder(model, weights, source, output, request, adapter and request.lora, on_progress)
-        from rope_patch.exporting import gguf
+        return _gguf(model, weights, output, request, name, on_progress)
 
-        gguf.export_gguf(
-            model,
-            output,
-            base=request.base_gguf,
-            weights=weights,
-            name=name,
-            dtype="float16" if request.dtype == "auto" else request.dtype,
-            overwrite=overwrite,
-            on_progress=on_progress,
+
+def _gguf(
+    model: PreTrainedModel,
+    weights: str | Path,
+    output: Path,
+    request: ExportRequest,
+    name: str,
+    on_progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write a GGUF file for llama.cpp."""
+    notes = about_two_tables(find_rotary(model).record)
+    if not all(table.is_geometric for table in inspect_model(model).tables):
+        notes.append(
+            f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(output)!r}) reads all"
         )
-        short = about_two_tables(find_rotary(model).record)
-        plain = all(table.is_geometric for table in inspect_model(model).tables)
-        lost = f"transformers' own reader (gguf_file=) takes its base alone: rope_patch.load({str(output)!r}) reads all"
-        return _gguf_summary([*short, *([] if plain else [lost])])
+    export_gguf(
+        model,
+        weights,
+        output,
+        converter=Path(str(request.converter)),
+        name=name,
+        dtype=request.dtype,
+        overwrite=request.overwrite,
+        on_progress=on_progress,
+    )
+    return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}
 
 
 def _save(model: nn.Module, folder: Path, origin: str) -> None:
@@ -288,9 +300,3 @@ def _folder(
         lists=lists,
         dtype=torch.float32 if request.dtype == "auto" else getattr(torch, request.dtype),
     )
-
-
-def _gguf_summary(notes: list[str]) -> dict[str, Any]:
-    from rope_patch.checkpoints.gguf_table import CHECKED
-
-    return {"engine": "llama.cpp", "checked_against": CHECKED, "shown_by": "make test-engines", "notes": notes}

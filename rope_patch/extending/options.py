@@ -39,7 +39,7 @@ class ExtendOptions:
         train_text: file, folder or dataset to train on; None for the text that ships with Python.
         train_rows: rows of the training, rounded up to a multiple of 8; None for as many as half of the budget has time
             for, 200 without a budget.
-        exports: engines to export to as well: ``"gguf"``, ``"vllm"``, ``"sglang"``.
+        exports: engines to export to as well: ``"vllm"``, ``"sglang"``, and of a GGUF file ``"gguf"``.
         budget: time for measuring and training; None for what suits the size of the model [s].
         tasks: retrieval tasks.
         mode: ``"single"``, or ``"multikey"``, which is harder and reads a haystack once for all depths.

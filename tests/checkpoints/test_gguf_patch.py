@@ -6,28 +6,28 @@ What a file holds is read with gguf's own reader, and what it computes with tran
 from __future__ import annotations
 
 import json
+import resource
+import shutil
+import tracemalloc
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from fresh import stock_logits
-from gguf_files import rewritten, saved
 from subsets import byte_level_llama
-from tiny import LLAMA3, ids, logits
+from support.gguf_files import quantized, rewritten, saved, stated, write_toy
+from tiny import LLAMA3, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch import PatchError
-
-gguf = pytest.importorskip("gguf")
-
-from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf  # noqa: E402
-from rope_patch.checkpoints.gguf_patch import BEFORE_KEY, patch_gguf, restore_gguf  # noqa: E402
-from rope_patch.checkpoints.gguf_table import RECORD_KEY  # noqa: E402
-from rope_patch.exporting.gguf import export_gguf  # noqa: E402
+from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf
+from rope_patch.checkpoints.gguf_patch import BEFORE_KEY, patch_gguf, restore_gguf
+from rope_patch.checkpoints.gguf_table import RECORD_KEY
+from rope_patch.frequencies import geometric
 
 TOKENS = ids(48) % 96
-Q4_1 = gguf.GGMLQuantizationType.Q4_1
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +35,23 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 
 
-def quantized(path, out):
-    """A copy of a file whose matrices are Q4_1."""
-    pieces = [
-        Piece(p.name, p.shape, Q4_1, lambda p=p: gguf.quants.quantize(p.read(), Q4_1)) if len(p.shape) > 1 else p
-        for p in open_gguf(path).pieces
-    ]
-    return rewritten(path, out, [Key.of("general.file_type", 3, "UINT32")], pieces)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tokenizer):
     """A GGUF of the tiny Llama in Q4_1: context 64, base 1e4, heads of 16."""
     folder = tmp_path_factory.mktemp("base")
-    plain = export_gguf(saved(folder / "llama"), folder / "plain.gguf", dtype="float32", tokenizer=tokenizer)
-    return quantized(plain, folder / "base.gguf")
+    plain = write_toy(tiny_model(vocab_size=1024), folder / "plain.gguf", tokenizer)
+    return quantized(plain, folder / "base.gguf", "Q4_1")
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory):
+    """A folder with Llama 3.1's smoothing, and the GGUF that llama.cpp's converter writes of it: with factors."""
+    folder = tmp_path_factory.mktemp("llama3")
+    model = AutoModelForCausalLM.from_pretrained(
+        saved(folder / "model", rope_parameters=LLAMA3, max_position_embeddings=512)
+    )
+    factors = geometric(1e4, 16) / model.model.rotary_emb.inv_freq
+    return folder / "model", write_toy(model, folder / "own.gguf", factors=factors)
 
 
 @pytest.mark.parametrize("alignment", [32, 256])
@@ -69,13 +71,6 @@ def keys(path):
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items() if "GGUF." not in name}
 
 
-def stated(path, architecture, **values):
-    """A file with the metadata of an architecture and no layers."""
-    numbers = {"embedding_length": 64, "attention.head_count": 4, "context_length": 64, **values}
-    entries = [Key.of(f"{architecture}.{name}", value, "UINT32") for name, value in numbers.items()]
-    return write_gguf(path, [Key.of("general.architecture", architecture, "STRING"), *entries], [])
-
-
 # --- apply
 
 
@@ -91,23 +86,10 @@ def test_every_key_but_those_of_the_table_is_kept_in_its_place(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
     before, after = keys(base), keys(tmp_path / "out.gguf")
     assert {name for name in after if after[name] != before.get(name)} == {
-        *("llama.context_length", "llama.rope.scaling.attn_factor", RECORD_KEY, BEFORE_KEY)
+        *("llama.context_length", "llama.rope.scaling.type", "llama.rope.scaling.attn_factor", RECORD_KEY, BEFORE_KEY)
     }
     assert after["llama.context_length"] == 256
     assert [name for name in after if name in before] == list(before)
-
-
-@pytest.mark.parametrize("method", ["yarn:factor=4", "pi:factor=4", "abf", "p_rope:p=0.5", "nope"])
-def test_the_table_is_the_one_that_export_writes_of_the_patched_checkpoint(base, tmp_path, tokenizer, method):
-    patch_gguf(base, method, tmp_path / "out.gguf", target_length=256)
-    model = AutoModelForCausalLM.from_pretrained(base.parent / "llama")
-    rope_patch.apply(model, method, target_length=256)
-    rope_patch.save(model, tmp_path / "folder", tokenizer=False)
-    reference = export_gguf(tmp_path / "folder", tmp_path / "reference.gguf", tokenizer=tokenizer, dtype="float32")
-    assert tensors(tmp_path / "out.gguf").get("rope_freqs.weight") == tensors(reference).get("rope_freqs.weight")
-    own, theirs = keys(tmp_path / "out.gguf"), keys(reference)
-    rotary = [name for name in {*own, *theirs} if ".rope." in name or "context" in name]
-    assert {name: own.get(name) for name in rotary} == {name: theirs.get(name) for name in rotary}
 
 
 def test_the_patched_file_computes_as_transformers_does_with_the_method(base, tmp_path):
@@ -127,11 +109,11 @@ def test_a_factor_that_is_left_out_is_taken_from_the_target(base, tmp_path):
         patch_gguf(base, "yarn", tmp_path / "short.gguf", target_length=32)
 
 
-def test_a_method_on_llama_3s_own_factors_keeps_them(tmp_path, tokenizer):
-    """llama.cpp's converter writes Llama 3.1's smoothing as factors; zeroing pairs leaves the others smoothed."""
-    folder = saved(tmp_path / "folder", rope_parameters=LLAMA3, max_position_embeddings=512)
-    own = export_gguf(folder, tmp_path / "own.gguf", dtype="float32", tokenizer=tokenizer)
+def test_a_method_on_llama_3s_own_factors_keeps_them(llama3, tmp_path):
+    """Zeroing pairs leaves the others smoothed, and the file knows which table it had."""
+    folder, own = llama3
     patch_gguf(own, "p_rope:p=0.5", tmp_path / "out.gguf")
+    assert rope_patch.verify(tmp_path / "out.gguf").method == "p_rope:p=0.5"
     smoothed = AutoModelForCausalLM.from_pretrained(folder)
     rope_patch.apply(smoothed, "p_rope:p=0.5")
     model = rope_patch.load(tmp_path / "out.gguf").eval()
@@ -161,7 +143,7 @@ def test_graphs_without_factors_take_another_base_alone(tmp_path):
     ("architecture", "message"),
     [
         ("gemma3", "a table for each layer type: llama.cpp's graph for it reads no rotary factors"),
-        ("gemma4", "a table for each layer type: patch the checkpoint and put its table onto this file"),
+        ("gemma4", "a table for each layer type: patch the checkpoint and write a file of it"),
         ("stablelm", "a GGUF of 'stablelm': whether llama.cpp reads another table there was never checked"),
     ],
 )
@@ -208,6 +190,34 @@ def test_a_truncated_file_is_refused(base, tmp_path, share):
     cut.write_bytes(base.read_bytes()[: int(share * base.stat().st_size)])
     with pytest.raises(ValueError, match="truncated or damaged"):
         patch_gguf(cut, "nope", tmp_path / "out.gguf")
+
+
+def test_a_disk_that_is_full_or_fills_up_leaves_the_output_as_it_was(base, tmp_path, monkeypatch):
+    out, usage = tmp_path / "out.gguf", shutil.disk_usage(tmp_path)
+    out.write_bytes(b"precious")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="needs"):
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+        patch_gguf(base, "nope", out, overwrite=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (base.stat().st_size // 2, hard))
+        with pytest.raises(OSError):
+            patch_gguf(base, "nope", out, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert out.read_bytes() == b"precious" and [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    shape, kind = (1024, 1024), gguf.GGMLQuantizationType.F32  # 4 MiB
+    pieces = [Piece(f"blk.{i}", shape, kind, lambda: np.zeros(shape, np.float32)) for i in range(12)]
+    keys = list(open_gguf(stated(tmp_path / "m.gguf", "llama")).keys.values())
+    own = write_gguf(tmp_path / "own.gguf", keys, pieces)
+    tracemalloc.start()
+    patch_gguf(own, "pi:factor=4", tmp_path / "out.gguf")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "out.gguf").stat().st_size > 48 * 2**20 > 3 * peak
 
 
 def test_an_interrupt_leaves_nothing(base, tmp_path):
@@ -263,34 +273,24 @@ def test_restoring_gives_the_original_file_to_the_last_byte(base, tmp_path, meth
     assert (tmp_path / "back.gguf").read_bytes() == base.read_bytes()
 
 
-def test_restoring_gives_back_factors_and_scaling_keys_of_other_tools(base, tmp_path, tokenizer):
-    folder = saved(tmp_path / "folder", rope_parameters=LLAMA3, max_position_embeddings=512)
-    factors = export_gguf(folder, tmp_path / "factors.gguf", dtype="float32", tokenizer=tokenizer)
+def test_restoring_gives_back_factors_and_scaling_keys_of_other_tools(base, llama3, tmp_path):
     linear = [
         Key.of("llama.rope.scaling.type", "linear", "STRING"),
         Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32"),
     ]
-    for name, own in (("a", factors), ("b", rewritten(base, tmp_path / "linear.gguf", linear))):
+    for name, own in (("a", llama3[1]), ("b", rewritten(base, tmp_path / "linear.gguf", linear))):
         patch_gguf(own, "p_rope:p=0.5", tmp_path / f"{name}.gguf")
         restore_gguf(tmp_path / f"{name}.gguf", tmp_path / f"{name}-back.gguf")
         assert (tmp_path / f"{name}-back.gguf").read_bytes() == own.read_bytes()
 
 
-def test_a_table_that_export_put_onto_a_file_is_taken_off_again(base, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(base.parent, gguf_file=base.name)
-    rope_patch.apply(model, "yarn:factor=4")
-    rope_patch.save(model, tmp_path / "folder", tokenizer=False)
-    export_gguf(tmp_path / "folder", tmp_path / "out.gguf", base=base)
-    restore_gguf(tmp_path / "out.gguf", tmp_path / "back.gguf")
-    assert (tmp_path / "back.gguf").read_bytes() == base.read_bytes()
-
-
-def test_a_file_without_what_was_there_before_gets_its_recorded_base_table(tmp_path, tokenizer):
-    """One that was written from weights, or by an older version."""
-    out = export_gguf(saved(tmp_path / "m", "yarn:factor=4"), tmp_path / "out.gguf", tokenizer=tokenizer)
-    plain = export_gguf(saved(tmp_path / "plain"), tmp_path / "plain.gguf", tokenizer=tokenizer, name="m")
-    restore_gguf(out, tmp_path / "back.gguf")
-    assert tensors(tmp_path / "back.gguf") == tensors(plain) and keys(tmp_path / "back.gguf") == keys(plain)
+def test_a_file_without_what_was_there_before_gets_its_recorded_base_table(base, tmp_path):
+    """One that an older version wrote."""
+    patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
+    older = rewritten(tmp_path / "out.gguf", tmp_path / "older.gguf", drop=[BEFORE_KEY])
+    restore_gguf(older, tmp_path / "back.gguf")
+    assert tensors(tmp_path / "back.gguf") == tensors(base)
+    assert keys(tmp_path / "back.gguf") == keys(base) | {"llama.rope.scaling.type": "none"}
 
 
 def test_a_file_that_is_not_patched_has_nothing_to_restore(base, tmp_path):

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import threading
 
+import gguf
 import pytest
-from gguf_files import saved
+from support.gguf_files import write_toy
+from tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch
-
-gguf = pytest.importorskip("gguf")
-
-from rope_patch.checkpoints.gguf_file import Key, write_gguf  # noqa: E402
-from rope_patch.checkpoints.gguf_reader import read_once  # noqa: E402
-from rope_patch.checkpoints.reading import load_config, read_tokenizer  # noqa: E402
-from rope_patch.exporting import export  # noqa: E402
-from rope_patch.exporting.gguf import export_gguf  # noqa: E402
+from rope_patch.checkpoints.gguf_file import Key, write_gguf
+from rope_patch.checkpoints.gguf_reader import read_once
+from rope_patch.checkpoints.reading import load_config, read_tokenizer
+from rope_patch.exporting import export
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """A small model with a tokenizer."""
-    folder = tmp_path_factory.mktemp("reader")
     tokenizer = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
-    return export_gguf(saved(folder / "folder"), folder / "m.gguf", dtype="float32", tokenizer=tokenizer)
+    return write_toy(tiny_model(vocab_size=1024), tmp_path_factory.mktemp("reader") / "m.gguf", tokenizer)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A checkpoint, a patched one, an adapter over the patched one, and the patched one as a GGUF file."""
+    """A checkpoint, a patched one, and an adapter over the patched one."""
     root = tmp_path_factory.mktemp("checkpoints")
     tiny_model().save_pretrained(root / "base")
     model = tiny_model()
@@ -252,7 +252,6 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path, monkeypatch, capsys, name, te
     )
     for words in (
         ("compare", "model", "--methods", "default", *MEASURE),
-        ("export", "model", "--to", "gguf", "-o", "out.gguf"),
         ("finetune", *training, "data.allow_short=true", "model.dtype=float32", "train.precision=float32"),
     ):
         assert "model has no tokenizer that can be loaded: " in refused(monkeypatch, capsys, tmp_path, *words)
@@ -265,7 +264,7 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, monkeypatch, capsys, 
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
     for words in (
         ("apply", "model", "abf", "-o", "out"),
-        ("export", "model", "--to", "gguf", "-o", "out.gguf"),
+        ("export", "model", "--to", "vllm", "-o", "out"),
         ("compare", "model", "--methods", "default", *MEASURE),
     ):
         assert "model" in refused(monkeypatch, capsys, tmp_path, *words)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 
+import gguf
 import pytest
 import torch
 from commands import fail, run
 from fresh import run_code
-from gguf_files import rewritten
 from subsets import byte_level_llama
+from support.gguf_files import quantized, write_toy
 from tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_patch
-
-gguf = pytest.importorskip("gguf")
-
-from rope_patch.checkpoints.gguf_file import Piece, open_gguf  # noqa: E402
-from rope_patch.cli.app import app  # noqa: E402
-from rope_patch.exporting.gguf import export_gguf  # noqa: E402
+from rope_patch.cli.app import app
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
-Q8_0 = gguf.GGMLQuantizationType.Q8_0
 EVALUATION = ("--samples", "1", "--windows", "1", "--depths", "0.5", "--no-report", "--device", "cpu")
 
 
@@ -31,12 +26,9 @@ EVALUATION = ("--samples", "1", "--windows", "1", "--depths", "0.5", "--no-repor
 def file(tmp_path_factory):
     """The bundled Llama in Q8_0."""
     folder = tmp_path_factory.mktemp("gguf")
-    plain = export_gguf(BUNDLED, folder / "plain.gguf", dtype="float32")
-    pieces = [
-        Piece(p.name, p.shape, Q8_0, lambda p=p: gguf.quants.quantize(p.read(), Q8_0)) if len(p.shape) > 1 else p
-        for p in open_gguf(plain).pieces
-    ]
-    return rewritten(plain, folder / "model.gguf", pieces=pieces)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    plain = write_toy(model, folder / "plain.gguf", AutoTokenizer.from_pretrained(BUNDLED))
+    return quantized(plain, folder / "model.gguf", "Q8_0")
 
 
 def test_apply_writes_a_file_and_names_the_command_that_runs_it(file, tmp_path):
@@ -147,7 +139,9 @@ def test_analyze_records_that_weights_are_dequantized(file, tmp_path):
 def test_the_card_of_an_extended_file_says_that_weights_are_dequantized(file, tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.extending.run.default_tokens", lambda model: 1)
     words = ("--length", "1k", "--methods", "yarn", "--tolerance", "1")
-    run("extend", file, *words, "-o", tmp_path / "out")
+    run("extend", file, *words, "--export", "gguf", "-o", tmp_path / "out")
+    assert rope_patch.verify(tmp_path / "out.gguf").method == "yarn:factor=4", "the file itself is patched"
+    assert "Q8_0" in {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
     assert "Its weights come from a GGUF file: dequantized Q8_0." in (tmp_path / "out" / "README.md").read_text()
 
 

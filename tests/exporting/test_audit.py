@@ -13,24 +13,27 @@ from typing import Any
 import pytest
 import torch
 from commands import fail
+from support.gguf_files import write_toy
 from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.checkpoints.gguf_file import Key, write_gguf
+from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.cli import app as cli
 from rope_patch.exporting import export
 from rope_patch.exporting.audit import OTHER_KEYS, audit
 from rope_patch.exporting.readings import PROGRAMS
 
 SHOWN = Path(__file__).parents[2] / "benchmarks" / "results" / "reading_rules.json"
+OLMO3 = Olmo3Config(**SIZE, layer_types=["sliding_attention", "full_attention"], sliding_window=16)
 BUNDLED = rope_patch.data_path("assets") / "llama"
 
 
 def written(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """A checkpoint as plain transformers saves it, with other keys in its config.json."""
-    tiny_model(family).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(OLMO3) if family == "olmo3" else tiny_model(family)
+    model.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -52,44 +55,218 @@ def verdicts(source: Path) -> dict[str, str]:
     return {row.program: row.verdict for row in audit(source).rows if row.layer_type is None}
 
 
+def says(verdict: str, reason: str = "", **numbers: float) -> tuple[str, str, dict[str, float]]:
+    """What is expected of a row: its verdict, a part of its reasons, and numbers of its table."""
+    return verdict, reason, numbers
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LISTS = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+YARN_SCALING = 0.1 * math.log(4) + 1
+WHOLE = {"max_position_embeddings": 256}
+TOP = {"rope_parameters": None, "rope_theta": 1e4}
+
+
+def without(parameters: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in parameters.items() if key not in keys}
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, float]]]]] = {
+    "vLLM obeys a factor of YaRN from 0.30.0 on, by PR #56446; llama.cpp computes its own": (
+        "llama",
+        {"rope_parameters": YARN | {"attention_factor": 1.5}, **WHOLE},
+        {
+            "vllm-0.29": says("differs", "ignores attention_factor", attention_scaling=YARN_SCALING, difference=0.0),
+            "vllm": says("agrees", attention_scaling=1.5),
+            "llama.cpp": says("differs", attention_scaling=YARN_SCALING),
+        },
+    ),
+    "a longrope factor is ignored by every vLLM": (
+        "llama",
+        {"rope_parameters": LISTS | {"attention_factor": 1.25, "factor": 1.0, "original_max_position_embeddings": 64}},
+        dict.fromkeys(("vllm", "vllm-0.29", "sglang"), says("differs", "short_mscale", attention_scaling=1.0)),
+    ),
+    # pair 7 of 8: 10000 ** -(7/8) against 500000 ** -(7/8), so 50 ** -(7/8) = 0.0326 of it
+    "transformers 4 looks for another base at the top": (
+        "llama",
+        {"rope_parameters": PLAIN | {"rope_theta": 5e5}},
+        {"transformers-4": says("differs", difference=1 - 50 ** (-7 / 8))},
+    ),
+    "YaRN of factor 3 gives 192 positions, and the config states 256": (
+        "llama",
+        {"rope_parameters": YARN | {"factor": 3.0}, **WHOLE},
+        {"vllm": says("differs", difference=0.0, positions=192)},
+    ),
+    "positions are rounded up": (
+        "llama",
+        {"rope_parameters": YARN | {"factor": 3.7}, "max_position_embeddings": 236},
+        {"vllm": says("agrees", positions=237)},
+    ),
+    "a context that is multiplied": (
+        "llama",
+        {"rope_parameters": LINEAR, **WHOLE},
+        dict.fromkeys(("vllm", "sglang"), says("differs", difference=0.0, context=1024)),
+    ),
+    "a context that is not multiplied on Gemma 3, as every published one states it": (
+        "gemma3",
+        {
+            "rope_parameters": {"full_attention": LINEAR | {"factor": 8.0}, "sliding_attention": PLAIN},
+            "max_position_embeddings": 512,
+        },
+        {"vllm": says("agrees", context=512)},
+    ),
+    "the recipe for YaRN in the documentation of Qwen": (
+        "qwen2",
+        {"rope_parameters": YARN},
+        {"vllm": says("agrees", context=64), "vllm-0.29": says("differs", context=256), "sglang": says("agrees")},
+    ),
+    "a factor that was left in a plain table": (
+        "llama",
+        {"rope_parameters": PLAIN | {"factor": 2.0}},
+        dict.fromkeys(("vllm", "vllm-0.29", "sglang"), says("differs", context=128)),
+    ),
+    "a context of Phi-3 outside its table": (
+        "phi3",
+        {"rope_parameters": LISTS, **WHOLE},
+        {"vllm": says("differs", "unless --max-model-len says more", context=64, positions=256)},
+    ),
+    # vLLM takes the smallest, or model_max_length; SGLang the first of its list, before max_position_embeddings
+    "other keys that engines take for the context": (
+        "llama",
+        {**WHOLE, "seq_length": 192, "max_sequence_length": 512},
+        {"vllm": says("differs", context=192), "sglang": says("differs", "takes max_sequence_length", context=512)},
+    ),
+    "model_max_length is the context of vLLM": (
+        "llama",
+        {**WHOLE, "seq_length": 192, "model_max_length": 1024},
+        {"vllm": says("differs", context=1024)},
+    ),
+    "a share that SGLang looks for at the top alone": (
+        "llama",
+        {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, **WHOLE},
+        {"sglang": says("differs", "at the top of config.json alone", pairs=8)},
+    ),
+    "p-RoPE that SGLang reads as plain": (
+        "qwen2",
+        {"rope_parameters": PLAIN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+        {"sglang": says("differs", "ignores the share 0.5 of p-RoPE", difference=1.0, pairs=8)},
+    ),
+    "a factor of linear that is an integer": (
+        "llama",
+        {"rope_parameters": LINEAR | {"factor": 4}},
+        dict.fromkeys(("vllm", "vllm-0.29", "sglang"), says("refuses", "write 4.0")),
+    ),
+    "two names of a type that disagree": (
+        "llama",
+        {"rope_parameters": YARN | {"type": "linear"}},
+        {"vllm": says("refuses")},
+    ),
+    "YaRN without its original context": (
+        "llama",
+        {"rope_parameters": without(YARN, "original_max_position_embeddings")},
+        {"llama.cpp": says("refuses")},
+    ),
+    "llama3 without its original context": (
+        "llama",
+        TOP | {"rope_scaling": without(LLAMA3, "rope_theta", "original_max_position_embeddings")},
+        {"transformers-4": says("refuses", "original_max_position_embeddings")},
+    ),
+    "longrope without its original context": (
+        "llama",
+        TOP | {"rope_scaling": without(LISTS, "rope_type", "rope_theta") | {"type": "longrope"}},
+        {"transformers-4": says("refuses")},
+    ),
+    "a key of YaRN that only some engines know": (
+        "llama",
+        {"rope_parameters": YARN | {"extrapolation_factor": 0.5}, **WHOLE},
+        {
+            "vllm": says("agrees"),
+            "vllm-0.29": says("differs"),
+            # the fastest pair: half of it is interpolated by 4, and half is left
+            "sglang": says("differs", fastest=0.5 * 1 + 0.5 / 4),
+            "llama.cpp": says("agrees"),
+        },
+    ),
+    "llama.cpp reads the older name of a type": (
+        "llama",
+        {"rope_parameters": without(LLAMA3, "rope_type") | {"type": "llama3"}},
+        {"llama.cpp": says("agrees")},
+    ),
+    "llama.cpp's converter writes factors for Llama, not for Qwen": (
+        "qwen3",
+        {"rope_parameters": LLAMA3, **WHOLE},
+        {"llama.cpp": says("differs", "plain RoPE")},
+    ),
+    "a key that transformers 5 drops and others miss": (
+        "gemma3",
+        {"rope_parameters": {"type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}},
+        {"llama.cpp": says("unverified", "KeyError: 'factor'")},
+    ),
+    "a table that transformers 5 drops on Gemma 3": (
+        "gemma3",
+        {"rope_parameters": LINEAR | {"rope_theta": 1e6}},
+        {"llama.cpp": says("differs", OTHER_KEYS)},
+    ),
+    "a table that changes with the length": (
+        "llama",
+        {"rope_parameters": LINEAR | {"rope_type": "dynamic"}},
+        dict.fromkeys(PROGRAMS, says("unverified", "--freeze-at")),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_program_computes(tmp_path, case):
+    family, changes, expected = CASES[case]
+    folder = written(tmp_path / "model", family, **changes)
+    for program, (verdict, reason, numbers) in expected.items():
+        found = rows(folder, program)
+        row = found.get(None) or found["full_attention"]
+        assert (row.verdict, reason in " ".join(row.reasons)) == (verdict, True), (program, row.reasons)
+        if numbers:
+            inv_freq = row.built.inv_freq
+            computed = vars(row.built) | {"pairs": len(inv_freq), "fastest": float(inv_freq[0])}
+            computed |= {"difference": row.difference}
+            assert {name: computed[name] for name in numbers} == pytest.approx(numbers, rel=1e-5), program
+
+
 def test_a_plain_table_is_read_alike_by_all(tmp_path):
     # transformers 5 writes the base into rope_parameters alone, and 10000 is what transformers 4 takes without one
     assert set(verdicts(written(tmp_path / "plain")).values()) == {"reference", "agrees"}
 
 
-def test_a_factor_that_vllm_ignores_is_caught(tmp_path):
-    folder = written(tmp_path / "yarn", rope_parameters=YARN | {"attention_factor": 1.5}, max_position_embeddings=256)
-    older = rows(folder, "vllm-0.29")[None]
-    assert older.verdict == "differs"
-    assert older.difference == 0.0  # the frequencies are those of YaRN all the same
-    assert older.built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
-    assert "ignores attention_factor" in older.reasons[0]
-    assert older.fix == f"rope-patch export {folder} --to vllm -o FOLDER"
-    newer = rows(folder, "vllm")[None]  # from 0.30.0 on, by PR #56446
-    assert (newer.verdict, newer.built.attention_scaling) == ("agrees", 1.5)
-    export(folder, tmp_path / "out", to="vllm")
-    assert rows(tmp_path / "out", "vllm-0.29")[None].verdict == "agrees"
+@pytest.mark.parametrize(
+    ("family", "changes", "program"),
+    [
+        ("llama", {"rope_parameters": YARN | {"attention_factor": 1.5}, **WHOLE}, "vllm-0.29"),
+        ("qwen2", {"rope_parameters": PLAIN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}}, "sglang"),
+        ("llama", {"rope_parameters": PLAIN | {"rope_theta": 5e5}}, "transformers-4"),
+        ("llama", {**WHOLE, "seq_length": 192, "max_sequence_length": 512}, "sglang"),
+    ],
+)
+def test_the_command_that_is_named_mends_a_difference(tmp_path, family, changes, program):
+    row = rows(folder := written(tmp_path / "model", family, **changes), program)[None]
+    engine = {"vllm-0.29": "vllm", "transformers-4": "hf"}.get(program, program)
+    assert row.verdict == "differs" and row.fix == f"rope-patch export {folder} --to {engine} -o FOLDER"
+    export(folder, tmp_path / "out", to=engine)
+    assert rows(tmp_path / "out", program)[None].verdict == "agrees"
 
 
-def test_a_longrope_factor_is_ignored_by_every_vllm(tmp_path):
-    form = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
-    form |= {"attention_factor": 1.25, "factor": 1.0, "original_max_position_embeddings": 64}
-    folder = written(tmp_path / "long", rope_parameters=form)
-    for program in ("vllm", "vllm-0.29", "sglang"):
-        row = rows(folder, program)[None]
-        assert (row.verdict, row.built.attention_scaling) == ("differs", 1.0), program
-        assert "short_mscale" in row.reasons[0]
+def test_a_program_that_fails_is_no_disagreement(tmp_path):
+    folder = patched(tmp_path / "p", "p_rope:p=0.5")
+    row = rows(folder, "transformers-4")[None]
+    assert (row.verdict, row.built) == ("refuses", None)
+    assert "'proportional'" in row.reasons[0]
+    assert audit(folder, ["transformers-4"]).agrees
+    assert verdicts(folder)["sglang"] == "agrees"  # the share stands at the top of its config, too
 
 
-def test_p_rope_that_sglang_reads_as_plain_is_caught(tmp_path):
-    folder = patched(tmp_path / "p", "p_rope:p=0.5", "qwen2")
-    row = rows(folder, "sglang")[None]
-    assert (row.verdict, row.difference) == ("differs", 1.0)
-    plain = torch.tensor([10000.0 ** (-i / 8) for i in range(8)])  # 8 pairs, every one of which rotates
-    assert torch.allclose(row.built.inv_freq, plain, rtol=1e-6)
-    assert "ignores the share 0.5 of p-RoPE" in row.reasons[0]
-    export(folder, tmp_path / "out", to="sglang")
-    assert verdicts(tmp_path / "out")["sglang"] == "agrees"
+def test_truncate_that_transformers_5_ignores_is_said(tmp_path):
+    nested = {"full_attention": YARN | {"truncate": False}, "sliding_attention": {"rope_type": "default"}}
+    folder = written(tmp_path, "gemma3", rope_parameters=nested, max_position_embeddings=256)
+    assert "transformers 5 ignores truncate=false" in audit(folder).notes[0]
+    assert rows(folder, "vllm")["full_attention"].verdict == "differs"
 
 
 def test_scaled_sliding_layers_of_gemma_3_are_caught(tmp_path):
@@ -106,61 +283,11 @@ def test_scaled_sliding_layers_of_gemma_3_are_caught(tmp_path):
 
 def test_a_gemma_3_file_whose_sliding_layers_are_scaled_too_is_caught(tmp_path):
     """llama.cpp has one factor on cos and sin for all layers."""
-    numbers = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 128, "context_length": 256}
-    numbers |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16}
-    numbers |= {"attention.value_length": 16, "attention.sliding_window": 16}
-    factors = {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.scaling.attn_factor": 1.25}
-    keys = [Key.of("general.architecture", "gemma3", "STRING")]
-    keys += [Key.of(f"gemma3.{name}", value, "UINT32") for name, value in numbers.items()]
-    keys += [Key.of(f"gemma3.{name}", value, "FLOAT32") for name, value in factors.items()]
-    file = write_gguf(tmp_path / "gemma3.gguf", [*keys, Key.of("gemma3.rope.scaling.type", "none", "STRING")], [])
+    scaled = {"rope__freq_base": 1e6, "rope__freq_base_swa": 1e4, "rope__scaling__attn_factor": 1.25}
+    file = write_toy(tiny_model("gemma3"), tmp_path / "gemma3.gguf", **scaled)
     sliding = rows(file, "llama.cpp")["sliding_attention"]
     assert (sliding.verdict, sliding.difference, sliding.built.attention_scaling) == ("differs", 0.0, 1.25)
     assert "one factor on cos and sin for all layers" in sliding.reasons[0]
-
-
-def test_what_transformers_4_cannot_see_is_caught(tmp_path):
-    abf = written(tmp_path / "abf", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    row = rows(abf, "transformers-4")[None]
-    assert row.verdict == "differs"
-    # pair 7 of 8: 10000 ** -(7/8) against 500000 ** -(7/8), so 50 ** -(7/8) = 0.0326 of it
-    assert row.difference == pytest.approx(1 - 50 ** (-7 / 8), rel=1e-5)
-    export(abf, tmp_path / "out", to="hf")
-    assert rows(tmp_path / "out", "transformers-4")[None].verdict == "agrees"
-
-
-def test_a_program_that_fails_is_no_disagreement(tmp_path):
-    folder = patched(tmp_path / "p", "p_rope:p=0.5")
-    row = rows(folder, "transformers-4")[None]
-    assert (row.verdict, row.built) == ("refuses", None)
-    assert "'proportional'" in row.reasons[0]
-    assert audit(folder, ["transformers-4"]).agrees
-
-
-def test_too_few_positions_are_a_difference(tmp_path):
-    yarn = YARN | {"factor": 3.0}  # 3 times 64 positions, and the config states 256
-    row = rows(written(tmp_path / "short", rope_parameters=yarn, max_position_embeddings=256), "vllm")[None]
-    assert (row.verdict, row.difference, row.built.positions) == ("differs", 0.0, 192)
-
-
-def test_a_context_that_is_multiplied_is_a_difference(tmp_path):
-    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    folder = written(tmp_path / "pi", rope_parameters=linear, max_position_embeddings=256)
-    for program in ("vllm", "sglang"):
-        row = rows(folder, program)[None]
-        assert (row.verdict, row.difference, row.built.context) == ("differs", 0.0, 1024), program
-
-
-def test_a_share_that_sglang_looks_for_at_the_top_alone(tmp_path):
-    # as its own code built them: of these, half the pairs turn where config.json states the share outside, too
-    top = patched(tmp_path / "top", "p_rope:p=0.5")
-    assert json.loads((top / "config.json").read_text())["partial_rotary_factor"] == 0.5
-    assert verdicts(top)["sglang"] == "agrees"
-    yarn = YARN | {"partial_rotary_factor": 0.5}
-    inside = written(tmp_path / "inside", rope_parameters=yarn, max_position_embeddings=256)
-    row = rows(inside, "sglang")[None]
-    assert (row.verdict, len(row.built.inv_freq)) == ("differs", 8)  # of 16 features; transformers 5 builds 4 pairs
-    assert "at the top of config.json alone" in " ".join(row.reasons)
 
 
 def test_a_share_on_which_attention_fails_is_said(tmp_path):
@@ -184,92 +311,28 @@ def test_a_share_on_which_attention_fails_is_said(tmp_path):
     assert audit(tmp_path / "experts").rows[0].verdict == "reference"  # whose experts cannot run without weights
 
 
-def test_the_context_that_a_program_serves(tmp_path):
-    """Numbers of vLLM's and SGLang's own code for such configs."""
-    linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
-    local = {"rope_type": "default", "rope_theta": 1e4}
-    nested = {"full_attention": linear, "sliding_attention": local}
-    gemma = written(tmp_path / "gemma", "gemma3", rope_parameters=nested, max_position_embeddings=512)
-    assert {row.built.context for row in rows(gemma, "vllm").values()} == {512}  # as every published Gemma 3 has it
-    recipe = written(tmp_path / "recipe", "qwen2", rope_parameters=YARN)  # as Qwen's documentation has it
-    assert [rows(recipe, name)[None].built.context for name in ("vllm", "vllm-0.29", "sglang")] == [64, 256, 64]
-    assert rows(recipe, "vllm-0.29")[None].verdict == "differs"
-    leftover = written(tmp_path / "leftover", rope_parameters=local | {"factor": 2.0})
-    assert [rows(leftover, name)[None].built.context for name in ("vllm", "vllm-0.29", "sglang")] == [128] * 3
-    lists = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
-    phi = written(tmp_path / "phi", "phi3", rope_parameters=lists, max_position_embeddings=256)
-    row = rows(phi, "vllm")[None]
-    assert (row.built.context, row.built.positions) == (64, 256)
-    assert "unless --max-model-len says more" in " ".join(row.reasons)
-    third = written(tmp_path / "third", rope_parameters=YARN | {"factor": 3.7}, max_position_embeddings=236)
-    assert rows(third, "vllm")[None].built.positions == 237  # 236.8
-
-
-def test_what_programs_fail_on(tmp_path):
-    whole = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4}
-    folder = written(tmp_path / "whole", rope_parameters=whole)
-    for name in ("vllm", "vllm-0.29", "sglang"):
-        row = rows(folder, name)[None]
-        assert (row.verdict, "write 4.0" in row.reasons[0]) == ("refuses", True), name
-    two = YARN | {"type": "linear"}
-    assert rows(written(tmp_path / "two", rope_parameters=two), "vllm")[None].verdict == "refuses"
-    unset = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    assert rows(written(tmp_path / "unset", rope_parameters=unset), "llama.cpp")[None].verdict == "refuses"
-    older = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    folder = written(tmp_path / "older", rope_parameters=None, rope_theta=1e4, rope_scaling=older)
-    assert "original_max_position_embeddings" in rows(folder, "transformers-4")[None].reasons[0]
-    lists = {"type": "longrope", "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}
-    folder = written(tmp_path / "lists", rope_parameters=None, rope_theta=1e4, rope_scaling=lists)
-    assert rows(folder, "transformers-4")[None].verdict == "refuses"
-
-
-def test_another_key_that_an_engine_takes_for_the_context(tmp_path):
-    """vLLM takes the smallest, or model_max_length; SGLang the first of its list, before max_position_embeddings."""
-    folder = written(tmp_path / "keys", max_position_embeddings=256, seq_length=192, max_sequence_length=512)
-    found = {name: rows(folder, name)[None] for name in ("vllm", "sglang")}
-    assert {name: (row.verdict, row.built.context) for name, row in found.items()} == {
-        "vllm": ("differs", 192),
-        "sglang": ("differs", 512),
-    }
-    assert "takes max_sequence_length, 512 tokens, for the context" in found["sglang"].reasons[0]
-    export(folder, tmp_path / "out", to="sglang")
-    assert {name: rows(tmp_path / "out", name)[None].verdict for name in found} == dict.fromkeys(found, "agrees")
-    assert (
-        "seq_length and max_sequence_length" in json.loads((tmp_path / "out" / "export.json").read_text())["notes"][0]
-    )
-    cohere = written(tmp_path / "cohere", max_position_embeddings=256, seq_length=192, model_max_length=1024)
-    assert rows(cohere, "vllm")[None].built.context == 1024
-
-
-def olmo3(folder: Path, **changes: Any) -> Path:
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
-    AutoModelForCausalLM.from_config(Olmo3Config(**SIZE, **layers)).save_pretrained(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    return folder
-
-
 def test_sglang_reads_olmo_3_at_the_top_of_its_config(tmp_path):
     """Its own config class leaves rope_parameters out; numbers of its code for such folders."""
-    yarn = {key: value for key, value in YARN.items() if key != "rope_theta"}
+    yarn = without(YARN, "rope_theta")
     published = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": yarn, "max_position_embeddings": 256}
-    assert {row.verdict for row in rows(olmo3(tmp_path / "published", **published), "sglang").values()} == {"agrees"}
+    assert {row.verdict for row in rows(written(tmp_path / "published", "olmo3", **published), "sglang").values()} == {
+        "agrees"
+    }
     kinds = {
         "full_attention": YARN | {"rope_theta": 5e5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
     }
-    saved = rows(olmo3(tmp_path / "saved", rope_parameters=kinds, max_position_embeddings=256), "sglang")
+    saved = rows(written(tmp_path / "saved", "olmo3", rope_parameters=kinds, max_position_embeddings=256), "sglang")
     assert {kind: row.verdict for kind, row in saved.items()} == dict.fromkeys(kinds, "differs")
     plain = torch.tensor([10000.0 ** (-i / 8) for i in range(8)])  # base 10000 where it looks for one
     assert all(torch.allclose(row.built.inv_freq, plain, rtol=1e-6) for row in saved.values())
     assert "not rope_parameters" in saved["full_attention"].reasons[0]
-    one = rows(olmo3(tmp_path / "one", **(published | {"rope_scaling": {"factor": 2.0}})), "sglang")
+    one = rows(written(tmp_path / "one", "olmo3", **(published | {"rope_scaling": {"factor": 2.0}})), "sglang")
     assert {row.verdict for row in one.values()} == {"refuses"}
 
 
 def test_olmo_3_is_exported_to_sglang_with_one_base(tmp_path):
-    base = olmo3(tmp_path / "base")
+    base = written(tmp_path / "base", "olmo3")
     written_as = export(base, tmp_path / "out", to="sglang", method="yarn:factor=4", target_length=256)
     assert written_as["checked_against"] == PROGRAMS["sglang"].version
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -284,62 +347,6 @@ def test_olmo_3_is_exported_to_sglang_with_one_base(tmp_path):
         export(base, tmp_path / "no", to="sglang", method="abf:rope_theta=1000000", layer_types=both[:1])
     with pytest.raises(ValueError, match="nothing but rope_theta on the sliding_attention table of olmo3"):
         export(base, tmp_path / "no", to="sglang", method="pi:factor=4", layer_types=both)
-
-
-def test_keys_that_only_engines_know(tmp_path):
-    half = YARN | {"extrapolation_factor": 0.5}
-    folder = written(tmp_path / "half", rope_parameters=half, max_position_embeddings=256)
-    found = {name: rows(folder, name)[None] for name in ("vllm", "vllm-0.29", "sglang", "llama.cpp")}
-    assert {name: row.verdict for name, row in found.items()} == {
-        "vllm": "agrees",
-        "vllm-0.29": "differs",
-        "sglang": "differs",
-        "llama.cpp": "agrees",
-    }
-    # the fastest pair: half of it is interpolated by 4, and half is left
-    assert found["sglang"].built.inv_freq[0] == pytest.approx(0.5 * 1 + 0.5 / 4)
-
-
-def test_llama_cpp_reads_the_older_name_of_a_type(tmp_path):
-    llama3 = {key: value for key, value in LLAMA3.items() if key != "rope_type"} | {"type": "llama3"}
-    folder = written(tmp_path / "named", rope_parameters=llama3)
-    assert rows(folder, "llama.cpp")[None].verdict == "agrees"
-
-
-def test_llama_cpp_reads_what_its_converter_writes(tmp_path):
-    folder = written(tmp_path / "yarn", rope_parameters=YARN | {"attention_factor": 1.5}, max_position_embeddings=256)
-    row = rows(folder, "llama.cpp")[None]
-    assert row.verdict == "differs"
-    assert row.built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
-    qwen = patched(tmp_path / "qwen", "llama3:factor=4", "qwen3", target_length=256)
-    assert "plain RoPE" in rows(qwen, "llama.cpp")[None].reasons[0]
-    assert rows(patched(tmp_path / "l3", "llama3:factor=4", target_length=256), "llama.cpp")[None].verdict == "agrees"
-
-
-def test_a_key_that_transformers_5_drops_and_others_miss_is_unverified(tmp_path):
-    without_factor = {"type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    row = rows(written(tmp_path, "gemma3", rope_parameters=without_factor), "llama.cpp")["full_attention"]
-    assert (row.verdict, "KeyError: 'factor'" in row.reasons[0]) == ("unverified", True)
-
-
-def test_truncate_that_transformers_5_ignores_is_said(tmp_path):
-    nested = {"full_attention": YARN | {"truncate": False}, "sliding_attention": {"rope_type": "default"}}
-    folder = written(tmp_path, "gemma3", rope_parameters=nested, max_position_embeddings=256)
-    assert "transformers 5 ignores truncate=false in the parameters of full_attention" in audit(folder).notes[0]
-    assert rows(folder, "vllm")["full_attention"].verdict == "differs"
-
-
-def test_every_difference_has_a_reason(tmp_path):
-    linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}  # which transformers 5 drops on Gemma 3
-    row = rows(written(tmp_path, "gemma3", rope_parameters=linear), "llama.cpp")["full_attention"]
-    assert (row.verdict, row.reasons) == ("differs", (OTHER_KEYS,))
-
-
-def test_a_table_that_changes_with_the_length_is_unverified(tmp_path):
-    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    found = audit(written(tmp_path / "dynamic", rope_parameters=dynamic))
-    assert {row.verdict for row in found.rows} == {"reference", "unverified"}
-    assert "--freeze-at" in found.rows[-1].reasons[0]
 
 
 def test_a_family_that_was_not_compared_is_unverified(tmp_path):
@@ -360,14 +367,14 @@ def test_what_is_exported_agrees_where_it_is_claimed(family, tmp_path):
 
 
 def test_a_gguf_file_is_read_from_its_header(tmp_path):
-    export(BUNDLED, tmp_path / "yarn.gguf", to="gguf", method="yarn:factor=4", target_length=1024)
+    plain = write_toy(tiny_model(), tmp_path / "plain.gguf")
+    patch_gguf(plain, "yarn:factor=4", tmp_path / "yarn.gguf")
     found = audit(tmp_path / "yarn.gguf")
     read = {row.program: row for row in found.rows}
     assert read["llama.cpp"].verdict == "reference"
     assert read["transformers-5"].verdict == "differs" and "takes the base" in read["transformers-5"].reasons[0]
     assert found.agrees
-    export(BUNDLED, tmp_path / "plain.gguf", to="gguf")
-    assert [row.verdict for row in audit(tmp_path / "plain.gguf", ["llama.cpp"]).rows] == ["reference", "agrees"]
+    assert [row.verdict for row in audit(plain, ["llama.cpp"]).rows] == ["reference", "agrees"]
     assert read["llama.cpp"].built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
     assert read["vllm"].verdict == "unverified"
     assert found.method == "yarn:factor=4"

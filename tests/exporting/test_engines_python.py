@@ -49,56 +49,6 @@ def tables(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("engine_tables"), request.param
 
 
-@pytest.mark.parametrize(
-    "method", ["pi:factor=4", "yarn:factor=4", "p_rope:p=0.5", "yarn:factor=4+p_rope:p=0.5", "learned"]
-)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3_text"])
-def test_the_engine_builds_our_table(tables, family, method, tmp_path):
-    module, engine = tables
-    base = module.checkpoint(family, tmp_path / "base")
-    resolved = module.method_of(method, base)
-    report = export(base, tmp_path / "out", to=engine, method=resolved, target_length=1024)
-    assert report["checked_against"] == ENGINES[engine].version
-    assert module.difference(engine, tmp_path / "out") <= 1e-6
-    if engine == "vllm":
-        assert module.engine_code.longest(tmp_path / "out") == 1024
-
-
-@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
-def test_tables_per_layer_type(tables, kind, tmp_path):
-    module, engine = tables
-    base = module.checkpoint("gemma3_text", tmp_path / "base")
-    rope_patch.checkpoints.offline.patch_folder(base, "abf:factor=8", tmp_path / "patched", layer_types=(kind,))
-    export(tmp_path / "patched", tmp_path / "out", to=engine)
-    assert module.difference(engine, tmp_path / "out") <= 1e-6
-
-
-def test_a_wrong_table_is_seen(tables, tmp_path):
-    module, engine = tables
-    base = module.checkpoint("llama", tmp_path / "base")
-    export(base, tmp_path / "out", to=engine, method="p_rope:p=0.5")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    for encoded in (config["rope_parameters"], config["rope_scaling"]):
-        for key in ("short_factor", "long_factor"):
-            encoded[key] = [1.01 * encoded[key][0], *encoded[key][1:]]
-    theirs = module.engine_code.tables(engine, tmp_path / "out", 256)[None]
-    (tmp_path / "wrong").mkdir()
-    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config))
-    assert float((module.engine_code.tables(engine, tmp_path / "wrong", 256)[None] - theirs).abs().max()) > 0.1
-
-
-def test_what_is_refused_is_wrong_there(tables, tmp_path):
-    module, engine = tables
-    if engine == "vllm":
-        pytest.skip("vLLM reads the tables of every family that is tried")
-    for family in ("gemma", "gemma2", "phi", "stablelm"):
-        base = module.checkpoint(family, tmp_path / family)
-        rope_patch.checkpoints.offline.patch_folder(base, "pi:factor=4", tmp_path / f"{family}-plain")
-        assert module.difference(engine, tmp_path / f"{family}-plain") > 0.1
-        with pytest.raises(ValueError, match="nothing but rope_theta"):
-            export(base, tmp_path / f"{family}-out", to=engine, method="pi:factor=4")
-
-
 @pytest.mark.parametrize("method", ["pi:factor=4", "yarn:factor=4", "p_rope:p=0.5"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_flags_give_our_table_on_the_unchanged_folder(tables, family, method, tmp_path):

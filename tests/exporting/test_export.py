@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,16 @@ from fresh import stock_logits
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from subsets import byte_level_llama, covering
+from support.gguf_files import write_toy
 from tiny import ARCHITECTURES, SIZE, YARN, ids, logits, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaForCausalLM, PhiConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, PhiConfig, StableLmConfig
 
 import rope_patch
 import rope_patch.exporting
+from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
 from rope_patch.exporting import export, folders
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
-from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.verify import inspect_model
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
@@ -141,17 +141,14 @@ def test_a_share_that_transformers_ignores_is_not_passed_on(tmp_path):
     assert inspect_model(skeleton(tmp_path / "out")).tables[0].rotary_dim == 16
 
 
-def test_an_unpatched_and_an_already_patched_folder(base, tmp_path):
-    export(base, tmp_path / "plain", to="vllm")
-    assert config_of(tmp_path / "plain")["rope_parameters"]["rope_type"] == "default"
-    assert "rope_scaling" not in config_of(tmp_path / "plain")
+def test_the_command_says_what_was_checked(base, tmp_path):
     run("apply", base, "p_rope", "p=0.5", "-o", tmp_path / "patched")
     printed = run("export", tmp_path / "patched", "--to", "vllm", "-o", tmp_path / "out")
     assert f"checked against vLLM {ENGINES['vllm'].version}" in printed and "written as longrope" in printed
     assert "patched with p_rope:p=0.5" in run("verify", tmp_path / "out")
-    assert "4 unrotated" in run("inspect", tmp_path / "out")
-    report = json.loads(run("export", tmp_path / "patched", "--to", "hf", "-o", tmp_path / "out2", "--json"))
-    assert report["engine"] == "transformers" and report["output"] == str(tmp_path / "out2")
+    report = json.loads(run("export", base, "--to", "hf", "-o", tmp_path / "plain", "--json"))
+    assert report["engine"] == "transformers" and report["output"] == str(tmp_path / "plain")
+    assert "rope_scaling" not in config_of(tmp_path / "plain")
 
 
 def test_an_unknown_family_is_unverified(tmp_path):
@@ -205,34 +202,33 @@ def test_partial_form_is_p_rope(family, tmp_path, monkeypatch):
     assert not torch.allclose(logits(wrong), logits(model), atol=1e-3)
 
 
-def test_partial_form_in_shards_and_bfloat16(tmp_path, monkeypatch):
+def test_partial_form_in_shards_and_bfloat16_without_a_second_copy_of_the_weights(tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.CONFIGS, "phi", PARTIAL["phi"])
     model = strong_model("phi").bfloat16()
     model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 3
+    torch.save(model.state_dict(), tmp_path / "base" / "pytorch_model.bin")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     rope_patch.apply(model, "p_rope", p=0.5)
     export(tmp_path / "base", tmp_path / "out", to="vllm", form="partial", method="p_rope:p=0.5")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert torch.allclose(logits(plain), logits(model), atol=2e-5)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_partial_form_is_refused_where_the_family_ignores_it(family, tmp_path):
-    first = saved(tiny_model(family), tmp_path / "base")
-    with pytest.raises(ValueError, match="does not run p-RoPE as partial rotary: a small copy of it gave other logits"):
-        export(first, tmp_path / "out", to="hf", form="partial", method="p_rope:p=0.5")
-    assert not (tmp_path / "out").exists()
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3 and not list((tmp_path / "out").glob("*.bin"))
 
 
 @pytest.mark.parametrize(
-    "method", ["pi:factor=4", "yarn:factor=4", "p_rope_reversed:p=0.5", "nope", "default", "p_rope:p=0.5+pi:factor=4"]
+    ("family", "method", "message"),
+    [
+        *((family, "p_rope:p=0.5", "gave other logits") for family in ("llama", "qwen3", "gemma2")),
+        *(("phi", method, "p-RoPE alone") for method in ("pi:factor=4", "p_rope_reversed:p=0.5")),
+        *(("phi", method, "needs rotating") for method in ("nope", "default")),
+    ],
 )
-def test_partial_form_is_refused_for_other_tables(method, tmp_path, monkeypatch):
+def test_partial_form_is_refused_for_other_families_and_tables(family, method, message, tmp_path, monkeypatch):
     monkeypatch.setitem(tiny.CONFIGS, "phi", PARTIAL["phi"])
-    first = saved(tiny_model("phi"), tmp_path / "base")
-    with pytest.raises(ValueError, match=r"--form partial (is for p-RoPE alone|needs rotating)"):
+    first = saved(tiny_model(family), tmp_path / "base")
+    with pytest.raises(ValueError, match=message):
         export(first, tmp_path / "out", to="hf", form="partial", method=method)
+    assert not (tmp_path / "out").exists()
 
 
 # --- adapters
@@ -270,13 +266,9 @@ def test_an_adapter_in_memory_is_merged(adapter, tmp_path):
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"to": "tgi"}, "unknown engine 'tgi'. Known: hf, vllm"), ({"to": "vllm", "lora": True}, "lora is for adapters")],
-)
-def test_wrong_options_of_a_model_in_memory_are_refused_before_it_is_saved(base, tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        rope_patch.export(rope_patch.load(base), tmp_path / "out", **options)
+def test_wrong_options_of_a_model_in_memory_are_refused_before_it_is_saved(base, tmp_path):
+    with pytest.raises(ValueError, match="lora is for adapters"):
+        rope_patch.export(rope_patch.load(base), tmp_path / "out", to="vllm", lora=True)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
@@ -310,111 +302,30 @@ def test_adapters_that_engines_do_not_take(adapter, tmp_path, change, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_gguf_files_say_the_same_tables(tmp_path):
-    """Whole, patched on the way, onto the GGUF of a base, merged: the same table is read back, and logits are equal."""
-    pytest.importorskip("gguf")
-    first = saved(LlamaForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32), tmp_path / "base")
-    for path in BUNDLED.glob("tokenizer*"):
-        shutil.copyfile(path, first / path.name)
-    model = rope_patch.load(first, "yarn:factor=4")
-    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    rope_patch.save(peft, tmp_path / "adapter")
-    table = find_rotary(model).module.tables[None]
-    plain, out = tmp_path / "plain.gguf", tmp_path / "out.gguf"
-    report = export(first, plain, to="gguf", dtype="float32")
-    assert report["engine"] == "llama.cpp" and "llama-cpp-python" in report["checked_against"]
-    for source, options in (
-        (first, {"method": "yarn:factor=4", "dtype": "float32"}),
-        (first, {"method": "yarn:factor=4", "base_gguf": plain}),
-        (tmp_path / "adapter", {"dtype": "float32"}),
-    ):
-        export(source, out, to="gguf", overwrite=True, **options)
-        read_back = json.loads(run("inspect", out, "--json"))["tables"][0]
-        assert torch.allclose(torch.tensor(read_back["inv_freq"]), table.inv_freq, rtol=1e-6, atol=0)
-        assert read_back["attention_scaling"] == pytest.approx(table.attention_scaling, rel=1e-6)
-        assert "patched, yarn:factor=4" in run("inspect", out)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out.gguf", "plain.gguf"]
-    export(tmp_path / "adapter", tmp_path / "adapter.gguf", to="gguf", lora=True)
-    assert "checked against llama.cpp" in run("export", first, "--to", "gguf", "-o", tmp_path / "again.gguf")
-
-
 @byte_level_llama
 def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path, monkeypatch, capsys):
-    """With its table, its vocabulary, and weights of the type that is asked for; or under another table."""
-    pytest.importorskip("gguf")
-    first, out = tmp_path / "a.gguf", tmp_path / "out"
-    export(BUNDLED, first, to="gguf", method="yarn:factor=4", target_length=1024)
+    """With its table, its vocabulary, and weights of the type that is asked for."""
+    plain, first, out = tmp_path / "plain.gguf", tmp_path / "a.gguf", tmp_path / "out"
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    write_toy(AutoModelForCausalLM.from_pretrained(BUNDLED), plain, tokenizer)
+    patch_gguf(plain, "yarn:factor=4", first, target_length=1024)
     run("export", first, "--to", "hf", "--dtype", "bfloat16", "-o", out)
     stock = AutoModelForCausalLM.from_pretrained(out).eval()
-    assert stock.dtype == torch.bfloat16
+    assert stock.dtype == torch.bfloat16 and stock.config.rope_parameters["rope_type"] == "yarn"
     assert torch.equal(logits(stock), logits(rope_patch.load(first, dtype=torch.bfloat16).eval()))
     text = "Once upon a time, there was a dog."
-    tokenizers = (AutoTokenizer.from_pretrained(place) for place in (out, BUNDLED))
-    assert len({tuple(tokenizer(text).input_ids) for tokenizer in tokenizers}) == 1
-    assert export(first, out, to="hf", overwrite=True)["tables"][0]["rope_type"] == "yarn"
-    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
-    assert "is a GGUF file already: `rope-patch apply" in fail(
-        monkeypatch, capsys, "export", first, "--to", "gguf", "-o", tmp_path / "b.gguf"
-    )
+    assert AutoTokenizer.from_pretrained(out)(text).input_ids == tokenizer(text).input_ids
+    again = ("export", first, "--to", "gguf", "-o", tmp_path / "b.gguf")
+    assert "is a GGUF file already: `rope-patch apply" in fail(monkeypatch, capsys, *again)
 
 
-def test_a_gguf_in_the_way_or_of_another_model(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("gguf")
-    shutil.copytree(BUNDLED, tmp_path / "llama")
-    run("export", tmp_path / "llama", "--to", "gguf", "-o", tmp_path / "a.gguf")
-    before = (tmp_path / "a.gguf").read_bytes()
-    other = saved(tiny_model("llama"), tmp_path / "other")
-    assert "exists" in fail(
-        monkeypatch, capsys, "export", tmp_path / "llama", "--to", "gguf", "-o", tmp_path / "a.gguf"
-    )
-    words = ("export", other, "--to", "gguf", "--gguf", tmp_path / "a.gguf", "-o", tmp_path / "b.gguf")
-    assert "a.gguf" in fail(monkeypatch, capsys, *words)
-    assert (tmp_path / "a.gguf").read_bytes() == before and not (tmp_path / "b.gguf").exists()
-
-
-def test_a_gguf_patched_on_the_way_is_written_from_the_checkpoint_itself(tmp_path, monkeypatch, capsys):
-    """Its name and its errors are those of the source, no second copy of the weights is made, a base is compared."""
-    gguf = pytest.importorskip("gguf")
-    first = Path(shutil.copytree(BUNDLED, tmp_path / "llama"))
-    out = ("--to", "gguf", "-o", tmp_path / "a.gguf")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", None)
-        run("export", first, "--method", "pi:factor=4", *out)
-    assert gguf.GGUFReader(tmp_path / "a.gguf").get_field("general.name").contents() == "llama"
-    run("export", first, "--to", "gguf", "-o", tmp_path / "base.gguf")
-    weights = load_file(first / "model.safetensors")
-    save_file({k: v * 1.1 for k, v in weights.items()}, first / "model.safetensors", metadata={"format": "pt"})
-    words = ("export", first, "--method", "pi:factor=4", "--gguf", tmp_path / "base.gguf", *out, "--force")
-    assert "base.gguf is a GGUF of other weights" in fail(monkeypatch, capsys, *words)
-    for path in first.glob("tokenizer*"):
-        path.unlink()
-    assert f"{first} has no tokenizer" in fail(
-        monkeypatch, capsys, "export", first, "--method", "pi:factor=4", *out, "--force"
-    )
-
-
-def test_an_adapter_is_never_lost(adapter, base, tmp_path, monkeypatch, capsys):
-    """Neither onto a base GGUF, whose tensors do not hold it, nor by writing over it or over its base."""
-    (tmp_path / "base.gguf").write_bytes(b"GGUF")
+def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path, monkeypatch, capsys):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    onto = ("export", adapter[0], "--to", "gguf", "--gguf", tmp_path / "base.gguf", "-o", tmp_path / "out.gguf")
-    assert "the adapter would be lost" in fail(monkeypatch, capsys, *onto)
-    assert "the adapter would be lost" in fail(monkeypatch, capsys, *onto, "--lora")
     for out in (adapter[0], base):
         for more in ((), ("--lora",)):
             words = ("export", adapter[0], "--to", "vllm", "-o", out, "--force", *more)
             assert "is the adapter itself or its base" in fail(monkeypatch, capsys, *words)
-    monkeypatch.setattr("rope_patch.checkpoints.load", None)  # what is in the way is seen before the merge
-    assert "exists" in fail(monkeypatch, capsys, "export", adapter[0], "--to", "gguf", "-o", tmp_path / "base.gguf")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_partial_form_leaves_no_second_copy_of_the_weights(tmp_path):
-    model = AutoModelForCausalLM.from_config(PARTIAL["phi"])
-    first = saved(model, tmp_path / "phi")
-    torch.save(model.state_dict(), first / "pytorch_model.bin")
-    export(first, tmp_path / "out", to="hf", method="p_rope:p=0.5", form="partial")
-    assert not list((tmp_path / "out").glob("*.bin"))
 
 
 def test_what_an_export_says_is_not_copied_along(base, tmp_path):
@@ -462,18 +373,13 @@ def test_gemma4_on_sglang_is_refused():
         (("{base}", "--to", "vllm", "-o", "{full}"), "is not empty: give a new folder"),
         (("{base}", "--to", "vllm", "-o", "{base}"), "base"),
         (("{base}", "--to", "hf", "--form", "half", "-o", "{out}"), "form must be one of table, partial"),
-        (("{base}", "--to", "gguf", "--form", "partial", "-o", "{out}"), "form 'partial' moves rows of the weights"),
         (("{base}", "--to", "vllm", "--lora", "-o", "{out}"), "lora is for adapters, and the model is not one"),
-        (("{base}", "--to", "vllm", "--gguf", "{base}/config.json", "-o", "{out}"), "a base GGUF file is for"),
-        (("{base}", "--to", "gguf", "--gguf", "{base}/none.gguf", "-o", "{out}"), "no file"),
         (("{base}", "--to", "vllm", "--target-length", "1k", "-o", "{out}"), "target_length goes with a method"),
-        (("{base}", "--to", "vllm", "--dtype", "int8", "-o", "{out}"), "dtype must be one of"),
         (("{base}", "--to", "vllm", "--dtype", "float16", "-o", "{out}"), "dtype is for merged weights and new GGUF"),
         (
             ("{base}/config.json", "--to", "vllm", "-o", "{out}"),
             "config.json is a file: MODEL is a checkpoint's folder or a GGUF file",
         ),
-        (("{base}", "--to", "vllm", "--method", "prope", "-o", "{out}"), "Did you mean 'p_rope'"),
         (("./nothing", "--to", "vllm", "-o", "{out}"), "no folder ./nothing"),
         (("{full}", "--to", "vllm", "-o", "{out}"), "has no config.json"),
     ],

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from commands import fail, run
+from support.gguf_files import write_toy
 from tiny import SIZE, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Olmo3Config
 
 import rope_patch
-from rope_patch.exporting import export
+from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.exporting.flags import flags
 from rope_patch.patching.verify import inspect_model
 
-BUNDLED = rope_patch.data_path("assets") / "llama"
 METHODS = [
     "pi:factor=4",
     "abf",
@@ -61,26 +61,20 @@ def assert_same(read: dict[str | None, Any], tables: dict[str | None, Any]) -> N
         assert read[kind].max_position_embeddings == 256
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_overrides_of_engines_give_the_table_in_transformers(base, method):
-    written = flags(base, method, "vllm", target_length=256)
-    config = AutoConfig.from_pretrained(base)
-    for key, value in json.loads(option(written.lines, "--hf-overrides")).items():
-        setattr(config, key, value)  # as vLLM does
-    assert_same(read_by_transformers(config), expected(method))
-    assert option(written.lines, "--max-model-len") == "256"
-    assert written.shown_by.startswith("vLLM 0.33.0")
+OPTIONS = {"vllm": ("--hf-overrides", "--max-model-len"), "sglang": ("--json-model-override-args", "--context-length")}
 
 
+@pytest.mark.parametrize("program", OPTIONS)
 @pytest.mark.parametrize("method", METHODS)
-def test_sglang_merges_its_overrides_into_what_the_config_has(base, method):
-    written = flags(base, method, "sglang", target_length=256)
-    config = AutoConfig.from_pretrained(base)
-    for key, value in json.loads(option(written.lines, "--json-model-override-args")).items():
-        merged = {**getattr(config, key), **value} if isinstance(value, dict) else value
-        setattr(config, key, merged)  # as SGLang does
+def test_overrides_of_engines_give_the_table_in_transformers(base, program, method):
+    """vLLM sets a key in the place of the old one, and SGLang merges a dictionary into it."""
+    written, config = flags(base, method, program, target_length=256), AutoConfig.from_pretrained(base)
+    overrides, length = OPTIONS[program]
+    for key, value in json.loads(option(written.lines, overrides)).items():
+        merges = program == "sglang" and isinstance(value, dict)
+        setattr(config, key, {**getattr(config, key), **value} if merges else value)
     assert_same(read_by_transformers(config), expected(method))
-    assert option(written.lines, "--context-length") == "256"
+    assert option(written.lines, length) == "256"
 
 
 def test_tables_per_layer_type_are_stated_together(tmp_path):
@@ -125,13 +119,13 @@ def test_llama_cpp_refuses_what_its_options_cannot_express(base, method):
 
 
 def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
-    export(BUNDLED, tmp_path / "plain.gguf", to="gguf")
-    assert "--rope-scale 4" in flags(tmp_path / "plain.gguf", "yarn:factor=4", "llama.cpp", target_length=1024).lines
-    export(BUNDLED, tmp_path / "p.gguf", to="gguf", method="truncated")
+    write_toy(tiny_model(), tmp_path / "plain.gguf")
+    assert "--rope-scale 4" in flags(tmp_path / "plain.gguf", "yarn:factor=4", "llama.cpp", target_length=256).lines
+    patch_gguf(tmp_path / "plain.gguf", "truncated", tmp_path / "p.gguf")
     with pytest.raises(ValueError, match=r"patched already|of its own"):
-        flags(tmp_path / "p.gguf", "yarn:factor=4", "llama.cpp", target_length=1024)
+        flags(tmp_path / "p.gguf", "yarn:factor=4", "llama.cpp", target_length=256)
     with pytest.raises(ValueError, match="give the checkpoint's folder"):
-        flags(tmp_path / "plain.gguf", "yarn:factor=4", "vllm", target_length=1024)
+        flags(tmp_path / "plain.gguf", "yarn:factor=4", "vllm", target_length=256)
 
 
 def test_the_command_prints_lines_to_copy(base):
@@ -171,13 +165,11 @@ def test_sglang_takes_the_scaling_of_olmo_3_at_the_top_of_its_config(tmp_path):
         flags(tmp_path / "olmo3", "abf:rope_theta=1000000", "sglang", layer_types=["full_attention"])
 
 
-def test_every_key_that_an_engine_takes_for_the_context_is_given(tmp_path):
+@pytest.mark.parametrize("program", OPTIONS)
+def test_every_key_that_an_engine_takes_for_the_context_is_given(program, tmp_path):
     tiny_model("llama", seq_length=64, model_max_length=64).save_pretrained(tmp_path / "llama")
-    for program, name in (("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")):
-        settings = json.loads(
-            option(flags(tmp_path / "llama", "yarn:factor=4", program, target_length=256).lines, name)
-        )
-        assert (settings["seq_length"], settings["model_max_length"]) == (256, 256), program
+    settings = flags(tmp_path / "llama", "yarn:factor=4", program, target_length=256).settings
+    assert (settings["seq_length"], settings["model_max_length"]) == (256, 256)
 
 
 def test_a_share_that_sglang_does_not_see_is_refused(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from fresh import stock_logits
 from prompting import TOKENIZER, bold
 from safetensors.torch import load_file
+from support.gguf_files import write_toy
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
 from typer.testing import CliRunner
@@ -102,7 +103,7 @@ def test_programs_that_compute_another_table_are_named_with_what_to_run(llama, e
     (sentence,) = other_programs(tmp_path / "model")
     assert re.fullmatch(
         r"llama\.cpp \(\w+\) computes another table from the config: it does not read the type longrope, and computes "
-        r"plain RoPE\. Run: rope-patch export \S+/model --to gguf -o FILE\.gguf",
+        r"plain RoPE\. Run: rope-patch export \S+/model --to gguf --converter PATH -o FILE\.gguf",
         sentence,
     )
     outcome = replace(extended[0], output=tmp_path / "model", programs=(sentence,))
@@ -180,8 +181,11 @@ def test_the_checkpoint_itself_and_an_export_that_exists_are_not_replaced(llama,
     for output in (tmp_path / "model", tmp_path / "x" / ".." / "model"):
         with pytest.raises(ValueError, match="is the checkpoint itself: give another output folder"):
             extend(model, TOKENIZER, output=output, overwrite=True, **QUICK)
-    (tmp_path / "out.gguf").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"out\.gguf exists: give another output folder"):
+    (tmp_path / "out-vllm").mkdir()
+    (tmp_path / "out-vllm" / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="out-vllm exists: give another output folder"):
+        extend(model, TOKENIZER, output=tmp_path / "out", exports=["vllm"], **QUICK)
+    with pytest.raises(ValueError, match=r"rope-patch export \S+/out --to gguf --converter PATH -o \S+/out\.gguf"):
         extend(model, TOKENIZER, output=tmp_path / "out", exports=["gguf"], **QUICK)
 
 
@@ -318,6 +322,19 @@ def test_a_patched_model_and_a_full_folder_are_refused(llama, tmp_path):
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError):
         extend(llama, TOKENIZER, output=tmp_path / "full", **QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
+def test_trained_weights_of_a_gguf_file_are_left_to_the_converter(llama, tmp_path):
+    file, said = write_toy(llama, tmp_path / "model.gguf"), []
+    options = {**QUICK, "methods": ["yarn"], "output": tmp_path / "out", "budget": 60, "pace": PACE}
+    model = rope_patch.load(file)
+    outcome = extend(
+        model, TOKENIZER, train=True, train_rows=8, exports=["gguf", "vllm"], on_step=said.append, **options
+    )
+    assert outcome.exports == (tmp_path / "out-vllm",) and not (tmp_path / "out.gguf").exists()
+    assert any(f"rope-patch export {tmp_path / 'out'} --to gguf --converter PATH" in sentence for sentence in said)
 
 
 @pytest.mark.slow

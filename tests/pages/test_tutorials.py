@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from subsets import full
+from support.gguf_files import write_toy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import rope_patch
@@ -102,6 +104,8 @@ def test_a_tutorial_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for theirs, ours in SMALLER.items():
         page = page.replace(theirs, ours)
     if "checkpoint.gguf" in page:
-        rope_patch.export(rope_patch.data_path("assets") / "llama", "checkpoint.gguf", to="gguf")
+        llama = rope_patch.data_path("assets") / "llama"
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
+        write_toy(model, Path("checkpoint.gguf"), tokenizer)
     assert len(BLOCK.findall(page)) >= 2
     assert EXPECTED[path.stem] in run_blocks(page)

@@ -1,0 +1,132 @@
+"""Toy GGUF files: tiny models as llama.cpp's converter writes them, and changed copies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tiny import tiny_model
+
+import rope_patch
+from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf
+
+
+def saved(folder: Path, method: str | None = None, family: str = "llama", **changes: Any) -> Path:
+    """A folder of a tiny random model, patched where a method is given."""
+    model = tiny_model(family, vocab_size=1024, **changes)
+    if method is None:
+        model.save_pretrained(folder)
+    else:
+        rope_patch.apply(model, method, target_length=256)
+        rope_patch.save(model, folder)
+    return folder
+
+
+ARCHITECTURES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "phi3": "phi3"}
+
+
+def write_toy(model: Any, path: Path, tokenizer: Any = None, *, factors: Any = None, **keys: Any) -> Path:
+    """Write a tiny model with llama.cpp's own writer.
+
+    Args:
+        model: in memory; of its rotary table only the base is written, of a model with one table.
+        path: of the file.
+        tokenizer: byte-level, for a file with a vocabulary.
+        factors: (pairs,) what the plain frequencies are divided by.
+        keys: more keys of the architecture, ``rope__freq_base_swa=5e3``.
+    """
+    config, architecture = model.config, ARCHITECTURES.get(model.config.model_type, "llama")
+    writer, head_dim = gguf.GGUFWriter(path, architecture), model.model.layers[-1].self_attn.head_dim
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    if "rope_theta" in config.rope_parameters:
+        keys |= {"rope__dimension_count": head_dim, "rope__freq_base": float(config.rope_parameters["rope_theta"])}
+    else:
+        writer.add_sliding_window(config.sliding_window)
+    for name, value in keys.items():
+        add = {float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}[type(value)]
+        add(f"{architecture}.{name.replace('__', '.')}", value)
+    if tokenizer is not None:
+        _add_vocabulary(writer, tokenizer, config.vocab_size)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(factors, dtype=np.float32))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        renamed = names.get_name(name, (".weight", ".bias"))
+        suffix = "" if renamed.endswith((".weight", ".bias")) else ".weight"
+        writer.add_tensor(renamed + suffix, _rows(name, tensor, config, architecture))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _rows(name: str, tensor: Any, config: Any, architecture: str) -> Any:
+    """Return a tensor as llama.cpp's graph takes it."""
+    rows = tensor.detach().float().cpu().numpy()
+    if architecture == "gemma3" and "norm" in name:
+        return rows + np.float32(1)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if architecture == "llama" and heads:  # it rotates neighbours, transformers the halves of a head
+        rows = rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return np.ascontiguousarray(rows)
+
+
+def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> None:
+    """Add a byte-level vocabulary, filled up with unused tokens."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = [tokenizer.convert_ids_to_tokens(i) or f"[PAD{i}]" for i in range(size)]
+    special = set(tokenizer.all_special_ids)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i in special else 1 if i < len(tokenizer) else 5 for i in range(size)])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_add_bos_token(tokenizer("a").input_ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(False)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def rewritten(path: Path, out: Path, keys: Any = None, pieces: Any = None, drop: Any = ()) -> Path:
+    """A copy of a GGUF with other keys or tensors."""
+    reader = open_gguf(path)
+    keys = {
+        key.name: key for key in [*reader.keys.values(), *(keys or [])] if not key.name.startswith(tuple(drop) or "\0")
+    }
+    return write_gguf(out, list(keys.values()), list(reader.pieces) if pieces is None else pieces, overwrite=True)
+
+
+def quantized(path: Path, out: Path, kind: str) -> Path:
+    """A copy of a file whose matrices are of a quantized type, such as ``Q8_0``."""
+    to = gguf.GGMLQuantizationType[kind]
+    pieces = [
+        Piece(p.name, p.shape, to, lambda p=p: gguf.quants.quantize(p.read(), to)) if len(p.shape) > 1 else p
+        for p in open_gguf(path).pieces
+    ]
+    file_type = gguf.LlamaFileType[f"MOSTLY_{kind}"]
+    return rewritten(path, out, [Key.of("general.file_type", int(file_type), "UINT32")], pieces)
+
+
+def stated(path: Path, architecture: str, **values: Any) -> Path:
+    """A file with the metadata of an architecture and no layers; values of any kind take the place of its own."""
+    kinds = {int: "UINT32", float: "FLOAT32", str: "STRING"}
+    numbers = {"embedding_length": 64, "attention.head_count": 4, "context_length": 64, **values}
+    keys = [Key.of(f"{architecture}.{name}", value, kinds[type(value)]) for name, value in numbers.items()]
+    return write_gguf(path, [Key.of("general.architecture", architecture, "STRING"), *keys], [])
