@@ -32,7 +32,7 @@ COMPARE = (
 )
 EVAL = (
     "rope-patch-eval --model rope_patch --model_args pretrained=LLAMA,dtype=float32,{arguments} "
-    "--tasks passkey_512,rope_ppl_256,rope_ppl_1k --metadata samples=1"
+    "--tasks rope_passkey,rope_ppl --metadata max_seq_lengths=[256,512,1024] samples=1"
 )
 ARGUMENTS = {
     "default": "max_length=1024",
@@ -72,9 +72,9 @@ def measure(folder: Path) -> dict[str, Any]:
         (file,) = (folder / str(number)).rglob("results_*.json")
         scores = json.loads(file.read_text(encoding="utf-8"))["results"]
         harness[method] = {
-            "rope_ppl_256": scores["rope_ppl_256"]["token_perplexity,none"],
-            "rope_ppl_1k": scores["rope_ppl_1k"]["token_perplexity,none"],
-            "passkey_512": scores["passkey_512"]["exact_match,none"],
+            "rope_ppl_256": scores["rope_ppl"]["256,none"],
+            "rope_ppl_1k": scores["rope_ppl"]["1024,none"],
+            "passkey_512": scores["rope_passkey"]["512,none"],
         }
     return {
         "benchmark": "two_tables",
