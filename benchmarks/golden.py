@@ -131,7 +131,7 @@ IN_GGUF = ("abf:factor=8", "yarn:factor=4", "p_rope:p=0.5", "pi:factor=4")
 TASKS = "passkey niah multivalue multiquery vt niah_multikey_2 niah_multikey_3 json_kv passage_retrieval cwe fwe"
 TASKS += " qa1 qa2 qa3"
 FORMATS = "kivi-2 kvquant-4 int4-token fp8 nf4"
-HARNESS_TASKS = "passkey_512,vt_512,rope_ppl_512,rope_longppl_512"
+HARNESS_TASKS = "rope_passkey,rope_vt,rope_ppl,rope_longppl"
 
 # --- what the probes share
 
@@ -442,7 +442,8 @@ def fit(scratch: Path) -> Numbers:
 def harness(scratch: Path) -> Numbers:
     """Scores of lm-eval."""
     model = f"pretrained={_assets('llama')},method=yarn:factor=4,target_length=1024,dtype=float32"
-    words = ("--model_args", model, "--tasks", HARNESS_TASKS, "--metadata", "samples=2", "windows=4", "--limit", 4)
+    metadata = ("--metadata", "max_seq_lengths=512", "samples=2", "windows=4")
+    words = ("--model_args", model, "--tasks", HARNESS_TASKS, *metadata, "--limit", 4)
     _command(*words, "--output_path", scratch / "scores.json", entry="rope-patch-eval")
     (report,) = scratch.glob("scores*.json")
     results = json.loads(report.read_text("utf-8"))["results"]

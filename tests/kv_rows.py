@@ -18,12 +18,12 @@ def error(layer, output, logit=(1.0, 1.0), pair=None, direct=math.nan, induced=m
     return LayerErrors(layer, torch.tensor(logit).double(), torch.ones(2).double(), pair.double(), *parts)
 
 
-def by_hand(scheme, losses, hits=None, errors=(), mitigation_of=None, bits=4.0, method="m"):
+def by_hand(scheme, losses, hits=None, errors=(), bits=4.0, method="m"):
     divergence = None if scheme == "none" else Divergence(0.1, 0.9, 8)
     cache = dict.fromkeys((4, 8), 16.0 if scheme == "none" else bits)
     scored_row = scored(method, losses, hits)
     parts = (scored_row.scores, scored_row.tables, divergence, bits, bits, cache, tuple(errors), (None, None))
-    return CheckRow(method, scheme, "none", *parts, mitigation_of)
+    return CheckRow(method, scheme, "none", *parts)
 
 
 BASE = [1.0, 1.1, 0.9, 1.05]

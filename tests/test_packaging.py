@@ -118,7 +118,7 @@ def test_a_wheel_built_from_the_source_archive_is_the_same(wheel: Path, tmp_path
 def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     command = installed / "rope-patch"
 
-    tasks = Path(run(command, "tasks", cwd=tmp_path).strip())
+    tasks = Path(run(command, "tasks", "--folder", cwd=tmp_path).strip())
     assert tasks.is_relative_to(installed.parent)
     assert files_below(tasks) == files_below(ROOT / "eval_tasks")
 

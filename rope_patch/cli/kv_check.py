@@ -84,10 +84,6 @@ def kv_check(
     lengths: Lengths,
     methods: Methods = ("default",),
     output: Output = Path("rope-patch-kv-check"),
-    mitigations: Annotated[
-        bool,
-        typer.Option("--mitigations", help="Where a format is unsafe, also evaluate changes of it that may help."),
-    ] = False,
     packed: Annotated[
         Sequence[str],
         typer.Option(
@@ -186,10 +182,10 @@ def kv_check(
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        centred = mitigations or any(scheme.key.centre for scheme in names.values())
+        centred = any(scheme.key.centre for scheme in names.values())
         means = calibration(tokenizer, loaded).numel() if centred else 0
         layers = int(loaded.config.get_text_config().num_hidden_layers)
-        reading = CheckReading(names, len(compared), layers, means, mitigations)
+        reading = CheckReading(names, len(compared), layers, means)
         finished, pace = output / RESULT_CACHE, None
         if budget is not None or not as_json:
             about: Any = [str(compared[0]), list(names), spec.to_dict()]
@@ -213,7 +209,6 @@ def kv_check(
                 suite,
                 methods=compared,
                 limits=limits,
-                mitigate=mitigations,
                 packed=packed,
                 attributed=attributed,
                 resume=finished,
@@ -273,7 +268,7 @@ def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None
         attributed = max(counts, default=0)
 
         def cost(spec: Any) -> float:
-            more = pace.seconds(reading.more(spec, attributed), spec.longest)
+            more = pace.seconds(reading.attribution(spec, attributed), spec.longest)
             return float(reading.seconds(spec, pace) + more)
 
         suite = suite_within(suite, most, SCALABLE, cost, why)
@@ -290,7 +285,7 @@ def _say(reading: Any, spec: Any, attributed: int, pace: Any, budget: int | None
     """Print how much a check reads, and how much more where schemes are unsafe."""
     from rope_patch.modeling.budget import duration_text
 
-    tokens = reading.more(spec, attributed)
+    tokens = reading.attribution(spec, attributed)
     time = duration_text(pace.seconds(tokens, spec.longest))
     more = f", and up to {tokens:,} more ({time}) where schemes are unsafe" if tokens else ""
     say_estimate(reading.tokens(spec), reading.seconds(spec, pace), more, AIM if budget is None else "")

@@ -72,10 +72,9 @@ def print_check(checked: Any) -> None:
                     continue
                 verdict = checked.verdict(row, length).kind
                 word = "rounds nothing" if verdict == "undecided" and checked.idle(row, length) else verdict
-                name = f"  {row.scheme.removeprefix(row.mitigation_of)}" if row.mitigation_of else row.scheme
                 noise = f"±{100 * relative(row.noise[length]):.2f} %" if length in row.noise else ""
                 divergence = (noise, f"{row.divergence.kl:.4f}", f"{row.divergence.top1:.1%}")
-                table.add_row("", escape(name), *cells, *divergence, f"[{colors[verdict]}]{word}[/]")
+                table.add_row("", escape(row.scheme), *cells, *divergence, f"[{colors[verdict]}]{word}[/]")
             table.add_section()
         console.print(table)
     for sentence in checked.summary():
@@ -125,8 +124,8 @@ def print_presets() -> None:
         box=box.SIMPLE_HEAD,
         caption="Parts may be added to a preset: kivi-2;sinks=4. A text is "
         "k=SIDE;v=SIDE;residual=N;flush=N;sinks=N;skip=0+27, "
-        f"a side FORMAT.AXIS.SWITCH…: formats {', '.join(FORMATS)}; axes token, tokenN, channelN, tensorN; switches "
-        "sym, pre, centre, centreall, hadamard, keep8, keep16. Bits without sinks and residual window.",
+        f"a side FORMAT.AXIS.SWITCH…: formats {', '.join(FORMATS)}; axes token, tokenN, channelN, tensor (fp8 alone); "
+        "switches sym, pre, centre, centreall, hadamard, keep8. Bits without sinks and residual window.",
         caption_justify="left",
     )
     for name, preset in PRESETS.items():

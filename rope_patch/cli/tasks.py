@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 
-def tasks() -> None:
-    """Print the folder of the long-context tasks for lm-evaluation-harness.
+import typer
 
-    Example: **lm_eval --include_path "$(rope-patch tasks)" --tasks passkey_4k …**
+
+def tasks(
+    folder: Annotated[
+        bool, typer.Option("--folder", help="Print only the folder, for **lm_eval --include_path**.")
+    ] = False,
+) -> None:
+    """List the long-context tasks for lm-evaluation-harness, and the folder that holds them.
+
+    Example: **lm_eval --include_path "$(rope-patch tasks --folder)" --tasks rope_passkey …**
     """
     from rope_patch import data_path
 
-    print(data_path("eval_tasks"))
+    path = data_path("eval_tasks")
+    if not folder:
+        for file in sorted(path.glob("*.yaml")):
+            first_line = file.read_text(encoding="utf-8").partition("\n")[0]
+            print(f"{file.stem:24}{first_line.removeprefix('# ')}")
+        print()
+    print(path)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
 from accelerate import find_executable_batch_size
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from rope_patch.evaluation.sharing import is_whole
-from rope_patch.harness.reading import ReadingBar, Work, read_rows, reading_bar, say_first
+from rope_patch.harness.reading import ReadingBar, reading_bar
 from rope_patch.harness.rows import RequestRow, answer_tokens, grouped
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.progress import Progress
@@ -43,39 +40,28 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     _bar: ReadingBar | None = None  # the one that is shown, while requests are answered
     _answer_tokens: Mapping[tuple[Any, ...], int] = {}  # of the right answers among the requests being encoded
 
-    # --- what is read, said first and shown
-
     @contextlib.contextmanager
-    def _shown(self, work: Work, hidden: bool, *, cached: bool = False) -> Iterator[ReadingBar]:
-        """Say how much is read and how long that takes, and show a bar of it; within such a block, the same bar.
+    def _shown(
+        self, kind: str, lengths: Sequence[int], answers: int, hidden: bool, unit: str = "requests"
+    ) -> Iterator[ReadingBar]:
+        """Show a bar of the tokens that are read; within such a block, the same bar.
 
         Args:
-            work: that is done in the ``with`` block.
-            hidden: say and show nothing, as in every process but the first.
-            cached: whole texts are read through a cache, too.
+            kind: what lm-eval calls the requests.
+            lengths: of each text that is read for them [tokens].
+            answers: how many answers there will be.
+            hidden: show nothing, as in every process but the first.
+            unit: what one answer is for.
         """
         if self._bar is not None:
             yield self._bar
             return
         hidden = hidden or self.rank != 0 or processes()[0] != 0
-        if not hidden and work.lengths:
-            # A dynamic table would keep the measured length; the parts of a model have to be read at the same time.
-            measured = not self.reader.dynamic and is_whole(self.model)
-            rows = 1 if self.batch_size == "auto" else int(self.batch_size)
-            seconds = work.seconds(partial(self._read, work.scored, cached), rows) if measured else None
-            say_first(work.text(seconds, self.world_size))
-        with reading_bar(work, hidden=hidden) as self._bar:
+        with reading_bar(kind, sum(lengths), answers, unit, hidden=hidden) as self._bar:
             try:
                 yield self._bar
             finally:
                 self._bar = None
-
-    def _read(self, scored: float, cached: bool, ids: Tensor) -> None:
-        """Read rows of tokens as requests are read, to measure how long it takes."""
-        width = ids.shape[1]
-        through = cached or (self.chunk is not None and self.chunk < width)
-        with self._autocast():
-            read_rows(self.reader, ids, scored, self._new_cache(width) if through else None, self.chunk)
 
     def _autocast(self) -> torch.autocast:
         mixed = self.mixed_precision_dtype
@@ -123,7 +109,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             )
         ]
         lengths = [len(context) + len(rest) - 1 for context, rest in windows]
-        with self._shown(Work("loglikelihood_rolling", lengths, len(windows), "windows", scored=1.0), disable_tqdm):
+        with self._shown("loglikelihood_rolling", lengths, len(windows), disable_tqdm, "windows"):
             scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
         return scores
 
@@ -138,9 +124,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
                 self._refuse_to_cut(f"a context of {len(context)} and a continuation of {len(continuation)} tokens")
         answers: list[tuple[float, bool] | None] = [None] * len(requests)
         rows = grouped(requests, self._table_of)
-        lengths = [len(row.ids) for row in rows]
-        scored = min(1.0, sum(len(rest) for _, _, rest in requests) / max(1, sum(lengths)))
-        with self._shown(Work("loglikelihood", lengths, len(requests), scored=scored), disable_tqdm) as bar:
+        with self._shown("loglikelihood", [len(row.ids) for row in rows], len(requests), disable_tqdm) as bar:
             for batch in self._batches(rows, override_bs or self.batch_size):
                 progress = bar.progress(sum(len(row.ids) for row in batch), len(batch) * len(batch[0].ids))
                 for i, answer in self._score(batch, progress):
@@ -225,10 +209,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue prompts, as lm-eval does; the bar shows how much of them is read."""
         lengths = [len(self._encode_prompt(request.args[0])) for request in requests]
-        most = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
-        with self._shown(
-            Work("generate_until", lengths, len(requests), generated=sum(most)), disable_tqdm, cached=True
-        ):
+        with self._shown("generate_until", lengths, len(requests), disable_tqdm):
             answers: list[str] = super().generate_until(requests, disable_tqdm=True)
         return answers
 
@@ -270,6 +251,6 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
 
     def _refuse_to_cut(self, what: str) -> None:
         raise ValueError(
-            f"{what} do not fit into the model's {self.max_length}, and nothing is cut: choose a shorter task, or say "
+            f"{what} do not fit into the model's {self.max_length}, and nothing is cut: choose shorter texts, or say "
             "in --model_args what the model can read, target_length= with a method or max_length="
         )

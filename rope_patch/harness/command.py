@@ -21,8 +21,8 @@ def main() -> None:
     """Run lm-eval's command line; errors of the user's making are one line on stderr."""
     try:
         _run()
-    except KeyboardInterrupt as interrupt:
-        print(f"interrupted: {interrupt}" if interrupt.args else "interrupted", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted: a run with --use_cache FILE goes on where it was, others begin again", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
@@ -51,21 +51,7 @@ def _run() -> None:
         model_registry.register("rope_patch", target="rope_patch.harness.model:RopePatchLM")
     sys.argv[1:] = without_imports(sys.argv[1:])
     harness = HarnessCLI()
-    arguments = with_ours(harness.parse_args())
-    try:
-        harness.execute(arguments)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(what_is_kept(arguments)) from None
-
-
-def what_is_kept(arguments: Any) -> str:
-    """Return what is said of a run that was interrupted: whether the same command goes on where it was.
-
-    lm-eval writes no results before the end; the file of ``--use_cache`` has every answer as soon as it is given.
-    """
-    if getattr(arguments, "use_cache", None) or _configured(arguments).get("use_cache"):
-        return "the answers so far are in the file of --use_cache, and the same command goes on where it was"
-    return "lm-eval keeps no partial results; with --use_cache FILE the same command goes on where it was"
+    harness.execute(with_ours(harness.parse_args()))
 
 
 def without_imports(words: list[str]) -> list[str]:

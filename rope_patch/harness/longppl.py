@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from huggingface_hub.constants import HF_HOME
 from lm_eval.api.instance import Instance
 from tqdm import tqdm
@@ -76,12 +75,12 @@ class KeyTokenTask(OfflineTask):
 def long_perplexity(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
     """Return the log-likelihood of the key tokens with their number, and what is known of all documents."""
     score = math.fsum(sign * one for (sign, _), (one, _) in zip(_pairs(doc), results, strict=True))
-    shares = {name: doc[name] for name in ("key_token_share", "left_out_share")}
-    return {"longppl": (score, len(doc["spans"]))} | shares
+    shares = {f"{name}_{doc['length']}": doc[name] for name in ("key_token_share", "left_out_share")}
+    return {str(doc["length"]): (score, len(doc["spans"]))} | shares
 
 
 def of_all(values: Sequence[float]) -> float:
-    """Return what every document says of all of them."""
+    """Return what every document says of all of its length."""
     return values[0]
 
 
@@ -171,15 +170,11 @@ def key_token_documents(
     if not asked:
         raise ValueError(f"{summary}: nothing is left to measure with this tokenizer")
     shares = {"key_token_share": keys.share, "left_out_share": 1 - asked / keys.tokens}
-    return {
-        "test": Dataset.from_list(
-            [
-                {"prompt": window.text, "spans": spans, **shares}
-                for window, spans in zip(texts, found, strict=True)
-                if spans  # lm-eval knows no document without a request
-            ]
-        )
-    }
+    return [
+        {"prompt": window.text, "spans": spans, **shares}
+        for window, spans in zip(texts, found, strict=True)
+        if spans  # lm-eval knows no document without a request
+    ]
 
 
 def _windows(arguments: TokenizerArguments, path: str | None, length: int, windows: int | None) -> list[_Window]:
@@ -301,7 +296,8 @@ def _choose(
     if short_context >= length:
         raise ValueError(
             f"no token of a window of {length} tokens stands behind more than the short context, {short_context} of "
-            f"the evaluator's {context}: choose a longer task, or give --metadata short_context= (at least an eighth)"
+            f"the evaluator's {context}: choose longer max_seq_lengths, or give --metadata short_context= (at least an "
+            "eighth)"
         )
     path = resume or Path(HF_HOME) / "rope_patch" / "key_tokens.jsonl"
     tokens = len(rows) * tokens_to_choose(length, context, short_context)

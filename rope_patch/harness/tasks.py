@@ -25,24 +25,25 @@ from rope_patch.evaluation.tasks import TASKS
 from rope_patch.evaluation.text import builtin_text
 
 OPTIONS = (
-    *("samples", "depths", "seed", "haystack", "text", "stride", "windows"),
+    *("max_seq_lengths", "samples", "depths", "seed", "haystack", "text", "stride", "windows"),
     *("evaluator", "short_context", "resume", "first_choice"),
 )
 """What ``--metadata`` may set."""
 SPARE = 256
 """Tokens left at the end of a text, so that its last window is cut at a word, too [tokens]."""
 
-FIRST_CHOICE = {"metric": "first_choice", "aggregation": "mean", "higher_is_better": True}
-"""The metric of ``first_choice``, as a task's YAML file lists it."""
-
-Documents = dict[str, Dataset]
+Documents = list[dict[str, Any]]
+"""Rows of the data set of a task, for one length."""
 
 
 class OfflineTask(ConfigurableTask):  # type: ignore[misc]
-    """A YAML task that generates as many tokens as each answer has, and whose request cache knows its documents.
+    """A YAML task whose documents are made here, at the lengths that ``--metadata max_seq_lengths=`` asks for.
 
-    lm-eval has one ``max_gen_toks`` per task, and the answer's length depends on the tokenizer. Its request cache goes
-    by the task's name alone, and would give the prompts of other ``--metadata``.
+    As in lm-eval's RULER tasks, the score of a length is a metric named after it. A length that is not run has no
+    score, where RULER's tasks have -1, so that lm-eval's own aggregation and its standard errors serve.
+
+    lm-eval has one ``max_gen_toks`` per task; here as many tokens are generated as each answer has. Its request cache
+    goes by the task's name alone, and would give the prompts of other ``--metadata``; here it knows the documents.
     """
 
     first_choice = False
@@ -50,25 +51,39 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         settings = {key: value for key, value in config.items() if key != "class"}
-        asked = (config.get("metadata") or {}).get("first_choice", False)
-        if not isinstance(asked, bool):
-            raise ValueError(f"first_choice must be true or false, got {asked!r}: give --metadata first_choice=true")
-        if asked and config["output_type"] == "generate_until":
+        requested = (config.get("metadata") or {}).get("first_choice", False)
+        if not isinstance(requested, bool):
+            raise ValueError(f"first_choice must be true or false, got {requested!r}: give first_choice=true")
+        if requested and config["output_type"] == "generate_until":
             self.first_choice = True
-            settings["metric_list"] = [*config["metric_list"], FIRST_CHOICE]
+            second = [{**metric, "metric": f"first_choice_{metric['metric']}"} for metric in config["metric_list"]]
+            settings["metric_list"] = [*config["metric_list"], *second]
         super().__init__(config=settings)
 
     def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
-        """Make the documents.
+        """Make the documents, where other tasks download them."""
+        self._make_documents()
+
+    def _make_documents(self, **options: Any) -> None:
+        """Make the documents of every length.
+
+        Args:
+            **options: arguments of the task's ``custom_dataset`` beside those of its YAML file and ``--metadata``.
 
         Raises:
-            ValueError: metadata that would change what the task's name says.
+            ValueError: a length that the task has no metric for.
         """
-        metadata, fixed = self.config.metadata or {}, self.config.dataset_kwargs or {}
-        for key in fixed:
-            if key in metadata:
-                raise ValueError(f"{key} belongs to the task {self.config.task}: choose another task, not --metadata")
-        self.dataset = self.config.custom_dataset(**metadata, **fixed)
+        metadata = dict(self.config.metadata)
+        lengths = metadata.pop("max_seq_lengths")
+        metrics = [metric["metric"] for metric in self.config.metric_list]
+        rows = []
+        for length in [lengths] if isinstance(lengths, int) else lengths:
+            if str(length) not in metrics:
+                known = ", ".join(metric for metric in metrics if metric.isdigit())
+                raise ValueError(f"{self.config.task} has no length {length!r}: max_seq_lengths can be {known}")
+            made = self.config.custom_dataset(length=length, **metadata, **self.config.dataset_kwargs, **options)
+            rows += [{**row, "length": length} for row in made]
+        self.dataset = {"test": Dataset.from_list(rows)}
 
     def fewshot_context(self, doc: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the prompt of a document. That of a chat has its template already, which its length counts."""
@@ -89,26 +104,25 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> Any:
         """Return the scores of a document, with ``first_choice`` where its right answer was read."""
         scores = super().process_results(doc, results)
-        if self.first_choice and "first_choice" in self.aggregation():  # --predict_only takes all metrics away
-            scores["first_choice"] = float(results[1][1])
+        metric = f"first_choice_{doc['length']}"
+        if self.first_choice and metric in self.aggregation():  # --predict_only takes all metrics away
+            scores[metric] = float(results[1][1])
         return scores
 
     def build_all_requests(self, *, tokenizer_name: str = "", samples: Any = None, **kwargs: Any) -> None:
         """Make the requests, or take them from lm-eval's cache when they are those of the same documents.
 
         Raises:
-            ValueError: a system prompt or examples before prompts that have exactly the length of the task's name.
+            ValueError: a system prompt or examples before prompts that have exactly the length that is asked for.
         """
         if self.OUTPUT_TYPE == "generate_until":
             if kwargs.get("system_instruction") or self.config.num_fewshot:
                 raise ValueError(
-                    f"the prompts of {self.config.task} have exactly the length that its name says: leave "
+                    f"the prompts of {self.config.task} have exactly the length that is asked for: leave "
                     "--system_instruction and --num_fewshot out"
                 )
             if kwargs.get("apply_chat_template"):
-                metadata, fixed = self.config.metadata or {}, self.config.dataset_kwargs or {}
-                turns = turns_of(kwargs["chat_template"])
-                self.dataset = self.config.custom_dataset(**metadata, **fixed, turns=turns)
+                self._make_documents(turns=turns_of(kwargs["chat_template"]))
         settings = [self.dataset["test"].to_list(), self.config.generation_kwargs, samples, self.first_choice]
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
         super().build_all_requests(tokenizer_name=f"{tokenizer_name}-{digest[:16]}", samples=samples, **kwargs)
@@ -164,7 +178,7 @@ def retrieval_documents(
                     "answer_tokens": prompt.answer,
                 }
             )
-    return {"test": Dataset.from_list(rows)}
+    return rows
 
 
 def perplexity_documents(
@@ -241,7 +255,7 @@ def perplexity_documents(
             }
         )
         middle = max(end, bisect.bisect_right(upto, room + len(rows) * apart) - 1)
-    return {"test": Dataset.from_list(rows)}
+    return rows
 
 
 @functools.lru_cache(maxsize=1)
@@ -264,7 +278,7 @@ def refuse_misspelled(rest: Mapping[str, Any]) -> None:
         ValueError: such a key.
     """
     for key in rest:
-        close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.8)
+        close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.85)  # max_length, of the model, is no option
         if close and key not in OPTIONS:
             raise ValueError(f"unknown --metadata {key}=. Did you mean {close[0]!r}? Known: {', '.join(OPTIONS)}")
 
@@ -319,19 +333,18 @@ def _maker(arguments: TokenizerArguments, haystack: str, turns: tuple[str, str] 
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
-def exact_match(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Tell whether the output is right, as the engine's own task tells it: it begins with the value."""
-    return {"exact_match": float(TASKS[doc["task"]].correct(doc["expected"][0], results[0]))}
-
-
 def recall(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return the share of the values that the output holds, as the engine's own task finds them."""
-    named = [TASKS[doc["task"]].correct(value, results[0]) for value in doc["expected"]]
-    return {"recall": sum(named) / len(named)}
+    """Return the share of the values that the output holds, as the engine's own task finds them.
+
+    Where one value is asked for, it is 1 for a right answer and 0 for another.
+    """
+    correct = TASKS[doc["task"]].correct
+    right = [correct(value, results[0]) for value in doc["expected"]]
+    return {str(doc["length"]): sum(right) / len(right)}
 
 
 def strided_perplexity(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
     """Return the log-likelihood with its weight, in tokens, words and bytes."""
-    score = results[0][0]
-    weights = {"token_perplexity": "tokens", "word_perplexity": "words", "bits_per_byte": "bytes"}
+    score, length = results[0][0], doc["length"]
+    weights = {f"{length}": "tokens", f"word_perplexity_{length}": "words", f"bits_per_byte_{length}": "bytes"}
     return {metric: (score, doc[unit]) for metric, unit in weights.items()}

@@ -120,10 +120,7 @@ class LayerPlan:
             (none if part is None else part).to(x.device) for part in (self.kept_features, self.exact)
         )
         out = x.clone()
-        for features, side in (
-            (~kept_features, self.key),
-            (kept_features, KEPT_IN_8 if self.key.keep == 8 else Side()),
-        ):
+        for features, side in ((~kept_features, self.key), (kept_features, KEPT_IN_8)):
             out[..., features & ~exact] = fake_quantize(x[..., features & ~exact], side)
         return out
 

@@ -39,8 +39,6 @@ def fake_quantize(x: Tensor, side: Side) -> Tensor:
     work = at_least_float(x)
     if side.axis == "channel":
         out = _round(work, side, (-2,))
-    elif side.axis == "tensor":
-        out = _round(work, side, (-3, -2, -1))
     else:
         size = side.group or x.shape[-1]
         whole = x.shape[-1] // size * size
@@ -75,7 +73,7 @@ def _round(x: Tensor, side: Side, dims: tuple[int, ...]) -> Tensor:
         between = (levels[1:] + levels[:-1]) / 2
         return levels[torch.bucketize((x / _safe(largest)).contiguous(), between)] * largest
     top = torch.finfo(torch.float8_e4m3fn).max
-    if side.axis == "tensor" and not side.group:
+    if side.axis == "tensor":
         return x.clamp(-top, top).to(torch.float8_e4m3fn).to(x.dtype)
     scale = largest / top
     return (x / _safe(scale)).to(torch.float8_e4m3fn).to(x.dtype) * scale

@@ -34,16 +34,15 @@ class Side:
     Attributes:
         format: one of ``FORMATS``.
         axis: what shares a scale: ``"token"`` (features of one token and head), ``"channel"`` (tokens of one feature),
-            ``"tensor"`` (everything in a block of tokens).
-        group: how many: features under ``"token"`` (0 for the whole head), tokens under ``"channel"`` and ``"tensor"``
-            (0 for fp8 with a fixed scale of 1, which saturates at 448).
+            ``"tensor"`` (everything: fp8 with a fixed scale of 1, which saturates at 448).
+        group: how many: features under ``"token"`` (0 for the whole head), tokens under ``"channel"``.
         symmetric: integers around 0 without a zero point.
         pre: keys are quantized before rotation and rotated when read.
         centre: subtract one mean per key head before quantizing, from ``"unrotated"`` pairs or from ``"all"``; "" for
             none. Under ``pre`` it is the mean before rotation, and added again; else that of keys as they are stored,
             averaged over the rotations of the layer's context, and never added again: softmax drops any constant.
         hadamard: rotate features by a Hadamard matrix before quantizing, and back when read.
-        keep: bits of the outlier pairs, those under the frequency bound: 8 or 16; 0 for none kept apart.
+        keep: bits of the outlier pairs, those under the frequency bound: 8, or 0 for none kept apart.
 
     Raises:
         ValueError: an unknown value, or a combination without a meaning.
@@ -67,14 +66,14 @@ class Side:
             raise ValueError(f"a group must hold >= 1 elements, got {self.group}")
         if self.axis == "channel" and self.group == 0:
             raise ValueError("channel needs the number of tokens that share a scale, such as channel32")
-        if self.axis == "tensor" and self.group == 0 and self.format != "fp8":
-            raise ValueError("tensor needs the number of tokens that share a scale, such as tensor128")
+        if self.axis == "tensor" and (self.group or self.format != "fp8"):
+            raise ValueError("tensor is a fixed scale for all that is stored: it is for fp8, and takes no number")
         if self.symmetric and self.format in ("none", "nf4", "fp8"):
             raise ValueError(f"sym is for integers, {self.format} has no zero point")
         if self.centre not in ("", "unrotated", "all"):
             raise ValueError(f"centre must be unrotated or all, got {self.centre!r}")
-        if self.keep not in (0, 8, 16):
-            raise ValueError(f"outlier pairs are kept in 8 or 16 bits, got {self.keep}")
+        if self.keep not in (0, 8):
+            raise ValueError(f"outlier pairs are kept in 8 bits, got {self.keep}")
         if self.hadamard and (self.keep or self.axis == "channel"):
             raise ValueError(
                 "a Hadamard matrix mixes features: scales are per token or tensor, and no pair is kept apart"
@@ -85,7 +84,7 @@ class Side:
     @property
     def block(self) -> int:
         """Tokens that are quantized together."""
-        return 1 if self.axis == "token" else self.group or 1
+        return self.group if self.axis == "channel" else 1
 
     def __str__(self) -> str:
         if self.format == "none":
@@ -240,17 +239,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 _WORDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "sym": {"symmetric": True},
-        "asym": {"symmetric": False},
         "pre": {"pre": True},
-        "post": {"pre": False},
         "centre": {"centre": "unrotated"},
         "centreall": {"centre": "all"},
         "hadamard": {"hadamard": True},
         "keep8": {"keep": 8},
-        "keep16": {"keep": 16},
     }
 )
-_KEY_WORDS = ("pre", "post", "centre", "centreall", "keep8", "keep16")
+_KEY_WORDS = ("pre", "centre", "centreall", "keep8")
 _PARTS = {"k": "key", "v": "value", "residual": "residual", "flush": "flush", "sinks": "sinks", "skip": "skip"}
 
 
@@ -313,7 +309,7 @@ def _pointed(text: str, at: int, part: str, message: str) -> str:
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
-def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept_pairs: int = 0) -> float:
+def effective_bits(side: Side, *, head_dim: int, kept_pairs: int = 0) -> float:
     """Return bits per element of the quantized part, scales and zero points of 16 bits included.
 
     The residual window, sinks and skipped layers are not in it: they do not grow with the text.
@@ -321,7 +317,6 @@ def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept_pairs: int
     Args:
         side: of keys or values.
         head_dim: features of a head.
-        heads: key heads, which share the scale of a tensor.
         kept_pairs: outlier pairs kept apart, of each head; 0 where ``keep`` is.
     """
     if side.format == "none":
@@ -331,12 +326,12 @@ def effective_bits(side: Side, *, head_dim: int, heads: int = 1, kept_pairs: int
     share = {
         "token": min(side.group or features, features) or 1,
         "channel": side.group,
-        "tensor": side.group * heads * max(features, 1) or math.inf,
+        "tensor": math.inf,
     }[side.axis]
     if side.axis == "token" and side.group and features:
         share = features / -(-features // side.group)  # the last group may be short
     bits = (FORMATS[side.format] + numbers * SCALE_BITS / share) * features
     if side.keep:
-        # Kept at 8 bits, pairs have a symmetric scale per token.
-        bits += 2 * kept_pairs * side.keep + (SCALE_BITS if side.keep == 8 and kept_pairs else 0)
+        # Pairs that are kept apart have a symmetric scale per token.
+        bits += 2 * kept_pairs * side.keep + (SCALE_BITS if kept_pairs else 0)
     return bits / head_dim

@@ -201,7 +201,7 @@ class _Study:
             raw, rounded = (states[0, head // groups].double() for states in (store.raw_keys, store.keys))
             inside = torch.where(wrong, query[head][:, features] @ (rounded - raw)[:, features].T * scaling, 0.0)
             direct[head] = (inside * off[head]).sum() / whole[head]
-            if plan.key.hadamard or (plan.key.axis == "tensor" and plan.key.group and len(marked) > 1):
+            if plan.key.hadamard:
                 continue
             mean = None if plan.shifted else _of_head(plan.mean, head // groups)  # stored keys are shifted already
             exact_plan = replace(plan, exact=features, mean=mean)

@@ -34,16 +34,13 @@ from rope_patch.modeling.statistics import Capture
 SLICE = 256
 
 
-def measure(
-    setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme], mitigation_of: str | None = None
-) -> list[CheckRow]:
+def measure(setting: Setting, patched: MethodInPlace, schemes: Mapping[str, Scheme]) -> list[CheckRow]:
     """Measure schemes under a method that is in place.
 
     Args:
         setting: what is the same for all.
         patched: the method.
         schemes: by name.
-        mitigation_of: the unsafe scheme that these were made for.
     """
     quantizing = {name: scheme for name, scheme in schemes.items() if scheme != Scheme()}
     errors = _errors(setting, patched, quantizing)
@@ -74,7 +71,6 @@ def measure(
                 cache_bits=cache_bits,
                 errors=layer_errors,
                 prediction=_prediction(patched.capture, layer_errors, setting.limits.context),
-                mitigation_of=mitigation_of,
                 noise=_noise(setting, patched, scheme, scores, stage) if name in quantizing else {},
             )
         )
@@ -148,23 +144,6 @@ def _tensor(values: Any) -> Tensor:
     return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
-def possible(setting: Setting, patched: MethodInPlace, tried: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """Return the schemes that fit this model and round something at the longest length."""
-    allowed = {}
-    for name, scheme in tried.items():
-        try:
-            plans = plan_layers(setting.model, scheme, **patched.plan_options(setting)).values()
-        except ValueError:
-            continue
-        centred = any(plan.mean is not None and bool(plan.mean.any()) for plan in plans)
-        kept_features = any(plan.kept_features is not None for plan in plans)
-        _, _, bits = _bits(setting, patched, scheme)
-        rounds = bits[setting.lengths[-1]] != FORMATS["none"]
-        if (centred or not scheme.key.centre) and (kept_features or not scheme.key.keep) and rounds:
-            allowed[name] = scheme
-    return allowed
-
-
 def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[float, float, dict[int, float]]:
     """Return effective bits of keys and values, mean over layers, and those of whole caches by length."""
     plans, full = plan_layers(setting.model, scheme, **patched.plan_options(setting)), FORMATS["none"]
@@ -176,7 +155,7 @@ def _bits(setting: Setting, patched: MethodInPlace, scheme: Scheme) -> tuple[flo
         sides = (("key", plan.key, layer.key), ("value", plan.value, layer.value))
         for side_bits, (name, side, states) in zip(bits, sides, strict=True):
             heads, width = states.mean.shape
-            own = effective_bits(side, head_dim=width, heads=heads, kept_pairs=kept_pairs)
+            own = effective_bits(side, head_dim=width, kept_pairs=kept_pairs)
             side_bits.append(own)
             for length in setting.lengths:
                 held = min(length, plan.window or length)

@@ -16,7 +16,6 @@ from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.measuring import readings
-from rope_patch.kv_evaluation.mitigations import mitigations
 from rope_patch.kv_evaluation.noise import PASSES
 from rope_patch.kv_evaluation.setting import COMPARED, ERRORS
 from rope_patch.methods import Method
@@ -49,14 +48,12 @@ class CheckReading:
         methods: how many methods they are checked under.
         layers: of the model.
         calibration: tokens that mean keys are taken over under each method.
-        mitigate: whether mitigations of unsafe schemes are measured.
     """
 
     schemes: Mapping[str, Scheme]
     methods: int
     layers: int
     calibration: int = 0
-    mitigate: bool = False
 
     def tokens(self, spec: EvalSpec) -> int:
         """Return the tokens that are read where no scheme is unsafe."""
@@ -64,19 +61,15 @@ class CheckReading:
         return self.methods * (self.calibration + compared + tokens_to_measure(spec, self.schemes.values()))
 
     def attribution(self, spec: EvalSpec, attributed: int) -> int:
-        """Return the tokens that are read to attribute costs where every scheme is unsafe under every method.
+        """Return the most tokens that unsafe schemes add, where every scheme is unsafe under every method.
 
         Args:
             spec: what is measured.
             attributed: windows that costs are attributed on.
         """
         windows = min(attributed, spec.windows or 0)
-        return self.methods * len(self._quantizing) * readings(self.layers) * windows * spec.longest
-
-    def more(self, spec: EvalSpec, attributed: int) -> int:
-        """Return the most tokens that unsafe schemes add: attribution, and mitigations where they are measured."""
-        tried = [mitigations(name).values() for name in self._quantizing if self.mitigate]
-        return self.attribution(spec, attributed) + self.methods * sum(tokens_to_measure(spec, some) for some in tried)
+        quantizing = sum(scheme != Scheme() for scheme in self.schemes.values())
+        return self.methods * quantizing * readings(self.layers) * windows * spec.longest
 
     def seconds(self, spec: EvalSpec, pace: Pace) -> float:
         """Return how long :meth:`tokens` take [s].
@@ -88,10 +81,6 @@ class CheckReading:
         suites = self.methods * len(self.schemes)
         others = self.tokens(spec) - suites * spec.tokens_to_read()
         return suites * spec.seconds(pace) + pace.seconds(others, spec.longest)
-
-    @property
-    def _quantizing(self) -> list[str]:
-        return [name for name, scheme in self.schemes.items() if scheme != Scheme()]
 
 
 def pace_of(model: nn.Module, method: Method, schemes: Collection[Scheme], spec: EvalSpec, **options: Any) -> Pace:

@@ -21,7 +21,7 @@ from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, Verdict, change,
 from rope_patch.modeling.statistics import Capture
 from rope_patch.patching.record import key_of
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,14 +96,8 @@ class KVCheck:
         return f"{method}: {self.loaded}, as loaded" if method == "default" and self.loaded else method
 
     def of(self, method: str) -> tuple[CheckRow, ...]:
-        """Return the rows of a method: full precision first, each scheme with the mitigations tried for it behind."""
-        rows = [row for row in self.rows if row.method == method]
-        return tuple(
-            item
-            for row in rows
-            if row.mitigation_of is None
-            for item in (row, *(other for other in rows if other.mitigation_of == row.scheme))
-        )
+        """Return the rows of a method, full precision first."""
+        return tuple(row for row in self.rows if row.method == method)
 
     def named_scores(self) -> list[tuple[str, EvalResult]]:
         """Return the scores of every row, each with its method and its scheme as text."""
@@ -156,24 +150,12 @@ class KVCheck:
         """Return whether a scheme rounds nothing of a cache of a length, such as one that its residual window holds."""
         return row.divergence is not None and row.cache_bits[length] == FORMATS["none"]
 
-    def mitigations(self, row: CheckRow, length: int) -> list[tuple[CheckRow, Verdict]]:
-        """Return what was tried for a scheme, best first: safe ones by bits, then the others by perplexity.
-
-        What rounds nothing at the length is no mitigation there.
-        """
-        others = [other for other in self.of(row.method) if other.mitigation_of == row.scheme]
-        tried = [(other, self.verdict(other, length)) for other in others if not self.idle(other, length)]
-        safe = sorted((item for item in tried if item[1].kind == "safe"), key=lambda item: item[0].cache_bits[length])
-        rest = [item for item in tried if item[1].kind != "safe"]
-        return [*safe, *sorted(rest, key=lambda item: self.change(item[0], length)[0])]
-
     def summary(self) -> list[str]:
         """Return what to do: what is safe everywhere, then a sentence per method and length."""
         sentences = self._everywhere()
         for method in self.methods:
-            given = [row for row in self.of(method)[1:] if row.mitigation_of is None]
             for length in self.lengths:
-                verdicts = [(row, self.verdict(row, length)) for row in given]
+                verdicts = [(row, self.verdict(row, length)) for row in self.of(method)[1:]]
                 parts = [self._unsafe(row, verdict) for row, verdict in verdicts if verdict.kind == "unsafe"]
                 idle = [
                     row.scheme for row, verdict in verdicts if verdict.kind == "undecided" and self.idle(row, length)
@@ -197,7 +179,7 @@ class KVCheck:
             return []
         kinds: dict[str, set[str]] = {}
         for row in self.rows:
-            if row.divergence is not None and row.mitigation_of is None:
+            if row.divergence is not None:
                 verdicts = kinds.setdefault(row.scheme, set())
                 verdicts |= {self.verdict(row, length).kind for length in self.lengths}
         names = [name for name, verdicts in kinds.items() if verdicts == {"safe"}]
@@ -206,15 +188,8 @@ class KVCheck:
         return [f"Safe {every}: {', '.join(names) or 'none of the schemes asked for'}."]
 
     def _unsafe(self, row: CheckRow, verdict: Verdict) -> str:
-        """Say where the cost of an unsafe scheme comes from, and what helps."""
-        tried = self.mitigations(row, verdict.length)
-        text = f"{row.scheme} is unsafe ({self._harm(row, verdict.length)}; {verdict.explanation}"
-        if tried and tried[0][1].kind == "safe":
-            text += f"; {_with_text(tried[0][0])} is safe"
-        elif tried:
-            best = tried[0][0]
-            text += f"; no mitigation is safe, the best is {_with_text(best)}: {self._harm(best, verdict.length)}"
-        return text + ")"
+        """Say where the cost of an unsafe scheme comes from."""
+        return f"{row.scheme} is unsafe ({self._harm(row, verdict.length)}; {verdict.explanation})"
 
     def _harm(self, row: CheckRow, length: int) -> str:
         """Say what was measured: perplexity, and every metric that says that the scheme is unsafe."""
@@ -233,7 +208,6 @@ class KVCheck:
                 line: dict[str, Any] = {
                     **{name: getattr(row, name) for name in ("method", "scheme")},
                     "text": row.scheme_text,
-                    "mitigation_of": row.mitigation_of,
                     "length": length,
                     **{name: getattr(row, name) for name in ("key_bits", "value_bits", "bits")},
                     "cache_bits": row.cache_bits[length],
@@ -284,9 +258,7 @@ class KVCheck:
 
     def _row(self, row: CheckRow) -> dict[str, Any]:
         scheme = Scheme.parse(row.scheme_text)
-        document: dict[str, Any] = {
-            name: getattr(row, name) for name in ("method", "scheme", "scheme_text", "mitigation_of")
-        }
+        document: dict[str, Any] = {name: getattr(row, name) for name in ("method", "scheme", "scheme_text")}
         document |= {"residual": scheme.residual, "flush": scheme.flush, "sinks": scheme.sinks, "skip": scheme.skip}
         document |= {name: getattr(row, name) for name in ("key_bits", "value_bits", "bits", "prediction")}
         document |= {"tasks": self.spec.tasks, "seed": self.spec.seed, "chunk": self.spec.chunk}
@@ -317,11 +289,6 @@ class KVCheck:
 def answered(row: CheckRow, length: int) -> list[bool]:
     """Return which prompts of a length were answered, of all tasks."""
     return [sample.correct for result in row.scores.retrieval.values() for sample in result.samples(length)]
-
-
-def _with_text(row: CheckRow) -> str:
-    """A mitigation, whose name is no text, with its text."""
-    return f"{row.scheme} ({row.scheme_text})"
 
 
 def _numbers(name: str, value: Any) -> Any:

@@ -23,9 +23,7 @@ from rope_patch.kv_cache.packed import check_packed, packed_caches
 from rope_patch.kv_cache.plans import plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.attribution import long_keys
-from rope_patch.kv_evaluation.measuring import means_of, measure, measure_attribution, possible, readings
-from rope_patch.kv_evaluation.mitigations import mitigations
-from rope_patch.kv_evaluation.reading import tokens_to_measure
+from rope_patch.kv_evaluation.measuring import means_of, measure, measure_attribution, readings
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.setting import COMPARED, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, find_verdict
@@ -84,7 +82,6 @@ def kv_check(
     *,
     methods: Sequence[MethodLike] = ("default",),
     limits: Limits | None = None,
-    mitigate: bool = False,
     packed: Sequence[str] = (),
     attributed: int = COMPARED,
     layer_types: Sequence[str] | None = None,
@@ -102,7 +99,6 @@ def kv_check(
         spec: what is measured, or a suite of it with texts in memory.
         methods: as method strings.
         limits: what a safe scheme may cost; by default 2 % of perplexity.
-        mitigate: measure what may help, too, wherever a scheme is unsafe at any of the lengths.
         packed: caches of transformers to decode with, in the model as it is, for their bytes and speed; see
             :mod:`rope_patch.kv_cache.packed`.
         attributed: windows on which each layer of an unsafe scheme is measured alone, 0 to 2; with 0 layers are named
@@ -141,7 +137,7 @@ def kv_check(
         raise ValueError(f"attributed must be in [0, {COMPARED}] windows, got {attributed}")
     check_packed(model, packed)
     record = find_rotary(model).record
-    centred = mitigate or any(scheme.key.centre for scheme in asked.values())
+    centred = any(scheme.key.centre for scheme in asked.values())
     calibration_rows = calibration(tokenizer, model) if centred else None
     result_cache = open_cache(resume)
     setting = Setting(model, suite, limits, result_cache, on_progress, min(attributed, len(suite.windows)), on_more)
@@ -149,7 +145,7 @@ def kv_check(
     if suite.spec.longppl and suite.key_tokens is None:
         suite.choose_key_tokens(model, resume=result_cache, **options)
     means = _check_all(setting, patches, asked, calibration_rows)
-    rows, captures = _measure_all(setting, patches, asked, means, mitigate)
+    rows, captures = _measure_all(setting, patches, asked, means)
     return KVCheck(
         model=name_of(model) or type(model).__name__,
         rows=tuple(rows),
@@ -174,7 +170,6 @@ def _measure_all(
     patches: _Patches,
     schemes: Mapping[str, Scheme],
     means: Mapping[str, Mapping[int, Tensor] | None],
-    mitigate: bool,
 ) -> tuple[list[CheckRow], dict[str, Capture]]:
     """Measure every scheme under every method; return the rows, and the statistics of keys by method."""
     rows: list[CheckRow] = []
@@ -192,10 +187,6 @@ def _measure_all(
                 attributions = {row.scheme: measure_attribution(setting, patched, row) for row in unsafe}
                 measured = [replace(row, attribution=attributions.get(row.scheme)) for row in measured]
             rows += measured
-            for row in unsafe if mitigate else ():
-                tried = possible(setting, patched, mitigations(row.scheme))
-                setting.on_more(tokens_to_measure(setting.spec, tried.values()))
-                rows += measure(setting, patched, tried, row.scheme)
     return rows, captures
 
 

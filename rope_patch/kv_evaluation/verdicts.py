@@ -119,8 +119,7 @@ class CheckRow:
         errors: by layer; empty for full precision.
         prediction: Spearman's rank correlation over all pairs of all heads: of a pair's logit error with its mean key's
             radius times its mean query norm, and with lying under the frequency bound; None where nothing varies.
-        mitigation_of: the unsafe scheme that this one was tried for, or None.
-        attribution: what parts of it cost, where it is unsafe at some length; None elsewhere, and of mitigations.
+        attribution: what parts of it cost, where it is unsafe at some length; None elsewhere.
         noise: how far the loss of one window at positions below each length moves by rounding alone [nats/token], as
             :mod:`rope_patch.kv_evaluation.noise` measures it; empty for full precision.
     """
@@ -136,7 +135,6 @@ class CheckRow:
     cache_bits: Mapping[int, float]
     errors: tuple[LayerErrors, ...]
     prediction: tuple[float | None, float | None]
-    mitigation_of: str | None = None
     attribution: Attribution | None = None
     noise: Mapping[int, float] = field(default_factory=dict)
 

@@ -105,7 +105,7 @@ def _table(check: KVCheck, length: int) -> SchemeTable:
             verdict = check.verdict(row, length)
             idle = verdict.kind == "undecided" and check.idle(row, length)
             cells.append(Cell(verdict.kind, "rounds nothing" if idle else "", verdict.kind))
-            lines.append(SchemeRow(_called(row), cells, "mitigation" if row.mitigation_of is not None else ""))
+            lines.append(SchemeRow(row.scheme, cells))
     caption = (
         f"At {length} tokens: perplexity at positions below, {', '.join(check.spec.tasks)} in prompts of that length "
         f"({'; '.join(check.prompts(length))}). Noise: how far the perplexity of one window moves when its embeddings "
@@ -138,11 +138,7 @@ def _tradeoffs(check: KVCheck) -> Section:
 def _schemes(check: KVCheck) -> Section:
     first = {row.scheme: row for row in reversed(check.rows) if row.divergence is not None}
     owners = dict.fromkeys(row.scheme for row in pictures.given(check))
-    lines = [
-        _explained(row)
-        for owner in owners
-        for row in (first[owner], *(row for row in reversed(first.values()) if row.mitigation_of == owner))
-    ]
+    lines = [_explained(first[owner]) for owner in owners]
     words = (
         "k is of keys, v of values: a format, what shares a scale (the features of a token, or of a group of them; "
         "tokens of a channel; a whole block), and switches: pre quantizes keys before rotation; centre takes the "
@@ -168,9 +164,9 @@ def _explained(row: CheckRow) -> SchemeRow:
         Cell(number_text(row.value_bits)),
         Cell(str(scheme.residual), f"flush {scheme.flush}" if scheme.flush else ""),
         Cell(str(scheme.sinks)),
-        Cell("a mitigation" if row.mitigation_of else preset.source if preset else "given as a text", mark="long"),
+        Cell(preset.source if preset else "given as a text", mark="long"),
     ]
-    return SchemeRow(_called(row), cells, "mitigation" if row.mitigation_of is not None else "")
+    return SchemeRow(row.scheme, cells)
 
 
 def _attribution(check: KVCheck) -> Section:
@@ -196,11 +192,8 @@ def _attribution(check: KVCheck) -> Section:
         "of those keys, which stretch the scale that all share; elsewhere the pairs that carry half of the error. "
         "All of it over the same windows."
     )
-    caption = (
-        "Schemes that were asked for, and the lengths at which they are unsafe. Of the mitigations tried, the best at "
-        "the longest of these: the safe one of fewest bits, or the one of least perplexity. The tables above have all."
-    )
-    columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why", "Best mitigation")
+    caption = "Schemes that were asked for, and the lengths at which they are unsafe."
+    columns = ("Scheme", "Method", "Lengths [tokens]", "Layers", "Pairs", "Why")
     return Section("attribution", "Where the cost comes from", [words, SchemeTable("", caption, columns, lines)])
 
 
@@ -220,20 +213,12 @@ def _attribution_row(check: KVCheck, row: CheckRow) -> SchemeRow | None:
         why = "they carry half of the logit error"
     else:
         why = "no key is rounded: it comes from the values"
-    tried = check.mitigations(row, last.length)
-    mitigation = Cell("none was tried", mark="sentence")
-    if tried:
-        best, verdict = tried[0]
-        change = METRICS["perplexity"].format_change(check.change(best, last.length).estimate)
-        note = f"perplexity {change}, {number_text(best.cache_bits[last.length])} bits"
-        mitigation = Cell(f"{_called(best)}: {verdict.kind}", note, mark=verdict.kind)
     cells = [
         Cell(row.method, mark="text"),
         Cell(", ".join(str(verdict.length) for verdict in unsafe)),
         Cell(spans(last.layers), mark="sentence"),
         Cell(spans(last.pairs) or "–", mark="sentence"),
         Cell(why + rest, mark="sentence"),
-        mitigation,
     ]
     return SchemeRow(row.scheme, cells)
 
@@ -344,11 +329,6 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
         ("Cache", "simulated exactly as decoding would quantize it" + "; packed ones beside it" * bool(check.packed)),
         ("Environment", ", ".join(f"{name} {value}" for name, value in check.environment.items()) or "not recorded"),
     ]
-
-
-def _called(row: CheckRow) -> str:
-    """A scheme's name; of a mitigation what it adds."""
-    return row.scheme if row.mitigation_of is None else row.scheme.removeprefix(row.mitigation_of)
 
 
 def _windows(count: int, size: int) -> str:

@@ -16,7 +16,7 @@ from rope_patch.kv_evaluation.setting import ERRORS
 from rope_patch.kv_evaluation.verdicts import CheckRow
 from rope_patch.plots import kv as plots_kv
 from rope_patch.plots.analysis import PAIRS, heat_maps, pair_map
-from rope_patch.plots.kv import Spot, Waves, front
+from rope_patch.plots.kv import Spot, Waves
 from rope_patch.reports.analysis_captions import Kind, kinds, stacked
 from rope_patch.reports.comparison import Picture, picture, short_names
 
@@ -25,7 +25,7 @@ COLORS = "A scheme has one colour in all figures."
 
 def given(check: KVCheck) -> list[CheckRow]:
     """Return the rows of the schemes that were asked for, full precision left out."""
-    return [row for method in check.methods for row in check.of(method) if row.errors and row.mitigation_of is None]
+    return [row for method in check.methods for row in check.of(method) if row.errors]
 
 
 def schemes(check: KVCheck) -> dict[str, str]:
@@ -44,8 +44,7 @@ def tradeoffs(check: KVCheck, length: int) -> list[Picture]:
     front_said = (
         "Grey steps are the front: nothing that was tried lies beyond them. Vertical lines are intervals. Bits are of "
         f"the whole cache at {length} tokens: scales, sinks, the residual window and unfinished blocks are in them. "
-        "Hollow points are mitigations, in the colour of the scheme that they were tried for; those on the front are "
-        f"named, and their intervals are in the table. {COLORS}"
+        f"{COLORS}"
     )
     lost = [name for method, name in methods(check).items() if not _answers(check, method, length)]
     hopeless = (
@@ -101,13 +100,9 @@ def _spots(check: KVCheck, method: str, length: int, metric: Metric, span: Span)
             measured = metric.difference(row.scores, rows[0].scores, span, check.limits.confidence)
             estimate, low, high = (scale * metric.relative_change(value) for value in measured)
             change, verdict = (estimate, low, high), check.verdict(row, length).kind
-        owner = row.mitigation_of or row.scheme
-        label = row.scheme.removeprefix(owner) if row.mitigation_of else names.get(row.scheme, "")
-        mitigation = row.mitigation_of is not None
-        spots.append(Spot(label, row.cache_bits[length], *change, verdict, names.get(owner, ""), mitigation))
-    sign = 1 if metric.lower_is_better else -1
-    best = front([(spot.bits, sign * spot.value) for spot in spots])
-    return [spot if not spot.mitigation or i in best else spot._replace(label="") for i, spot in enumerate(spots)]
+        name = names.get(row.scheme, "")
+        spots.append(Spot(name, row.cache_bits[length], *change, verdict, name))
+    return spots
 
 
 def by_wavelength(check: KVCheck) -> Picture | str:

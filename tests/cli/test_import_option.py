@@ -68,7 +68,7 @@ def test_the_command_of_lm_eval_takes_the_option_too(folder, monkeypatch):
     pytest.importorskip("lm_eval")
     from rope_patch.harness.command import without_imports
 
-    words = ["run", "--tasks", "passkey_512", "--model_args", "pretrained=x"]
+    words = ["run", "--tasks", "rope_passkey", "--model_args", "pretrained=x"]
     assert without_imports(words) == words
     monkeypatch.chdir(folder)
     try:

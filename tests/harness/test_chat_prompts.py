@@ -30,15 +30,15 @@ def folder(request, tmp_path_factory):
 
 
 def task_of(folder, name):
-    metadata = {"pretrained": str(folder), "samples": 2, "depths": [0.0, 0.5]}
+    metadata = {"pretrained": str(folder), "samples": 2, "depths": [0.0, 0.5], "max_seq_lengths": 512}
     manager = TaskManager(include_defaults=False, include_path=str(TASKS), metadata=metadata)
     task = manager.load([name])["tasks"][name]
     task.set_config("num_fewshot", 0)
     return task
 
 
-@pytest.mark.parametrize("name", ["passkey_512", "niah_multivalue_512"])
-def test_prompts_of_a_chat_have_the_named_length_with_the_template(folder, name):
+@pytest.mark.parametrize(("name", "kind"), [("rope_passkey", "passkey"), ("rope_niah_multivalue", "multivalue")])
+def test_prompts_of_a_chat_have_the_named_length_with_the_template(folder, name, kind):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = HFLM(pretrained=bold(), tokenizer=tokenizer, device="cpu")
     task = task_of(folder, name)
@@ -52,21 +52,20 @@ def test_prompts_of_a_chat_have_the_named_length_with_the_template(folder, name)
         ids, _ = model.tok_batch_encode([text])
         assert ids.shape[1] + options["max_gen_toks"] == 512
     if tokenizer.chat_template.startswith("{{ bos_token"):  # else lm-eval adds one of its own, as for any text
-        expected = [p.text for p in maker.prompts(name.split("_")[-2], 512, [0.0, 0.5])]
+        expected = [p.text for p in maker.prompts(kind, 512, [0.0, 0.5])]
         assert [request.args[0] for request in task.instances][: len(expected)] == expected
 
 
 def test_a_system_prompt_is_refused(folder):
     model = HFLM(pretrained=bold(), tokenizer=AutoTokenizer.from_pretrained(folder), device="cpu")
-    with pytest.raises(ValueError, match="leave --system_instruction and --num_fewshot out"):
-        task_of(folder, "passkey_512").build_all_requests(
+    with pytest.raises(ValueError, match="--system_instruction"):
+        task_of(folder, "rope_passkey").build_all_requests(
             apply_chat_template=True, chat_template=model.apply_chat_template, system_instruction="Answer."
         )
 
 
-@pytest.mark.parametrize("name", ["passkey_512"])
-def test_without_a_chat_the_space_before_the_number_is_the_prompts(folder, name):
-    task = task_of(folder, name)
+def test_without_a_chat_the_space_before_the_number_is_the_prompts(folder):
+    task = task_of(folder, "rope_passkey")
     task.build_all_requests(limit=1, tokenizer_name="plain")
     (request,) = task.instances
     assert request.args[0].endswith("The pass key is ") and request.args[1]["max_gen_toks"] == 5

@@ -16,7 +16,7 @@ from rope_patch.harness.model import RopePatchLM
 pytestmark = pytest.mark.slow
 
 LLAMA = str(rope_patch.data_path("assets") / "llama")
-TASKS = ["passkey_512", "rope_ppl_256", "rope_longppl_512"]
+TASKS = ["rope_passkey", "rope_ppl", "rope_longppl"]
 
 
 def apart(value):
@@ -29,7 +29,7 @@ def scores(folder_of_keys):
     """Scores of all tasks, each answer, and the tokens that this process has read."""
     model = RopePatchLM(LLAMA, method="yarn:factor=4", target_length=1024, dtype="float32", device="cpu", batch_size=2)
     folder = str(rope_patch.data_path("eval_tasks"))
-    asked = {"pretrained": LLAMA, "samples": 1, "windows": 3, "depths": [0.1, 0.5, 0.9]}
+    asked = {"pretrained": LLAMA, "max_seq_lengths": 512, "samples": 1, "windows": 3, "depths": [0.1, 0.5, 0.9]}
     asked |= {"resume": str(folder_of_keys / "keys.jsonl")}
     manager = TaskManager(include_defaults=False, include_path=folder, metadata=asked)
     with spy_ids(model.model) as read:
@@ -51,9 +51,11 @@ def test_two_processes_score_what_one_scores(tmp_path):
     (texts, numbers), (expected, wanted) = apart(first[:2]), apart(alone[:2])
     # Batches of other shapes round logits of about 10 differently in float32, by some 1e-6: small losses, too.
     assert (
-        texts == expected and numbers == pytest.approx(wanted, rel=1e-5, abs=1e-5) and len(alone[1]["passkey_512"]) == 3
+        texts == expected
+        and numbers == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+        and len(alone[1]["rope_passkey"]) == 3
     )
-    assert alone[0]["rope_longppl_512"]["longppl,none"] > 1
+    assert alone[0]["rope_longppl"]["512,none"] > 1
     keys = [sorted((tmp_path / name / "keys.jsonl").read_text().splitlines()) for name in ("both", "one")]
     assert keys[0] == keys[1] and len(keys[0]) == 3, "the first process alone writes what both have chosen"
     assert second[0] is None, "the first process alone has the results of all"

@@ -45,11 +45,6 @@ def test_requests_of_one_batch_are_scored_under_their_own_tables(models, texts):
     assert both[1] == pytest.approx(long[1], abs=1e-4) and both[1] != pytest.approx(plain[1], abs=1e-2)
 
 
-def test_in_chunks_too(models, texts):
-    in_chunks = model({"method": f"{LONG}@256", "target_length": 1024}, chunk=64)
-    assert scores(in_chunks, texts) == pytest.approx(scores(models[0], texts), abs=1e-3)
-
-
 def test_generation_takes_the_table_for_the_prompt_and_its_answer(models, texts):
     options = {"until": [], "max_gen_toks": 24, "do_sample": False}
     answers = []

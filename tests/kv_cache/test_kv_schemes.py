@@ -23,12 +23,12 @@ FORMS = [
     "k=int2.channel32;v=int2.token32;residual=128",
     "k=int2.channel32.pre;v=int2.token32;residual=128;sinks=4;skip=0+27",
     "k=int4.token;v=none",
-    "k=none;v=int3.tensor64.sym",
+    "k=none;v=int3.token64.sym",
     "k=int8.token.sym.pre.hadamard.centre;v=int8.token16.hadamard",
     "k=nf4.token64.pre.centreall;v=nf4.token64",
-    "k=fp8.tensor;v=fp8.tensor128",
+    "k=fp8.tensor;v=fp8.token128",
     "k=fp8.channel16.keep8;v=fp8.token",
-    "k=int3.channel8.pre.centre.keep16;v=none;skip=3",
+    "k=int3.channel8.pre.centre.keep8;v=none;skip=3",
     "k=none;v=none;sinks=1",
     "k=int2.channel32;v=int2.token32;residual=128;flush=128;sinks=2",
 ]
@@ -79,7 +79,6 @@ def test_one_side_for_both_leaves_what_is_for_keys_to_them():
     assert scheme.key == Side("int4", "token", 8, symmetric=True, pre=True, centre="all", keep=8)
     assert scheme.value == Side("int4", "token", 8, symmetric=True) and scheme.sinks == 2
     assert Scheme.parse("int4") == Scheme(Side("int4"), Side("int4"))
-    assert Scheme.parse("int8.post.asym") == Scheme.parse("int8")
 
 
 SIDES = st.builds(
@@ -91,7 +90,7 @@ SIDES = st.builds(
     pre=st.booleans(),
     centre=st.sampled_from(["", "unrotated", "all"]),
     hadamard=st.booleans(),
-    keep=st.sampled_from([0, 8, 16]),
+    keep=st.sampled_from([0, 8]),
 )
 
 
@@ -118,49 +117,33 @@ def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
     assert from_text["kv_cache"] == (None if text == "none" else text)  # a word of Python to this parser
 
 
-# (text, what is marked, message)
+# (text, what is marked, a word of the message)
 WRONG = [
-    ("", "", "expected k=, v=, residual=, flush=, sinks= or skip=, got ''"),
-    ("kivi2", "kivi2", "unknown scheme 'kivi2'. Did you mean 'kivi-2'?"),
-    ("kivi-2.pre", "kivi-2.pre", "kivi-2 is a whole scheme: add parts to it, as in kivi-2;sinks=4"),
-    ("k=kivi-2", "kivi-2", "unknown format 'kivi-2'. Known: none, int8"),
-    ("k=int5.token", "int5", "unknown format 'int5'. Did you mean 'int"),
-    ("k=int16", "int16", "unknown format 'int16'"),
-    ("k=INT4", "INT4", "unknown format 'INT4'"),
-    ("k=", "", "unknown format ''"),
-    ("k=int4.tokn", "tokn", "unknown word 'tokn'. Did you mean 'token'?"),
-    ("k=int4.center", "center", "unknown word 'center'. Did you mean 'centre'?"),
-    ("k=int4.keep4", "keep4", "unknown word 'keep4'. Did you mean 'keep8'?"),
-    ("k=int4.token.", "", "unknown word ''"),
-    ("k=int4.token0", "token0", "a group must hold >= 1 elements, got 0"),
-    ("k=int4.token00", "token00", "a group must hold >= 1 elements, got 0"),
-    ("k=int4.channel", "int4.channel", "channel needs the number of tokens that share a scale"),
-    ("k=int4.tensor", "int4.tensor", "tensor needs the number of tokens that share a scale"),
-    ("k=int4.channel-8", "channel-8", "unknown word 'channel-8'. Did you mean 'channel'?"),
-    ("k=int4.token٣", "token٣", "unknown word 'token٣'"),
-    ("k=nf4.sym", "nf4.sym", "sym is for integers, nf4 has no zero point"),
-    ("k=fp8.token.sym", "fp8.token.sym", "sym is for integers, fp8 has no zero point"),
-    ("k=none.token8", "none.token8", "none is full precision: it takes no axis, group or switch"),
-    ("k=none.pre", "none.pre", "none is full precision"),
-    ("k=int4.hadamard.keep8", "int4.hadamard.keep8", "a Hadamard matrix mixes features"),
-    ("k=int4.channel8.hadamard", "int4.channel8.hadamard", "a Hadamard matrix mixes features"),
-    ("k=int4.token.token8", "token8", "token8 repeats or contradicts an earlier switch"),
-    ("k=int4.sym.asym", "asym", "asym repeats or contradicts an earlier switch"),
-    ("k=int4.keep8.keep16", "keep16", "keep16 repeats or contradicts an earlier switch"),
-    ("k=int4;v=int4.pre", "int4.pre", "pre is for keys: values do not rotate"),
-    ("k=int4.keep8;v=int4.keep8", "int4.keep8", "keep is for keys: values do not rotate"),
-    ("k=int4.centre;v=int4.centre", "int4.centre", "centre is for keys: values do not rotate"),
-    ("kivi-2;residual=-1", "residual=-1", "expected a whole number, got '-1'"),
-    ("kivi-2;residual=1e3", "residual=1e3", "expected a whole number, got '1e3'"),
-    ("kivi-2;sinks=", "sinks=", "expected a whole number, got ''"),
-    ("kivi-2;skip=0,1", "skip=0,1", "expected a whole number, got '0,1'"),
-    ("kivi-2;skip=0+", "skip=0+", "expected a whole number, got ''"),
-    ("kivi-2;skip=-1", "skip=-1", "expected a whole number, got '-1'"),
-    ("kivi-2;resid=4", "resid=4", "expected k=, v=, residual=, flush=, sinks= or skip=, got 'resid=4'"),
-    ("kivi-2;sinks", "sinks", "expected k=, v=, residual=, flush=, sinks= or skip=, got 'sinks'"),
-    ("kivi-2;", "", "expected k=, v=, residual=, flush=, sinks= or skip=, got ''"),
-    ("k=int4;nf4", "nf4", "expected k=, v=, residual=, flush=, sinks= or skip=, got 'nf4'"),
-    ("k=int4;k=int2", "k=int2", "k= is given twice"),
+    ("", "", "expected"),
+    ("kivi2", "kivi2", "'kivi-2'"),
+    ("kivi-2.pre", "kivi-2.pre", "whole scheme"),
+    ("k=int5.token", "int5", "'int"),
+    ("k=", "", "format"),
+    ("k=int4.tokn", "tokn", "'token'"),
+    ("k=int4.center", "center", "'centre'"),
+    ("k=int4.token.", "", "word"),
+    ("k=int4.token0", "token0", "group"),
+    ("k=int4.channel", "int4.channel", "number of tokens"),
+    ("k=int4.tensor", "int4.tensor", "fp8"),
+    ("k=fp8.tensor64", "fp8.tensor64", "no number"),
+    ("k=int4.token٣", "token٣", "word"),
+    ("k=nf4.sym", "nf4.sym", "zero point"),
+    ("k=none.token8", "none.token8", "full precision"),
+    ("k=int4.hadamard.keep8", "int4.hadamard.keep8", "Hadamard"),
+    ("k=int4.channel8.hadamard", "int4.channel8.hadamard", "Hadamard"),
+    ("k=int4.token.token8", "token8", "repeats"),
+    ("k=int4;v=int4.pre", "int4.pre", "values"),
+    ("k=int4.centre;v=int4.centre", "int4.centre", "values"),
+    ("kivi-2;residual=1e3", "residual=1e3", "whole number"),
+    ("kivi-2;skip=0+", "skip=0+", "whole number"),
+    ("kivi-2;resid=4", "resid=4", "expected"),
+    ("kivi-2;sinks", "sinks", "expected"),
+    ("k=int4;k=int2", "k=int2", "twice"),
 ]  # fmt: skip
 
 
@@ -202,7 +185,7 @@ def test_schemes_made_in_python_are_checked(options, message):
         ({"format": "int4", "axis": "row"}, "unknown axis 'row'"),
         ({"format": "int4", "group": -1}, "a group must hold >= 1 elements, got -1"),
         ({"format": "int4", "centre": "rotating"}, "centre must be unrotated or all, got 'rotating'"),
-        ({"format": "int4", "keep": 4}, "outlier pairs are kept in 8 or 16 bits, got 4"),
+        ({"format": "int4", "keep": 16}, "8 bits"),
     ],
 )
 def test_sides_made_in_python_are_checked(options, message):
@@ -220,19 +203,14 @@ def test_sides_made_in_python_are_checked(options, message):
         ("int4.token", {"head_dim": 64}, 4 + 32 / 64),  # a whole head
         ("int4.token64", {"head_dim": 16}, 4 + 32 / 16),  # no group is longer than the head
         ("int8.token64", {"head_dim": 80}, 8 + 32 / 40),  # two groups of 80 features, of 64 and 16
-        ("int4.tensor128", {"head_dim": 64, "heads": 2}, 4 + 32 / (128 * 64 * 2)),
         ("nf4.token64", {"head_dim": 128}, 4 + 16 / 64),  # no zero point
         ("fp8.token", {"head_dim": 64}, 8 + 16 / 64),
         ("fp8.tensor", {"head_dim": 64}, 8.0),  # no scale
-        ("fp8.tensor64", {"head_dim": 64}, 8 + 16 / 4096),
         # 10 features of 4 bits and 32 bits of scale; 6 features of 8 bits and a scale of their own
         ("int4.token.keep8", {"head_dim": 16, "kept_pairs": 3}, (10 * 4 + 32 + 6 * 8 + 16) / 16),
-        ("int4.token.keep16", {"head_dim": 16, "kept_pairs": 3}, (10 * 4 + 32 + 6 * 16) / 16),
-        ("int4.channel8.keep16", {"head_dim": 16, "kept_pairs": 3}, (10 * (4 + 32 / 8) + 6 * 16) / 16),
+        ("int4.channel8.keep8", {"head_dim": 16, "kept_pairs": 3}, (10 * (4 + 32 / 8) + 6 * 8 + 16) / 16),
         ("int4.token.keep8", {"head_dim": 16}, 4 + 32 / 16),  # none lies under the bound
-        ("int4.token.keep16", {"head_dim": 16, "kept_pairs": 8}, 16.0),  # all do
-        ("int4.token4.keep16", {"head_dim": 16, "kept_pairs": 8}, 16.0),
-        ("int4.tensor8.keep8", {"head_dim": 16, "kept_pairs": 8}, 8 + 16 / 16),
+        ("int4.token4.keep8", {"head_dim": 16, "kept_pairs": 8}, 8 + 16 / 16),  # all do
         ("int4.token.pre.hadamard.centreall", {"head_dim": 64}, 4 + 32 / 64),
     ],
 )
@@ -246,9 +224,9 @@ def test_effective_bits_by_hand(text, shape, bits):
 ROUNDED = [
     *(f"{form}.{axis}{sym}" for form in ("int8", "int4", "int3", "int2") for axis in ("token", "channel5")
       for sym in ("", ".sym")),
-    *("int4.token4", "int2.token4.sym", "int4.token16", "int4.token1", "int3.tensor5", "int4.tensor5.sym"),
-    *("nf4.token", "nf4.token4", "nf4.channel5", "nf4.tensor5"),
-    *("fp8.token", "fp8.token4", "fp8.channel5", "fp8.tensor5", "fp8.tensor"),
+    *("int4.token4", "int2.token4.sym", "int4.token16", "int4.token1"),
+    *("nf4.token", "nf4.token4", "nf4.channel5"),
+    *("fp8.token", "fp8.token4", "fp8.channel5", "fp8.tensor"),
 ]  # fmt: skip
 
 
@@ -297,54 +275,6 @@ def test_fp8_with_a_scale_is_a_cast_of_what_fills_the_range():
     assert torch.equal(fake_quantize(x, side("fp8.token")), expected)
 
 
-# --- properties
-
-
-def states(seed, size, middle, shape):
-    return size * (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + middle)
-
-
-STATES = st.builds(
-    states,
-    seed=st.integers(0, 2**31),
-    size=st.sampled_from([1e-20, 1e-3, 1.0, 77.7, 1e20]),
-    middle=st.sampled_from([0.0, -3.0, 50.0]),
-    shape=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 6), st.integers(1, 12)),
-)  # fmt: skip
-
-
-@settings(deadline=None, database=None, max_examples=150)
-@given(STATES, st.sampled_from(ROUNDED))
-def test_properties_of_rounding(x, text):
-    how = side(text)
-    got = fake_quantize(x, how)
-    assert torch.isfinite(got).all()
-    largest = float(x.abs().max())
-    slack = 1e-5 * largest
-    dims = {"channel": (-2,), "tensor": (-3, -2, -1)}.get(how.axis)
-    whole = how.axis != "token" or not how.group or how.group >= x.shape[-1]
-    if whole and how.format.startswith("int"):
-        low, high = (x.amin(dims or (-1,), keepdim=True), x.amax(dims or (-1,), keepdim=True))
-        size = x.abs().amax(dims or (-1,), keepdim=True)
-        bits = FORMATS[how.format]
-        scale = size / (2 ** (bits - 1) - 1) if how.symmetric else (high - low) / (2**bits - 1)
-        assert ((got - x).abs() <= scale / 2 + slack).all()
-        assert (got >= (low if not how.symmetric else -size) - slack).all()
-        assert (got <= (high if not how.symmetric else size) + slack).all()
-    if how.symmetric or how.format in ("nf4", "fp8"):
-        assert (got * x >= 0).all(), "no sign changes"
-    if how.symmetric or how.format == "fp8":
-        assert torch.equal(fake_quantize(-x, how), -got)
-    if not (how.format == "fp8" and how.axis == "tensor" and not how.group):
-        # A scale of one is no scale; all others follow the states.
-        torch.testing.assert_close(fake_quantize(4 * x, how), 4 * got, rtol=1e-5, atol=4 * slack)
-    torch.testing.assert_close(fake_quantize(got, how), got, rtol=1e-5, atol=slack)  # again changes nothing
-    if whole and how.axis == "token":  # order is kept
-        sorted_states = x.sort(-1)
-        ordered = got.gather(-1, sorted_states.indices)
-        assert (ordered.diff(dim=-1) >= 0).all()
-
-
 @pytest.mark.parametrize("text", [text for text in ROUNDED if text.startswith("int") and not text.endswith(".sym")])
 @pytest.mark.parametrize("value", [0.0, -3.7, 1e-30, 12345.678])
 def test_a_constant_group_is_exact_with_a_zero_point(text, value):
@@ -363,12 +293,10 @@ def test_rows_and_heads_do_not_know_each_other(text):
     got = fake_quantize(x, side(text))
     for row in range(4):
         assert torch.equal(fake_quantize(x[row : row + 1], side(text))[0], got[row])
-    alone = fake_quantize(x[:, :1], side(text))[:, 0]
-    shared = side(text).axis == "tensor" and side(text).group > 0
-    assert torch.equal(alone, got[:, 0]) is not shared
+    assert torch.equal(fake_quantize(x[:, :1], side(text))[:, 0], got[:, 0])
 
 
-@pytest.mark.parametrize("text", ["int4.token4", "nf4.channel5", "fp8.tensor5", "int2.token.sym", "fp8.tensor"])
+@pytest.mark.parametrize("text", ["int4.token4", "nf4.channel5", "int2.token.sym", "fp8.tensor"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_data_types(text, dtype):
     x = block(dtype=dtype)
@@ -397,7 +325,7 @@ def test_states_in_another_order_of_memory(text):
     assert torch.equal(fake_quantize(x, side(text)), fake_quantize(x.contiguous(), side(text)))
 
 
-@pytest.mark.parametrize("text", ["int4.token", "int2.channel5.sym", "nf4.tensor5", "fp8.tensor"])
+@pytest.mark.parametrize("text", ["int4.token", "int2.channel5.sym", "fp8.tensor"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_states_that_are_not_finite_are_refused(text, value):
     x = block()

@@ -31,9 +31,8 @@ from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
-from rope_patch.kv_evaluation.mitigations import mitigations
 from rope_patch.kv_evaluation.noise import noise_floor, perturbed
-from rope_patch.kv_evaluation.reading import CheckReading, pace_of, tokens_to_measure
+from rope_patch.kv_evaluation.reading import CheckReading, pace_of
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import find_schemes
 from rope_patch.kv_evaluation.verdicts import Limits
@@ -233,26 +232,13 @@ def test_the_summary_says_what_to_do():
     broken = off(0.5, 0.51, 0.49, 0.5)
     errors = [error(0, 0.9, pair=[[3.0, 1.0, 0.0]] * 2), error(1, 0.1)]
     rows = [by_hand("none", BASE), by_hand("a", broken, errors=errors), by_hand("b", BASE, bits=8.0)]
-    rows += [by_hand("a+x", BASE, mitigation_of="a", bits=6.0), by_hand("a+y", BASE, mitigation_of="a", bits=5.0)]
-    rows += [by_hand("a+z", broken, mitigation_of="a", bits=3.0)]
-    check = check_of(*rows)
-    assert [row.scheme for row in check.of("m")] == ["none", "a", "a+x", "a+y", "a+z", "b"]
-    assert [row.scheme for row, _ in check.mitigations(rows[1], 8)] == ["a+y", "a+x", "a+z"]
-    assert check.summary() == [
+    assert check_of(*rows).summary() == [
         "Safe at every length: b.",
-        *(
-            f"m at {length} tokens: a is unsafe (perplexity +64.9%; layer 0, pair 0; a+y (none) is safe); b is safe."
-            for length in (4, 8)
-        ),
+        *(f"m at {length} tokens: a is unsafe (perplexity +64.9%; layer 0, pair 0); b is safe." for length in (4, 8)),
     ]
     lost = {(length, depth): 0 for length in (4, 8) for depth in (0.0, 0.5, 1.0)}
-    rows = [by_hand("none", BASE), by_hand("a", broken, lost, errors)]
-    rows += [by_hand("a+z", off(0.2, 0.2, 0.2, 0.2), mitigation_of="a")]
-    (sentence,) = check_of(*rows, lengths=(8,)).summary()
-    assert sentence == (
-        "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0; no mitigation is safe, the "
-        "best is a+z (none): perplexity +22.1%)."
-    )
+    (sentence,) = check_of(by_hand("none", BASE), by_hand("a", broken, lost, errors), lengths=(8,)).summary()
+    assert sentence == "m at 8 tokens: a is unsafe (perplexity +64.9%, retrieval -1.00; layer 0, pair 0)."
     (sentence,) = check_of(by_hand("none", BASE, lost), by_hand("b", BASE, lost), lengths=(8,)).summary()
     assert sentence == "m at 8 tokens: b is safe; full precision answers no prompt, so retrieval tells nothing here."
 
@@ -337,66 +323,16 @@ def test_longest_keys_are_those_that_set_the_range():
     assert marks[1].int().tolist() == [[0, 0, 0, 0], [0, 1, 1, 0]]
 
 
-def test_mitigations_change_one_thing():
-    schemes = mitigations("int4-token")
-    assert {name.partition("+")[2]: str(scheme) for name, scheme in schemes.items()} == {
-        "pre": "k=int4.token.pre;v=int4.token",
-        "hadamard": "k=int4.token.hadamard;v=int4.token",
-        "centre": "k=int4.token.centre;v=int4.token",
-        "centreall": "k=int4.token.centreall;v=int4.token",
-        "pre.centreall": "k=int4.token.pre.centreall;v=int4.token",
-        "keep8": "k=int4.token.keep8;v=int4.token",
-        "channel32": "k=int4.channel32;v=int4.token",
-        "v.token32": "k=int4.token;v=int4.token32",
-        "v.int8": "k=int4.token;v=int8.token",
-        "sinks=4": "k=int4.token;v=int4.token;sinks=4",
-        "residual=128": "k=int4.token;v=int4.token;residual=128",
-    }
-    # Hadamard mixes features, which have scales of their own in kivi-2; its residual window is 128 already.
-    words = [name.partition("+")[2] for name in mitigations("kivi-2")]
-    assert words == ["pre", "centre", "centreall", "pre.centreall", "keep8", "v.int4", "sinks=4"]
-
-
-@pytest.mark.parametrize(
-    ("family", "method", "left"),
-    [
-        ("llama", "p_rope:p=0.5", set()),  # but the residual window, which holds all of 40 tokens
-        ("llama", "default", {"centre"}),  # no unrotated pair: nothing to take away
-        ("gemma2", "p_rope:p=0.5", {"centre", "centreall"}),  # soft-capped logits see a constant
-        ("llama", "table:values=3/2.5/2/1.5/1/0.9/0.8/0.7", {"centre", "keep8"}),  # no pair under the bound
-    ],
-)
-def test_mitigations_that_do_nothing_on_a_model_are_left_out(tokenizer, monkeypatch, family, method, left):
-    monkeypatch.setattr(engine, "find_verdict", lambda row, *_: SimpleNamespace(kind="unsafe"))
-    options = {**ASKED, "lengths": [40], "windows": 1, "depths": [0.5]}
-    check = check_cache(small(family), tokenizer, ["int2.token"], methods=[method], mitigate=True, **options)
-    tried = [row.scheme.partition("+")[2] for row in check.rows if row.mitigation_of == "int2.token"]
-    assert set(tried) == {name.partition("+")[2] for name in mitigations("int2.token")} - left - {"residual=128"}
-
-
-@pytest.mark.parametrize("bad", [40, 56, None])
-def test_mitigations_are_tried_where_a_scheme_is_unsafe_at_any_length(tokenizer, monkeypatch, bad):
-    kinds = {True: "unsafe", False: "safe"}
-    monkeypatch.setattr(
-        engine, "find_verdict", lambda row, base, length, *_: SimpleNamespace(kind=kinds[length == bad])
-    )
-    monkeypatch.setattr(engine, "mitigations", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
-    check = check_cache(small(), tokenizer, ["int4-token"], mitigate=True, **{**ASKED, "windows": 1})
-    assert [row.mitigation_of for row in check.rows] == [None, None, *["int4-token"] * (bad is not None)]
-
-
-def test_what_rounds_nothing_is_said_and_no_mitigation():
+def test_what_rounds_nothing_is_said():
     broken, idle = off(0.5, 0.51, 0.49, 0.5), {"bits": 16.0}
-    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("a+wide", BASE, mitigation_of="a", **idle)]
-    rows += [by_hand("a+x", off(0.2, 0.2, 0.2, 0.2), mitigation_of="a"), by_hand("b", BASE, **idle)]
+    rows = [by_hand("none", BASE), by_hand("a", broken), by_hand("b", BASE, **idle)]
     rows += [by_hand("c", off(0.1, -0.1, 0.1, -0.1)), by_hand("d", BASE, **idle)]
     check = check_of(*rows, lengths=(8,))
-    assert check.verdict(check.rows[4], 8).measured == "nothing is quantized at 8 tokens"
-    assert [check.idle(row, 8) for row in check.rows] == [False, False, True, False, True, False, True]
-    assert [row.scheme for row, _ in check.mitigations(check.rows[1], 8)] == ["a+x"]
+    assert check.verdict(check.rows[2], 8).measured == "nothing is quantized at 8 tokens"
+    assert [check.idle(row, 8) for row in check.rows] == [False, False, True, False, True]
     (sentence,) = check.summary()
-    assert sentence.endswith("+22.1%); c is undecided; b, d round nothing at 8 tokens.")
-    (sentence,) = check_of(*rows[:1], rows[4], lengths=(8,)).summary()
+    assert sentence.endswith("; c is undecided; b, d round nothing at 8 tokens.")
+    (sentence,) = check_of(rows[0], rows[2], lengths=(8,)).summary()
     assert sentence == "m at 8 tokens: b rounds nothing at 8 tokens."
 
 
@@ -457,16 +393,14 @@ def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_an
     tokenizer, monkeypatch, attributed
 ):
     monkeypatch.setattr(engine, "_unsafe", lambda setting, row, base: row.scheme == "int2.token")
-    monkeypatch.setattr(engine, "mitigations", lambda name: {f"{name}+sinks=4": Scheme.parse(f"{name};sinks=4")})
     model, spec, kept = small(), EvalSpec(LENGTHS, windows=3, depths=(0.0, 1.0), samples=1), {}
     schemes = find_schemes(["int2.token", "int8-token"])
-    reading = CheckReading(schemes, methods=2, layers=2, calibration=512)
+    reading = CheckReading(schemes, methods=2, layers=2)
     # By hand: 3 schemes of 3 windows of 56 and 2 prompts of each length; full precision, 2 schemes and the statistics
-    # on 2 windows, errors of 2 schemes on one, two perturbed passes of one for each, and the mean keys.
-    assert reading.tokens(spec) == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56 + 2 * 2 * 56 + 512)
-    # Under each method one scheme is unsafe: the whole, keys, values, full precision, named pairs and two layers; and a
-    # mitigation, beside which full precision is compared again.
-    expected = 2 * (7 * attributed * 56 + 3 * 56 + 2 * 96 + 2 * 2 * 56 + 56 + 2 * 56)
+    # on 2 windows, errors of 2 schemes on one, and two perturbed passes of one for each.
+    assert reading.tokens(spec) == 2 * (3 * (3 * 56 + 2 * 96) + (1 + 2 + 1) * 2 * 56 + 2 * 56 + 2 * 2 * 56)
+    # Under each method one scheme is unsafe: the whole, keys, values, full precision, named pairs and two layers.
+    expected = 2 * 7 * attributed * 56
     results = []
     for progress, more in (([], []), ([], [])):
         check = check_cache(
@@ -474,7 +408,6 @@ def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_an
             tokenizer,
             ["int2.token", "int8-token"],
             methods=("default", "nope"),
-            mitigate=True,
             attributed=attributed,
             resume=kept,
             on_progress=lambda stage, tokens, progress=progress: progress.append(tokens),
@@ -492,10 +425,8 @@ def test_progress_adds_up_to_what_was_announced_also_where_schemes_are_unsafe_an
 def test_what_unsafe_schemes_may_add_is_an_upper_bound_by_the_size_of_the_model():
     spec = EvalSpec([56], windows=3, depths=(0.0, 1.0), samples=1)
     reading = CheckReading(find_schemes(["int4-token", "fp8"]), methods=2, layers=30)
-    assert reading.attribution(spec, 2) == reading.more(spec, 2) == 2 * 2 * (5 + 30) * 2 * 56
-    assert reading.more(spec, 0) == 0 == reading.attribution(spec, 0)
-    tried = sum(tokens_to_measure(spec, mitigations(name).values()) for name in ("int4-token", "fp8"))
-    assert replace(reading, mitigate=True).more(spec, 1) == reading.more(spec, 1) + 2 * tried > 0
+    assert reading.attribution(spec, 2) == 2 * 2 * (5 + 30) * 2 * 56
+    assert reading.attribution(spec, 0) == 0
 
 
 def test_the_time_of_a_check_is_that_of_everything_it_reads():
@@ -604,21 +535,21 @@ def planted(layers, pairs, size):
 
 
 @pytest.mark.slow
-def test_a_planted_fault_is_named_and_a_mitigation_found(tokenizer):
+def test_a_planted_fault_is_named(tokenizer):
     options = {"lengths": [96], "windows": 5, "depths": (0.5,), "samples": 2, "tolerance": 0.05, "text": TEXT}
     without = check_cache(planted((0, 2), (14, 15), 0.0), tokenizer, ["int4-token"], **options)
     assert without.verdict(without.rows[1], 96).kind == "safe"
-    check = check_cache(planted((0, 2), (14, 15), 300.0), tokenizer, ["int4-token"], mitigate=True, **options)
+    check = check_cache(
+        planted((0, 2), (14, 15), 300.0),
+        tokenizer,
+        ["int4-token", "k=int4.token.pre.centreall;v=int4.token"],
+        **options,
+    )
     plain, broken = check.rows[:2]
     assert plain.scores.perplexity.nll == pytest.approx(without.rows[0].scores.perplexity.nll, abs=1e-3)
     verdict = check.verdict(broken, 96)
     assert (verdict.kind, verdict.layers, verdict.pairs) == ("unsafe", (0, 2), (14, 15))
     assert verdict.induced > 0.9 and check.change(broken, 96)[0] > 0.1
-    mitigation, good = check.mitigations(broken, 96)[0]
-    assert good.kind == "safe" and mitigation.bits == broken.bits
-    assert check.change(mitigation, 96)[2] < math.log1p(0.05)
     (sentence,) = check.summary()
     assert re.search(r"layers 0, 2, pairs 14-15 \([+-]\d\.\d% with these in full precision\), whose long", sentence)
-    assert f"{mitigation.scheme} ({mitigation.scheme_text}) is safe" in sentence
-    centred = next(row for row in check.rows if row.scheme == "int4-token+pre.centreall")
-    assert check.verdict(centred, 96).kind == "safe"
+    assert check.verdict(check.rows[2], 96).kind == "safe", "centred, the long constant keys do no harm"
