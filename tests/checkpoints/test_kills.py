@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -126,26 +125,3 @@ def test_a_kill_over_another_checkpoint_mixes_nothing(sources, tmp_path, new, ev
         assert torch.equal(logits(rope_patch.load(out).eval()), either[1])
     assert stop > 10
     assert outcomes == {0, 1, "none"}
-
-
-@pytest.mark.slow
-def test_a_fit_killed_just_after_its_output_appeared_runs_again(tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    assets = rope_patch.data_path("assets")
-    words = ["fit", str(assets / "llama"), "--target-length", "512", "--steps", "0", "-o", str(out)]
-    words += ["--text", str(assets / "domains")]
-    words += ["--windows", "1", "--samples", "1", "--depths", "0.5", "--no-figure", "--threads", "1"]
-
-    def fit(*words):
-        monkeypatch.setattr(sys, "argv", ["rope-patch", *words])  # the command that fit.json names
-        app(words)
-
-    def work_is_removed(event, args):
-        return event == "os.remove" and str(args[0]).endswith(".fit.jsonl")
-
-    assert forked(lambda: fit(*words), at=work_is_removed) == -signal.SIGKILL
-    assert (out / "config.json").is_file() and (tmp_path / "out.fit.jsonl").is_file()
-    expected = contents(out)
-    assert forked(lambda: fit(*words[:-1], "2")) == 77, "another command does not take the folder for its own"
-    assert forked(lambda: fit(*words)) == 0
-    assert contents(out) == expected and [path.name for path in tmp_path.iterdir()] == ["out"]
