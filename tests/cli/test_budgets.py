@@ -131,6 +131,6 @@ def test_fit_reads_less_of_a_large_model_or_within_a_time(tmp_path, monkeypatch,
     lines = said(*words, "-o", tmp_path / "fitted")
     assert "1 instead of 4 samples" in lines and "4 instead of 8 windows" in lines
     # a step of 4096 tokens; start and end on 4 windows of 512 tokens of two texts and 5 prompts of 256 and of 512
-    assert "reads 19,968 tokens in about 26 s" in lines and "; --budget 10m aims at a time" in lines
+    assert "reads 19,968 tokens" in lines and "; --budget 10m aims at a time" in lines
     line = fail(monkeypatch, capsys, *words, "-o", tmp_path / "other", "--budget", "9s")
     assert "the smallest fit to 512 tokens reads 19968 tokens" in line and not (tmp_path / "other").exists()
