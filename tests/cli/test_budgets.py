@@ -128,6 +128,7 @@ def test_compare_reads_less_of_a_large_model_also_with_json_and_all_of_what_was_
 def test_fit_reads_less_of_a_large_model_or_within_a_time(tmp_path, monkeypatch, capsys):
     words = ("fit", BUNDLED, "--target-length", "512", "--steps", "1")
     monkeypatch.setattr("rope_patch.modeling.budget.default_tokens", lambda model: 1)
+    monkeypatch.setattr("rope_patch.modeling.budget.pace_of_reading", lambda *_: Pace(1e-3))
     lines = said(*words, "-o", tmp_path / "fitted")
     assert "1 instead of 4 samples" in lines and "4 instead of 8 windows" in lines
     # a step of 4096 tokens; start and end on 4 windows of 512 tokens of two texts and 5 prompts of 256 and of 512
