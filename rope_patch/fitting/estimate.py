@@ -15,6 +15,9 @@ BACKWARD = 2.4
 """Time of a step over that of reading its rows: forward and backward pass, which computes no gradients of the weights.
 It is what the bundled Llama and SmolLM2-135M took on a CPU, whole rows and rows with skipped positions alike."""
 
+LEAST_STEPS = 10
+"""Steps that a fit has at least, however little time there is."""
+
 
 @dataclass(frozen=True)
 class FitCost:
@@ -80,7 +83,7 @@ class FitCost:
             ValueError: the smallest fit costs more.
         """
         shares = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4) if fewer_steps else (1,)
-        for steps in (round(self.steps * share) for share in shares):
+        for steps in (max(round(self.steps * share), min(self.steps, LEAST_STEPS)) for share in shares):
             for spec in self.spec.smaller(SCALABLE):
                 fit = replace(self, spec=spec, steps=steps)
                 if price(fit) <= most:
