@@ -427,14 +427,28 @@ def finetune(scratch: Path) -> Numbers:
 
 def fit(scratch: Path) -> Numbers:
     """A few steps of fitting a table: losses, and what is measured of the tables before and after."""
-    words = ("--target-length", 512, "--steps", 4, "--windows", 2, "--samples", 1, "--threads", 1, "--dtype", "float32")
-    report = _printed("fit", _assets("llama"), *words, "-o", scratch / "fitted")
+    import torch
+    from transformers import AutoTokenizer
+
+    import rope_patch
+    from rope_patch.fitting import held_out_spec
+
+    torch.set_num_threads(1)
+    model, tokenizer = (
+        rope_patch.load(_assets("llama"), dtype=torch.float32),
+        AutoTokenizer.from_pretrained(_assets("llama")),
+    )
+    spec = held_out_spec(model, 512, windows=2, samples=1)
+    patch = rope_patch.fit(model, tokenizer, target_length=512, steps=4, spec=spec)
+    start = patch.candidates[0].method
     return {
-        "losses": report["losses"],
+        "losses": {str(start): list(patch.losses)},
         "candidates": {
-            f"{start} {one['name']}": _pick(one, "nll answers_nll retrieval")
-            for start, rows in report["candidates"].items()
-            for one in rows
+            f"{start} {one.name}": {
+                **{kind: {str(n): mean for n, mean in one.means[kind].items()} for kind in ("nll", "retrieval")},
+                "answers_nll": one.answers,
+            }
+            for one in patch.candidates
         },
     }
 

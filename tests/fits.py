@@ -1,111 +1,94 @@
-"""A short fit of a tiny model to the bundled texts."""
+"""Short fits of tiny models to the bundled texts, and fits whose held-out scores a test makes up."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from evaluated import answered, result_of
 from tiny import small
 
 import rope_patch
-from rope_patch.fitting import Candidate, Constraint, Objective, Schedule, fit, held_out_spec
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.suite import EvalResult
+from rope_patch.fitting import Candidate, fit, held_out_spec
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.running import FitRun
-from rope_patch.fitting.texts import TextPart
 from rope_patch.methods import Default
 
 ASSETS = Path(rope_patch.data_path("assets"))
-
 TEXT = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS / "domains").glob("*.txt")))
-
-ASKED = {"target_length": 96, "steps": 4, "checks": 2, "windows": 2, "samples": 1, "depths": (0.0, 1.0),
-         "batch_tokens": 192}  # fmt: skip
+LENGTHS = (64, 128)
 
 
-ALONE = Objective(mix=0.0)
-
-SCHEDULE = {"steps", "batch_tokens", "learning_rate", "checks", "patience", "checkpointing", "seed"}
-SPEC = {"windows", "samples", "depths", "haystack"}
-
-
-def fit_by_name(model, tokenizer, data=None, **options):
-    """A fit whose schedule and spec are made of the options that belong there."""
-    schedule = Schedule(**{name: options.pop(name) for name in SCHEDULE & options.keys()})
-    asked = {name: options.pop(name) for name in SPEC & options.keys()}
-    objective = options.get("objective") or Objective()
-    place = {"task": objective.task, "seed": schedule.seed, "freeze_at": options.get("freeze_at")}
-    spec = held_out_spec(model, options["target_length"], **place, **asked)
-    return fit(model, tokenizer, data, schedule=schedule, spec=spec, **options)
+def fitted(model, tokenizer, data=TEXT, *, target_length=96, windows=2, samples=1, depths=(0.0, 1.0), **options):
+    """A fit of four steps, evaluated on little."""
+    asked = {"windows": windows, "samples": samples, "depths": depths}
+    spec = held_out_spec(model, target_length, seed=options.get("seed", 0), **asked)
+    return fit(model, tokenizer, data, target_length=target_length, spec=spec, **{"steps": 4, **options})
 
 
-def fitted(model, tokenizer, **changes):
-    """A fit to the short texts alone; a tiny model with random weights has nothing to carry over."""
-    settings = {**ASKED, "init": "yarn", "second": False, "objective": ALONE, **changes}
-    return fit_by_name(model, tokenizer, TEXT, **settings)
+def text_of(near, far):
+    """The loss of windows in two buckets of 64 tokens."""
+    documents = tuple(
+        DocumentScore("a", (64, 64), (64 * a, 64 * b), 128, 0.0, None) for a, b in zip(near, far, strict=True)
+    )
+    buckets = (Bucket(0, 64, 64, 1.0, None), Bucket(64, 128, 64, 1.0, None))
+    return PerplexityResult(1.0, None, 128, None, len(documents), 128, 128, 128, (), 0, buckets, documents)
 
 
-def candidate(name, answered, nll, answers=0.1, method=None, second=None):
-    """Of ten prompts at each of two lengths, a haystack each, so many were answered; one window of text."""
-    hits = {n: tuple((i < count,) for i in range(10)) for n, count in zip((64, 128), answered, strict=True)}
-    windows = {n: (value,) for n, value in zip((64, 128), nll, strict=True)}
-    return Candidate(name, method or Default(), hits, answers, windows, second or {})
+def candidate(name, found, nll, loss=0.1, *, second=None, method=None, depths=1):
+    """So many of ten haystacks were answered at each of two lengths, all prompts of a haystack alike."""
+    cells = [
+        RetrievalCell(n, i / depths, tuple(answered("7", "7", j < count, 1.0, -loss) for j in range(10)))
+        for n, count in zip(LENGTHS, found, strict=True)
+        for i in range(depths)
+    ]
+    scores = result_of(text_of(*nll), RetrievalResult("passkey", "single", tuple(cells), 0, "", "", None, ()))
+    return Candidate(name, method or Default(), scores, second and EvalResult(scores.spec, text_of(*second), {}))
 
 
 class Verdicts:
-    """Stands in for held-out text and prompts: says of a table what a test wants to be said of it.
+    """Stands in for held-out text and prompts: gives the scores that a test wants of each table."""
 
-    ``good`` tells by name which tables are better than the start; or ``scores`` gives a candidate's own.
-    """
+    START = ((10, 5), ([2.0], [3.0]), 0.1)
+    WORSE = ((10, 5), ([2.1], [3.1]), 0.1)
 
-    def __init__(self, good=lambda name: False, *, scores=None, loss=lambda verdict: sum(verdict.nll.values())):
-        self.good, self.scores, self.loss = good, scores, loss
-        self.log_factors_of = {}
-        self.run = None
+    def __init__(self, model, scores):
+        self.model, self.scores, self.tables, self.run = model, scores, {}, None
 
-    def __call__(self, name, method, result_cache):
-        self.log_factors_of[name] = self.run.table.log_factors[0].detach().clone()
-        if name == "start":
-            return candidate(name, (10, 5), (2.0, 3.0), 0.1, method)
-        if self.scores is not None:
-            return candidate(name, *self.scores, method)
-        nll = (1.9, 2.9) if self.good(name) else (2.1, 3.1)
-        return candidate(name, (10, 5), nll, 0.1, method)
+    def on_progress(self, stage, tokens):
+        pass
+
+    def __call__(self, name, method):
+        self.tables[name] = self.run.table.log_factors[0].detach().clone()
+        return candidate(name, *(self.START if name == "start" else self.scores(name)), method=method)
 
 
-class ChangedRows:
-    """The rows of a fit, changed: ``change(step, goal, weights)`` returns the weights that count."""
-
-    def __init__(self, rows, change):
-        self.rows, self.change = rows, change
-        self.goals, self.objective, self.target, self.texts = rows.goals, rows.objective, rows.target, rows.texts
-
-    def __call__(self, step, goal, *share):
-        for ids, labels, weights, positions in self.rows(step, goal, *share):
-            yield ids, labels, self.change(step, goal, weights), positions
-
-
-def run_of(tokenizer, verdicts, *, objective=None, change=None, result_cache=None, texts=None):
-    """The fit of one start, in the hands of a test: what evaluates it, and what its rows weigh.
-
-    Each step notes its learning rates, text first, and the table before and after it.
-    """
+def run_of(tokenizer, scores, *, retrieval=0.8, positions="full", change=None):
+    """The run of a fit, and what each step notes: its learning rates, text first, and the table before it."""
     model = small()
-    rope_patch.apply(model, "yarn:factor=1.5", target_length=96)
-    rows = Rows(tokenizer, texts or [TextPart("text", TEXT)], objective or Objective(), 64, 96, 192, 0)
-    options = {"layer_types": None, "freeze_at": None, "target_length": 96}
-    run = FitRun(
-        *(model, rope_patch.parse("yarn:factor=1.5"), ChangedRows(rows, change) if change else rows, verdicts),
-        *(Constraint(), options, result_cache, {}, lambda name, tokens: None),
-    )
-    verdicts.run = run
-    rates, before, after = [], [], []
-
-    def table():
-        return sum(part[0].detach() for part in run.parts).clone()
+    method = rope_patch.apply(model, "yarn:factor=1.5", target_length=96).method
+    rows = Rows(tokenizer, TEXT, answers=retrieval > 0, positions=positions, trained=64, target=96, seed=0)
+    verdicts = Verdicts(model, scores)
+    run = verdicts.run = FitRun(method, ChangedRows(rows, change) if change else rows, verdicts, retrieval)
+    rates, before = [], []
 
     def begins(optimizer, *_):
         rates.append([group["lr"] for group in optimizer.param_groups])
-        before.append(table())
+        before.append(sum(part.detach() for part in run.parts).clone())
 
     run.adam.register_step_pre_hook(begins)
-    run.adam.register_step_post_hook(lambda *_: after.append(table()))
-    return run, rates, before, after
+    return run, verdicts, rates, before
+
+
+class ChangedRows:
+    """The rows of a fit, with weights of their own: ``change(goal, weights)``."""
+
+    def __init__(self, rows, change):
+        self.rows, self.change = rows, change
+        self.goals, self.skipping, self.target = rows.goals, rows.skipping, rows.target
+
+    def __call__(self, step, goal):
+        for ids, labels, weights, positions in self.rows(step, goal):
+            yield ids, labels, self.change(goal, weights), positions

@@ -101,7 +101,7 @@ def run(app: typer.Typer) -> None:
         if os.environ.get("ROPE_PATCH_DEBUG"):
             raise
         hint = (
-            ': pip install "rope_patch[plots]", or give --no-report (--no-figure for fit)'
+            ': pip install "rope_patch[plots]", or give --no-report'
             if "No module named 'matplotlib" in str(error)
             else ""
         )

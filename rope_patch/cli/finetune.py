@@ -93,7 +93,6 @@ def smoke_options(options: RecipeOptions) -> dict[str, Any]:
     """Return options of a run that uses the same code as these and takes about a minute on a CPU."""
     from rope_patch.methods import TwoTables, as_method
     from rope_patch.training.models import BUNDLED
-    from rope_patch.training.options import FIT
 
     positions, stages = options.data.positions, len(options.stages)
     quantized = options.model.quantization != "none"
@@ -104,13 +103,11 @@ def smoke_options(options: RecipeOptions) -> dict[str, Any]:
         "data": {**SMOKE["data"], "lengths": "256" if positions != "full" else "256:0.5 512" if stages > 1 else "512"},
         "evaluation": {**SMOKE["evaluation"], "every": 0 if quantized else 2, "before": not quantized},
     }
-    method = None if options.patch.method in (None, FIT) else as_method(options.patch.method)
+    method = None if options.patch.method is None else as_method(options.patch.method)
     if isinstance(method, TwoTables):
         method = replace(method, switch_at=256)  # the context of the bundled checkpoints
         changes["patch"] = {**changes["patch"], "method": str(method)}
     values = options.to_dict() | {"output": f"{options.output}-smoke"}
-    if options.patch.method == FIT:
-        changes["fit"] = {"steps": 2, "windows": 1, "samples": 1, "batch_tokens": None}
     return values | {section: values[section] | changed for section, changed in changes.items()}
 
 
@@ -128,7 +125,6 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     import torch
     from transformers.utils import logging as hf_logging
 
-    from rope_patch.cli.fitted_table import fit_table
     from rope_patch.training.finetune import finetune as train
 
     warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # without a line of our source
@@ -139,7 +135,7 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
         torch.set_num_threads(threads)
     name = "rope-patch" if os.path.basename(sys.argv[0]) == "rope-patch" else f"python {sys.argv[0]}"
     try:
-        result = train(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart, fit_table=fit_table)
+        result = train(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart)
     except torch.OutOfMemoryError as error:  # its advice has several lines
         print(f"\nerror: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

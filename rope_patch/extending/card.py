@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,7 +18,13 @@ from rope_patch.evaluation.metrics import METRICS, Span, spans_at
 from rope_patch.extending.choosing import BASIS
 from rope_patch.extending.options import AFTER, short
 from rope_patch.extending.result import Extended
-from rope_patch.fitting.card import HEADING, parts_of
+
+HEADING = """
+## The card of the base model
+
+It describes the base before its rotary table was changed; its scores are not of this model.
+
+"""
 
 TEMPLATE = """---
 {head}---
@@ -162,3 +170,15 @@ def _what(span: Span) -> str:
     if span.task is not None:
         return f"{span.task} prompts of {span.stop} tokens that are answered"
     return f"{span.metric} at positions {span.start or 0} to {span.stop}"
+
+
+def parts_of(text: str) -> tuple[dict[str, Any], str]:
+    """Return the front matter of a card and what follows it; what is no front matter stays text."""
+    block = re.match(r"---\r?\n(.*?\r?\n)?---\r?\n", text, re.DOTALL)
+    if block is None:
+        return {}, text
+    try:
+        head = yaml.safe_load(block[1] or "") or {}
+    except yaml.YAMLError:
+        return {}, text
+    return (head, text[block.end() :]) if isinstance(head, dict) else ({}, text)

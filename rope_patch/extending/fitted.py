@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.fitting import Objective, Schedule, fit, held_out_spec
+from rope_patch.evaluation.result_cache import ResultCache, key
+from rope_patch.fitting import fit, held_out_spec
 from rope_patch.fitting.estimate import FitCost
+from rope_patch.modeling.scoring import fingerprint
 
-OBJECTIVE = Objective(positions="pose")
+POSITIONS = "pose"
 
 
 def fitted(
@@ -22,12 +24,16 @@ def fitted(
     Returns:
         The table as a method string, and whether it is better than its start; else it is the start.
     """
-    patch = fit(model, tokenizer, target_length=length, objective=OBJECTIVE, resume=resume, on_progress=on_progress)
-    patch.restore()
-    return str(patch.method), not patch.chosen.endswith(", start")
+    cache, name = ResultCache(resume), key(fitted=fingerprint(model), length=length, positions=POSITIONS)
+    if name not in cache:
+        patch = fit(model, tokenizer, target_length=length, positions=POSITIONS, on_progress=on_progress)
+        patch.restore()
+        cache[name] = [str(patch.method), patch.chosen != "start"]
+    table, better = cache[name]
+    return table, better
 
 
 def cost(model: nn.Module, length: int) -> FitCost:
     """Return what :func:`fitted` reads."""
     spec = held_out_spec(model, length)
-    return FitCost(spec, OBJECTIVE, Schedule(), spec.lengths[0])
+    return FitCost(spec, spec.lengths[0], positions=POSITIONS)

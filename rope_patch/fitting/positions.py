@@ -1,8 +1,7 @@
-"""Skipped positions for a fit: those of a retrieval prompt, and the models that can be given any."""
+"""Skipped positions for a fit: those of a retrieval prompt, and the layers that must not be given any."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
-from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.scoring import Reader
 from rope_patch.patching.locate import find_rotary
 
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -69,35 +66,6 @@ def _alike(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise where a patched model does not hand the positions it is given to its rotary embedding.
-
-    Raises:
-        ValueError: a decoder that takes no positions, or counts its tokens itself.
-    """
-    decoder, rotary = Reader(model).decoder, find_rotary(model).module
-    received: list[Any] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        received.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
-
-    device = next(decoder.parameters()).device
-    ids, positions = torch.zeros(1, 2, dtype=torch.long, device=device), torch.tensor([[0, 5]], device=device)
-    accepted = inspect.signature(decoder.forward).parameters.values()
-    if any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in accepted):
-        hook = rotary.register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            with in_eval_mode(model), torch.no_grad():
-                decoder(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
-        finally:
-            hook.remove()
-    if not received or not all(bool((given == positions.to(given.device)).all()) for given in received):
-        raise ValueError(
-            f"{type(decoder).__name__} does not hand position_ids to its rotary embedding, so positions cannot be "
-            "skipped: use positions='full' (--positions full)"
-        )
-
-
 def consecutive_types(model: nn.Module, length: int) -> tuple[str, ...]:
     """Return the layer types whose positions must not skip, because their window counts tokens and not positions.
 
@@ -114,13 +82,12 @@ def consecutive_types(model: nn.Module, length: int) -> tuple[str, ...]:
     site = find_rotary(model)
     types = getattr(site.config, "layer_types", None) or ["sliding_attention"]  # as a window without types means
     windows = {kind: getattr(site.config, name, None) for kind, name in WINDOWS.items() if kind in types}
-    short = {kind: window for kind, window in windows.items() if window is not None and window < length}
+    short = tuple(kind for kind, window in windows.items() if window is not None and window < length)
     tables: Any = site.module.tables
     if short and None in tables:
-        kind, window = next(iter(short.items()))
         raise ValueError(
-            f"{type(site.model).__name__} has one rotary table for all layers, and its layers of {kind} see {window} "
-            f"tokens of {length}: skipped positions would show them distances that they never meet. Use "
+            f"{type(site.model).__name__} has one rotary table for all layers, and its layers of {short[0]} see less "
+            f"than {length} tokens: skipped positions would show them distances that they never meet. Use "
             "positions='full' (--positions full)"
         )
-    return tuple(short)
+    return short

@@ -1,17 +1,16 @@
-"""The fit from one start: its steps, its checks, and the state from which it is resumed."""
+"""The steps of a fit, and its checks."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from rope_patch.evaluation.result_cache import key
 from rope_patch.fitting.candidates import Candidate, Evaluator, best
 from rope_patch.fitting.positions import consecutive_types
 from rope_patch.fitting.rows import Rows
@@ -19,105 +18,93 @@ from rope_patch.methods import Method
 from rope_patch.modeling.loss import token_loss
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader
-from rope_patch.modeling.trainable_table import Constraint, TrainableTable
+from rope_patch.modeling.trainable_table import TrainableTable
 from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import device_of, find_rotary
-from rope_patch.processes import from_first, processes
 
+LEARNING_RATE = 0.04
+"""Of the logarithms of the frequencies, shared by text and answers. It rises over ``WARM`` of the steps, because Adam's
+first steps follow the sign of a noisy gradient, and falls to 0."""
+WARM = 1 / 8
 BETAS = (0.9, 0.95)
 """Adam's betas. With the usual 0.999 the first large gradients of answers would keep the steps small for long."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 BACK, ODDS = 0.5, 4.0
 """After a check that finds a table worse than its start: the parameters are multiplied by ``BACK``, and the odds of the
 weight of answers (or of text, if only text is predicted worse) by ``ODDS``."""
-WARM = 1 / 8
-"""Share of the steps over which the learning rate rises: Adam's first steps follow the sign of a noisy gradient."""
-WAYS = ("halfway", "quarter", "eighth")
-"""Points between the start and the average, evaluated in turn until one is good enough."""
-WORSE, WATCHED = 1.0, 5
-"""A fit has diverged when the mean loss of text over the last ``WATCHED`` steps is ``WORSE`` nats above the first; of
-twice as many steps where rows are of several texts, as some texts are harder than others."""
+WAYS = ("average", "halfway", "quarter", "eighth")
+"""The average over the second half, and points between it and the start, evaluated until one is good enough."""
+
+
+def checks(steps: int) -> list[int]:
+    """Return the steps after which a table is evaluated: halfway, and at the end.
+
+    >>> checks(40), checks(1), checks(0)
+    ([20, 40], [1], [])
+    """
+    return sorted({round(steps / 2), steps} - {0})
 
 
 class FitRun:
-    """The fit from one start."""
+    """A fit from one start, which is in place on the model.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        rows: Rows,
-        evaluator: Evaluator,
-        constraint: Constraint,
-        options: Mapping[str, Any],
-        result_cache: MutableMapping[str, Any] | None,
-        about: Mapping[str, Any],
-        on_progress: Callable[[str, int], None],
-    ) -> None:
-        self.model, self.method, self.rows, self.evaluator = model, method, rows, evaluator
-        self.options, self.result_cache, self.about, self.on_progress = options, result_cache, about, on_progress
-        self.site = find_rotary(model)
+    The parameters are the sum of one part for text and one for answers. Each part has moments of Adam of its own, so
+    that the heavy tail of the answers' gradients does not dominate.
+
+    Args:
+        method: the start.
+        rows: that are drawn at every step.
+        evaluator: of tables; it has the model.
+        retrieval: share of the learning rate for answers; text has the rest.
+    """
+
+    def __init__(self, method: Method, rows: Rows, evaluator: Evaluator, retrieval: float) -> None:
+        self.model, self.method, self.rows, self.evaluator = evaluator.model, method, rows, evaluator
+        self.weight = retrieval
+        self.site = find_rotary(self.model)
         module: Any = self.site.module
         kinds = [kind for kind in module.tables if kind in self.site.record.layer_types]  # type: ignore[union-attr]
-        self.table = TrainableTable(module, kinds, constraint).to(device_of(model))
-        if rows.objective.positions == "pose":
-            self.table.consecutive = consecutive_types(model, rows.target)
-        self.parameters = [p for p in self.table.parameters() if p.requires_grad]
-        self.parts = [[torch.zeros_like(p, requires_grad=True) for p in self.parameters] for _ in range(rows.goals)]
-        self.adam = torch.optim.Adam([{"params": part} for part in self.parts], betas=BETAS)
-        self.label, self.weight = str(method), rows.objective.retrieval
+        self.table = TrainableTable(module, kinds).to(device_of(self.model))
+        if rows.skipping:
+            self.table.consecutive = consecutive_types(self.model, rows.target)
+        self.parts = [torch.zeros_like(self._current(), requires_grad=True) for _ in range(rows.goals)]
+        self.adam = torch.optim.Adam([{"params": [part]} for part in self.parts], betas=BETAS)
         self.losses: list[float] = []
-        self.watched = WATCHED * min(2, len(rows.texts))
         self.stopped = ""
 
-    def __call__(
-        self, steps: int, learning_rate: float, checks: int, patience: int, checkpointing: bool
-    ) -> tuple[Candidate, ...]:
+    def __call__(self, steps: int) -> tuple[Candidate, ...]:
         """Return the start and the candidates that were found from it."""
-        table, parameters = self.table, self.parameters
-        candidates = [self.evaluator("start", self.method, self.result_cache)]
-        sums = [torch.zeros_like(p) for p in parameters]  # over the second half, for the average
-        stops = sorted({round(steps * (i + 1) / checks) for i in range(checks)} - {0})
-        least, waited, low, since = self.evaluator.loss(candidates[0]), 0, 0, (steps + 1) // 2
-        for stop in stops:
-            before = [total.clone() for total in sums]
-            if not self._restore(stop, sums):
-                with self._fitting(checkpointing):
-                    for step in range(low, stop):
-                        rate = learning_rate * min((step + 1) / math.ceil(WARM * steps), 1 - step / steps)
-                        for group, share in zip(self.adam.param_groups, (1 - self.weight, self.weight), strict=False):
-                            group["lr"] = rate * share
-                        self.losses.append(self._step(step))
-                        if self._diverged():
-                            break
-                        if step >= since:
-                            for total, p in zip(sums, parameters, strict=True):
-                                total += p.detach()
-                if not self._diverged():
-                    self._keep(stop, sums)
-            if self._diverged():
-                sums = before  # of the steps before ``low`` alone, as they are counted below
-                self.stopped = f"diverged at step {len(self.losses)} (loss {self.losses[-1]:.3g})"
+        candidates = [self.evaluator("start", self.method)]
+        total, low, since = torch.zeros_like(self._current()), 0, (steps + 1) // 2  # over the second half
+        for stop in checks(steps):
+            after = self._steps(range(low, stop), steps, since, total)
+            if self.stopped:
                 break
-            low = stop
-            candidates.append(self._evaluate(f"step {stop}", table.method()))
+            low, total = stop, after
+            candidates.append(self._evaluate(f"step {stop}"))
             if stop < steps and self._steer(candidates[0], candidates[-1]):
-                sums, since = [torch.zeros_like(p) for p in parameters], max(since, stop)
-            loss = self.evaluator.loss(candidates[-1])
-            least, waited = (loss, 0) if loss < least else (least, waited + 1)
-            if waited >= patience and stop < steps:
-                self.stopped = f"no better after step {stop}"
+                total, since = torch.zeros_like(total), max(since, stop)
+        for share, name in enumerate(WAYS if low - since > 1 else ()):
+            self._put(total / (low - since) * 0.5**share)
+            candidates.append(self._evaluate(name))
+            if best(candidates) is not candidates[0]:
                 break
-        counted = low - since
-        if counted > 1:
-            for share, name in enumerate(("average", *WAYS)):
-                with torch.no_grad():
-                    for total, p in zip(sums, parameters, strict=True):
-                        p.copy_(total / counted * 0.5**share)
-                candidates.append(self._evaluate(name, table.method()))
-                if best(candidates) is not candidates[0]:
-                    break
         return tuple(candidates)
+
+    def _steps(self, numbers: range, steps: int, since: int, total: Tensor) -> Tensor:
+        """Do some steps, add the parameters after those from ``since`` on to a sum, and stop where the fit diverges."""
+        with self._fitting():
+            for step in numbers:
+                rate = LEARNING_RATE * min((step + 1) / math.ceil(WARM * steps), 1 - step / steps)
+                for group, share in zip(self.adam.param_groups, (1 - self.weight, self.weight), strict=False):
+                    group["lr"] = rate * share
+                loss = self._step(step)
+                if loss is None:
+                    self.stopped = f"diverged at step {step + 1}"
+                    break
+                self.losses.append(loss)
+                if step >= since:
+                    total = total + self._current()
+        return total
 
     def _steer(self, start: Candidate, now: Candidate) -> bool:
         """Move a table that is worse than its start halfway back, and give more weight to what got worse."""
@@ -125,21 +112,17 @@ class FitRun:
             return False
         odds = 1 / ODDS if now.finds_no_less(start) else ODDS
         self.weight *= odds / (1 + (odds - 1) * self.weight)
-        with torch.no_grad():
-            for p in itertools.chain(*self.parts):
-                p.mul_(BACK)
+        for part in self.parts:
+            part.data.mul_(BACK)
         self._put()
         return True
 
-    def _step(self, step: int) -> float:
-        """Do one step, and return its mean loss of text [nats/token]."""
-        rank, size = processes()
-        reader = Reader(self.model)
-        totals = torch.zeros(len(self.parts), dtype=torch.float64, device=reader.device)
+    def _step(self, step: int) -> float | None:
+        """Do one step, and return its mean loss of text [nats/token]; None where numbers are no longer finite."""
+        reader, parameters = Reader(self.model), list(self.table.parameters())
+        text = 0.0
         for goal, part in enumerate(self.parts):
-            for p in self.parameters:
-                p.grad = torch.zeros_like(p)
-            for ids, labels, weights, positions in self.rows(step, goal, rank, size):
+            for ids, labels, weights, positions in self.rows(step, goal):
                 inputs = {"input_ids": ids}
                 if positions is not None:  # without a mask transformers would take a skip for the start of a text
                     inputs |= {"position_ids": positions, "attention_mask": torch.ones_like(ids)}
@@ -147,112 +130,38 @@ class FitRun:
                 hidden = reader.decoder(**inputs, use_cache=False).last_hidden_state
                 loss, _ = token_loss(reader, hidden, labels.to(reader.device), weights.to(reader.device))
                 torch.autograd.backward(loss)
-                totals[goal] += loss.detach().to(totals)
-                self.on_progress(f"{self.label}: fitting", ids.numel())
-            for mine, p in zip(part, self.parameters, strict=True):
-                mine.grad, p.grad = p.grad, None
-        grads = [p.grad for p in itertools.chain(*self.parts) if p.grad is not None]
-        if size > 1:
-            for tensor in (*grads, totals):
-                torch.distributed.all_reduce(tensor)
-        if not all(bool(tensor.isfinite().all()) for tensor in (*grads, totals)):
-            return math.inf
+                text += 0.0 if goal else float(loss.detach())
+                self.evaluator.on_progress("fitting", ids.numel())
+            part.grad = torch.cat([p.grad for p in parameters if p.grad is not None])
+            self.table.zero_grad()
         self.adam.step()
         self._put()
-        if not self.table.stateable():
-            return math.inf
-        return float(totals[0])
+        return text if math.isfinite(text) and self.table.stateable() else None
 
-    def _put(self) -> None:
-        """Set the table to the sum of the parts of text and answers."""
-        with torch.no_grad():
-            for p, *parts in zip(self.parameters, *self.parts, strict=True):
-                p.copy_(torch.stack(parts).sum(0))
+    def _current(self) -> Tensor:
+        return parameters_to_vector(self.table.parameters()).detach()
 
-    def _diverged(self) -> bool:
-        if self.losses and not math.isfinite(self.losses[-1]):
-            return True
-        early, late = self.losses[: self.watched], self.losses[-self.watched :]
-        return len(self.losses) > self.watched and math.fsum(late) - math.fsum(early) > WORSE * self.watched
+    def _put(self, values: Tensor | None = None) -> None:
+        """Set the parameters of the table; by default to the sum of the parts of text and answers."""
+        values = torch.stack(self.parts).sum(0).detach() if values is None else values
+        vector_to_parameters(values, self.table.parameters())
 
     @contextlib.contextmanager
-    def _fitting(self, checkpointing: bool) -> Iterator[None]:
+    def _fitting(self) -> Iterator[None]:
         """Put the trainable table in and freeze the weights, and undo both at the end."""
-        model: Any = self.model
-        requires_grad = [(p, p.requires_grad) for p in model.parameters()]
-        with in_eval_mode(model), contextlib.ExitStack() as stack:
-            for p, _ in requires_grad:
-                p.requires_grad_(False)
-            stack.callback(lambda: [p.requires_grad_(required) for p, required in requires_grad])
-            if checkpointing:
-                name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-                if not _checkpointed(model):
-                    stack.callback(getattr(model, f"{name}_checkpointing_disable"))
-                getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
-                for module in _checkpointed(model):  # needs training mode; the dropout of attention stays off
-                    module.training = True
-            self.site.put(self.table)
-            stack.callback(self.site.put, self.site.module)
-            yield
+        requires_grad = [(p, p.requires_grad) for p in self.model.parameters()]
+        with in_eval_mode(self.model):
+            try:
+                self.model.requires_grad_(False)
+                self.site.put(self.table)
+                yield
+            finally:
+                self.site.put(self.site.module)
+                for p, required in requires_grad:
+                    p.requires_grad_(required)
 
-    def _evaluate(self, name: str, method: Method) -> Candidate:
-        apply(self.model, method, replace=True, **self.options)
-        try:
-            return self.evaluator(name, method, self.result_cache)
-        finally:
-            apply(self.model, self.method, replace=True, **self.options)
-
-    def _keep(self, step: int, sums: Sequence[Tensor]) -> None:
-        if self.result_cache is not None:
-            self.result_cache[key(step=step, **self.about)] = {
-                "parts": [
-                    [p.tolist(), *(self.adam.state[p][name].tolist() for name in MOMENTS)]
-                    for p in itertools.chain(*self.parts)
-                ],
-                "sums": [total.tolist() for total in sums],
-                "losses": list(self.losses),
-            }
-
-    def _restore(self, step: int, sums: Sequence[Tensor]) -> bool:
-        """Resume from the state that was saved at a step, if there is one."""
-        saved = from_first(
-            lambda: None if self.result_cache is None else self.result_cache.get(key(step=step, **self.about))
-        )
-        if saved is None:
-            return False
-        with torch.no_grad():
-            for p, (value, *moments) in zip(itertools.chain(*self.parts), saved["parts"], strict=True):
-                p.copy_(torch.tensor(value, dtype=p.dtype))
-                self.adam.state[p] = {"step": torch.tensor(float(step))} | {
-                    name: torch.tensor(moment, dtype=p.dtype, device=p.device)
-                    for name, moment in zip(MOMENTS, moments, strict=True)
-                }
-            for total, summed in zip(sums, saved["sums"], strict=True):
-                total.copy_(torch.tensor(summed, dtype=total.dtype))
-        self._put()
-        self.losses = list(saved["losses"])
-        return True
-
-
-def _checkpointed(model: nn.Module) -> list[nn.Module]:
-    """The modules with activation checkpointing, which works while they are in training mode."""
-    return [
-        module
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False) or getattr(module, "activation_checkpointing", False)
-    ]
-
-
-@contextlib.contextmanager
-def plain_weights(model: nn.Module) -> Iterator[None]:
-    """Keep bitsandbytes from packing 4-bit weights for AVX-512 instructions, which have no backward pass."""
-    modules: list[Any] = [module for module in model.modules() if getattr(module, "support_avx512bf16_for_cpu", False)]
-    for module in modules:
-        module.support_avx512bf16_for_cpu = False
-        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-            module.state_dict()  # unpacks them in place
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.support_avx512bf16_for_cpu = True
+    def _evaluate(self, name: str) -> Candidate:
+        """Measure the table as it is now, as a patch."""
+        method = self.table.method()
+        apply(self.model, method, replace=True, target_length=self.rows.target)
+        return self.evaluator(name, method)

@@ -75,7 +75,7 @@ def card(results: dict[str, Any], final: RecipeScores) -> str:
         patch=_patch(results),
         length=results["target_length"],
         version=environment["rope_patch"],
-        what=_what(options, results["fit"]),
+        what=_what(options),
         warning=ADAPTER_WARNING if adapter and results["patch"] not in (None, "default") else "",
         scores=_scores(results, final),
         compared=_compared(results["changes"]),
@@ -122,15 +122,11 @@ def _head(options: RecipeOptions, adapter: bool) -> str:
     return OmegaConf.to_yaml(OmegaConf.create({**header, "tags": ["rope_patch", "long-context"]}))
 
 
-def _what(options: RecipeOptions, fit: dict[str, Any] | None) -> str:
+def _what(options: RecipeOptions) -> str:
     lora, quantization = options.lora, options.model.quantization
     beside = ", embeddings and norms too" if lora.long_lora else ""
     base = f", over weights in {quantization}." if quantization != "none" else "."
     sentences = [f"LoRA of rank {lora.rank}{beside}{base}" if lora.rank else "Every weight was trained."]
-    if fit is not None:
-        rows = " to short rows at skipped positions (PoSE)" if options.fit.positions == "pose" else ""
-        frozen = f"while the weights were frozen (chosen: {fit['chosen']})"
-        sentences.append(f"The rotary table was fitted{rows} first, {frozen}. {fit['carries_over']}")
     if options.patch.trainable:
         sentences.append("The rotary table was trained with them.")
     return " ".join(sentences)

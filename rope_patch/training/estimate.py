@@ -13,7 +13,6 @@ from rope_patch.planning import Plan, Shape, plan, shape_of
 from rope_patch.planning.compute import attention_flops
 from rope_patch.training.advice import GIB, changes
 from rope_patch.training.models import resolve
-from rope_patch.training.options import FIT
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.sources import plan_stages, reading_processes
 
@@ -88,13 +87,6 @@ def _targets(options: RecipeOptions, shape: Shape) -> tuple[str, ...]:
 def _steps(options: RecipeOptions) -> Iterator[str]:
     stages = plan_stages(options, reading_processes())
     rows = options.train.batch * options.train.accumulate * reading_processes()
-    if options.patch.method == FIT:
-        tokens = options.fit.batch_tokens or max(4096, 2 * (options.fit_row_length or 0))  # by default at most 2048
-        starts = len(options.fit.init.split())
-        yield (
-            f"first a fit of the rotary table: {starts * options.fit.steps} steps of {tokens} tokens, and evaluations "
-            "of its own, which the times below do not include"
-        )
     yield f"{options.train.steps} steps of {rows * max(length for length, *_ in stages)} tokens:"
     total = sum(items for _, items, _ in stages)
     for length, items, rows_per_item in stages:

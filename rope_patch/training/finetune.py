@@ -7,7 +7,6 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,19 @@ from transformers import TrainerCallback, TrainingArguments
 
 from rope_patch import checkpoints
 from rope_patch.files import write_atomically
-from rope_patch.methods import Method
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.processes import from_first
 from rope_patch.training.announcing import Announcement
 from rope_patch.training.evaluating import RecordedEvaluations
 from rope_patch.training.models import load_model, prepare, resolve
-from rope_patch.training.options import FIT
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.results import RunContext, write_results
 from rope_patch.training.runs import EVALUATIONS, RunFolder, check_base, hold_folder, inspect_folder, write_claim
 from rope_patch.training.scores import RecipeEvaluator
 from rope_patch.training.setup import arguments, build_trainer, check_device
 from rope_patch.training.sources import PackedRows, make_rows, reading_processes
-from rope_patch.training.tables import TableTraining, check_table, starting_table
+from rope_patch.training.tables import TableTraining, check_table
 from rope_patch.training.trainer import LongTrainer
-
-FitTable = Callable[[Any, Any, RecipeOptions, Path], Method]
-"""Fits a table: model, tokenizer, options and the run's ``work`` folder to the table as a method."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,7 @@ class Result:
     finished_before: bool = False
 
 
-def finetune(
-    options: RecipeOptions, *, command: str = "", restart: bool = False, fit_table: FitTable | None = None
-) -> Result:
+def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False) -> Result:
     """Train as the options say, and leave an adapter that cannot be loaded onto the wrong rotary table unnoticed.
 
     ``options.output`` gets the adapter (or model) with its patch record, the tokenizer, ``results.json``,
@@ -67,8 +59,6 @@ def finetune(
         options: of the run.
         command: that started it, for the card.
         restart: delete what an earlier run left in the output folder.
-        fit_table: fits the table of ``patch.method=fit``; ``rope-patch finetune`` gives
-            :func:`rope_patch.cli.fitted_table.fit_table`.
 
     Raises:
         ValueError: options that do not fit the model or the data, or an output folder that holds another run.
@@ -77,11 +67,6 @@ def finetune(
     """
     processes = reading_processes()
     is_first = int(os.environ.get("RANK", 0)) == 0
-    fitting = options.patch.method == FIT
-    if fitting and fit_table is None:
-        raise ValueError(
-            "patch.method=fit needs fit_table, the function that fits: rope_patch.cli.fitted_table.fit_table"
-        )
     check_device(options)
     for warning in options.warnings():
         warnings.warn(warning, stacklevel=2)
@@ -97,26 +82,15 @@ def finetune(
         return Result(run.out, run.results if is_first else {}, finished_before=True)
     model, tokenizer = load_model(options.model, options.train.precision)
     identity = from_first(lambda: fingerprint(model))  # under FSDP the other processes may have no weights yet
-    if fitting or options.patch.trainable:
-        check_table(model, options)
-    if not fitting:
-        model = prepare(model, options)
-        if options.patch.trainable:
-            TableTraining(
-                model, options.patch.learning_rate
-            )  # refuses what cannot be trained before anything is written
+    if options.patch.trainable:
+        check_table(options)
+    model = prepare(model, options)
+    if options.patch.trainable:
+        TableTraining(model, options.patch.learning_rate)  # refuses what cannot be trained before anything is written
     check_base(run, model, identity)
     evaluator = RecipeEvaluator(options.evaluation, options.evaluation_lengths, tokenizer)
     with contextlib.ExitStack() as stack:
         from_first(lambda: stack.enter_context(hold_folder(run, identity, inspect)))
-        if fit_table is not None and fitting:
-            checkpoint = run.checkpoint
-            if checkpoint is None:
-                method = fit_table(model, tokenizer, options, run.work)
-            else:
-                method = starting_table(checkpoint)
-            model = prepare(model, options, method)
-            check_base(run, model, identity)
         context = RunContext(options, run, identity, command, processes, is_first)
         return _train(context, args, model, tokenizer, evaluator)
 

@@ -10,7 +10,6 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from rope_patch.training.options import FIT
 from rope_patch.training.recipe import RecipeOptions, flatten
 from rope_patch.words import did_you_mean
 
@@ -125,10 +124,7 @@ def _unknown(key: str) -> str:
     section, _, _ = key.rpartition(".")
     known = [f.name for f in dataclasses.fields(SECTIONS.get(section, RecipeOptions))]
     everywhere = [f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
-    common = [name for name in everywhere if not name.startswith(f"{FIT}.")]  # most people mean train.steps by "steps"
-    nearest = (
-        did_you_mean(key, [*common, "output"])
-        or did_you_mean(key, everywhere)
-        or did_you_mean(key.rpartition(".")[2], [name.rpartition(".")[2] for name in everywhere])
+    nearest = did_you_mean(key, [*everywhere, "output"]) or did_you_mean(
+        key.rpartition(".")[2], [name.rpartition(".")[2] for name in everywhere]
     )
     return f"unknown option {key!r}.{nearest} Known in {section or 'the file'}: {', '.join(known)}"

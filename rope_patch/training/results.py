@@ -7,7 +7,6 @@ import platform
 import sys
 import warnings
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.runs import RESULTS, RunFolder
 from rope_patch.training.scores import RecipeScores
 from rope_patch.training.sources import PackedRows
-from rope_patch.training.tables import FITTED
 from rope_patch.training.trainer import LongTrainer
 
 SCHEMA = 1
@@ -112,7 +110,6 @@ def _description(context: RunContext, trainer: LongTrainer, rows: PackedRows) ->
     """What was run, on what, and its losses."""
     options, state, model = context.options, trainer.state, trainer.model
     record = None if model is None else find_rotary(model).record
-    fitted = Path(str(trainer.args.output_dir)) / FITTED
     source = resolve(options.model.name)
     items = state.global_step * options.train.batch * options.train.accumulate * context.processes
     return {
@@ -121,7 +118,6 @@ def _description(context: RunContext, trainer: LongTrainer, rows: PackedRows) ->
         "options": options.to_dict(),
         "base": source if options.model.name != source else None,
         "patch": None if record is None else str(record.to_method()),
-        "fit": json.loads(fitted.read_text(encoding="utf-8")) if fitted.is_file() else None,
         "steps": state.global_step,
         "best_step": best_step(state),
         "target_length": (record.target_length if record else None) or options.target_length,

@@ -152,7 +152,7 @@ def check_base(run: RunFolder, model: Any, fingerprint: str) -> None:
         )
 
 
-OURS = ("checkpoint-*", "rows-*.arrow", "runs", EVALUATIONS, "seconds.json", "fit.json*", STAGING, REPLACED)
+OURS = ("checkpoint-*", "rows-*.arrow", "runs", EVALUATIONS, "seconds.json", STAGING, REPLACED)
 """What a run writes into its ``work``, beside the claim."""
 
 

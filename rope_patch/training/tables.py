@@ -1,4 +1,4 @@
-"""The rotary table of a run that changes it: checks of a table that is fitted first, and training with the weights."""
+"""Training a rotary table together with the weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import CONFIG_NAME
 
-from rope_patch.checkpoints.adapters import RopePatchCallback, read_record, write_record
-from rope_patch.methods import Method
-from rope_patch.modeling.trainable_table import Constraint, TrainableTable
+from rope_patch.checkpoints.adapters import RopePatchCallback, write_record
+from rope_patch.modeling.trainable_table import TrainableTable
 from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, same_tables
@@ -29,63 +28,27 @@ if TYPE_CHECKING:
 
 TABLE_FILE = "rope_patch_table.safetensors"
 """Parameters of a table that is trained with the weights, in every checkpoint of such a run."""
-FITTED = "fit.json"
-"""The result of a fit, in the ``work`` folder of a run."""
 
 
-# --- fitted before the weights ---------------------------------------------------------------------------------------
-
-
-def check_table(model: Any, options: RecipeOptions) -> None:
-    """Refuse a table that cannot be fitted or trained on this model, before anything is written.
+def check_table(options: RecipeOptions) -> None:
+    """Refuse a table that cannot be trained with these options, before anything is written.
 
     Raises:
-        PatchError: the model is patched already, or the start does not fit it.
         ValueError: a model whose weights are divided among processes.
     """
-    from rope_patch.training.options import FIT  # a recipe's options need omegaconf, and a trainer does not
-
     if sharded():
-        raise ValueError(
-            "patch.method=fit and patch.trainable need whole models in every process, not FSDP or DeepSpeed: fit with "
-            "`rope-patch fit` first, and train the folder it writes"
-        )
-    patch = options.patch
-    if patch.trainable and not options.data.retrieval:
+        raise ValueError("patch.trainable needs whole models in every process, not FSDP or DeepSpeed")
+    if not options.data.retrieval:
         warnings.warn(
             "patch.trainable on text alone: tables that were trained without prompts have lost retrieval; "
             "data.retrieval=0.2 adds retrieval prompts to the rows",
             stacklevel=2,
         )
-    if patch.method != FIT:
-        return
-    shared: dict[str, Any] = {"layer_types": patch.layer_types, "freeze_at": patch.freeze_at, "replace": patch.replace}
-    for start in options.fit.init.split():
-        apply(model, start, target_length=options.target_length, **shared).restore()
 
 
 def sharded() -> bool:
     """Return whether weights are divided among processes, as accelerate's environment variables say."""
     return any(os.environ.get(f"ACCELERATE_USE_{name}", "false") == "true" for name in ("FSDP", "DEEPSPEED"))
-
-
-def starting_table(checkpoint: Path) -> Method:
-    """Return the table that the run of a checkpoint started with.
-
-    Raises:
-        PatchError: the checkpoint has no record of it.
-    """
-    file = checkpoint / TABLE_FILE
-    if file.is_file():
-        with safe_open(file, framework="pt") as opened:
-            return PatchRecord.from_dict(json.loads(opened.metadata()["begun"])).to_method()
-    record = read_record(checkpoint)
-    if record is None:
-        raise PatchError(f"{checkpoint} carries no patch record")
-    return record.to_method()
-
-
-# --- trained with the weights ----------------------------------------------------------------------------------------
 
 
 class TableTraining(RopePatchCallback):
@@ -112,7 +75,7 @@ class TableTraining(RopePatchCallback):
         self.current: nn.Module = self.site.module
         module: Any = self.site.module
         kinds = [kind for kind in module.tables if kind in self.start.layer_types]
-        self.table = TrainableTable(module, kinds, Constraint())
+        self.table = TrainableTable(module, kinds)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

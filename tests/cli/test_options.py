@@ -24,14 +24,12 @@ BUNDLED = rope_patch.data_path("assets") / "llama"
 COMMANDS = get_command(app).commands
 TOKENS = {
     *("--length", "--lengths", "--trained-length", "--target-length", "--freeze-at", "--chunk", "--batch-tokens"),
-    *("--context", "--window", "--tokens", "--bucket", "--row-length", "--switch-at", "--short-context"),
+    *("--context", "--window", "--tokens", "--bucket", "--switch-at", "--short-context"),
 }
 OWN = {  # what a command says of an option in words of its own, because it is about something else there
     "--length": {"plan", "theory", "extend"},
     "--target-length": {"fit"},
-    "--batch-tokens": {"fit", "compare"},
-    "--windows": {"fit"},
-    "--haystack": {"fit"},
+    "--batch-tokens": {"compare"},
     "--text": {"analyze", "fit"},
     "--method": {"theory"},
     "--dtype": {"plan", "export"},
@@ -87,8 +85,7 @@ SPEC = "rope_patch.evaluation.spec.EvalSpec"
 PYTHON = [  # a command, what is behind it, how many defaults they share, and parameters that have another name there
     ("compare", ["rope_patch.evaluation.compare.compare", SPEC], 12, {}),
     ("kv_check", ["rope_patch.kv_evaluation.run.kv_check", SPEC, "rope_patch.kv_evaluation.verdicts.Limits"], 13, {}),
-    ("fit", [f"rope_patch.fitting.{name}" for name in ("fit", "Schedule")], 10, {}),
-    ("fit", ["rope_patch.modeling.trainable_table.Constraint", "rope_patch.fitting.rows.Objective"], 8, {}),
+    ("fit", ["rope_patch.fitting.fit"], 5, {}),
     ("analyze", ["rope_patch.analysis.run.analyze"], 6, {"p": "p_values"}),
     ("theory", ["rope_patch.theory.tables.study"], 2, {}),
     ("export", ["rope_patch.exporting.run.export"], 2, {}),
@@ -108,9 +105,7 @@ def test_defaults_are_those_of_python(command, behind, count, names):
         if names.get(key, key) in theirs
     ]
     assert len(shared) >= count, [key for key, *_ in shared]
-    # --family excludes --init and --steps, so that the command has to know whether they were given.
-    free = {"init", "steps"} if command == "fit" else set()
-    assert [entry for entry in shared if entry[1] != entry[2] and entry[0] not in free] == []
+    assert [entry for entry in shared if entry[1] != entry[2]] == []
 
 
 def test_defaults_of_a_plan_are_those_of_python():

@@ -15,8 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from fits import TEXT as TEXT_TO_FIT
-from fits import fit_by_name
+from fits import fitted
 from support.gguf_files import rewritten, write_toy
 from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -59,11 +58,7 @@ def patched(method: str):
     if method == "irregular":
         rope_patch.apply(model, irregular(model.model.rotary_emb.inv_freq, 1.07))
     elif method == "fitted":
-        patch = fit_by_name(
-            model, tokenizer(), TEXT_TO_FIT, target_length=512, init="pi:factor=2", steps=8, checks=2, windows=2,
-            samples=1, depths=(0.0, 1.0), batch_tokens=1024, objective=rope_patch.fitting.Objective(0.0),
-            constraint=rope_patch.fitting.Constraint(scaling=True),
-        )  # fmt: skip
+        patch = fitted(model, tokenizer(), target_length=512, init="pi:factor=2", steps=8, retrieval=0.0)
         assert patch.method.name == "table"  # a learned one, not what it began with
     else:
         rope_patch.apply(model, method, target_length=1024)

@@ -3,11 +3,10 @@
 import itertools
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rope_patch.modeling.positions import check_positions, skipped_positions
+from rope_patch.modeling.positions import skipped_positions
 from rope_patch.training.collators import PoSECollator
 
 
@@ -41,24 +40,3 @@ def test_what_the_collator_draws_for_a_seed_stays_what_it_was():
         [0, 1, 2, 91, 92, 93, 94, 98, 99, 100],
     ]
     assert collator.positions(10, {"index": 1}).equal(skipped_positions(random.Random("3/1"), 10, 777, 3))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("posse", None, 2), "unknown positions 'posse'. Did you mean 'pose'? Known: full, pose"),
-        (("full", 64, 2), "row_length is for rows that skip positions: set positions to pose, or leave it out"),
-        (("full", None, 3), "chunks is for rows that skip positions: set positions to pose, or leave it out"),
-        (("pose", None, 1), "chunks must be >= 2, got 1"),
-        (("pose", 2, 3), "row_length must be >= 3, a token for each chunk, got 2"),
-        (("pose", 65, 2, 64), "row_length must be <= 64, the target length, got 65"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(given, message):
-    with pytest.raises(ValueError) as raised:
-        check_positions(*given)
-    assert str(raised.value) == message
-
-
-def test_a_row_may_be_as_long_as_the_target():
-    check_positions("pose", 64, 2, 64)

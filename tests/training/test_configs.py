@@ -20,7 +20,6 @@ from rope_patch.training.models import BUNDLED, prepare
 from rope_patch.training.reading import read
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.setup import arguments
-from rope_patch.training.tables import check_table
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 GIB = 2**30
@@ -87,9 +86,6 @@ def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None
     """Patch, adapters, a pass forward and backward; and transformers accepts the arguments of the training."""
     options = read(list(files), base=BASE)
     model = two_layers(options)
-    if options.patch.method == "fit":
-        check_table(model, options)
-        return
     model = prepare(model, options)
     record = find_rotary(model).record
     assert record is not None and (

@@ -109,20 +109,6 @@ def test_the_speed_of_this_cpu_is_measured():
     assert 1e8 < matmul_speed(64, 0.01) < 1e14
 
 
-def test_a_fit_before_the_training_is_described():
-    text = describe(read(overrides=["patch.method=fit", "fit.steps=7", "fit.init=yarn abf"], base=BASE), 80)
-    assert "first a fit of the rotary table: 14 steps of 4096 tokens" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "tokens"),
-    [([], 65536), (["fit.positions=pose"], 4096), (["fit.positions=pose", "fit.row_length=3000"], 6000)],
-)
-def test_a_fit_to_skipped_positions_is_described_by_its_row_length(words, tokens):
-    options = ["patch.method=fit", "patch.target_length=32k", "fit.steps=7", *words]
-    assert f"fit of the rotary table: 7 steps of {tokens} tokens" in describe(read(overrides=options, base=BASE), 80)
-
-
 @pytest.mark.parametrize(
     ("overrides", "warning"),
     [

@@ -102,7 +102,7 @@ def test_words_that_are_text_stay_as_they_were_typed(text):
 # --- what is refused
 
 
-TOP = "Known in the file: model, patch, lora, data, train, evaluation, fit, output"
+TOP = "Known in the file: model, patch, lora, data, train, evaluation, output"
 TRAIN = f"Known in train: {', '.join(f.name for f in dataclasses.fields(SECTIONS['train']))}"
 
 
@@ -476,7 +476,7 @@ def test_a_config_reads_and_is_planned_from_here(path):
     parsed = read([path], base=BASE)
     own = OmegaConf.to_container(OmegaConf.load(path))
     assert own, "it changes something"
-    if parsed.patch.method not in (None, "fit"):
+    if parsed.patch.method is not None:
         assert as_method(parsed.patch.method)
     plan = describe(parsed, 141)
     assert re.search(r"^memory of one GPU, predicted: [0-9.]+ GiB, fits into 141$", plan, re.MULTILINE), plan
