@@ -40,7 +40,8 @@ from rope_patch.fitting.texts import (
     fit_texts,
     second_domain,
 )
-from rope_patch.methods import Default, Method, MethodLike, TwoTables
+from rope_patch.methods import Default, Method, MethodLike
+from rope_patch.methods.two_tables import check_one_table
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.modeling.trainable_table import Constraint, TrainableTable
 from rope_patch.patching.apply import apply
@@ -269,8 +270,7 @@ def fit(
     options: dict[str, Any] = {"layer_types": layer_types, "freeze_at": freeze_at}
     methods = [for_target(model, start, target_length, **options) for start in starts]
     for method in methods:
-        if isinstance(method, TwoTables):
-            raise ValueError(f"a fit starts from one table and gives one: start from the long method, {method.long}")
+        check_one_table(method, "a start of the fit")
     labels = [str(method) for method in methods]
     if len(set(labels)) < len(labels):
         raise ValueError(f"starts must differ from each other, got {', '.join(labels)}")
