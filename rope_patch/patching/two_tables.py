@@ -328,7 +328,7 @@ def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     _CALL.set(None)
     if now is None or now.chosen is None or output is None:
         return
-    returned = output if isinstance(output, tuple) else output.values()  # with a cache that the decoder made itself
+    returned = output.values() if isinstance(output, Mapping) else output  # with a cache that the decoder made itself
     cache = next((item for item in (now.cache, *returned) if isinstance(item, Cache)), None)
     if cache is not None:
         setattr(cache, _MARK, now.chosen._replace(keys=_keys(cache)))
