@@ -50,8 +50,8 @@ METHODS = (
     Mutation(
         "long_table_that_is_never_used_is_accepted",
         "rope_patch/methods/two_tables.py",
-        "target_length is not None and target_length <= switch_at:",
-        "target_length is not None and target_length < switch_at:",
+        "target_length is not None and target_length <= self.switch_at:",
+        "target_length is not None and target_length < self.switch_at:",
     ),
     Mutation(
         "broken_package_leaves_its_methods_behind",
@@ -112,7 +112,7 @@ PATCHING = (
     ),
     Mutation(
         "lengths_of_prompts_go_to_the_wrong_rows",
-        "rope_patch/patching/reach.py",
+        "rope_patch/patching/two_tables.py",
         "return values.repeat_interleave(rows // len(values))",
         "return values.repeat(rows // len(values))",
     ),

@@ -28,7 +28,8 @@ from rope_patch.checkpoints.gguf_table import (
     table_of,
     table_pieces,
 )
-from rope_patch.methods import MethodLike, TwoTables, as_method, longrope_parameters
+from rope_patch.methods import MethodLike, as_method, longrope_parameters
+from rope_patch.methods.two_tables import check_one_table
 from rope_patch.patching.locate import PatchError
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.targets import resolve_factor
@@ -98,8 +99,7 @@ def patch_gguf(
         found = table_in(opened, source)
     _check_one_table(opened, found.tables[0], source)
     before = _base(found.tables[0])
-    if isinstance(chosen, TwoTables):
-        raise ValueError(f"a GGUF file holds one table: give the long method alone, {chosen.long}")
+    check_one_table(chosen, "a GGUF file")
     chosen = resolve_factor(chosen, [before], target_length)
     reach = chosen.reach(before) or 0
     if target_length is None and reach > before.max_position_embeddings:

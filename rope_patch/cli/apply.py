@@ -19,7 +19,6 @@ from rope_patch.cli.options import (
     Replace,
     TargetLength,
     print_json,
-    tokens,
 )
 
 
@@ -31,8 +30,8 @@ def apply(
         typer.Argument(
             metavar="METHOD",
             help="The method: a name such as yarn, or a method string such as yarn:factor=4. Several methods are "
-            "joined with +; METHOD@LENGTH leaves texts of up to that many tokens as they are (--switch-at). rope-patch "
-            "methods lists all of them.",
+            "joined with +; METHOD@LENGTH leaves texts of up to that many tokens as they are. rope-patch methods "
+            "lists all of them.",
             show_default=False,
         ),
     ],
@@ -40,24 +39,6 @@ def apply(
     parameters: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="The parameters of the method, if METHOD is only a name."),
-    ] = None,
-    switch_at: Annotated[
-        int | None,
-        tokens(
-            "--switch-at",
-            "Read texts of up to this many tokens under the table of --short, and longer ones under that of METHOD. "
-            "This needs rope_patch at run time (rope_patch.load): plain transformers reads all texts under METHOD.",
-            show_default=False,
-        ),
-    ] = None,
-    short: Annotated[
-        str | None,
-        typer.Option(
-            "--short",
-            metavar="METHOD",
-            help="With --switch-at: the method for texts up to that length. By default they keep the table as it is.",
-            show_default=False,
-        ),
     ] = None,
     target_length: TargetLength = None,
     layer_types: LayerTypes = None,
@@ -83,7 +64,8 @@ def apply(
     from rope_patch.checkpoints.gguf_patch import patch_gguf, stated_context
     from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.files import is_gguf
-    from rope_patch.methods import TwoTables, as_method
+    from rope_patch.methods import as_method
+    from rope_patch.patching.record import about_two_tables
 
     params: dict[str, Any] = {}
     for item in parameters or ():
@@ -92,10 +74,6 @@ def apply(
             raise ValueError(f"expected key=value after the method, got {item!r}")
         params[key] = value
     chosen = as_method(method, **params)
-    if short is not None and switch_at is None:
-        raise ValueError("--short goes with --switch-at, the length up to which it holds")
-    if switch_at is not None:
-        chosen = TwoTables(chosen, as_method(short or "default"), switch_at)
     options: dict[str, Any] = {
         "target_length": target_length,
         "layer_types": layer_types,
@@ -118,9 +96,7 @@ def apply(
         if patch.record.target_length is None:
             print(f"the file states {context} tokens, and llama.cpp reads no more: --target-length states more")
         return
-    if isinstance(patch.method, TwoTables):
-        print(
-            f"wrote {output}: rope_patch.load({str(output)!r}) reads both tables; plain transformers has the long one"
-        )
+    if about_two_tables(patch.record):
+        print(f"wrote {output}: rope_patch.load({str(output)!r}) loads both tables")
         return
     print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it, with or without rope_patch")

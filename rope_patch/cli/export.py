@@ -50,9 +50,8 @@ def export(
         str,
         typer.Option(
             metavar="FORM",
-            help="How the tables are written: table, partial (p-RoPE as partial rotary, for families such as Phi "
-            "and StableLM that rotate a part of each head), or two-lists (both tables of a patch METHOD@LENGTH, as the "
-            "two lists of the type longrope).",
+            help="How the tables are written: table, or partial (p-RoPE as partial rotary, for families such as Phi "
+            "and StableLM that rotate a part of each head).",
         ),
     ] = "table",
     converter: Annotated[

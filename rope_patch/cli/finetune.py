@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +90,6 @@ def finetune(
 
 def smoke_options(options: RecipeOptions) -> dict[str, Any]:
     """Return options of a run that uses the same code as these and takes about a minute on a CPU."""
-    from rope_patch.methods import TwoTables, as_method
     from rope_patch.training.models import BUNDLED
 
     positions, stages = options.data.positions, len(options.stages)
@@ -103,10 +101,6 @@ def smoke_options(options: RecipeOptions) -> dict[str, Any]:
         "data": {**SMOKE["data"], "lengths": "256" if positions != "full" else "256:0.5 512" if stages > 1 else "512"},
         "evaluation": {**SMOKE["evaluation"], "every": 0 if quantized else 2, "before": not quantized},
     }
-    method = None if options.patch.method is None else as_method(options.patch.method)
-    if isinstance(method, TwoTables):
-        method = replace(method, switch_at=256)  # the context of the bundled checkpoints
-        changes["patch"] = {**changes["patch"], "method": str(method)}
     values = options.to_dict() | {"output": f"{options.output}-smoke"}
     return values | {section: values[section] | changed for section, changed in changes.items()}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from rope_patch import __version__
@@ -65,7 +64,6 @@ def export_folder(
     on_progress: Callable[[str], None] = lambda name: None,
     finish: Callable[[Path], None] = lambda _: None,
     notes: Sequence[str] = (),
-    lists: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Write a copy of a checkpoint whose config encodes its tables for transformers and for an engine.
@@ -79,8 +77,6 @@ def export_folder(
         on_progress: called with the name of each file before it is copied.
         finish: what else to do in the folder before it is moved to ``out``.
         notes: to write down beside those found here.
-        lists: the config keys of a patch with two tables as two lists, from
-            :func:`~rope_patch.exporting.two_lists.two_lists`, in place of those of its long table.
         dtype: of the weights of a GGUF file, which are dequantized.
 
     Returns:
@@ -92,9 +88,7 @@ def export_folder(
     """
     tables = read_tables(model)
     version = check(to, str(model.config.model_type), tables)
-    if lists is not None:  # which were checked here, against this version alone
-        version = transformers.__version__ if to == "hf" else UNVERIFIED
-    config, parameters, config_notes = _config(model, tables, to, lists)
+    config, parameters, config_notes = _config(model, tables, to)
     if is_gguf(source):
         config["dtype"] = str(dtype).removeprefix("torch.")
     summary: dict[str, Any] = {
@@ -113,22 +107,21 @@ def export_folder(
     }
     with copied(source, out, overwrite=overwrite, progress=on_progress, dtype=dtype) as folder:
         write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-        if lists is None and "rope_patch" in text_part(config) and not _verifies(folder):
+        if "rope_patch" in text_part(config) and not _verifies(folder):
             del text_part(config)["rope_patch"]
             summary["notes"] = [*summary["notes"], "the patch record does not fit this encoding and was left out"]
             write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-        if lists is None:
-            _check(folder, tables)
+        _check(folder, tables)
         finish(folder)
         write_atomically(folder / NOTE_FILE, json.dumps(summary, indent=1) + "\n")
     return summary
 
 
 def _config(
-    model: PreTrainedModel, tables: Sequence[RotaryTable], to: str, lists: Mapping[str, Any] | None
+    model: PreTrainedModel, tables: Sequence[RotaryTable], to: str
 ) -> tuple[dict[str, Any], Mapping[str, Any], list[str]]:
     location = find_rotary(model)
-    settings = dict(lists) if lists is not None else config_keys(location, tables, everywhere=to != "hf")
+    settings = config_keys(location, tables, everywhere=to != "hf")
     parameters: dict[str, Any] = settings["rope_parameters"]
     config: dict[str, Any] = json.loads(model.config.to_json_string())
     text = text_part(config)
@@ -142,9 +135,7 @@ def _config(
     in_version_4 = bool(older) and OLDER_FAIL not in older.values()
     notes += [] if in_version_4 else ["transformers 4 cannot express these tables"]
     longrope = any(p.get("rope_type") == "longrope" for p in _each(parameters))
-    if lists is not None:
-        text.pop("rope_patch", None)  # which describes one list
-    elif to != "hf" and "original_max_position_embeddings" in text and longrope:
+    if to != "hf" and "original_max_position_embeddings" in text and longrope:
         # Phi-3 keeps it here, where it wins over the one in rope_parameters, and vLLM takes it for the context.
         text["original_max_position_embeddings"] = tables[0].max_position_embeddings
     context = tables[0].max_position_embeddings

@@ -21,16 +21,16 @@ from rope_patch.exporting.engines import ENGINES, UNVERIFIED
 from rope_patch.exporting.folders import export_folder, read_tables
 from rope_patch.exporting.gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.exporting.lora import check_adapter, copy_adapter
-from rope_patch.exporting.two_lists import NOTE, about_two_tables, two_lists
 from rope_patch.files import is_gguf, scratch_folder
 from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
+from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import inspect_model
 
 TARGETS = (*ENGINES, "gguf")
-FORMS = ("table", "partial", "two-lists")
+FORMS = ("table", "partial")
 TYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -67,8 +67,6 @@ class ExportRequest:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         if self.form == "partial" and (self.to == "gguf" or self.lora):
             raise ValueError("form 'partial' moves rows of the weights: it is for folders of whole or merged models")
-        if self.form == "two-lists" and self.to == "gguf":
-            raise ValueError("form 'two-lists' is for folders: a GGUF file holds one table")
         if self.converter is not None and self.to != "gguf":
             raise ValueError("converter is for to='gguf': other exports need no program of llama.cpp")
         if self.to == "gguf" and self.lora:
@@ -286,8 +284,7 @@ def _folder(
         def finish(folder: Path) -> None:
             copy_adapter(source, folder / "adapter")
 
-    lists = two_lists(model) if request.form == "two-lists" else None
-    notes += about_two_tables(find_rotary(model).record) if lists is None else [NOTE]
+    notes += about_two_tables(find_rotary(model).record)
     return export_folder(
         model,
         weights,
@@ -297,6 +294,5 @@ def _folder(
         on_progress=on_progress,
         finish=finish,
         notes=notes,
-        lists=lists,
         dtype=torch.float32 if request.dtype == "auto" else getattr(torch, request.dtype),
     )

@@ -15,7 +15,8 @@ from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.haystack import HAYSTACK
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.exporting.run import TARGETS
-from rope_patch.methods import TwoTables, as_method
+from rope_patch.methods import as_method
+from rope_patch.methods.two_tables import check_one_table
 
 CANDIDATES = ("yarn", "ntk", "abf", "mrrope", "cope", "llama3", "p_rope")
 """Methods that compete by default, beside the checkpoint as it is."""
@@ -88,11 +89,7 @@ class ExtendOptions:
         if not self.methods and not self.fit:
             raise ValueError("name a method beside 'default', which is always measured, or give fit=True (--fit)")
         for method in self.methods:
-            if isinstance(as_method(method), TwoTables):
-                raise ValueError(
-                    f"{method} has two tables, which a folder for plain transformers cannot hold: name one of them, or "
-                    "use rope_patch.apply"
-                )
+            check_one_table(as_method(method), "a folder for plain transformers")
         if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
             raise ValueError(f"tolerance must be a share >= 0 such as 0.01, got {self.tolerance}")
         for name, least in (("length", 2), ("train_rows", 1), ("budget", 1)):

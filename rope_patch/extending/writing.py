@@ -157,6 +157,7 @@ def move(source: Path, out: Path, *, overwrite: bool) -> None:
 def extended_model(outcome: Extended, model: Any, adapter: Path | None) -> Iterator[Any]:
     """Give the chosen model within a ``with`` block: patched, or loaded with its adapter merged."""
     if adapter is None:
+        assert outcome.choice.method is not None  # a refusal has no model to give
         with patched(model, outcome.choice.method, target_length=outcome.options.length):
             yield model
         return

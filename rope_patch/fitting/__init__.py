@@ -23,7 +23,8 @@ from rope_patch.fitting.candidates import TASK, Candidate, Evaluator, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.running import FitRun
 from rope_patch.fitting.texts import second_domain, split_text
-from rope_patch.methods import MethodLike, TwoTables
+from rope_patch.methods import MethodLike
+from rope_patch.methods.two_tables import check_one_table
 from rope_patch.patching.apply import apply
 from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary
@@ -154,8 +155,7 @@ def fit(
     if spec.longest != target_length or TASK not in spec.tasks or spec.windows == 0:
         raise ValueError(f"spec must measure windows and passkeys of the target of {target_length} tokens, got {spec}")
     method = for_target(model, init, target_length)
-    if isinstance(method, TwoTables):
-        raise ValueError(f"a fit starts from one table and gives one: start from the long method, {method.long}")
+    check_one_table(method, "the start of a fit")
     text, held_out = split_text(data)
     suite = EvalSuite(spec, tokenizer, text=held_out if spec.text is None else None)
     second = second_domain(tokenizer, data, spec.longest, spec.windows)

@@ -8,6 +8,7 @@ from rope_patch.evaluation.spec import SCALABLE, WINDOWS, EvalSpec
 from rope_patch.fitting.rows import tokens_of_step
 from rope_patch.fitting.running import checks
 
+
 @dataclass(frozen=True)
 class FitCost:
     """What a fit reads.

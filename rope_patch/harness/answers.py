@@ -237,7 +237,7 @@ class AnsweringLM(HFLM):  # type: ignore[misc]
             kwargs.setdefault("prefill_chunk_size", self.chunk)
         if self.scheme != Scheme():
             mask = kwargs.get("attention_mask")
-            kwargs["past_key_values"] = self.maker(None if mask is None else (mask == 0).sum(1))
+            kwargs[self.reader.cache_argument] = self.maker(None if mask is None else (mask == 0).sum(1))
         if self._bar is None:
             return cast(Tensor, super()._model_generate(context, max_length, stop, **kwargs))
         mask = kwargs.get("attention_mask")

@@ -17,6 +17,7 @@ from rope_patch.kv_cache.layer import QuantizedLayer, SchemeRun
 from rope_patch.kv_cache.plans import LayerPlan, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.patching.base_tables import layout_in_use
+from rope_patch.patching.cache_argument import cache_in
 from rope_patch.patching.locate import find_rotary
 
 
@@ -90,7 +91,7 @@ def noting_turns(module: nn.Module, run: SchemeRun) -> Iterator[None]:
 
 def _check_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse padding that an empty cache was not made for: its blocks would begin with the padding."""
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
     if not isinstance(cache, QuantizedCache) or cache.get_seq_length():
         return
     pads, expected = [], cache.padding

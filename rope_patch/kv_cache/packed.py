@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, QuantizedCache
 
 from rope_patch.modeling.modes import in_eval_mode
+from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, find_rotary
-from rope_patch.patching.reach import reaching
+from rope_patch.patching.two_tables import reaching
 
 BACKENDS = {"fp8": (8,), "quanto": (2, 4), "hqq": (1, 2, 4, 8)}
 """The backends of transformers, and the bits that each packs; hqq 0.2.8 cannot unpack its 3-bit format."""
@@ -137,11 +138,12 @@ def _decode(model: Any, token_ids: Tensor, cache: Cache, new_tokens: int) -> tup
     """Return the tokens decoded after the prompt, and the seconds per token."""
     device = device_of(model.get_input_embeddings())
     ids = token_ids[None].to(device)
+    through = {cache_argument(find_rotary(model).decoder): cache, "use_cache": True}
     out, began = [], 0.0
     for i in range(new_tokens + 1):  # the last token is read, too, so that the cache holds it
         if i == 1:
             began = time.perf_counter()
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(ids, **through, logits_to_keep=1).logits
         ids = logits[:, -1].argmax(-1, keepdim=True)
         out.append(int(ids))  # waits for the device
     return out[:-1], (time.perf_counter() - began) / new_tokens

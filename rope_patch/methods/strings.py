@@ -14,7 +14,7 @@ from typing import Any
 from rope_patch.methods.base import METHODS, Chain, Method
 from rope_patch.methods.p_rope import Default
 from rope_patch.methods.parameters import written
-from rope_patch.methods.two_tables import TwoTables
+from rope_patch.methods.two_tables import TwoTables, joined
 from rope_patch.words import did_you_mean, parse_length
 
 MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
@@ -38,7 +38,7 @@ def parse(text: str) -> Method:
     if len(rest) > 2 or not long or not rest[-1]:
         raise ValueError(f"expected LONG@LENGTH or LONG@LENGTH@SHORT, got {text!r}")
     short = _parse_chain(rest[1]) if len(rest) == 2 else Default()
-    return TwoTables(_parse_chain(long), short, parse_length(rest[0]))
+    return TwoTables(_parse_chain(long), short, switch_at=parse_length(rest[0]))
 
 
 def _parse_chain(text: str) -> Method:
@@ -92,23 +92,16 @@ def from_dict(data: Mapping[str, Any]) -> Method:
     if not isinstance(name, str):
         raise ValueError(f"expected a 'method' key with a name, got {dict(data)!r}")
     if name == TwoTables.name:
-        return _two_tables(params)
+        parts: dict[str, Any] = {
+            key: as_method(value) if key in ("long", "short") else value for key, value in params.items()
+        }
+        return TwoTables(**parts)
     if name != Chain.name:
         return create(name, **params)
     steps = params.pop("steps", ())
     if params:
         raise ValueError(f"a chain has no parameter {next(iter(params))!r}. It takes: steps")
     return Chain(tuple(as_method(step) for step in steps))
-
-
-def _two_tables(params: dict[str, Any]) -> TwoTables:
-    switch_at = params.pop("switch_at", None)
-    if switch_at is not None and (isinstance(switch_at, bool) or not isinstance(switch_at, int)):
-        raise ValueError(f"switch_at must be a whole number of tokens, got {switch_at!r}")
-    methods = {key: as_method(params.pop(key)) for key in ("long", "short") if key in params}
-    if params or "long" not in methods:
-        raise ValueError(f"two_tables takes long, short and switch_at, got {sorted([*methods, *params])}")
-    return TwoTables(**methods, switch_at=switch_at)
 
 
 def as_method(method: MethodLike, **params: Any) -> Method:
@@ -147,8 +140,7 @@ def method_string(data: Mapping[str, Any]) -> str:
     'of_a_script:factor=2'
     """
     if data.get("method") == TwoTables.name:
-        long, short = (method_string(data[part]) for part in ("long", "short"))
-        return "@".join([long, str(data["switch_at"]), *([short] if short != Default.name else [])])
+        return joined(method_string(data["long"]), data["switch_at"], method_string(data["short"]))
     strings = []
     for step in _steps(data):
         if step["method"] in METHODS:

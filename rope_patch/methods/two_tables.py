@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -23,33 +23,22 @@ class TwoTables(Method):
     Attributes:
         long: the method for sequences that reach beyond ``switch_at``.
         short: the method for all others; by default none.
-        switch_at: the greatest length under the short table [tokens]; None for the context that the checkpoint states.
+        switch_at: the greatest length under the short table [tokens].
 
     Raises:
         ValueError: two tables within one of the two, or a length below 1.
     """
 
-    long: Method = field(default_factory=Default)
+    long: Method
     short: Method = field(default_factory=Default)
-    switch_at: int | None = None
+    switch_at: int = field(kw_only=True)
     name: ClassVar[str] = "two_tables"
 
     def __post_init__(self) -> None:
-        if isinstance(self.long, TwoTables) or isinstance(self.short, TwoTables):
-            raise ValueError("a patch has two tables at most: the short and the long method are of one table each")
-        if self.switch_at is None:
-            return
-        try:
-            if isinstance(self.switch_at, bool) or operator.index(self.switch_at) < 1:
-                raise TypeError
-        except TypeError:
-            raise ValueError(f"switch_at must be a whole number of tokens >= 1, got {self.switch_at!r}") from None
-        object.__setattr__(self, "switch_at", operator.index(self.switch_at))
-
-    @property
-    def extends(self) -> bool:  # type: ignore[override]
-        """Whether the long table reaches further by numbers that say nothing of how far."""
-        return self.long.extends
+        for method in (self.long, self.short):
+            check_one_table(method, "each side of a switch")
+        if not isinstance(self.switch_at, int) or isinstance(self.switch_at, bool) or self.switch_at < 1:
+            raise ValueError(f"switch_at must be a whole number of tokens >= 1, got {self.switch_at!r}")
 
     @property
     def replace_scaling(self) -> bool:
@@ -58,8 +47,8 @@ class TwoTables(Method):
 
     @property
     def needs_target(self) -> bool:
-        """Whether the factor of the long method, or where to switch, is still to be filled in."""
-        return self.long.needs_target or self.switch_at is None
+        """Whether the factor of the long method is still to be filled in."""
+        return self.long.needs_target
 
     def __call__(self, table: RotaryTable) -> RotaryTable:
         """Return the long table."""
@@ -77,24 +66,33 @@ class TwoTables(Method):
         return short
 
     def for_target(self, table: RotaryTable, target_length: int | None) -> TwoTables:
-        """Return the method with the factor of the long table, and the length at which to switch, filled in.
+        """Return the method with the factor of the long table filled in.
 
         Raises:
             ValueError: as for the two methods, or a target that the short table alone would serve.
         """
-        switch_at = self.switch_at or (table.context if self.replace_scaling else table.max_position_embeddings)
-        if target_length is not None and target_length <= switch_at:
+        if target_length is not None and target_length <= self.switch_at:
             raise ValueError(
-                f"switch_at {switch_at} is not below the target_length {target_length}: the long table would never be "
-                "used"
+                f"switch_at {self.switch_at} is not below the target_length {target_length}: the long table would "
+                "never be used"
             )
         if self.short.needs_target:
             raise ValueError(f"the short method {self.short} needs a factor: target_length is for the long one")
-        return replace(self, long=self.long.for_target(table, target_length), switch_at=switch_at)
+        return replace(self, long=self.long.for_target(table, target_length))
 
     def reach(self, table: RotaryTable) -> int | None:
         """Return the context that the long table reaches [tokens]; None where it states none."""
         return self.long.reach(table)
+
+    def warnings(self, tables: Sequence[RotaryTable]) -> list[str]:
+        """Return a warning where sequences up to the switch are longer than the short table reaches."""
+        reached = min(self.short.reach(table) or table.max_position_embeddings for table in tables)
+        if self.short.extends or self.switch_at <= reached:
+            return []
+        return [
+            f"texts of {reached} to {self.switch_at} tokens are read under the short table, {self.short}, which "
+            f"reaches {reached}: a switch at {reached} reads them under the long one"
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return both methods and the length, JSON-ready."""
@@ -102,6 +100,21 @@ class TwoTables(Method):
         return {"method": self.name, **parts, "switch_at": self.switch_at}
 
     def __str__(self) -> str:
-        """Write the method string ``LONG@LENGTH[@SHORT]``; the length is missing where it is still to be filled in."""
-        parts = [self.long, "" if self.switch_at is None else self.switch_at, self.short]
-        return "@".join(map(str, parts[:2] if self.short == Default() else parts))
+        """Write the method string ``LONG@LENGTH[@SHORT]``."""
+        return joined(str(self.long), self.switch_at, str(self.short))
+
+
+def joined(long: str, switch_at: int, short: str) -> str:
+    """Return the method string of two methods: the short one is left out where it changes nothing."""
+    return "@".join([long, str(switch_at), *([] if short == Default.name else [short])])
+
+
+def check_one_table(method: Method, what: str) -> None:
+    """Raise ValueError for a method of two tables where there can be one.
+
+    Args:
+        method: any method.
+        what: what has one table, as the subject of the message.
+    """
+    if isinstance(method, TwoTables):
+        raise ValueError(f"{what} has one table, and {method} has two: give the long method alone, {method.long}")

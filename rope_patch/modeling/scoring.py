@@ -22,9 +22,10 @@ from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
 from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.base_tables import is_dynamic
+from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.reach import PADDED, Reach, cached_tokens, reaching
+from rope_patch.patching.two_tables import Reach, cached_tokens, reaching
 
 CacheFactory = Callable[[], Any]
 
@@ -81,6 +82,7 @@ class Reader:
         self.vocabulary: int = self.head.out_features if packed else weight.shape[0]
         self.rotary = next((part for part in model.modules() if isinstance(part, PatchedRotary)), model)
         self.dynamic = _is_dynamic(model)
+        self.cache_argument = cache_argument(self.decoder)
         self.device = device_of(model.get_input_embeddings())
         self.call = _call if inside else _through_root(model, self.decoder)
 
@@ -146,10 +148,11 @@ class Reader:
             before = 0.0 if progress is None else progress.read
             with contextlib.ExitStack() as stack:
                 stack.enter_context(lean_attention(configs))
-                stack.enter_context(reaching(self.rotary, reach, slack=PADDED))
+                stack.enter_context(reaching(self.rotary, reach, slack=math.inf))
                 if progress is not None:
                     stack.enter_context(progress.within_pass(self.decoder, part.numel(), rest=1))
-                out = self.call(self.decoder, input_ids=part, past_key_values=past, use_cache=past is not None)
+                cache = {self.cache_argument: past, "use_cache": past is not None}
+                out = self.call(self.decoder, input_ids=part, **cache)
             yield start, out.last_hidden_state
             if progress is not None:
                 progress.reach(before + part.numel())

@@ -15,8 +15,9 @@ from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.sources import LayerSource, find_sources
+from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, find_rotary
-from rope_patch.patching.reach import reaching
+from rope_patch.patching.two_tables import reaching
 
 SLICES = {"cpu": 512}
 """Tokens of a state that are passed on at a time, by device: on a CPU, small slices stay in its cache. On others it is
@@ -81,7 +82,8 @@ def stream(
                 reader.at(row[start : start + size], number, start)
                 ids = reader.ids[None].to(device_of(embedding))
                 with progress.within_pass(sources.decoder, len(reader.ids)), reaching(location.module, len(row)):
-                    sources.decoder(input_ids=ids, past_key_values=past, use_cache=past is not None)
+                    cache = {cache_argument(sources.decoder): past, "use_cache": past is not None}
+                    sources.decoder(input_ids=ids, **cache)
                 reader.check(len(shown) * len(ROLES))
         progress.finish()
     return shown

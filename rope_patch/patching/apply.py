@@ -37,12 +37,9 @@ logger = hf_logging.get_logger("rope_patch")
 
 def apply(
     model: nn.Module,
-    method: MethodLike | None = None,
+    method: MethodLike,
     /,
     *,
-    long: MethodLike | None = None,
-    short: MethodLike | None = None,
-    switch_at: int | None = None,
     layer_types: Sequence[str] | None = None,
     target_length: int | None = None,
     replace: bool = False,
@@ -60,13 +57,7 @@ def apply(
     Args:
         model: a causal language model of transformers, bare or under PEFT, quantization or ``torch.compile``.
         method: a name with ``params``, a method string (``"yarn:factor=4"``), a method object, or a sequence of them.
-        long: in place of ``method``: the method for sequences that reach beyond ``switch_at``, while others are read
-            under the table of ``short``. Each sequence is read under one of the two, chosen by the length it will
-            reach: what ``generate`` or :meth:`Patch.reaching` states, or the last position of a pass without a cache.
-            The config states the long table, which plain transformers uses for all lengths.
-        short: the method for all other sequences; by default the table found.
-        switch_at: the greatest length under the short table; by default the context that the checkpoint states
-            [tokens].
+            ``"yarn:factor=4@8192"`` (:class:`~rope_patch.TwoTables`) leaves sequences of up to 8192 tokens as they are.
         layer_types: which tables to patch on models with one per layer type; ``("full_attention",)`` by default.
         target_length: the context to state in the config [tokens]; unchanged by default. A ``factor`` that is left out
             is taken from it, one that does not reach it is refused.
@@ -85,10 +76,9 @@ def apply(
             patched, or whose layers use none.
         PatchError: the model is patched already.
     """
-    chosen = _chosen_method(method, long, short, switch_at, params)
     patch = _apply(
         model,
-        chosen,
+        as_method(method, **params),
         layer_types=layer_types,
         target_length=target_length,
         replace=replace,
@@ -99,28 +89,6 @@ def apply(
     if target_length is None and patch.unstated is not None:
         logger.warning(patch.unstated)
     return patch
-
-
-def _chosen_method(
-    method: MethodLike | None,
-    long: MethodLike | None,
-    short: MethodLike | None,
-    switch_at: int | None,
-    params: Mapping[str, Any],
-) -> Method:
-    """Return the method that ``apply`` is given in one of its two ways."""
-    if (method is None) == (long is None):
-        raise ValueError("apply takes a method, or long= (with short= and switch_at=) for two tables: give one of them")
-    if method is not None:
-        if short is not None or switch_at is not None:
-            raise ValueError("short and switch_at go with long=, the method for sequences beyond switch_at")
-        return as_method(method, **params)
-    if params:
-        raise ValueError(
-            f"give parameters in the method strings of long and short: {sorted(params)} could be of either"
-        )
-    assert long is not None
-    return TwoTables(as_method(long), as_method("default" if short is None else short), switch_at)
 
 
 def _apply(
@@ -150,10 +118,11 @@ def _apply(
             method = resolve_factor(method, [before[kind] for kind in chosen], target_length)
         length = target_length or int(base_config.max_position_embeddings)
         after = {kind: method(table) if kind in chosen else table for kind, table in before.items()}
-        short = {kind: method.short_table(before[kind]) for kind in chosen} if isinstance(method, TwoTables) else {}
+        short: dict[str | None, RotaryTable] = {}
         if isinstance(method, TwoTables):
             check_decoder(location.model, location.decoder)
-            warnings += _beyond_the_short_table(method, [before[kind] for kind in chosen])
+            short = {kind: method.short_table(before[kind]) for kind in chosen}
+            warnings += method.warnings([before[kind] for kind in chosen])
         after, settings = encode(source, before, after, length)
         if settings["rope_parameters"] != base_config.rope_parameters and (readers := outside_readers(location)):
             raise ValueError(
@@ -180,25 +149,13 @@ def _apply(
         for warning in warnings:
             (warn or logger.warning)(warning)
         fresh = original_rotary(type(original), base_config)
-        keep = keeps_float32(fresh, chosen)
-        module = PatchedRotary(after, original, precision, keep_float32=keep)
-        if isinstance(method, TwoTables) and method.switch_at is not None:
-            switch_at = method.switch_at
-            module = TwoTableRotary(after, original, precision, short=short, switch_at=switch_at, keep_float32=keep)
+        options: Any = {"precision": precision, "keep_float32": keeps_float32(fresh, chosen)}
+        if isinstance(method, TwoTables):
+            options |= {"short": short, "switch_at": method.switch_at}
+        module = (TwoTableRotary if short else PatchedRotary)(after, original, **options)
         state = ModelState(location)
         _put_in(state, module, settings, record)
     return Patch(method, before, after, record, module, state)
-
-
-def _beyond_the_short_table(method: TwoTables, tables: Sequence[RotaryTable]) -> list[str]:
-    """Return a warning where texts up to the switch are longer than the short table reaches."""
-    reached = min(method.short.reach(table) or table.max_position_embeddings for table in tables)
-    if method.short.extends or method.switch_at is None or method.switch_at <= reached:
-        return []
-    return [
-        f"texts of {reached} to {method.switch_at} tokens are read under the short table, {method.short}, which "
-        f"reaches {reached}: switch_at={reached} reads them under the long one"
-    ]
 
 
 def _check_options(target_length: int | None, replace: bool, keep_edits: bool, precision: str) -> None:
@@ -280,15 +237,14 @@ def _refuse_a_second_patch(location: RotaryLocation) -> None:
 
 
 @contextlib.contextmanager
-def patched(model: nn.Module, method: MethodLike | None = None, /, **options: Any) -> Iterator[Patch]:
+def patched(model: nn.Module, method: MethodLike, /, **options: Any) -> Iterator[Patch]:
     """Patch a model for the length of a ``with`` block; undone at its end, also after an exception.
 
     Takes what :func:`apply` takes. Another thread that wants to patch the same model waits until then.
     """
     known = set(inspect.signature(apply).parameters)
     params = {name: options.pop(name) for name in list(options) if name not in known}
-    long, short, switch_at = (options.pop(name, None) for name in ("long", "short", "switch_at"))
-    chosen = _chosen_method(method, long, short, switch_at, params)
+    chosen = as_method(method, **params)
     with find_rotary(model).lock:
         patch = _apply(model, chosen, warn=logger.warning_once, **options)
         try:

@@ -139,20 +139,25 @@ class PatchRecord:
         if self.missing is not None:
             logger.warning_once(self.missing)
 
-    def to_method(self) -> Method:
-        """Return the method object; a :class:`RecordedMethod` where its class is not defined here."""
-        if not missing_methods(self.method):
-            return from_dict(self.method)
-        if self.method.get("method") != TwoTables.name:
-            return self._recorded(self.method, self.tables)
-        long = self._recorded(self.method["long"], self.tables)
-        return TwoTables(long, self._recorded(self.method["short"], self.short_tables), self.method["switch_at"])
+    def to_method(self, encodings: Mapping[str, Any] | None = None) -> Method:
+        """Return the method object; a :class:`RecordedMethod` where its class is not defined here.
 
-    def _recorded(self, data: Mapping[str, Any], tables: Mapping[str, TableRecord]) -> Method:
+        Args:
+            encodings: as of ``RecordedMethod``.
+        """
+        data, encodings = self.method, encodings or {}
+        if data.get("method") == TwoTables.name and missing_methods(data):
+            long = self._recorded(data["long"], self.tables, encodings)
+            return TwoTables(long, self._recorded(data["short"], self.short_tables, {}), switch_at=data["switch_at"])
+        return self._recorded(data, self.tables, encodings)
+
+    def _recorded(
+        self, data: Mapping[str, Any], tables: Mapping[str, TableRecord], encodings: Mapping[str, Any]
+    ) -> Method:
         """Return a method by its tables where its class is not defined here."""
         if not missing_methods(data):
             return from_dict(data)
-        return RecordedMethod(data, {key_of(kind): tables[key_of(kind)] for kind in self.layer_types})
+        return RecordedMethod(data, {key_of(kind): tables[key_of(kind)] for kind in self.layer_types}, encodings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
@@ -198,6 +203,18 @@ class PatchRecord:
         if changed not in (None, record.changed):
             raise ValueError("the rope_patch record was altered: its tables contradict what it says of `changed`")
         return record
+
+
+def about_two_tables(record: PatchRecord | None) -> list[str]:
+    """Return what to know of a patch of two tables where another program reads the config; nothing of others."""
+    method = None if record is None else record.to_method()
+    if not isinstance(method, TwoTables):
+        return []
+    return [
+        f"sequences of up to {method.switch_at} tokens are read under a table of their own, {method.short}, by "
+        "rope_patch alone: plain transformers and engines use the long table for all lengths, because no format of "
+        "theirs has a table that is chosen once for each sequence"
+    ]
 
 
 def same_tables(one: Mapping[str, TableRecord], other: Mapping[str, TableRecord]) -> bool:

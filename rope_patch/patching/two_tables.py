@@ -1,35 +1,155 @@
-"""A rotary embedding of two tables, one of which is chosen for each sequence, once.
+"""Two rotary tables, one of which is chosen for each sequence, once: all that a model needs for it.
 
-Which table a sequence is read under depends on the length it will reach: the one that is stated
-(:func:`~rope_patch.patching.reach.reaching`, ``generate``), or the last position of a pass that reads the whole
-sequence (padding aside). A sequence in a cache keeps its table. Keys that were cached under one table cannot be read
-under the other by rotating them again: below the first layer they were computed under other attention.
+Which table a sequence is read under depends on the length it will reach: the one that is stated (:func:`reaching`,
+``generate``), or the last position of a pass that reads the whole sequence (padding aside). A sequence in a cache
+keeps its table. Keys that were cached under one table cannot be read under the other by rotating them again: below the
+first layer they were computed under other attention.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from rope_patch.patching.generation import Generation
+from rope_patch.patching.cache_argument import arguments_of, cache_argument, cache_in
 from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.reach import ReadUnder, Stated, by_row, cached_tokens, mark, mark_of, stated_of
 from rope_patch.tables import RotaryTable
 
-_CACHE: ContextVar[Any] = ContextVar("rope_patch_cache", default=None)
-_MASK: ContextVar[Tensor | None] = ContextVar("rope_patch_mask", default=None)
-_CHOSEN: ContextVar[tuple[Tensor, Stated | None, str] | None] = ContextVar("rope_patch_chosen", default=None)
+Reach = int | Sequence[int] | Tensor
+"""The length that a sequence will reach, or one of each row of a batch [tokens]."""
 
 HOW = (
     "State the length that each sequence will reach before its first token is read, `with patch.reaching(tokens):` "
     "(generate states that of a prompt and its new tokens)"
 )
+
+
+# --- the length that a sequence will reach, as who knows it states it ------------------------------------------------
+
+
+class Stated(NamedTuple):
+    """What is stated of the sequences that a model reads: the arguments of :func:`reaching`, ``tokens`` as a tensor."""
+
+    rotary: nn.Module
+    tokens: Tensor
+    slack: float
+    generating: bool
+
+
+_STATED: ContextVar[tuple[Stated, ...]] = ContextVar("rope_patch_reach", default=())
+
+
+@contextlib.contextmanager
+def reaching(rotary: nn.Module, tokens: Reach, *, slack: float = 0, generating: bool = False) -> Iterator[None]:
+    """State the length that sequences of one model will reach, for its forward passes in a ``with`` block.
+
+    The block belongs to the thread: a generator that yields inside it leaves the length stated until it goes on.
+
+    Args:
+        rotary: the model's rotary module; one of a single table takes no notice.
+        tokens: one number for all rows, or one for each [tokens].
+        slack: how far a pass may read beyond these lengths tokens that no other token sees or that are dropped again:
+            padding on the right (``math.inf``), speculated tokens [tokens].
+        generating: ``generate`` alone handles the cache; its beams change places only within their prompt.
+
+    Raises:
+        ValueError: no whole numbers above 0, or several axes of them.
+    """
+    entry = Stated(rotary, _whole_numbers(tokens), slack, generating)
+    _STATED.set((*_STATED.get(), entry))
+    try:
+        yield
+    finally:  # its own entry: blocks of generators end in any order
+        _STATED.set(tuple(other for other in _STATED.get() if other is not entry))
+
+
+def _whole_numbers(tokens: Reach) -> Tensor:
+    try:
+        stated = tokens if isinstance(tokens, Tensor) else torch.as_tensor(tokens, device="cpu")
+        whole = not (stated.is_floating_point() or stated.is_complex() or stated.dtype == torch.bool)
+        if not whole or stated.ndim > 1 or not stated.numel() or int(stated.min()) < 1:
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"reaching takes a number of tokens >= 1, or one for each row, got {tokens!r}") from None
+    return stated.reshape(-1)
+
+
+def stated_of(rotary: nn.Module) -> Stated | None:
+    """Return what was stated last of a model's sequences, by its rotary module; None where nothing was."""
+    return next((entry for entry in reversed(_STATED.get()) if entry.rotary is rotary), None)
+
+
+_MARK = "rope_patch_read_under"
+
+
+class ReadUnder(NamedTuple):
+    """What the rows of a cache were read under.
+
+    Attributes:
+        long: which rows under the long table: (rows,) bool.
+        stated: the lengths that were stated then; None where none were [tokens].
+        tables: that were chosen from, and where they change: the fingerprint of a rotary module.
+        keys: of the first layer then: operations on the rows of a cache put others in their place.
+    """
+
+    long: Tensor
+    stated: Tensor | None
+    tables: str
+    keys: Tensor | None = None
+
+
+def cached_tokens(cache: Any) -> int:
+    """Return how many tokens a cache holds; 0 for none."""
+    return int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+
+
+def _mark_of(cache: Any, tables: str) -> ReadUnder | None:
+    """Return which of two tables the tokens in a cache were read under; None where that is not known.
+
+    It is not known of a cache that was filled under other tables. Where rows of different tables may have been put in
+    another order since, it is not known any more.
+    """
+    noted: ReadUnder | None = getattr(cache, _MARK, None)
+    if noted is None or noted.tables != tables:
+        return None
+    if noted.keys is not None and noted.keys is _keys(cache):
+        return noted
+    uniform = bool((noted.long == noted.long[0]).all())
+    return noted._replace(long=noted.long[:1]) if uniform else None
+
+
+def _keys(cache: Cache) -> Tensor | None:
+    return getattr(cache.layers[0], "keys", None) if cache.layers else None
+
+
+def _unknown(before: int) -> ValueError:
+    return ValueError(
+        f"the cache holds {before} tokens, and under which table they were read is not known: they are of another "
+        f"model or patch, of prefix tuning, built from tensors, or their rows were reordered. {HOW}"
+    )
+
+
+# --- the rotary module -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    """What a decoder is called with, and what its rotary module chose, for the length of the call."""
+
+    cache: Any = None
+    mask: Tensor | None = None
+    chosen: ReadUnder | None = None
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("rope_patch_pass", default=None)
 
 
 class TwoTableRotary(PatchedRotary):
@@ -40,28 +160,26 @@ class TwoTableRotary(PatchedRotary):
     Args:
         tables: the long tables, by layer type.
         original: as for :class:`PatchedRotary`.
-        precision: as for ``PatchedRotary``.
         short: the short tables of the layer types that have two.
         switch_at: the greatest length under the short table [tokens].
-        keep_float32: as for ``PatchedRotary``.
+        **options: of ``PatchedRotary``.
     """
 
     def __init__(
         self,
         tables: Mapping[str | None, RotaryTable],
         original: nn.Module,
-        precision: str = "float32",
         *,
         short: Mapping[str | None, RotaryTable],
         switch_at: int,
-        keep_float32: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(tables, original, precision, keep_float32=keep_float32)
+        super().__init__(tables, original, **options)
         self.short_tables, self.switch_at = dict(short), switch_at
         hashes = [table.fingerprint for table in (*tables.values(), *short.values())]
         self.fingerprint = " ".join(("switch", str(switch_at), *hashes))  # what a cache is marked with
         # In a tuple, so that the model still has one rotary module.
-        self._short = (PatchedRotary(short, original, precision, keep_float32=keep_float32),)
+        self._short = (PatchedRotary(short, original, **options),)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return what :class:`PatchedRotary` does, cos and sin (batch, tokens, …), every row under its own table.
@@ -79,8 +197,7 @@ class TwoTableRotary(PatchedRotary):
         if layer_type not in self.short_tables:
             return long
         short = self._short[0](x, position_ids, layer_type)
-        rows = self._long_rows(position_ids, x.shape[0] if x.ndim == 3 else position_ids.shape[-2])
-        rows = rows.view(-1, 1, 1)
+        rows = self._long_rows(position_ids, x.shape[0] if x.ndim == 3 else position_ids.shape[-2]).view(-1, 1, 1)
         if isinstance(long, Tensor):  # complex numbers
             return torch.where(rows, long, short)
         return torch.where(rows, long[0], short[0]), torch.where(rows, long[1], short[1])
@@ -88,44 +205,38 @@ class TwoTableRotary(PatchedRotary):
     @torch.no_grad()
     def _long_rows(self, position_ids: Tensor, rows: int) -> Tensor:
         """Return which rows are read under the long table: (rows,) bool on the device of the positions."""
-        cache, stated = _CACHE.get(), stated_of(self)
-        before, known = cached_tokens(cache), mark_of(cache, self.fingerprint)
-        ends = _lengths(position_ids, _MASK.get(), before)
+        now, stated = _CALL.get() or _Call(), stated_of(self)
+        before, known = cached_tokens(now.cache), _mark_of(now.cache, self.fingerprint)
+        ends = _lengths(position_ids, now.mask, before)
         if before and known is None and not (stated is not None and stated.generating):
-            raise ValueError(
-                f"past_key_values holds {before} tokens, and under which table they were read is not known: they are "
-                f"of another model or patch, of prefix tuning, built from tensors, or their rows were reordered. {HOW}"
-            )
+            raise _unknown(before)
         if stated is not None:
-            chosen = by_row(stated.tokens.to(ends.device) > self.switch_at, rows, "lengths are stated")
+            long = _by_row(stated.tokens.to(ends.device) > self.switch_at, rows, "lengths are stated")
         elif before and known is not None:
-            chosen = by_row(known.long.to(ends.device), rows, "rows are in the cache")
+            long = _by_row(known.long.to(ends.device), rows, "rows are in the cache")
         else:
-            chosen = ends > self.switch_at
-        _CHOSEN.set((chosen, stated, self.fingerprint))
+            long = ends > self.switch_at
+        now.chosen = ReadUnder(long, None if stated is None else stated.tokens, self.fingerprint)
         if before and known is not None and stated is not None and known.stated is not stated.tokens:
-            self._check_same_table(known, chosen)
+            self._check_same_table(known, long)
         # Whether anything crosses is looked at where it could: on a GPU the answer has to be waited for.
         room = self.switch_at + (0 if stated is None else stated.slack)
-        if (stated is not None or before) and before + position_ids.shape[-1] > room:
-            self._check_no_crossing(chosen, ends, room)
-        return chosen
+        crosses = (stated is not None or before) and before + position_ids.shape[-1] > room
+        if crosses and bool(((ends > room) & ~long).any()):
+            raise ValueError(
+                f"a sequence reaches {int(ends.max())} tokens, beyond the {self.switch_at} at which its table changes, "
+                f"and it was stated not to, or its beginning was read under the short table. {HOW}"
+            )
+        return long
 
-    def _check_same_table(self, known: ReadUnder, chosen: Tensor) -> None:
-        rows = max(len(known.long), len(chosen))
-        cached, now = (by_row(one.to("cpu"), rows, "rows are in the cache") for one in (known.long, chosen))
+    def _check_same_table(self, known: ReadUnder, long: Tensor) -> None:
+        rows = max(len(known.long), len(long))
+        cached, now = (_by_row(one.to("cpu"), rows, "rows are in the cache") for one in (known.long, long))
         if bool((cached != now).any()):
             was, will = ("long", "at most") if bool(cached.any()) else ("short", "more than")
             raise ValueError(
                 f"the cache holds keys of the {was} table, and the sequence is now stated to reach {will} "
-                f"{self.switch_at} tokens: read it again from its start. {HOW}"
-            )
-
-    def _check_no_crossing(self, chosen: Tensor, ends: Tensor, room: float) -> None:
-        if bool(((ends > room) & ~chosen).any()):
-            raise ValueError(
-                f"a sequence reaches {int(ends.max())} tokens, beyond the {self.switch_at} at which its table changes, "
-                f"and it was stated not to, or its beginning was read under the short table. {HOW}"
+                f"{self.switch_at} tokens: read it again from its start, with an empty cache. {HOW}"
             )
 
     def extra_repr(self) -> str:
@@ -153,12 +264,21 @@ def _lengths(position_ids: Tensor, mask: Tensor | None, before: int) -> Tensor:
     return ends - torch.where(positions[:, -1] == before + size - 1, padding, 0)
 
 
+def _by_row(values: Tensor, rows: int, what: str) -> Tensor:
+    """Return one value for each row; those of fewer prompts are repeated as ``generate`` repeats prompts."""
+    if len(values) in (1, rows):
+        return values
+    if rows % len(values):
+        raise ValueError(f"{len(values)} {what}, and the model is called with {rows} rows")
+    return values.repeat_interleave(rows // len(values))
+
+
+# --- the model around it ---------------------------------------------------------------------------------------------
+
+
 def switch_of(model: nn.Module) -> int | None:
     """Return the greatest length that a model reads under its short table [tokens]; None where it has one table."""
     return next((part.switch_at for part in model.modules() if isinstance(part, TwoTableRotary)), None)
-
-
-# --- what a model needs besides the rotary module
 
 
 def check_decoder(model: PreTrainedModel, decoder: nn.Module) -> None:
@@ -166,8 +286,8 @@ def check_decoder(model: PreTrainedModel, decoder: nn.Module) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder: two tables are for models that are a decoder alone")
-    if "past_key_values" not in _arguments(decoder):
-        raise ValueError(f"the decoder of {name} takes no past_key_values, which tell what was read under which table")
+    if cache_argument(decoder) not in arguments_of(decoder):
+        raise ValueError(f"the decoder of {name} takes no cache, which tells what was read under which table")
 
 
 def attach(model: PreTrainedModel, decoder: nn.Module, rotary: nn.Module) -> None:
@@ -190,31 +310,90 @@ def attach(model: PreTrainedModel, decoder: nn.Module, rotary: nn.Module) -> Non
             model.generate = Generation(model, rotary)  # type: ignore[assignment]
 
 
-def _arguments(decoder: nn.Module) -> list[str]:
-    return list(inspect.signature(type(decoder).forward).parameters)[1:]
-
-
 def _before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note the cache and the padding that a decoder is called with."""
-    given = {**dict(zip(_arguments(decoder), args, strict=False)), **kwargs} if len(args) > 1 else kwargs
+    given = {**dict(zip(arguments_of(decoder), args, strict=False)), **kwargs} if len(args) > 1 else kwargs
     if "read_index" in given:  # of transformers' continuous batching
         raise ValueError(
             "continuous batching (generate_batch) reads several sequences as one row, in which their tables cannot "
             f"differ: use generate, or a patch of one table. {type(decoder).__name__} has two"
         )
     mask = given.get("attention_mask")
-    _CACHE.set(given.get("past_key_values"))
-    _MASK.set(mask if isinstance(mask, Tensor) else None)
-    _CHOSEN.set(None)
+    _CALL.set(_Call(cache_in(given), mask if isinstance(mask, Tensor) else None))
 
 
 def _after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Note in the cache what was read under which table; a failed pass has no output."""
-    cache, chosen = _CACHE.get(), _CHOSEN.get()
-    for variable in (_CACHE, _MASK, _CHOSEN):
-        variable.set(None)
-    if cache is None:  # one that the decoder made itself
-        given = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
-        cache = next((item for item in given if isinstance(item, Cache)), None)
-    if chosen is not None and output is not None and isinstance(cache, Cache):
-        mark(cache, *chosen)
+    now = _CALL.get()
+    _CALL.set(None)
+    if now is None or now.chosen is None or output is None:
+        return
+    returned = output.values() if isinstance(output, Mapping) else output  # with a cache that the decoder made itself
+    cache = next((item for item in (now.cache, *returned) if isinstance(item, Cache)), None)
+    if cache is not None:
+        setattr(cache, _MARK, now.chosen._replace(keys=_keys(cache)))
+
+
+@dataclass(eq=False)
+class Generation:
+    """Stands before the ``generate`` of a model's class, and states how long each prompt and its new tokens will be.
+
+    Lengths that are stated by the caller hold instead.
+    """
+
+    model: Any
+    rotary: TwoTableRotary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the class of the model does.
+
+        Raises:
+            ValueError: a cache that was filled under the other table, or not by this model.
+        """
+        generate = type(self.model).generate
+        given = inspect.signature(generate).bind(self.model, *args, **kwargs)
+        options = {**given.arguments, **given.arguments.get("kwargs", {})}
+        cache, stated = cache_in(options), stated_of(self.rotary)
+        if (before := cached_tokens(cache)) and _mark_of(cache, self.rotary.fingerprint) is None:
+            raise _unknown(before)
+        if stated is None:
+            reach = reach_of(self.model, options)
+            slack = _option(self.model, options, "prompt_lookup_num_tokens") or 0
+        else:
+            reach, slack = stated.tokens, stated.slack
+        with reaching(self.rotary, reach, slack=slack, generating=True):
+            return generate(self.model, *args, **kwargs)
+
+
+def reach_of(model: Any, options: dict[str, Any]) -> Tensor:
+    """Return the lengths that ``generate`` will reach at most: (prompts,) [tokens].
+
+    Args:
+        model: a causal language model.
+        options: what ``generate`` is given, by name.
+    """
+    prompts = [options.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
+    prompt = next((value for value in prompts if isinstance(value, Tensor) and value.shape[1]), None)
+    size = 1 if prompt is None else prompt.shape[1]  # without a prompt it begins with one token
+    new, longest = _option(model, options, "max_new_tokens"), _option(model, options, "max_length")
+    if new is None:
+        new = 20 if longest is None else max(longest - size, 1)  # 20 is what transformers generates by default
+    mask = options.get("attention_mask")
+    if mask is None and prompt is not None and prompt.ndim == 2:  # not embeddings
+        mask = _without_padding(prompt, *(_option(model, options, f"{name}_token_id") for name in ("pad", "eos")))
+    tokens = mask.sum(-1) if isinstance(mask, Tensor) and mask.ndim == 2 else torch.tensor([size])
+    return tokens.long().clamp(min=1) + int(new)
+
+
+def _option(model: Any, options: dict[str, Any], name: str) -> Any:
+    """Return an option of ``generate``: as given, of the config that is given, or of the model's own."""
+    sources = (options.get("generation_config"), model.generation_config)
+    values = [options.get(name), *(getattr(config, name, None) for config in sources)]
+    return next((value for value in values if value is not None), None)
+
+
+def _without_padding(ids: Tensor, pad: Any, end: Any) -> Tensor | None:
+    """Return the mask that ``generate`` itself infers from padding; None where it infers none."""
+    pad, ends = (torch.as_tensor(value).reshape(-1).tolist() if value is not None else [] for value in (pad, end))
+    padded = len(pad) == 1 and pad[0] not in ends and bool((ids == pad[0]).any())
+    return torch.ne(ids, pad[0]).long() if padded else None

@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_patch.methods import Method, TwoTables
+from rope_patch.methods import Method
 from rope_patch.patching.base_tables import CONFIG_KEYS, base_of, check_base, name_in, original_rotary, settings_of
 from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary
 from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.reach import Reach, reaching
-from rope_patch.patching.record import PatchRecord
+from rope_patch.patching.record import PatchRecord, about_two_tables
+from rope_patch.patching.two_tables import Reach, reaching
 from rope_patch.tables import RotaryTable
 
 
@@ -83,9 +83,7 @@ class TableChange:
                 lines.append(f"  {table}: left alone")
             else:
                 lines += [f"  before  {self.before[kind]}", f"  after   {table}"]
-        if isinstance(self.method, TwoTables):
-            short = [f"    table {self.record.short_tables[key].hash} of {key}" for key in self.record.short_tables]
-            lines += [f"  sequences of up to {self.method.switch_at} tokens: {self.method.short}", *short]
+        lines += [f"  {sentence}" for sentence in about_two_tables(self.record)]
         stated = int(self.record.base_config["max_position_embeddings"])
         if self.record.target_length not in (None, stated):
             lines.append(f"  context {stated} tokens before, {self.record.target_length} after")

@@ -26,9 +26,8 @@ from rope_patch.patching.base_tables import (
 from rope_patch.patching.encoding import encode
 from rope_patch.patching.locate import PatchError, RotaryLocation, device_of, find_rotary, holds_adapters_twice
 from rope_patch.patching.module import PatchedRotary
-from rope_patch.patching.reach import reaching
-from rope_patch.patching.record import PatchRecord, RecordedMethod, TableRecord, key_of
-from rope_patch.patching.two_tables import TwoTableRotary
+from rope_patch.patching.record import PatchRecord, TableRecord, about_two_tables, key_of
+from rope_patch.patching.two_tables import TwoTableRotary, reaching
 from rope_patch.tables import RotaryTable
 
 _FAR = 10**15
@@ -84,13 +83,7 @@ class Inspection:
                 f"    wavelengths {span}; {partial} of {table.pairs} pairs make no full turn within "
                 f"{table.max_position_embeddings} tokens, {table.pairs - len(rotated)} of them unrotated",
             ]
-        method = None if self.record is None else self.record.to_method()
-        if isinstance(method, TwoTables):
-            lines.append(
-                f"  sequences of up to {method.switch_at} tokens are read under another table, {method.short}; plain "
-                "transformers uses the one above for all lengths"
-            )
-        lines += [f"  {sentence}" for sentence in self.checked]
+        lines += [f"  {sentence}" for sentence in (*about_two_tables(self.record), *self.checked)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -241,17 +234,9 @@ def _in_use(location: RotaryLocation, record: PatchRecord) -> list[str]:
 
 def method_of(location: RotaryLocation, record: PatchRecord) -> Method:
     """Return a record's method; where its class is missing and the config has its tables, with their encodings."""
-    method = record.to_method()
-    if isinstance(method, TwoTables):
-        return replace(method, long=_with_encodings(method.long, location, record))
-    return _with_encodings(method, location, record)
-
-
-def _with_encodings(method: Method, location: RotaryLocation, record: PatchRecord) -> Method:
-    if isinstance(method, RecordedMethod) and location.record is not None and location.record.tables == record.tables:
-        encodings = {key_of(kind): encoding_of(location.config, kind) for kind in record.layer_types}
-        return replace(method, encodings=encodings)
-    return method
+    if record.missing is None or location.record is None or location.record.tables != record.tables:
+        return record.to_method()
+    return record.to_method({key_of(kind): encoding_of(location.config, kind) for kind in record.layer_types})
 
 
 def _redone(location: RotaryLocation, record: PatchRecord) -> tuple[Tables, Tables, dict[str, Any]]:
@@ -299,7 +284,7 @@ def _differences(recorded: Mapping[str, TableRecord], tables: Mapping[str, Table
 
 
 def measure(
-    module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device, *, reach: int = _FAR, last: int = 4093
+    module: nn.Module, tables: Mapping[str, TableRecord], device: torch.device, *, reach: int = _FAR
 ) -> list[str]:
     """Call a rotary module and compare its cos and sin with the tables; returns a line per difference.
 
@@ -308,10 +293,8 @@ def measure(
         tables: by layer type.
         device: to call it on.
         reach: the length that is stated to a module of two tables [tokens].
-        last: a position that is looked at besides the usual ones [tokens].
     """
-    looked_at = sorted({0, 1, 2, 3, 17, 101, 1009, 4093, last})
-    positions = torch.tensor([[n for n in looked_at if n < reach]], device=device)
+    positions = torch.tensor([[n for n in (0, 1, 2, 3, 17, 101, 1009, 4093) if n < reach]], device=device)
     problems = []
     for key, table in tables.items():
         kind = None if key == key_of(None) else key

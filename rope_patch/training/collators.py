@@ -30,13 +30,10 @@ class Collator:
     Attributes:
         pad: id that fills short rows on the right; it is not predicted, and no token before it attends to it.
         seed: of the positions, together with the number of the example, so that they are the same in every run.
-        mark_padding: mark padding in the mask, for models of two tables, which go by the length of each row. Otherwise
-            no mask is needed: padding is on the right.
     """
 
     pad: int = 0
     seed: int = 0
-    mark_padding: bool = False
 
     def __call__(self, examples: Sequence[Example | list[Any]]) -> dict[str, Any]:
         """Return ``input_ids``, ``labels``, ``weights``, ``position_ids`` and the mask: (rows, tokens) each.
@@ -68,10 +65,7 @@ class Collator:
 
     def masks(self, ids: Tensor, examples: Sequence[Example]) -> dict[str, Any]:
         """Return a mask that keeps attention causal over the whole row, whatever the positions."""
-        mask = torch.ones_like(ids)
-        for row, example in zip(mask, examples, strict=True):
-            row[len(example["ids"]) :] = 0 if self.mark_padding else 1
-        return {"attention_mask": mask}
+        return {"attention_mask": torch.ones_like(ids)}
 
     def rng(self, example: Example) -> random.Random:
         """Return the source of an example's randomness."""

@@ -88,12 +88,8 @@ def _steps(options: RecipeOptions) -> Iterator[str]:
     stages = plan_stages(options, reading_processes())
     rows = options.train.batch * options.train.accumulate * reading_processes()
     yield f"{options.train.steps} steps of {rows * max(length for length, *_ in stages)} tokens:"
-    total = sum(items for _, items, _ in stages)
     for length, items, rows_per_item in stages:
-        steps = f"{items // rows} steps with"
-        if options.data.order == "mixed":
-            steps = f"{items / total:.0%} of the tokens, in random order, in"
-        yield f"  {steps} {items * rows_per_item} rows of {length} tokens"
+        yield f"  {items // rows} steps with {items * rows_per_item} rows of {length} tokens"
 
 
 def _memory(options: RecipeOptions, planned: Plan, gpu_memory: float) -> Iterator[str]:

@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig
 
 from rope_patch import checkpoints
 from rope_patch.methods import as_method
+from rope_patch.methods.two_tables import check_one_table
 from rope_patch.packaged import data_path
 from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import find_rotary
@@ -133,6 +134,7 @@ def _stated_context(model: Any, options: RecipeOptions) -> int | None:
 
 def _check_own_patch(own: PatchRecord, options: RecipeOptions) -> None:
     """Refuse options that would be ignored because the checkpoint keeps its patch, and rows beyond its context."""
+    check_one_table(own.to_method(), "a model in training")
     ignored = [name for name in ("layer_types", "freeze_at", "replace") if getattr(options.patch, name)]
     if ignored:
         raise ValueError(

@@ -95,9 +95,6 @@ class DataOptions:
         shuffle: shuffle the documents, by ``train.seed``.
         lengths: of the rows [tokens], such as ``32k``. Required. A schedule gives shares of the steps:
             ``"4k:0.25 16k:0.25 32k"``; each step has as many tokens as one at the longest length.
-        order: of rows of several lengths. ``stages``: one length after another; ``mixed``: all lengths from the first
-            step on, at random. With a patch of two tables (``yarn@8k``) short rows are then trained under the short
-            table and long rows under the long one (LongRoPE2, arXiv:2502.20082).
         boundaries: between documents. ``join``: documents see those before them in their row; ``apart``: they do not;
             ``whole``: each row holds one document, or a piece of one.
         allow_short: train although no document is as long as a row.
@@ -120,7 +117,6 @@ class DataOptions:
     learn: Literal["all", "assistant"] = "all"
     shuffle: bool = True
     lengths: str | int = MISSING
-    order: Literal["stages", "mixed"] = "stages"
     boundaries: Boundaries = "join"
     allow_short: bool = False
     positions: Literal["full", "pose", "randpos"] = "full"

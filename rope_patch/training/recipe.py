@@ -13,6 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import find_task
 from rope_patch.methods import as_method
+from rope_patch.methods.two_tables import check_one_table
 from rope_patch.training.options import (
     DataOptions,
     EvaluationOptions,
@@ -56,7 +57,7 @@ class RecipeOptions:
             if value == "":
                 raise ValueError(f"{name} is empty: leave it out, or give a value")
         if self.patch.method is not None:
-            as_method(self.patch.method)
+            check_one_table(as_method(self.patch.method), "a model in training")
         self._check_ranges()
         self._check_table()
         self._check_rows()
@@ -112,8 +113,6 @@ class RecipeOptions:
                 f"rows of {max(lengths)} tokens are longer than patch.target_length={target}, the context that the "
                 "model is patched for: give shorter data.lengths or a longer patch.target_length"
             )
-        if data.order == "mixed" and len(lengths) < 2:
-            raise ValueError('data.order=mixed needs several data.lengths, such as "4k:0.5 32k"')
         if data.positions == "full":
             if data.position_range != "target":
                 raise ValueError(

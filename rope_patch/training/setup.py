@@ -11,7 +11,6 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rope_patch.patching.two_tables import switch_of
 from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.sources import PackedRows
@@ -87,26 +86,25 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
     )
 
 
-def collator(options: RecipeOptions, tokenizer: Any, rows: int, *, two_tables: bool = False) -> Collator:
+def collator(options: RecipeOptions, tokenizer: Any, rows: int) -> Collator:
     """Return the collator that gives rows their positions and masks.
 
     Args:
         options: of the run.
         tokenizer: of the model.
         rows: of the whole run.
-        two_tables: whether the model chooses a table by the length of each row.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     seed, target = options.train.seed, options.target_length
     rising = rows if options.data.position_range == "rising" else None
     match options.data.positions, options.data.boundaries:
         case "pose", _:
-            return PoSECollator(pad, seed, two_tables, target=target, chunks=options.data.chunks, rows=rising)
+            return PoSECollator(pad, seed, target=target, chunks=options.data.chunks, rows=rising)
         case "randpos", _:
-            return RandPosCollator(pad, seed, two_tables, target=target, rows=rising)
+            return RandPosCollator(pad, seed, target=target, rows=rising)
         case _, "apart":
             return PackedCollator(pad, seed)
-    return Collator(pad, seed, two_tables)
+    return Collator(pad, seed)
 
 
 def build_trainer(
@@ -132,7 +130,7 @@ def build_trainer(
         model,
         args,
         rows,
-        collator(options, tokenizer, rows.ends[-1], two_tables=switch_of(model) is not None),
+        collator(options, tokenizer, rows.ends[-1]),
         table=table,
         evaluator=evaluate,
         callbacks=callbacks,

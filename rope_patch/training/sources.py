@@ -193,7 +193,7 @@ def make_rows(
             os.replace(part, path)
         finally:
             shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
-    groups = [stages[number][2] for number in _order(options, stages)]
+    groups = [per for _, items, per in stages for _ in range(items)]
     return PackedRows(datasets.Dataset.from_file(str(path)), groups, path.name)
 
 
@@ -238,31 +238,16 @@ def _all_rows(options: RecipeOptions, tokenizer: Any, stages: list[tuple[int, in
     data, seed = options.data, options.train.seed
     documents = _Documents(options, tokenizer, max(length for length, *_ in stages))
     maker = _prompt_maker(options, tokenizer) if data.retrieval else None
-    first, by_stage = 0, []
+    first = 0
     for length, items, per in stages:
         rows: Iterable[dict[str, Any]] = pack(documents, length, data.boundaries)
         if maker is not None:
             arguments = {"task": data.task, "answer_weight": data.answer_weight, "seed": seed, "first": first}
             rows = mix(rows, maker, data.retrieval, length, **arguments)  # type: ignore[arg-type]
-        by_stage.append(iter(rows))
+        for number, row in enumerate(itertools.islice(rows, items * per), first):
+            yield {**row, "index": number}
         first += items * per
-    numbers = itertools.count()
-    for number in _order(options, stages):
-        for row in itertools.islice(by_stage[number], stages[number][2]):
-            yield {**row, "index": next(numbers)}
     documents.check()
-
-
-def _order(options: RecipeOptions, stages: list[tuple[int, int, int]]) -> list[int]:
-    """Return the stage of every item, in the order in which they are trained on.
-
-    Items of one forward pass are of one stage, so that no row is padded to the length of another stage.
-    """
-    batch = options.train.batch
-    passes = [number for number, (_, items, _) in enumerate(stages) for _ in range(items // batch)]
-    if options.data.order == "mixed":
-        random.Random(options.train.seed).shuffle(passes)
-    return [number for number in passes for _ in range(batch)]
 
 
 class _Documents:

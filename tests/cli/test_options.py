@@ -24,7 +24,7 @@ BUNDLED = rope_patch.data_path("assets") / "llama"
 COMMANDS = get_command(app).commands
 TOKENS = {
     *("--length", "--lengths", "--trained-length", "--target-length", "--freeze-at", "--chunk", "--batch-tokens"),
-    *("--context", "--window", "--tokens", "--bucket", "--switch-at", "--short-context"),
+    *("--context", "--window", "--tokens", "--bucket", "--short-context"),
 }
 OWN = {  # what a command says of an option in words of its own, because it is about something else there
     "--length": {"plan", "theory", "extend"},

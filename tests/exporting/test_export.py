@@ -23,7 +23,9 @@ import rope_patch.exporting
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
 from rope_patch.exporting import export, folders
+from rope_patch.exporting.audit import audit
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
+from rope_patch.exporting.flags import flags
 from rope_patch.patching.verify import inspect_model
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
@@ -391,6 +393,16 @@ def test_errors_are_one_line_and_write_nothing(base, tmp_path, monkeypatch, caps
     before = sorted(tmp_path.rglob("*"))
     assert message in fail(monkeypatch, capsys, "export", *(a.format(**places) for a in arguments))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_two_tables_are_exported_as_the_long_one_with_a_sentence(base, tmp_path):
+    written = export(base, tmp_path / "out", to="hf", method="abf:factor=8@64", target_length=256)
+    assert any(note.startswith("sequences of up to 64 tokens") for note in written["notes"])
+    export(base, tmp_path / "long", to="hf", method="abf:factor=8", target_length=256)
+    ours, long = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "long"))
+    assert torch.equal(logits(ours, ids(30)), logits(long, ids(30)))
+    assert any("up to 64" in note for note in audit(tmp_path / "out").notes)
+    assert any("up to 64" in note for note in flags(base, "abf:factor=8@64", "vllm", target_length=256).notes)
 
 
 def test_a_dynamic_table_is_refused(tmp_path):

@@ -32,11 +32,13 @@ def texts(models):
     return [tokenizer.decode(tokenizer(text)["input_ids"][:count]) for count in (100, 400)]
 
 
+def requests(kind, arguments):
+    return [Instance(kind, {}, each, i, metadata=("x", i, 1)) for i, each in enumerate(arguments)]
+
+
 def scores(lm, texts):
-    requests = [
-        Instance("loglikelihood", {}, (text[:-20], text[-20:]), i, metadata=("x", i, 1)) for i, text in enumerate(texts)
-    ]
-    return [score for score, _ in lm.loglikelihood(requests, disable_tqdm=True)]
+    asked = requests("loglikelihood", [(text[:-20], text[-20:]) for text in texts])
+    return [score for score, _ in lm.loglikelihood(asked, disable_tqdm=True)]
 
 
 def test_requests_of_one_batch_are_scored_under_their_own_tables(models, texts):
@@ -47,12 +49,7 @@ def test_requests_of_one_batch_are_scored_under_their_own_tables(models, texts):
 
 def test_generation_takes_the_table_for_the_prompt_and_its_answer(models, texts):
     options = {"until": [], "max_gen_toks": 24, "do_sample": False}
-    answers = []
-    for lm in models:
-        requests = [
-            Instance("generate_until", {}, (text, options), i, metadata=("x", i, 1)) for i, text in enumerate(texts)
-        ]
-        answers.append(lm.generate_until(requests, disable_tqdm=True))
-    both, plain, long = answers
+    asked = requests("generate_until", [(text, options) for text in texts])
+    both, plain, long = (lm.generate_until(asked, disable_tqdm=True) for lm in models)
     assert both == [plain[0], long[1]]
     assert plain[1] != long[1]

@@ -45,7 +45,7 @@ def test_tokens_that_cross_the_switch_of_two_tables_are_those_of_the_long_one():
     model, prompt = tiny_model("llama", initializer_range=0.3), ids(PROMPT, 1)[0]
     with rope_patch.patched(model, "yarn:factor=4"):
         (alone,) = packed_caches(model, prompt, ["fp8"], new_tokens=NEW, rounds=1)
-    rope_patch.apply(model, short="default", long="yarn:factor=4", switch_at=PROMPT + 2)
+    rope_patch.apply(model, f"yarn:factor=4@{PROMPT + 2}")
     (packed,) = packed_caches(model, prompt, ["fp8"], new_tokens=NEW, rounds=1)
     assert packed.agree == alone.agree
 

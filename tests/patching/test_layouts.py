@@ -252,7 +252,7 @@ def test_two_tables_are_chosen_by_row(family):
         expected_short = logits(model, short)
     with rope_patch.patched(model, "pi:factor=4"):
         expected_long, early_long = logits(model, long), logits(model, short)
-    patch = rope_patch.apply(model, short="default", long="pi:factor=4", switch_at=64)
+    patch = rope_patch.apply(model, "pi:factor=4@64")
     rope_patch.verify(model)
     assert torch.equal(logits(model, short), expected_short) and torch.equal(logits(model, long), expected_long)
     with patch.reaching([40, 80]):  # two rows of a batch, read to the same place

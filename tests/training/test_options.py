@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from tiny import tiny_model
 
+import rope_patch
 from rope_patch.cli.finetune import smoke_options
 from rope_patch.evaluation.tasks import TASKS
 from rope_patch.methods import as_method
 from rope_patch.training.estimate import describe
+from rope_patch.training.models import prepare
 from rope_patch.training.options import DataOptions, ModelOptions
 from rope_patch.training.reading import REQUIRED, SECTIONS, read
 from rope_patch.training.recipe import RecipeOptions
+from rope_patch.training.setup import collator
 from rope_patch.training.sources import plan_stages
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -487,10 +492,7 @@ def test_a_config_reads_and_is_planned_from_here(path):
 def test_its_smoke_run_keeps_the_method_and_is_small(path):
     parsed = read([path], base=BASE)
     small = read(base=smoke_options(parsed))
-    method = parsed.patch.method
-    if method is not None and "@" in method:  # two tables switch where the bundled checkpoint does
-        method = f"{method.partition('@')[0]}@256"
-    assert small.patch.method == method and small.lora == parsed.lora
+    assert small.patch.method == parsed.patch.method and small.lora == parsed.lora
     assert small.data.positions == parsed.data.positions and len(small.stages) <= len(parsed.stages)
     assert small.model.name in ("llama", "gemma3") and small.data.source == "builtin"
     assert small.train.steps <= 4 and small.target_length == 1024 and small.output != parsed.output
@@ -509,6 +511,25 @@ def test_the_pairs_that_the_headers_name_go_together(first, second):
     parsed = read([CONFIGS / f"{first}.yaml", second])
     assert "fits into 141" in describe(parsed, 141)
     assert parsed.output == f"build/{first}"
+
+
+def test_training_has_one_table():
+    with pytest.raises(ValueError, match="one table"):
+        read(overrides=["patch.method=yarn:factor=4@256"], base=BASE)
+    model, options = tiny_model(), read(base=BASE)
+    rope_patch.apply(model, "yarn:factor=4@64")
+    with pytest.raises(ValueError, match="one table"):  # of a checkpoint that is patched already
+        prepare(model, options)
+
+
+def test_a_rising_range_of_positions_needs_positions_that_skip():
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    rising = ["data.position_range=rising", "patch.target_length=1024"]
+    with pytest.raises(ValueError, match="position_range"):
+        read(overrides=rising, base=BASE)
+    skipping = [*rising, "data.positions=randpos"]
+    assert collator(read(overrides=skipping, base=BASE), tokenizer, 40).rows == 40
+    assert collator(read(overrides=skipping[1:], base=BASE), tokenizer, 40).rows is None
 
 
 @every_config

@@ -210,6 +210,17 @@ def test_another_seed_gives_other_positions(kind):
     assert not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", [PoSECollator, RandPosCollator])
+def test_a_rising_range_ends_at_the_target(kind):
+    collator = kind(target=1000, rows=101)
+    furthest = [int(collator.positions(100, example(100, i))[-1]) for i in range(101)]
+    assert furthest[0] == 99, "the first row has the positions of a short text"
+    assert all(last < 100 + 9 * i for i, last in enumerate(furthest, 1))  # 100 + (1000 - 100) * i / 100
+    assert max(furthest[80:]) > 600
+    assert collator.range_of(100, example(100, 100)) == collator.range_of(100, example(100, 500)) == 1000
+    assert kind(target=1000).range_of(100, example(100)) == 1000
+
+
 def test_rows_are_padded_on_the_right_and_padding_is_not_learnt():
     batch = Collator(pad=2)([example(6, 0), example(9, 1, weights=[0.0] * 4 + [5.0] * 5)])
     assert batch["input_ids"].shape == (2, 9) and batch["input_ids"][0, 6:].tolist() == [2, 2, 2]
@@ -217,8 +228,6 @@ def test_rows_are_padded_on_the_right_and_padding_is_not_learnt():
     assert batch["weights"][0].tolist() == [1.0] * 6 + [0.0] * 3
     assert batch["position_ids"].tolist() == [list(range(9))] * 2
     assert bool(batch["attention_mask"].all()), "which keeps positions from being read as packed documents"
-    marked = Collator(mark_padding=True)([example(6, 0), example(9, 1)])["attention_mask"]
-    assert marked.tolist() == [[1] * 6 + [0] * 3, [1] * 9]
 
 
 @pytest.mark.parametrize(

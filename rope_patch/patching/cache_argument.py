@@ -1,0 +1,27 @@
+"""The argument in which a forward pass takes its cache: ``past_key_values``, or ``cache`` from transformers 5.24 on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+NAMES = ("past_key_values", "cache")
+
+
+def arguments_of(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's forward pass, in their order."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def cache_argument(decoder: nn.Module) -> str:
+    """Return the name under which a decoder, and ``generate`` of its model, takes a cache without a warning."""
+    known = arguments_of(decoder)
+    return next((name for name in NAMES if name in known), NAMES[0])
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a forward pass or of ``generate``; None where there is none."""
+    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
