@@ -11,23 +11,19 @@ import typer
 
 from rope_patch.cli.kv_check_tables import csv_of, print_check, print_presets
 from rope_patch.cli.loading import (
-    AIM,
     check_device,
     check_dtype,
     check_paths,
     load_model,
     load_tokenizer,
-    paces_of,
     prepare,
     progress_bar,
     read_haystack,
     read_methods,
-    say_estimate,
     suite_within,
 )
 from rope_patch.cli.options import (
     RESULT_CACHE,
-    Budget,
     ChatTemplate,
     Chunk,
     Depths,
@@ -118,7 +114,6 @@ def kv_check(
     layer_types: LayerTypes = None,
     freeze_at: FreezeAt = None,
     chunk: Chunk = None,
-    budget: Budget = None,
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -149,7 +144,7 @@ def kv_check(
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.files import write_atomically
     from rope_patch.kv_evaluation import run as engine
-    from rope_patch.kv_evaluation.reading import CheckReading, pace_of
+    from rope_patch.kv_evaluation.reading import CheckReading
     from rope_patch.kv_evaluation.verdicts import Limits
     from rope_patch.patching.targets import for_target
 
@@ -180,22 +175,14 @@ def kv_check(
     with working_together(output, [*files, RESULT_CACHE]) as first:
         tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
-        # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
+        # A factor that is left out comes from the longest length that was asked for.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
         centred = any(scheme.key.centre for scheme in names.values())
         means = calibration(tokenizer, loaded).numel() if centred else 0
         layers = int(loaded.config.get_text_config().num_hidden_layers)
         reading = CheckReading(names, len(compared), layers, means)
-        finished, pace = output / RESULT_CACHE, None
-        if budget is not None or not as_json:
-            about: Any = [str(compared[0]), list(names), spec.to_dict()]
-            (pace,) = paces_of(
-                loaded, budget, finished, about, lambda: [pace_of(loaded, compared[0], names.values(), spec, **patch)]
-            )
-        suite, attributed = _planned(suite, reading, loaded, pace, budget, chosen(command))
-        planned = replace(suite.spec, windows=len(suite.windows))
-        if pace is not None:
-            _say(reading, planned, attributed, pace, budget)
+        suite, attributed = _planned(suite, reading, loaded, chosen(command))
+        planned, finished = replace(suite.spec, windows=len(suite.windows)), output / RESULT_CACHE
         total = reading.tokens(planned)
         with resumable(finished), progress_bar(total, hidden=as_json or not first) as (bar, on_progress):
 
@@ -233,17 +220,15 @@ def kv_check(
         print(f"wrote {', '.join(files)} in {output}")
 
 
-def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None, given: set[str]) -> tuple[Any, int]:
-    """Return a suite that fits into the time, or by default into what the size of the model allows, if any does.
+def _planned(suite: Any, reading: Any, model: Any, given: set[str]) -> tuple[Any, int]:
+    """Return a suite of what the size of the model allows, and say how much it reads.
 
-    What was chosen on the command line stays as it is where no time is given. What a smaller spec costs is printed.
+    What was chosen on the command line stays as it is. What a smaller spec costs is printed.
 
     Args:
         suite: of what is measured.
         reading: what the check reads of a spec.
-        model: that reads it.
-        pace: of the model; None where there is no budget and nothing is announced.
-        budget: time for all; None for the default [s].
+        model: the model that reads it.
         given: options that were given on the command line.
 
     Returns:
@@ -251,41 +236,23 @@ def _planned(suite: Any, reading: Any, model: Any, pace: Any, budget: int | None
     """
     from dataclasses import replace
 
+    from rope_patch.evaluation.budget import default_tokens
     from rope_patch.evaluation.spec import SCALABLE
     from rope_patch.kv_evaluation.setting import COMPARED
-    from rope_patch.modeling.budget import SAFETY, default_tokens
 
-    whole = replace(suite.spec, windows=len(suite.windows))
-    if budget is None:
-        why, most = "for a model of this size", float(default_tokens(model))
-        attributed = COMPARED if reading.attribution(whole, COMPARED) <= most else 1
-        scalable = [name for name in SCALABLE if name not in given]
-        each = max(most / reading.methods / len(reading.schemes), whole.smallest(scalable).tokens_to_read())
-        suite = suite_within(suite, each, scalable, lambda spec: float(spec.tokens_to_read()), why)
-    else:
-        why, most = "--budget", SAFETY * budget
-        counts = [n for n in (2, 1) if pace.seconds(reading.attribution(whole, n), whole.longest) <= most / 2]
-        attributed = max(counts, default=0)
-
-        def cost(spec: Any) -> float:
-            more = pace.seconds(reading.attribution(spec, attributed), spec.longest)
-            return float(reading.seconds(spec, pace) + more)
-
-        suite = suite_within(suite, most, SCALABLE, cost, why)
-    lost = {
-        0: "what each layer of an unsafe scheme costs alone is not measured: layers are named by their errors",
-        1: "what each layer of an unsafe scheme costs alone is measured on 1 instead of 2 windows",
-    }
-    if attributed in lost and len(suite.windows) > attributed:
-        print(f"{why}: {lost[attributed]}", file=sys.stderr)
+    whole, why, most = (
+        replace(suite.spec, windows=len(suite.windows)),
+        "for a model of this size",
+        default_tokens(model),
+    )
+    attributed = COMPARED if reading.attribution(whole, COMPARED) <= most else 1
+    scalable = [name for name in SCALABLE if name not in given]
+    each = max(most / reading.methods / len(reading.schemes), whole.smallest(scalable).tokens_to_read())
+    suite = suite_within(suite, each, scalable, lambda spec: float(spec.tokens_to_read()), why)
+    if attributed < min(COMPARED, len(suite.windows)):
+        print(f"{why}: what each layer of an unsafe scheme costs alone is measured on 1 window", file=sys.stderr)
+    spec = replace(suite.spec, windows=len(suite.windows))
+    more = reading.attribution(spec, attributed)
+    unsafe = f", and up to {more:,} more where schemes are unsafe" if more else ""
+    print(f"reads {reading.tokens(spec):,} tokens{unsafe}", file=sys.stderr)
     return suite, attributed
-
-
-def _say(reading: Any, spec: Any, attributed: int, pace: Any, budget: int | None) -> None:
-    """Print how much a check reads, and how much more where schemes are unsafe."""
-    from rope_patch.modeling.budget import duration_text
-
-    tokens = reading.attribution(spec, attributed)
-    time = duration_text(pace.seconds(tokens, spec.longest))
-    more = f", and up to {tokens:,} more ({time}) where schemes are unsafe" if tokens else ""
-    say_estimate(reading.tokens(spec), reading.seconds(spec, pace), more, AIM if budget is None else "")

@@ -22,7 +22,6 @@ from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.fitting import SEED, held_out_spec, running
 from rope_patch.fitting.estimate import FitCost
 from rope_patch.methods import Table
-from rope_patch.modeling.budget import Pace
 from rope_patch.patching.locate import find_rotary
 
 
@@ -256,17 +255,12 @@ def test_the_tokens_are_those_that_a_fit_reads(steps):
     assert sum(read.values()) == cost.tokens
 
 
-def test_a_fit_within_a_time_has_fewer_windows_and_samples_and_then_fewer_steps():
+def test_a_fit_of_a_large_model_is_evaluated_on_fewer_windows_and_samples():
     whole = FitCost(held_out_spec(small(), 96), 64, positions="pose")
-    seconds = whole.seconds(Pace(1.0))
-    assert whole.within(seconds, lambda fit: fit.seconds(Pace(1.0)), fewer_steps=True) == whole
-    some, least = (
-        whole.within(share * seconds, lambda fit: fit.seconds(Pace(1.0)), fewer_steps=True) for share in (0.99, 0.4)
-    )
-    assert some.steps == 40 and some.spec.samples < 4 and some.spec.lengths == whole.spec.lengths
-    assert least.steps == 15 and least.seconds(Pace(1.0)) <= 0.4 * seconds
-    with pytest.raises(ValueError, match="smallest fit"):
-        whole.within(0.4 * seconds, lambda fit: fit.seconds(Pace(1.0)), fewer_steps=False)
+    assert whole.within(whole.tokens) == whole
+    less, least = whole.within(whole.tokens - 1), whole.within(1)
+    assert less.tokens < whole.tokens and less.spec.lengths == whole.spec.lengths and less.steps == whole.steps
+    assert (least.spec.windows, least.spec.samples) == (4, 1)
 
 
 # --- the command

@@ -32,11 +32,10 @@ from rope_patch.kv_evaluation import measuring as kv_measuring
 from rope_patch.kv_evaluation import run as engine
 from rope_patch.kv_evaluation.attribution import Attribution, attribute, longest_keys
 from rope_patch.kv_evaluation.noise import noise_floor, perturbed
-from rope_patch.kv_evaluation.reading import CheckReading, pace_of
+from rope_patch.kv_evaluation.reading import CheckReading
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import find_schemes
 from rope_patch.kv_evaluation.verdicts import Limits
-from rope_patch.modeling.budget import Pace
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -427,20 +426,6 @@ def test_what_unsafe_schemes_may_add_is_an_upper_bound_by_the_size_of_the_model(
     reading = CheckReading(find_schemes(["int4-token", "fp8"]), methods=2, layers=30)
     assert reading.attribution(spec, 2) == 2 * 2 * (5 + 30) * 2 * 56
     assert reading.attribution(spec, 0) == 0
-
-
-def test_the_time_of_a_check_is_that_of_everything_it_reads():
-    spec = EvalSpec([64], windows=3, depths=(0.0, 1.0), samples=1)
-    reading = CheckReading(find_schemes(["fp8"]), methods=1, layers=2)
-    others = reading.tokens(spec) - 2 * spec.tokens_to_read()
-    pace = Pace(1.0, 0.5)
-    assert reading.seconds(spec, pace) == pytest.approx(2 * spec.seconds(pace) + others * (1 + 32))
-
-
-def test_the_pace_of_schemes_is_measured_with_centred_keys_too():
-    model, spec = small(), EvalSpec([64], windows=2)
-    pace = pace_of(model, rope_patch.methods.as_method("nope"), find_schemes([CENTRED]).values(), spec)
-    assert pace.seconds(1, 64) > 0 and rope_patch.inspect(model).record is None
 
 
 def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
