@@ -20,7 +20,7 @@ from rope_patch.cli.loading import (
     prepare,
     progress_bar,
 )
-from rope_patch.cli.options import Checkpoint, Device, Dtype, NewFolder, Seed, command_line, tokens
+from rope_patch.cli.options import Checkpoint, Device, Dtype, Import, NewFolder, Seed, command_line, tokens
 
 if TYPE_CHECKING:
     from rope_patch.fitting import FittedPatch
@@ -73,6 +73,7 @@ def fit(
     seed: Seed = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    imports: Import = None,
 ) -> None:
     """Fit the rotary table of a checkpoint to a longer context by gradient descent; the weights do not change.
 
