@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import rope_patch
 from pages import ROOT, results
-from rope_patch.plots.base import factors_by_wavelength, wavelength_changes
+from rope_patch.plots.base import factors_by_wavelength
 
 CONTEXT, FACTOR = 8192, 4
 TITLE, LONGER = "Factors on the wavelengths", ", for four times the context"
@@ -35,9 +35,6 @@ PAGES = {
     "yarn": ("yarn",),
 }
 """Page of docs/methods to the methods that its figure compares with the table as it was."""
-CUT = ("p_rope", "partial", "truncated")
-"""Pages of methods that stop pairs: a panel for each, with wavelengths, since a stopped pair has no factor."""
-CUT_TITLE = "Wavelength of each pair: before (grey), after (blue), stopped (▲); dotted: the context"
 
 
 def smollm2(context: int = CONTEXT) -> PreTrainedModel:
@@ -84,13 +81,9 @@ def main() -> None:
     figure.savefig(ROOT / "docs" / "tables.png", dpi=110, bbox_inches="tight")
     pages = {page: (tables(model, methods, FACTOR * CONTEXT), before, CONTEXT) for page, methods in PAGES.items()}
     for page, (others, plain, context) in {**pages, "table": fitted()}.items():
-        if page in CUT:
-            figure = wavelength_changes(others, before=plain, context=context, title=CUT_TITLE)
-            figure.set_size_inches(7.5, 2.8)
-        else:
-            title = TITLE + (LONGER if page == "table" or any(map(scales, PAGES[page])) else "")
-            figure = factors_by_wavelength({"default": plain, **others}, before=plain, context=context, title=title)
-            figure.set_size_inches(7.5, 3.4)
+        title = TITLE + (LONGER if page == "table" or any(map(scales, PAGES[page])) else "")
+        figure = factors_by_wavelength({"default": plain, **others}, before=plain, context=context, title=title)
+        figure.set_size_inches(7.5, 3.4)
         path = ROOT / "docs" / "methods" / f"{page}.png"
         figure.savefig(path, dpi=90, pil_kwargs={"optimize": True})
 

@@ -90,7 +90,6 @@ PYTHON = [  # a command, what is behind it, how many defaults they share, and pa
     ("fit", [f"rope_patch.fitting.{name}" for name in ("fit", "Schedule")], 10, {}),
     ("fit", ["rope_patch.modeling.trainable_table.Constraint", "rope_patch.fitting.rows.Objective"], 8, {}),
     ("analyze", ["rope_patch.analysis.run.analyze"], 6, {"p": "p_values"}),
-    ("theory", ["rope_patch.theory.tables.study"], 2, {}),
     ("export", ["rope_patch.exporting.run.export"], 2, {}),
 ]
 
