@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rope_patch"
 
 # A folder imports from itself and from what stands above it. The modules of the package's own folder come first.
 ROOT = "rope_patch"
-MODULES = {"claims", "errors", "files", "frequencies", "packaged", "peers", "processes", "tables", "theory", "words"}
+MODULES = {"claims", "errors", "files", "frequencies", "packaged", "peers", "processes", "study", "tables"}
+MODULES |= {"theory", "words"}
 FOLDERS = (
     *(ROOT, "methods", "patching", "checkpoints", "modeling", "kv_cache", "evaluation", "harness", "analysis"),
     *(
@@ -39,7 +40,7 @@ FOLDERS = (
 LEVEL = {folder: level for level, folder in enumerate(FOLDERS)}
 APART = {("training", "fitting")}  # what both need is in modeling; the command joins them
 OUTSIDE = {"recipes", "eval_tasks", "benchmarks", "tests"}  # folders of the repository, not of the package
-PURE_MODULES = {"frequencies", "theory"}
+PURE_MODULES = {"frequencies", "study", "theory"}
 PURE = {"torch", "jaxtyping"}  # all that those may import beyond the standard library's
 PURE_STDLIB = {"__future__", "collections", "dataclasses", "functools", "hashlib", "itertools", "math"}
 PURE_STDLIB |= {"struct", "typing"}

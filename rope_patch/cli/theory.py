@@ -17,6 +17,7 @@ from rope_patch.cli.options import Import, Json, Output, Report, command_line, t
 SCHEMA = 2
 
 
+# Long because every option is declared with its help.
 def theory(
     model: Annotated[
         str | None,
@@ -132,7 +133,7 @@ def _table_of(model: str) -> Any:
 def _study(table: Any, name: str, method: str, length: int | None) -> Any:
     """Return a study of what a method makes of a table."""
     from rope_patch.methods import as_method
-    from rope_patch.theory import Study
+    from rope_patch.study import Study
 
     length = 4 * table.context if length is None else length
     asked = as_method(method)
@@ -150,7 +151,7 @@ def _print(result: Any) -> None:
     from rich.table import Table
 
     from rope_patch.evaluation.numbers import four_digits, percent_text
-    from rope_patch.theory import papers
+    from rope_patch.study import papers
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     shape = f"head_dim {2 * len(result.before)}, rope_theta {result.rope_theta:g}"

@@ -20,7 +20,7 @@ from rope_patch.plots import base as plots
 from rope_patch.plots.theory import curves
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import Cell, Cells, DataTable, Figure, Page, Part, Section, drawn
-from rope_patch.theory import BOS, KEY, MASS, QUERY, Study, in_pair
+from rope_patch.study import BOS, KEY, MASS, QUERY, Study, in_pair, papers
 
 POINTS = 700  # of a curve: all a figure can show
 
@@ -60,7 +60,7 @@ def page(study: Study, *, command: str | None = None) -> Page:
 
 def _papers() -> Section:
     rows: list[Cells] = []
-    for entry in theory.papers():
+    for entry in papers():
         source, note = Cell(entry.source, style="left"), Cell(entry.note, style="text")
         numbers = four_digits(entry.ours), four_digits(entry.printed, ""), percent_text(entry.difference)
         rows.append([entry.name, source, *numbers, note])

@@ -18,8 +18,8 @@ import rope_patch
 from rope_patch import theory
 from rope_patch.frequencies import geometric
 from rope_patch.methods import parse
+from rope_patch.study import BOS, KEY, PAIR, QUERY, Study, in_pair, papers
 from rope_patch.tables import RotaryTable
-from rope_patch.theory import BOS, KEY, PAIR, QUERY, Study, in_pair, papers
 
 PLAIN, GEMMA = geometric(1e4, 128), geometric(1e4, 256)
 TABLES = {
