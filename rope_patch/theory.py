@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rope_patch.frequencies import Table, pair_shares, zero_unrotated
+from rope_patch.frequencies import Table, zero_unrotated
 
 BLOCK = 1 << 21
 """Numbers of one intermediate tensor: 16 MiB in float64, whatever the number of positions."""
@@ -246,60 +246,25 @@ def sharpness_for(
     return high
 
 
-def worst_lead(
-    inv_freq: Table, query: Features, target: Features, rival: Features, *, length: int
-) -> Float[Tensor, " lengths"]:
-    """Return the smallest lead of a target token over a rival, wherever the two stand, for growing contexts.
-
-    The lead is the target's activation minus the rival's, at two different distances, smallest over all choices. A head
-    that looks for content must keep it above 0. One pair that turns cannot: once it has made half a turn the target can
-    stand where its activation is <= 0 and the rival where its own is >= 0. Unrotated pairs keep the lead they have at
-    distance 0, which is why p-RoPE zeroes frequencies.
-
-    *Source*: Barbero et al. theorem 6.1 (one pair, and any number of pairs here).
-
-    Args:
-        inv_freq: (pairs,) [rad/token].
-        query: (2 pairs,).
-        target: (2 pairs,) key of the token that is looked for.
-        rival: (2 pairs,) key of another token.
-        length: largest context, at least 2 [tokens].
-
-    Returns:
-        (length - 1,): leads in contexts of 2, 3, … ``length`` tokens; never increasing.
-
-    >>> query, target, rival = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 0.0])
-    >>> worst_lead(torch.tensor([math.pi / 2]), query, target, rival, length=3).round(decimals=3).tolist()
-    [1.0, -1.0]
-    """
-    if length < 2:
-        raise ValueError(f"length must hold a target and a rival, got {length}")
-    ours, theirs = (activation_curve(inv_freq, length, query, key) for key in (target, rival))
-    target_is_farthest = ours[1:] - theirs.cummax(0).values[:-1]
-    rival_is_farthest = ours.cummin(0).values[:-1] - theirs[1:]
-    return torch.minimum(target_is_farthest, rival_is_farthest).cummin(0).values
-
-
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
-def image_distance(inv_freq: Table, apart: Distances, x: Features | None = None) -> Curve:
+def image_distance(inv_freq: Table, apart: Distances) -> Curve:
     """Return the distance between two images of a unit vector whose positions are ``apart`` [tokens].
 
-    ``sqrt(sum_j w_j 4 sin(inv_freq_j apart / 2)^2)`` with ``w_j`` the share of ``||x||^2`` in pair ``j``; all pairs
-    have equal norm where ``x`` is None.
+    ``sqrt(sum_j 4 sin(inv_freq_j apart / 2)^2 / pairs)``, for a vector whose pairs have equal norm.
 
     >>> image_distance(torch.tensor([torch.pi]), torch.tensor([0, 1])).round(decimals=6).tolist()
     [0.0, 2.0]
     """
-    steps, shares = zero_unrotated(inv_freq.double()) / 2, _shares(x, len(inv_freq))
+    steps, shares = zero_unrotated(inv_freq.double()) / 2, _shares(len(inv_freq))
     parts = [apart.new_zeros(0, dtype=torch.float64)]
     for part in torch.split(apart.double(), max(1, BLOCK // len(steps))):
         parts.append((torch.sin(part[:, None] * steps).square() @ shares).sqrt())
     return 2 * torch.cat(parts)
 
 
-def separation(inv_freq: Table, length: int, x: Features | None = None) -> tuple[float, int]:
+def separation(inv_freq: Table, length: int) -> tuple[float, int]:
     """Return the smallest distance between two images within ``length`` positions, and how far apart they are [tokens].
 
     Xiong et al. take consecutive images for the closest. That fails when the fast pairs come round before the slow
@@ -313,7 +278,7 @@ def separation(inv_freq: Table, length: int, x: Features | None = None) -> tuple
     """
     if length < 2:
         raise ValueError(f"length must hold two positions, got {length}")
-    distances = image_distance(inv_freq, torch.arange(1, length), x)
+    distances = image_distance(inv_freq, torch.arange(1, length))
     nearest = int(distances.argmin())
     return float(distances[nearest]), nearest + 1
 
@@ -324,7 +289,6 @@ def nearest_old(
     *,
     old_length: int,
     new_positions: Distances,
-    x: Features | None = None,
 ) -> tuple[Curve, Tensor]:
     """Return how far each new image is from the nearest old one, and that one's position.
 
@@ -336,7 +300,6 @@ def nearest_old(
         new: (pairs,) the table in use [rad/token].
         old_length: trained context: old images are at 0 … old_length - 1 [tokens].
         new_positions: (distances,) [tokens].
-        x: (2 pairs,), or None for pairs of equal norm.
 
     Returns:
         (distances,) distances of a unit vector, float64, and (distances,) positions, int64.
@@ -349,7 +312,7 @@ def nearest_old(
         raise ValueError(f"the two tables must have the same number of pairs, got {len(old)} and {len(new)}")
     if old_length < 1:
         raise ValueError(f"old_length must be at least 1, got {old_length}")
-    before, after, shares = zero_unrotated(old.double()), zero_unrotated(new.double()), _shares(x, len(old))
+    before, after, shares = zero_unrotated(old.double()), zero_unrotated(new.double()), _shares(len(old))
     distances, nearest = [], []
     for part in torch.split(new_positions.double(), 2048):
         images = _images(part, after, shares)
@@ -366,9 +329,9 @@ def nearest_old(
     return torch.cat(distances), torch.cat(nearest)
 
 
-def _shares(x: Features | None, pairs: int) -> Tensor:
-    """Share of the squared norm in each pair."""
-    return torch.full((pairs,), 1 / pairs, dtype=torch.float64) if x is None else pair_shares(x, pairs)
+def _shares(pairs: int) -> Tensor:
+    """Share of the squared norm in each pair: all have equal norm."""
+    return torch.full((pairs,), 1 / pairs, dtype=torch.float64)
 
 
 def _images(positions: Tensor, steps: Tensor, shares: Tensor) -> Tensor:

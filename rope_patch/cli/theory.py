@@ -88,10 +88,9 @@ def theory(
         table = _plain(128 if head_dim is None else head_dim, 1e4 if rope_theta is None else rope_theta)
     else:
         table = _table_of(model)
-    name = "plain RoPE" if model is None else f"the table of {Path(model).name}"
     if trained_length is not None:  # methods rest on it
         table = replace(table, max_position_embeddings=trained_length, original_max_position_embeddings=None)
-    result = _study(table, name, method, length)
+    result = _study(table, model, method, 4 * table.context if length is None else length)
     with folder_to_write(output, ["theory.json", *["theory.html"] * report]):
         head = {"schema": SCHEMA, "rope_patch": __version__}
         data = json.dumps(head | result.to_dict(), indent=2, allow_nan=False)
@@ -130,17 +129,17 @@ def _table_of(model: str) -> Any:
     return tables[choose_layer_types(tables, None)[0]]
 
 
-def _study(table: Any, name: str, method: str, length: int | None) -> Any:
+def _study(table: Any, model: str | None, method: str, length: int) -> Any:
     """Return a study of what a method makes of a table."""
     from rope_patch.methods import as_method
     from rope_patch.study import Study
 
-    length = 4 * table.context if length is None else length
+    name = "plain RoPE" if model is None else f"the table of {Path(model).name}"
     asked = as_method(method)
     patch = asked.for_target(table, max(length, table.context) if asked.needs_target else None)
     after = patch(table)
-    shared = (after.attention_scaling, table.context, length)
-    return Study(str(patch), name, table.rope_theta, table.inv_freq, after.inv_freq, *shared)
+    tables = table.inv_freq, after.inv_freq
+    return Study(str(patch), name, table.rope_theta, *tables, after.attention_scaling, table.context, length)
 
 
 def _print(result: Any) -> None:
@@ -156,8 +155,7 @@ def _print(result: Any) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     shape = f"head_dim {2 * len(result.before)}, rope_theta {result.rope_theta:g}"
     title = f"{result.method}: {shape}, {result.trained_length} → {result.length} tokens"
-    table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("quantity")
+    table = Table("quantity", title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
     for head in (result.base, *([result.method] if result.changed else [])):
         table.add_column(escape(head), justify="right")
     table.add_column("note", style="dim")
@@ -165,9 +163,7 @@ def _print(result: Any) -> None:
         values = [four_digits(fact.before), four_digits(fact.after)][: 1 + result.changed]
         table.add_row(escape(fact.label), *values, escape(fact.note))
     console.print(table)
-    table = Table(title="the papers' numbers", box=box.SIMPLE_HEAD, title_justify="left")
-    for head in ("source", "quantity"):
-        table.add_column(head)
+    table = Table("source", "quantity", title="the papers' numbers", box=box.SIMPLE_HEAD, title_justify="left")
     for head in ("ours", "printed", "difference"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("note", style="dim")

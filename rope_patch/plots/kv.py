@@ -84,8 +84,6 @@ def costs(
         name: Line2D([], [], color=color, marker=marker, linestyle="", markersize=6)
         for name, (marker, color) in signs.items()
     }
-    if limit is not None:
-        dots["tolerated"] = Line2D([], [], color="0.4", linewidth=1, linestyle=":")
     shared_legend(figure, dots)
     return figure
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rope_patch.analysis.result import Analysis, findings
-from rope_patch.evaluation.numbers import four_digits
-from rope_patch.frequencies import offset_frequency_bound, unrotated, wavelength
+from rope_patch.frequencies import offset_frequency_bound, unrotated
 from rope_patch.modeling.sources import layers_text
 from rope_patch.reports import analysis_figures as figures
 from rope_patch.reports import analysis_tables as tables
@@ -113,7 +112,6 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
     groups = ", ".join(f"{name} ({rows.groups.count(name)})" for name in capture.groups)
     chunk = f", read {capture.chunk} tokens at a time" if capture.chunk else ""
     shape = f"{capture.rows} of {capture.tokens // capture.rows} tokens, {capture.tokens} in all{chunk}"
-    no_p = "none of the measured values" if analysis.p_sweep else "the p sweep was left out"
     return [
         ("Model", f"{analysis.name}, {capture.model}"),
         ("Rotary table", analysis.table),
@@ -123,24 +121,16 @@ def facts(analysis: Analysis) -> list[tuple[str, str]]:
         ("Text", f"{rows.name}; SHA-256 {rows.sha256[:16]}…; token ids {capture.text}"),
         ("Rows", shape),
         ("Rows of each group", groups),
-        ("Advised p", no_p if analysis.advice.p is None else f"{analysis.advice.p:g}"),
         ("Names", "Heads are named layer.head; pairs are counted from 0, fastest first; in tokens ␣ is a space."),
         ("Environment", ", ".join(f"{name} {version}" for name, version in analysis.environment.items())),
     ]
 
 
 def _layers(kind: Kind) -> str:
-    layer = kind.layers[0]
+    layer, zeroed = kind.layers[0], int(unrotated(kind.inv_freq).sum())
     partial = int((kind.inv_freq.double() < offset_frequency_bound(kind.context)).sum())
-    zeroed = unrotated(kind.inv_freq)
-    waves = wavelength(kind.inv_freq.double())[~zeroed]
-    turning = "no pair rotates"
-    if len(waves):
-        turning = f"wavelengths {four_digits(float(waves.min()))} to {four_digits(float(waves.max()))} tokens"
-    bare = layer.query.mean.shape[1] - 2 * layer.query.pairs
-    rest = f"; {bare} features of a head belong to no pair" if bare else ""
     return (
         f"{layers_text([layer.index for layer in kind.layers])}; {layer.query.heads} query heads over "
-        f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {turning}, {partial} of them without a full turn "
-        f"within {kind.context} tokens ({int(zeroed.sum())} unrotated){rest}"
+        f"{layer.key.heads} key heads; {layer.query.pairs} pairs, {partial} of them without a full turn within "
+        f"{kind.context} tokens ({zeroed} unrotated)"
     )

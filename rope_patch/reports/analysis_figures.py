@@ -95,24 +95,16 @@ def _title(analysis: Analysis, layer: int, head: int) -> str:
 
 def norms(analysis: Analysis) -> Figure:
     """Return the mean norm of each pair by layer."""
-    grid, largest = [], []
-    for kind in kinds(analysis.capture):
-        titles = kind.titled(list(ROLES.values()))
-        values = {role: _norms(kind, role) for role in ROLES}
-        grid.append(
-            [
-                pair_map(title, values[role], kind.rows, kind.inv_freq, kind.context)
-                for role, title in zip(ROLES, titles, strict=True)
-            ]
-        )
-        row, pair = divmod(int(values["query"].argmax()), values["query"].shape[1])
-        largest.append(f"pair {pair} of layer {kind.rows[row]}")
+    grid = [
+        [
+            pair_map(title, _norms(kind, role), kind.rows, kind.inv_freq, kind.context)
+            for role, title in zip(ROLES, kind.titled(list(ROLES.values())), strict=True)
+        ]
+        for kind in kinds(analysis.capture)
+    ]
     title = "Mean norm of each pair, by layer"
     figure = heat_maps(grid, title=title, xlabel=PAIRS, ylabel="layer", label="mean norm")
-    caption = (
-        f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13); queries are longest in "
-        f"{' and '.join(largest)}. {LINE}"
-    )
+    caption = f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {LINE}"
     return drawn(figure, title, caption)
 
 

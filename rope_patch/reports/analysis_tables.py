@@ -168,7 +168,7 @@ def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
             f"{pair.layer}.{pair.head}",
             str(pair.pair),
             "∞" if math.isinf(pair.wavelength) else four_digits(pair.wavelength),
-            _turns(pair.turns),
+            four_digits(pair.turns),
             number_text(pair.radius),
             number_text(pair.ratio, 1),
             number_text(pair.deviation),
@@ -269,7 +269,3 @@ def _percent(share: float | None) -> str:
     if share is None or math.isnan(share):
         return "–"
     return f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
-
-
-def _turns(turns: float) -> str:
-    return f"{turns:,.0f}" if turns >= 100 else f"{turns:.2g}" if turns < 10 else f"{turns:.1f}"

@@ -7,7 +7,6 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -79,7 +78,7 @@ def _results(check: KVCheck) -> Section:
 
 def _table(check: KVCheck, length: int) -> DataTable:
     metrics = list(spans_at(check.spec, length))
-    heads = [head for metric, span in metrics for head in (_head(metric, span), "Change")]
+    heads = [head for metric, span in metrics for head in (metric.heading(span), "Change")]
     columns = ("Scheme", "Verdict", "Bits", *heads, "Noise", "KL [nats/token]", "Top choice kept")
     rows: list[Cells] = []
     for method in check.methods:
@@ -104,12 +103,6 @@ def _table(check: KVCheck, length: int) -> DataTable:
         f"that one of them is exceeded. {'; '.join(check.prompts(length))}. {INTERVALS}"
     )
     return DataTable(f"{length} tokens", columns, rows, caption)
-
-
-def _head(metric: Metric, span: Span) -> str:
-    """The task of retrieval, else the metric's name and its task."""
-    name = metric.name.replace("_", " ").capitalize()
-    return str(span.task).capitalize() if metric.name == "retrieval" else f"{name}, {span.task}" if span.task else name
 
 
 def _value(metric: Metric, scores: EvalResult, span: Span) -> Cell:
@@ -162,7 +155,9 @@ def _costs(check: KVCheck, metric: Metric, span: Span) -> Figure:
     limit = 100 * check.limits.tolerance if percent else None
     figure = plots.costs(panels, title=title, xlabel=xlabel, logarithmic=metric.lower_is_better, limit=limit)
     better = "lower" if metric.lower_is_better else "higher"
-    return drawn(figure, title, f"Change from full precision with its interval; {better} is better.")
+    return drawn(
+        figure, title, f"Change from full precision with its interval; {better} is better. Dotted: what is tolerated."
+    )
 
 
 def _schemes(check: KVCheck) -> DataTable:
@@ -294,25 +289,17 @@ def _facts(check: KVCheck) -> list[tuple[str, str]]:
     retrieval = next(iter(scores.retrieval.values()))
     chunk = "in one pass" if spec.chunk is None or spec.chunk >= spec.longest else f"in passes of {spec.chunk} tokens"
     tokens = scores.perplexity.tokens if scores.perplexity else 0
-    calibration = f"{check.calibration} tokens of the training part of the built-in text, for mean keys"
-    bound = "each layer’s own: the context that the config states, or its window"
+    tables = [f"{method}: {kind} {mark}" for method, own in check.tables.items() for kind, mark in own.items()]
     return [
         ("Model", check.model),
         ("Methods", ", ".join(check.meant(method) for method in check.methods)),
-        ("Tables", "; ".join(f"{method}: {_fingerprints(tables)}" for method, tables in check.tables.items())),
+        ("Tables", "; ".join(tables)),
         ("Text", f"{check.text}; SHA-256 {check.digest[:16]}…"),
         ("Perplexity", f"{windows_of(check.windows, spec.longest)}, read {chunk}; {tokens} tokens scored"),
         ("Retrieval", retrieval_text(scores)),
         ("Haystack", haystack_of(retrieval)),
-        ("Calibration", calibration if check.calibration else "none: no scheme centres keys"),
-        ("Distances of the bound", bound if check.limits.context is None else f"{check.limits.context} tokens"),
         ("Environment", ", ".join(f"{name} {value}" for name, value in check.environment.items()) or "not recorded"),
     ]
-
-
-def _fingerprints(tables: Mapping[str, str]) -> str:
-    """Fingerprints by layer type, which says nothing where there is one."""
-    return ", ".join(f"{kind} {mark}" for kind, mark in tables.items()) if len(tables) > 1 else "".join(tables.values())
 
 
 def _quantized(check: KVCheck) -> list[CheckRow]:

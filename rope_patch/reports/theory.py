@@ -15,12 +15,11 @@ from torch import Tensor
 
 from rope_patch import theory
 from rope_patch.evaluation.numbers import four_digits, percent_text
-from rope_patch.frequencies import geometric
 from rope_patch.plots import base as plots
 from rope_patch.plots.theory import curves
 from rope_patch.reports import page as pages
 from rope_patch.reports.page import Cell, Cells, DataTable, Figure, Page, Part, Section, drawn
-from rope_patch.study import BOS, KEY, MASS, QUERY, Study, in_pair, papers
+from rope_patch.study import MASS, Study, papers
 
 POINTS = 700  # of a curve: all a figure can show
 
@@ -50,11 +49,9 @@ def page(study: Study, *, command: str | None = None) -> Page:
         [fact.label, four_digits(fact.before), four_digits(fact.after), Cell(fact.note, style="text")]
         for fact in study.facts()
     ]
-    if not study.changed:
-        columns, rows = [*columns[:2], columns[3]], [[*row[:2], row[3]] for row in rows]
     caption = f"{study.base.capitalize()} before the method, and the method’s table."
     table = DataTable("The table in numbers", columns, rows, caption)
-    parts: list[Part] = [table, *_wavelengths(study), _decay(study), *_head(study), _nearest(study), _content()]
+    parts: list[Part] = [table, *_wavelengths(study), _decay(study), *_head(study), _nearest(study)]
     return Page("Theory of a rotary table", [Section(study.method, [answer], parts), _papers()], command)
 
 
@@ -143,24 +140,4 @@ def _nearest(study: Study) -> Figure:
     ylabel = "distance to the\nnearest trained image"
     figure = curves({study.method: lines}, title=title, xlabel="position", ylabel=ylabel, log=False)
     caption = "Xiong et al.’s d, from new images of a unit vector to old ones; unrelated vectors are 1.41 apart."
-    return drawn(figure, title, caption)
-
-
-def _content() -> Figure:
-    table = geometric(1e4, 256)
-    cut = table.clone()
-    cut[96:] = 0  # p-RoPE keeps the fastest three quarters
-    places = torch.linspace(0, 16384, POINTS, dtype=torch.float64).round().long()
-    keys = {"the token’s key": KEY, "BOS": BOS}
-    panels = {
-        name: {key: (places, theory.activation(t, places, in_pair(QUERY), in_pair(v))) for key, v in keys.items()}
-        for name, t in {"RoPE, base 10000, head_dim 256": table, "p-RoPE, p = 0.75": cut}.items()
-    }
-    leads = theory.worst_lead(table, *map(in_pair, (QUERY, BOS, KEY)), length=20000)
-    title = "A head that looks for content: pair 119 of Gemma 7B"
-    figure = curves(panels, title=title, xlabel="distance", ylabel="activation", log=False)
-    caption = (
-        f"Barbero et al. section E.1 and theorem 6.1: under RoPE BOS stays ahead in contexts of up to "
-        f"{1 + int((leads > 0).sum())} tokens; where the pair is unrotated, always."
-    )
     return drawn(figure, title, caption)

@@ -131,7 +131,7 @@ def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path
     assert "default: yarn:factor=4, as loaded\n" in printed and "tuned at 40 tokens" in printed
     page_text = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
     assert "Quantized caches: tuned" in page_text and "default: yarn:factor=4, as loaded" in page_text
-    assert f"default: {patch['tables']['all']}" in page_text
+    assert f"default: all {patch['tables']['all']}" in page_text
     assert "\n1 window of 40 tokens; " in printed and "kivi-2 rounds nothing at 40 tokens" in printed
     assert "rounds nothing  " in printed and "undecided" not in printed
     assert "1 window of 40 tokens, read in one pass" in page_text and "1 sample at each" in page_text

@@ -37,9 +37,7 @@ def test_tables_for_people(tmp_path):
 
 
 def test_one_column_where_nothing_changed(tmp_path):
-    assert "plain RoPE  " in run(*SMALL, "-o", tmp_path)
-    page = Page((tmp_path / "theory.html").read_text())
-    assert page.table("The table in numbers")[0] == ["Quantity", "Before", "Remark"]
+    assert "plain RoPE  " in run(*SMALL, "--no-report", "-o", tmp_path)
 
 
 def test_a_checkpoint_gives_its_table_and_its_trained_length(tmp_path):
@@ -73,7 +71,7 @@ def test_json_is_standard_and_the_file_says_the_same(tmp_path):
     assert difference == pytest.approx(theirs / ours - 1)
 
 
-@pytest.mark.parametrize(("method", "images"), [("default", 4), ("yarn:factor=4", 5), ("nope", 4)])
+@pytest.mark.parametrize(("method", "images"), [("default", 3), ("yarn:factor=4", 4), ("nope", 3)])
 def test_the_page_is_whole_and_loads_nothing(tmp_path, method, images):
     run("--method", method, *SMALL, "-o", tmp_path)
     text = (tmp_path / "theory.html").read_text()
