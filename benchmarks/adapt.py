@@ -281,7 +281,7 @@ def main() -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    from rope_patch.plots.base import shares_beside_perplexity
+    from figures import shares_beside_perplexity
 
     groups: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from html.parser import HTMLParser
 
 import torch
@@ -46,7 +47,7 @@ def row(method, losses, hits=None, *, layer_types=(None,), task="passkey", lengt
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and keeps what was seen: attributes by tag, text of table rows."""
+    """Checks that tags nest, and keeps what was seen: attributes by tag, text of table rows, tables by name."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,6 +55,7 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text: list[str] = []
         self.rows: list[list[tuple[str, str]]] = []  # of each row: class and text of its cells
+        self.tables: dict[str, list[list[tuple[str, str]]]] = {}  # the rows of each table by its name
         self.feed(text)
         self.close()
         assert self.open == []
@@ -62,8 +64,11 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
+        if attrs and dict(attrs).get("role") == "region":
+            self.tables[dict(attrs)["aria-label"]] = []
         if tag == "tr":
             self.rows.append([])
+            list(self.tables.values())[-1].append(self.rows[-1])
         if tag in ("td", "th"):
             self.rows[-1].append((dict(attrs).get("class") or "", ""))
 
@@ -77,11 +82,15 @@ class Page(HTMLParser):
             kind, text = self.rows[-1][-1]
             self.rows[-1][-1] = kind, text + data
 
+    def table(self, name):
+        """The rows of a table, as texts, its head first."""
+        return [[text.strip() for _, text in cells] for cells in self.tables[name]]
+
     def all(self, tag):
         return [attributes for name, attributes in self.tags if name == tag]
 
     def row(self, method):
-        """The first row of a method: its scores."""
+        """The first row of that name."""
         return next(cells for cells in self.rows if cells[0][1].strip() == method)
 
 
@@ -101,6 +110,15 @@ def accessible(text: str) -> None:
     assert len(ids) == len(set(ids))
     links = [link["href"] or "" for link in page.all("a")]
     assert {link.removeprefix("#") for link in links} <= set(ids), "every link points into the page"
-    assert {name for name in ids if name.startswith("term-")} == {
-        link["href"].removeprefix("#") for link in page.all("a") if link.get("class") == "term"
-    }
+
+
+def loads_nothing(text: str) -> None:
+    """Check that a page is one file: images within it, no script, no address outside."""
+    page = Page(text)
+    for image in page.all("img"):
+        assert (image["src"] or "").startswith("data:image/svg+xml;base64,")
+    for _, attributes in page.tags:
+        for name in ("src", "href", "srcset", "action", "data", "background"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+    assert not page.all("script") and not page.all("link")
+    assert not re.search(r"url\(|@import", text) and "default-src 'none'" in text

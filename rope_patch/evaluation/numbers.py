@@ -33,3 +33,23 @@ def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
         return "–"
     text = f"{value:{'+' if sign else ''}z.{digits}f}".replace("inf", "∞")
     return text.replace("-", "−")
+
+
+def four_digits(value: float | None, missing: str = "none") -> str:
+    """Return a number with four digits that count, whole from a thousand on; ``missing`` for None.
+
+    >>> four_digits(0.0721), four_digits(54410.3), four_digits(2.0), four_digits(-85.47)
+    ('0.0721', '54,410', '2', '−85.47')
+    """
+    if value is None:
+        return missing
+    return (f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}").replace("-", "−")
+
+
+def percent_text(share: float | None) -> str:
+    """Return a share in per cent with its sign; "" for None.
+
+    >>> percent_text(-0.066), percent_text(None)
+    ('−6.6 %', '')
+    """
+    return "" if share is None else f"{number_text(100 * share, 1, sign=True)} %"

@@ -1,4 +1,8 @@
-"""Figures from arrays; nothing here touches a model. Needs matplotlib (``pip install "rope_patch[plots]"``)."""
+"""Figures of tables and scores, and what all figures share: arrays in, matplotlib Figure out.
+
+Nothing here touches a model. Every figure is :data:`WIDTH` inches wide, the width of a page of a report.
+Needs matplotlib (``pip install "rope_patch[plots]"``).
+"""
 
 from __future__ import annotations
 
@@ -10,70 +14,44 @@ from typing import Any
 
 import matplotlib
 import numpy
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from rope_patch.frequencies import unrotated, wavelength
 
+WIDTH = 10.0
+"""Of every figure [inches]."""
+# Okabe & Ito's colours, which colour-blind readers can distinguish; without their yellow, which is too pale for a line.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
-def perplexity_by_position(
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, trained_length: int, title: str
-) -> Figure:
+Curves = Mapping[str, tuple[Any, Any]]
+"""Name of a line to its x and y, of equal length."""
+
+
+def perplexity_by_position(curves: Curves, *, trained_length: int, title: str) -> Figure:
     """Draw perplexity against position, a line per method, best at the end first in the legend.
 
-    A method's line looks the same in every figure with the same methods in the same order. There are no error bands:
-    all methods read the same text, so bands of their own would overlap where paired differences do not.
+    There are no error bands: all methods read the same text, so bands of their own would overlap where paired
+    differences do not.
 
     Args:
-        curves: method to positions [tokens] and perplexities, of equal length.
+        curves: method to positions [tokens] and perplexities.
         trained_length: the context the model was trained at, drawn as a line if the curves get there [tokens].
-        title: of the figure.
+        title: title of the figure.
     """
     figure, axes = new_figure(title)
-    styles = dict(zip(curves, line_styles(len(curves)), strict=True))
+    styles = line_styles(curves)
     for name in sorted(curves, key=lambda name: curves[name][1][-1]):
         positions, values = curves[name]
         marker = "o" if len(values) == 1 else ""  # a line of one point is none
         axes.plot(positions, values, marker=marker, label=f"{wrapped(name, 30)}  ({values[-1]:.3g})", **styles[name])
     if trained_length <= max(positions[-1] for positions, _ in curves.values()):
-        axes.axvline(trained_length, color="0.4", linewidth=1, linestyle=":")
-        at = (trained_length, 1)
-        axes.annotate(" trained length", at, xycoords=("data", "axes fraction"), va="top", color="0.4", fontsize=9)
+        mark(axes, trained_length, "trained length")
     axes.set(xlabel="position [tokens]", ylabel="perplexity (log scale)", yscale="log")
-    axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-    axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+    few_log_ticks(axes.yaxis)
     add_legend(axes, "method (at the end)")
-    return figure
-
-
-def wavelength_changes(tables: Mapping[str, Tensor], *, before: Tensor | None, context: int, title: str) -> Figure:
-    """Draw the wavelengths of each table over those of the one before, a panel per table.
-
-    Args:
-        tables: name to inv_freq: (pairs,) [rad/token].
-        before: inv_freq: (pairs,) of the table they all started from, if known [rad/token].
-        context: length at which a pair makes one full turn, drawn as a line [tokens].
-        title: of the figure.
-    """
-    figure, panels = new_panels(list(tables), title, width=2.3, height=1.5)
-    shown = [*tables.values(), *([] if before is None else [before])]
-    top = 3 * max(
-        [float(context), *(float(wavelength(t.double())[~unrotated(t)].max()) for t in shown if not unrotated(t).all())]
-    )
-    for axes, table in zip(panels, tables.values(), strict=True):
-        for values, style in ((before, {"color": "0.7", "linewidth": 3}), (table, {"color": COLORS[0]})):
-            if values is not None:
-                lengths, turning = wavelength(values.double()), ~unrotated(values)
-                axes.plot(turning.nonzero().flatten(), lengths[turning], **style)
-        rest = unrotated(table).nonzero().flatten()
-        axes.plot(rest, [top] * len(rest), marker="^", markersize=4, linestyle="", color=COLORS[0])
-        axes.axhline(context, color="0.4", linewidth=1, linestyle=":")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set(yscale="log", ylim=(1, 2.5 * top))
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, integer=True))
-    figure.supxlabel("pair (fast to slow)", fontsize=10)
-    figure.supylabel("wavelength [tokens]", fontsize=10)
     return figure
 
 
@@ -83,33 +61,26 @@ def retrieval_heatmap(
     lengths: Sequence[int],
     depths: Sequence[float],
     title: str,
-    label: str = "exact match",
-    limits: tuple[float, float] = (0.0, 1.0),
-    digits: int = 2,
     rows: str = "depth of the needle",
 ) -> Figure:
-    """Draw a score over lengths × depths, a panel per method, the number in each cell, all on one scale of colour.
+    """Draw the share of right answers over lengths × depths, a panel per method, the number in each cell.
 
     Args:
-        grids: method to scores: (depths, lengths). A score that is not finite has no colour.
-        lengths: of the prompts, left to right [tokens].
-        depths: of the needle, top to bottom; 0 for the start of the prompt.
-        title: of the figure.
-        label: of the score.
-        limits: scores at the ends of the colours.
-        digits: after the point.
-        rows: what the depths are of.
+        grids: method to shares: (depths, lengths). A share that is not finite has no colour.
+        lengths: prompt lengths, left to right [tokens].
+        depths: depths of the needle, top to bottom; 0 for the start of the prompt.
+        title: title of the figure.
+        rows: what the depths are.
     """
-    width, height = 0.6 + 0.52 * len(lengths), 0.5 + 0.27 * len(depths)
-    figure, panels = new_panels(list(grids), title, width=max(1.6, width), height=height)
+    figure, panels = new_panels(list(grids), title, width=0.6 + 0.52 * len(lengths), height=0.5 + 0.27 * len(depths))
     colors = matplotlib.colormaps["cividis"].with_extremes(bad="0.9")
     for axes, grid in zip(panels, grids.values(), strict=True):
-        values = numpy.ma.masked_invalid(numpy.asarray(grid, dtype=float))
-        mesh = axes.pcolormesh(values, cmap=colors, vmin=limits[0], vmax=limits[1], edgecolors="white", linewidth=1)
-        for (row, column), value in numpy.ndenumerate(numpy.asarray(grid, dtype=float)):
-            dark = math.isfinite(value) and value - limits[0] < (limits[1] - limits[0]) / 2
-            text = f"{value:z.{digits}f}".replace("-", "\N{MINUS SIGN}").replace("inf", "\N{INFINITY}")
-            ink = "white" if dark else "black"
+        shares = numpy.asarray(grid, dtype=float)
+        values = numpy.ma.masked_invalid(shares)
+        mesh = axes.pcolormesh(values, cmap=colors, vmin=0, vmax=1, edgecolors="white", linewidth=1)
+        for (row, column), value in numpy.ndenumerate(shares):
+            text = f"{value:.2f}" if math.isfinite(value) else "–"
+            ink = "white" if value < 0.5 else "black"
             axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
         axes.set_xticks([i + 0.5 for i in range(len(lengths))], [_tokens(length) for length in lengths])
         axes.set_yticks([i + 0.5 for i in range(len(depths))], [f"{100 * depth:.3g} %" for depth in depths])
@@ -118,46 +89,7 @@ def retrieval_heatmap(
         axes.set_ylim(len(depths), 0)
     figure.supxlabel("prompt length [tokens]", fontsize=10)
     figure.supylabel(rows, fontsize=10)
-    figure.colorbar(mesh, ax=panels, label=label, aspect=30, fraction=0.04, pad=0.02).outline.set_visible(False)
-    return figure
-
-
-def shares_beside_perplexity(
-    groups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], Sequence[float]]]],
-    *,
-    title: str,
-    share: str,
-    perplexity: str,
-) -> Figure:
-    """Draw a share with its interval beside perplexity, a line per arm, a row of panels per group.
-
-    Args:
-        groups: group to arm to (share, its interval, perplexity of each seed).
-        title: of the figure.
-        share: what the share is of.
-        perplexity: of what.
-    """
-    sizes = [len(arms) for arms in groups.values()]
-    figure = Figure(figsize=(9, 0.9 + 0.36 * sum(sizes)), layout="constrained")
-    grid = figure.subplots(len(groups), 2, squeeze=False, sharex="col", height_ratios=sizes)
-    for (name, arms), (left, right) in zip(groups.items(), grid, strict=True):
-        for i, (value, (low, high), perplexities) in enumerate(arms.values()):
-            left.plot([low, high], [i, i], color=COLORS[0], linewidth=2, solid_capstyle="butt")
-            left.plot(value, i, marker="o", color=COLORS[0])
-            right.plot(perplexities, [i] * len(perplexities), marker="o", linestyle="", color=COLORS[1], alpha=0.6)
-        left.set_yticks(range(len(arms)), [wrapped(arm, 24) for arm in arms])
-        right.set_yticks(range(len(arms)), [""] * len(arms))
-        left.set_title(name, loc="left", fontsize=10)
-        for axes in (left, right):
-            axes.set_ylim(len(arms) - 0.5, -0.5)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(True, axis="both", color="0.92")
-            axes.set_axisbelow(True)
-    grid[-1][0].set(xlabel=share, xlim=(-0.03, 1.03))
-    grid[-1][1].set(xlabel=f"{perplexity} (log scale), a point per seed", xscale="log")
-    grid[-1][1].xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-    grid[-1][1].xaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.colorbar(mesh, ax=panels, label="exact match", aspect=30, fraction=0.04, pad=0.02).outline.set_visible(False)
     return figure
 
 
@@ -170,25 +102,21 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
         tables: name to inv_freq: (pairs,) [rad/token].
         before: inv_freq: (pairs,) of the table that all were made from [rad/token].
         context: length at which a pair makes one full turn, drawn as a line [tokens].
-        title: of the figure.
+        title: title of the figure.
     """
     figure, axes = new_figure(title)
-    styles = dict(zip(tables, line_styles(len(tables)), strict=True))
+    styles = line_styles(tables)
     moving = ~unrotated(before)
     lengths = wavelength(before)[moving]
     factors = {name: (before / table)[moving] for name, table in tables.items()}
-    highest = 1.5 * max(
-        float(values[values.isfinite()].max()) for values in factors.values() if values.isfinite().any()
-    )
+    finite = [float(values[values.isfinite()].max()) for values in factors.values() if values.isfinite().any()]
+    highest = 1.5 * max(finite, default=1.0)
     for name, values in factors.items():
         turns = values.isfinite()
         axes.plot(lengths[turns].numpy(), values[turns].numpy(), label=wrapped(name, 30), marker=".", **styles[name])
-        if not turns.all():
-            rest = lengths[~turns]
-            axes.plot(rest.numpy(), [highest] * len(rest), linestyle="", marker="^", color=styles[name]["color"])
-    axes.axvline(context, color="0.4", linewidth=1, linestyle=":")
-    axes.annotate(f" one turn in {context} tokens", (context, 0), xycoords=("data", "axes fraction"), va="bottom",
-                  color="0.4", fontsize=9)  # fmt: skip
+        stopped = lengths[~turns].numpy()
+        axes.plot(stopped, [highest] * len(stopped), linestyle="", marker="^", color=styles[name]["color"])
+    mark(axes, context, f"one turn in {context} tokens", low=True)
     axes.set(xlabel="wavelength before [tokens], log scale", ylabel="factor on the wavelength, log scale")
     axes.set(xscale="log", yscale="log")
     axes.margins(y=0.12)  # room for the words on the dotted line
@@ -196,10 +124,12 @@ def factors_by_wavelength(tables: Mapping[str, Tensor], *, before: Tensor, conte
     if high / low < 1.5:  # a logarithmic scale would have no ticks there
         axes.set(yscale="linear", ylabel="factor on the wavelength")
     else:
-        axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+        few_log_ticks(axes.yaxis)
     add_legend(axes, "table (▲: pairs it stops)")
     return figure
+
+
+# --- what all figures share ------------------------------------------------------------------------------------------
 
 
 def svg(figure: Figure) -> str:
@@ -210,48 +140,90 @@ def svg(figure: Figure) -> str:
     return out.getvalue()
 
 
-# Okabe & Ito's colours, which colour-blind readers can distinguish; without their yellow, which is too pale for a line.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
 def new_figure(title: str) -> tuple[Figure, Axes]:
     """Return an empty figure with a title, and its axes."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, loc="left", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, which="major", color="0.92")
-    axes.set_axisbelow(True)
+    plain(axes)
     return figure, axes
 
 
 def new_panels(names: Sequence[str], title: str, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """Panels of so many inches with the same scales, a row of them at most 10 wide, their names above."""
-    down = math.ceil(len(names) / max(1, min(4, int(10 / width))))
-    across = math.ceil(len(names) / down)  # rows as even as can be
-    labels = [wrapped(name, int(12 * width)) for name in names]
+    """Return a figure of panels on the same scales, their names above, in rows that are as even as can be.
+
+    Args:
+        names: of the panels.
+        title: title of the figure.
+        width: width of a panel at least [inches].
+        height: height of a panel [inches].
+    """
+    down = math.ceil(len(names) / max(1, min(4, int(WIDTH / width))))
+    across = math.ceil(len(names) / down)
+    labels = [wrapped(drawable(name), int(12 * (WIDTH - 1.2) / across)) for name in names]
     lines = max(label.count("\n") + 1 for label in labels)
-    size = (max(4.5, across * width + 1.2), down * (height + 0.16 * lines) + 0.9)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    panels = list(grid.flat)
+    figure = Figure(figsize=(WIDTH, down * (height + 0.16 * lines) + 0.9), layout="constrained")
+    panels = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
     for axes, label in zip(panels, labels, strict=False):
         axes.set_title(label, fontsize=9, loc="left")
         axes.tick_params(labelsize=8)
     for i, axes in enumerate(panels[len(names) :], start=len(names)):  # the panel above such a hole ends its column
         axes.remove()
         panels[i - across].tick_params(labelbottom=True)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    add_title(figure, title)
     return figure, panels[: len(names)]
 
 
-def line_styles(count: int) -> list[dict[str, Any]]:
-    """Distinct lines: all colours, then the same ones dashed, then dotted."""
+def add_title(figure: Figure, title: str) -> None:
+    """Write the title of a figure of several panels."""
+    figure.suptitle(drawable(title), x=0.01, ha="left", fontsize=11)
+
+
+def plain(axes: Axes) -> None:
+    """Leave out the lines above and to the right, and draw a light grid."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, which="major", color="0.92")
+    axes.set_axisbelow(True)
+
+
+def mark(axes: Axes, at: float, label: str, *, low: bool = False) -> None:
+    """Draw a dotted vertical line with its name, at the top or at the bottom."""
+    axes.axvline(at, color="0.4", linewidth=1, linestyle=":")
+    place, side = ((at, 0), "bottom") if low else ((at, 1), "top")
+    axes.annotate(f" {label}", place, xycoords=("data", "axes fraction"), va=side, color="0.4", fontsize=9)
+
+
+def few_log_ticks(axis: Any) -> None:
+    """Write numbers, not powers, on a logarithmic axis, between its decades too where it shows few of them."""
+    axis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+    axis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.5)))
+
+
+def signed_percent(axis: Any) -> None:
+    """Write changes with their sign, a true minus, on an axis."""
+    axis.set_major_formatter(
+        matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:+g}".replace("-", "\N{MINUS SIGN}") if x else "0")
+    )
+
+
+def line_styles(names: Sequence[str] | Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a distinct line for each name: all colours, then the same ones dashed, then dotted."""
     size = len(COLORS)
-    return [
-        {"color": COLORS[i % size], "linestyle": ("-", "--", ":")[i // size % 3], "linewidth": 1.6}
-        for i in range(count)
-    ]
+    return {
+        name: {"color": COLORS[i % size], "linestyle": ("-", "--", ":")[i // size % 3], "linewidth": 1.5}
+        for i, name in enumerate(names)
+    }
+
+
+def add_legend(axes: Axes, title: str) -> None:
+    """Add a legend beside the axes."""
+    axes.legend(title=title, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, alignment="left")
+
+
+def shared_legend(figure: Figure, lines: Mapping[str, Any]) -> None:
+    """Add one legend beside all panels: names to what is drawn."""
+    names = [wrapped(name, 24) for name in lines]
+    figure.legend(list(lines.values()), names, loc="outside right center", frameon=False, fontsize=9)
 
 
 def wrapped(name: str, width: int) -> str:
@@ -264,11 +236,27 @@ def wrapped(name: str, width: int) -> str:
     return "\n".join(lines).replace("$", r"\$")
 
 
+def drawable(text: str) -> str:
+    """Return text with a box for each character that the font of figures lacks."""
+    known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
+    box = "\N{WHITE SQUARE}"
+    return "".join(sign if sign == "\n" or (ord(sign) in known and sign.isprintable()) else box for sign in text)
+
+
+def waved(length: float) -> str:
+    """Return a wavelength [tokens] in a few characters.
+
+    >>> [waved(x) for x in (6.2832, 56.2, 1131.0, 35333.1, 2.5e6, math.inf)]
+    ['6.3', '56', '1.1k', '35k', '2.5M', '∞']
+    """
+    if math.isinf(length):
+        return "∞"
+    units = (("G", 1e9), ("M", 1e6), ("k", 1e3))
+    unit, size = next(((unit, size) for unit, size in units if length >= size), ("", 1.0))
+    scaled = length / size
+    return (f"{scaled:.1f}".removesuffix(".0") if scaled < 9.95 else f"{scaled:.0f}") + unit
+
+
 def _tokens(length: int) -> str:
     """Return a length in short form: 4096 is 4k."""
     return f"{length // 1024}k" if length >= 4096 and length % 1024 == 0 else str(length)
-
-
-def add_legend(axes: Axes, title: str) -> None:
-    """Add a legend beside the axes."""
-    axes.legend(title=title, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, alignment="left")

@@ -1,32 +1,33 @@
-"""Figures of an analysis, each with a text alternative and a caption that says how to read it. Needs matplotlib."""
+"""Figures of an analysis, each with a caption that says how to read it and what stands out. Needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from rope_patch.analysis.decomposition import decompose
 from rope_patch.analysis.heads import Heads, LayerHeads
-from rope_patch.analysis.outliers import RATIO, feature_maps, scatter
+from rope_patch.analysis.outliers import RATIO, scatter
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.views import HeadView
-from rope_patch.evaluation.numbers import number_text
-from rope_patch.plots import analysis as plots_analysis
+from rope_patch.evaluation.numbers import number_text, relative
 from rope_patch.plots import outliers as plots_outliers
-from rope_patch.plots.analysis import PAIRS, feature_map, heat_maps, pair_lines, pair_map, spread
-from rope_patch.plots.analysis import Map as Panel
-from rope_patch.reports.analysis_captions import Kind, kinds, relative, spans_of, stacked
-from rope_patch.reports.comparison import Picture, picture
+from rope_patch.plots.analysis import PAIRS, Map, head_view, heat_maps, pair_map, spread
+from rope_patch.reports.analysis_tables import ROLES, spans_of
+from rope_patch.reports.layer_kinds import Kind, kinds
+from rope_patch.reports.page import Figure, drawn
 
-ROLES = {"query": "queries", "key": "keys", "value": "values"}
-LINE = (
-    "The line marked 2π/L is the frequency bound of Jonasson (2025): pairs on its slow side make no full turn within "
-    "the context length L."
-)
+LINE = "The line 2π/L is the frequency bound of Jonasson (2025): slower pairs make no full turn within the context L."
+EVERY, SAMPLES = 512, 700
+"""Distances below ``EVERY`` are all computed; beyond it ``SAMPLES`` at even ratios."""
+DECOMPOSED, LONGEST, LEFT_OUT = 3, 5, 3
+"""Heads whose mean logits are shown; pairs of a head that are drawn; pairs that are left out of its sum."""
 
 
-def attention_masses(analysis: Analysis) -> Picture:
+def attention_masses(analysis: Analysis) -> Figure:
     """Return the attention mass of every head by what it attends to."""
     layers = analysis.heads.layers
     masses: list[tuple[str, Callable[[LayerHeads], Tensor]]] = [
@@ -39,68 +40,60 @@ def attention_masses(analysis: Analysis) -> Picture:
     ]
     rows = [str(layer.index) for layer in layers]
     ticks = {head: str(head) for head in spread(max(layer.heads for layer in layers), 9)}
-    panels = [Panel(name, stacked([part(layer) for layer in layers]), rows, ticks) for name, part in masses]
-    largest = []
-    for panel in panels:
-        values = panel.values.nan_to_num(-1.0)
-        if float(values.max()) >= 0:
-            row, head = divmod(int(values.argmax()), values.shape[1])
-            largest.append(f"{panel.name} {number_text(float(values.max()))} in {rows[row]}.{head}")
-    missing = any(bool(panel.values.isnan().any()) for panel in panels)
-    grey = " Grey: not measured, because the text is too short or the layer has fewer heads." if missing else ""
+    panels = [Map(name, _stacked([part(layer) for layer in layers]), rows, ticks) for name, part in masses]
+    title = "Attention mass of each head"
     figure = heat_maps(
         [panels[:3], panels[3:]],
-        title="Attention mass of each head",
+        title=title,
         xlabel="query head",
         ylabel="layer",
-        labels=["mean attention weight"],
+        label="mean attention weight",
         limits=(0.0, 1.0),
     )
-    return picture(
-        figure,
-        f"Six heat maps of mean attention weight, layers by heads. The largest values: {'; '.join(largest)}.",
-        "Mean weight that each head puts on the query’s own token, on the previous token, on the first token, on all "
-        "sinks (tokens that draw attention from far away), and on the token that followed the same token before "
-        "(induction). Induction is measured on the text and on repeated random tokens, where a head can predict what "
-        f"follows by induction only.{grey} The largest values: {'; '.join(largest)}.",
+    caption = (
+        "Mean weight that each head puts on its own token, the previous one, the first one, all sinks, and the token "
+        "that followed the same token before (induction). Grey: not measured."
     )
+    return drawn(figure, title, caption)
 
 
-def view(analysis: Analysis, shown: HeadView) -> Picture:
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Return vectors as rows of one matrix, nan behind the shorter ones."""
+    out = torch.full((len(rows), max(len(row) for row in rows)), math.nan, dtype=torch.float64)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = row
+    return out
+
+
+def view(analysis: Analysis, shown: HeadView) -> Figure:
     """Return a single head."""
-    layer = analysis.capture.layer(shown.layer)
     terms = {distance: shown.mean_terms(distance) for distance in (0, 1)}
-    logits = [float(shown.logits.diagonal(-distance).mean()) for distance in terms]
-    types = ", ".join(analysis.heads.layer(shown.layer).head_types(shown.head)) or "no type"
-    name = f"Layer {shown.layer}, head {shown.head}: {types}"
-    figure = plots_analysis.head_view(
-        shown.query_norms,
-        shown.key_norms,
+    logits = [number_text(float(shown.logits.diagonal(-distance).mean())) for distance in terms]
+    title = _title(analysis, shown.layer, shown.head)
+    figure = head_view(
+        {"queries": shown.query_norms, "keys": shown.key_norms},
         shown.pattern,
         terms,
         shown.inv_freq,
-        context=layer.context,
+        context=analysis.capture.layer(shown.layer).context,
         window=shown.window,
-        title=name,
+        title=title,
     )
-    rest = [logit - float(values.sum()) for logit, values in zip(logits, terms.values(), strict=True)]
-    unrotated = (
-        f" Features without rotation add another {number_text(rest[0])} and {number_text(rest[1])}."
-        if shown.query.shape[1] > 2 * len(shown.inv_freq)
-        else ""
+    bare = shown.query.shape[1] - 2 * len(shown.inv_freq)
+    also = f", with what {bare} features without rotation add" if bare else ""
+    caption = (
+        f"{title}: the bars add up to the mean logit of a query with its own key, {logits[0]}, and with the previous "
+        f"key, {logits[1]}{also}. {LINE}"
     )
-    most = list(dict.fromkeys(int(values.abs().argmax()) for values in terms.values()))
-    largest = " and ".join(f"pair {pair}" for pair in most)
-    verb = "adds" if len(most) == 1 else "add"
-    return picture(
-        figure,
-        f"{name}: norms of its pairs by token, its attention weights, and what each pair adds to two logits.",
-        f"{name}. The bars add up to the mean logit of a query with its own key, {number_text(logits[0])}, and with "
-        f"the previous key, {number_text(logits[1])}; {largest} {verb} most.{unrotated}",
-    )
+    return drawn(figure, title, caption)
 
 
-def norms(analysis: Analysis) -> Picture:
+def _title(analysis: Analysis, layer: int, head: int) -> str:
+    types = analysis.heads.layer(layer).head_types(head)
+    return f"Layer {layer}, head {head}: {', '.join(types) or 'no type'}"
+
+
+def norms(analysis: Analysis) -> Figure:
     """Return the mean norm of each pair by layer."""
     grid = [
         [
@@ -109,154 +102,115 @@ def norms(analysis: Analysis) -> Picture:
         ]
         for kind in kinds(analysis.capture)
     ]
-    figure = heat_maps(
-        grid, title="Mean norm of each pair, by layer", xlabel=PAIRS, ylabel="layer", labels=["mean norm"] * 3
-    )
-    largest = []
-    for role, plural in ROLES.items():
-        kind, values = max(
-            ((kind, _norms(kind, role)) for kind in kinds(analysis.capture)), key=lambda item: float(item[1].max())
-        )
-        row, pair = divmod(int(values.argmax()), values.shape[1])
-        largest.append(f"{plural} {number_text(float(values.max()))} in layer {kind.rows[row]}, pair {pair}")
-    return picture(
-        figure,
-        f"Heat maps of mean norm over layers and pairs, for queries, keys and values. Largest: {'; '.join(largest)}.",
-        "Mean over tokens and heads, as in figures 3, 4, 10 and 13 of Barbero et al. (2024). A bright column is a "
-        "frequency that the model uses. Values are not rotated, so a pattern in their map is no effect of rotation. "
-        "Queries, keys and values have a colour scale each; an arrow at its end means that larger values share its "
-        f"last colour. The largest means: {'; '.join(largest)}. {LINE}",
-    )
+    title = "Mean norm of each pair, by layer"
+    figure = heat_maps(grid, title=title, xlabel=PAIRS, ylabel="layer", label="mean norm")
+    caption = f"Means over tokens and heads (Barbero et al. 2024, figures 3, 4, 10 and 13). {LINE}"
+    return drawn(figure, title, caption)
 
 
-def head_norms(analysis: Analysis) -> Picture:
-    """Return the mean norm of each pair by head, of the layer with most positional heads."""
-    index, count = busiest(analysis.heads)
-    layer = analysis.capture.layer(index)
-    panels = [
-        pair_map(
-            plural,
-            getattr(layer, role).mean_norm,
-            [str(head) for head in range(getattr(layer, role).heads)],
-            layer.inv_freq,
-            layer.context,
-        )
-        for role, plural in ROLES.items()
-    ]
-    figure = heat_maps([panels], title=f"Layer {index}, by head", xlabel=PAIRS, ylabel="head", labels=["mean norm"] * 3)
-    why = "the layer with most positional heads" if count else "the first layer, because no layer has a positional head"
-    return picture(
-        figure,
-        f"Heat maps of mean norm over heads and pairs in layer {index}.",
-        f"The same for each head of layer {index} ({why}{f', {count}' if count else ''}). Keys and values can have "
-        "fewer heads than queries (grouped-query attention).",
-    )
+def _norms(kind: Kind, role: str) -> Tensor:
+    return torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
 
 
-def group_norms(analysis: Analysis) -> Picture:
+def group_norms(analysis: Analysis) -> Figure:
     """Return the mean norm of each pair by group of rows."""
-    names = analysis.capture.groups
-    grid, most = [], (0.0, "")
-    for kind in kinds(analysis.capture):
-        line = []
-        for (role, plural), title in zip(ROLES.items(), kind.titled(list(ROLES.values())), strict=True):
-            values = torch.stack([getattr(layer, role).group_norm.mean(1) for layer in kind.layers]).mean(0)
-            line.append((title, dict(zip(names, values, strict=True)), kind.inv_freq, kind.context))
-            off = values / values.mean(0).clamp_min(1e-30) - 1
-            row, pair = divmod(int(off.abs().argmax()), off.shape[1])
-            change = float(off[row, pair])
-            deviation = f"{100 * abs(change):.0f} % {'above' if change > 0 else 'below'} the mean of all domains"
-            most = max(most, (abs(change), f"“{names[row]}”, pair {pair} of {kind.of(plural)}: {deviation}"))
-        grid.append(line)
-    figure = pair_lines(grid, title="Mean norm of each pair, by domain", ylabel="mean norm")
-    return picture(
-        figure,
-        f"Lines of mean norm over pairs, one per domain: {', '.join(names)}.",
-        "Means over tokens, heads and layers, as in figure 19 of Barbero et al. (2024). Where the lines coincide, the "
-        f"model uses the frequencies alike in every domain. They differ most for {most[1]}. {LINE}",
-    )  # fmt: skip
-
-
-def features(analysis: Analysis) -> Picture:
-    """Return the largest and mean absolute value of each feature by layer."""
-    parts = {
-        "query_max": "queries, largest",
-        "query_mean": "queries, mean",
-        "key_max": "keys, largest",
-        "key_mean": "keys, mean",
-    }
-    grid = []
-    for kind in kinds(analysis.capture):
-        maps = feature_maps(analysis.capture, layers=[layer.index for layer in kind.layers])
-        grid.append([
-            feature_map(title, getattr(maps, column), kind.rows, kind.inv_freq, kind.context,
-                        interleaved=maps.interleaved)
-            for column, title in zip(parts, kind.titled(list(parts.values())), strict=True)
-        ])  # fmt: skip
-    figure = heat_maps(
-        grid,
-        title="Size of each feature, by layer",
-        xlabel="feature of the head\n(wavelength of its pair [tokens])",
-        ylabel="layer",
-        labels=["largest |q|", "mean |q|", "largest |k|", "mean |k|"],
+    names = list(analysis.capture.groups)
+    grid = [
+        [
+            pair_map(title, _group_norms(kind, role), names, kind.inv_freq, kind.context)
+            for role, title in zip(ROLES, kind.titled(list(ROLES.values())), strict=True)
+        ]
+        for kind in kinds(analysis.capture)
+    ]
+    title = "Mean norm of each pair, by domain"
+    figure = heat_maps(grid, title=title, xlabel=PAIRS, ylabel="domain", label="mean norm")
+    caption = (
+        "Where the rows are alike, the model uses the frequencies alike in every domain (figure 19 of Barbero et al.)."
     )
-    layout = "2 i and 2 i + 1" if analysis.capture.layers[0].query.interleaved else "i and i + (number of pairs)"
-    return picture(
-        figure,
-        "Heat maps of largest and mean absolute value of queries and keys over layers and features.",
-        f"Over tokens and heads, before rotation, as in figures 1 and 9 of Jonasson (2025). Features {layout} form "
-        "pair i. Outlier features are columns that are bright in the mean through several layers; a feature that is "
-        f"bright only in the largest value is large at few tokens. {LINE}",
-    )
+    return drawn(figure, title, caption)
 
 
-def outlier_scatter(analysis: Analysis) -> list[Picture]:
-    """Return two figures: radius against angle with both bounds, and deviation against radius."""
+def _group_norms(kind: Kind, role: str) -> Tensor:
+    return torch.stack([getattr(layer, role).group_norm.mean(1) for layer in kind.layers]).mean(0)
+
+
+def outlier_scatter(analysis: Analysis) -> Figure:
+    """Return length against turns and against the angle, with both bounds."""
     points = scatter(analysis.capture)
     cuts = {states: RATIO * float(points.radius(states).median()) for states in ("key", "query")}
     counted = []
     for states, cut in cuts.items():
         long = points.radius(states) > cut
-        counts = [int((long & mask).sum()) for mask in (points.partial, points.within_angle)]
+        below, beyond = (int((long & mask).sum()) for mask in (points.partial, points.within_angle))
         counted.append(
-            f"of {int(long.sum())} outliers of the {ROLES[states]} {counts[0]} lie below the frequency bound and "
-            f"{counts[1]} beyond the angle bound"
+            f"of {int(long.sum())} outliers of the {ROLES[states]} {below} lie below the frequency bound and {beyond} "
+            "beyond the angle bound"
         )
-    counts_text = "; ".join(counted)
-    first = picture(
-        plots_outliers.radius_angle(points, cuts, title="Length of every pair’s mean, and the two bounds"),
-        f"Points of length against turns, angle, and angle less its bound, for keys and queries: {counts_text}.",
-        "As figures 8 and 11 of Jonasson (2025); each point is a pair of one query head. Left: pairs left of the "
-        "dashed line make no full turn within the context, and only these can be offset features. Middle: the angle "
-        "from mean query to mean key. Right: that angle minus its bound π + L f / 2, which differs from pair to pair; "
-        f"right of the dashed line a pair adds less at every distance than at 0. Dotted line: {RATIO:g} times the "
-        f"median length. In numbers: {counts_text}.",
+    title = "Length of every pair’s mean, and the two bounds"
+    figure = plots_outliers.radius_angle(points, cuts, title=title)
+    caption = f"Each point is a pair of one query head (Jonasson 2025, figures 8 and 11): {'; '.join(counted)}."
+    return drawn(figure, title, f"{caption} Dotted: {RATIO:g} times the median length.")
+
+
+# --- mean logits -----------------------------------------------------------------------------------------------------
+
+
+def clearest(heads: Heads, most: int = DECOMPOSED) -> list[tuple[int, int]]:
+    """Return layer and head of the clearest positional heads: first one previous-token and one diagonal head.
+
+    If no head is positional, the head that is closest to being one.
+    """
+
+    def clear(at: tuple[int, int]) -> float:
+        return float(heads.layer(at[0]).offset_mass[at[1]].max())
+
+    positional = {(layer, head): types for layer, head, types in heads.positional()}
+    if not positional:
+        return [max(((layer.index, head) for layer in heads.layers for head in range(layer.heads)), key=clear)]
+    order = sorted(positional, key=clear, reverse=True)
+    first = [next((at for at in order if name in positional[at]), None) for name in ("previous token", "diagonal")]
+    return list(dict.fromkeys(at for at in [*first, *order] if at is not None))[:most]
+
+
+def distances_of(context: int) -> Tensor:
+    """Return distances below a context: every whole one up to ``EVERY``, then some at even ratios [tokens]."""
+    far = torch.logspace(math.log10(EVERY), math.log10(max(context, EVERY)), SAMPLES, dtype=torch.float64)
+    sparse = {distance for distance in far.round().long().tolist() if EVERY <= distance < context}
+    return torch.tensor([*range(min(context, EVERY)), *sorted(sparse)])
+
+
+def mean_logit(analysis: Analysis, index: int, head: int) -> Figure:
+    """Return a head's mean logit over distance."""
+    layer = analysis.capture.layer(index)
+    parts = decompose(layer, distances_of(layer.context))
+    logits = (parts.pairs[head] * parts.rotary_scaling) * parts.scaling
+    total = logits.sum(0) + parts.constant[head] * parts.scaling
+    product = layer.query.radius[head] * layer.key_by_query_head.radius[head]
+    longest = product.argsort(descending=True, stable=True)[:LONGEST].tolist()
+    swing = logits.amax(1) - logits.amin(1)
+    left_out = sorted(longest, key=lambda pair: -float(swing[pair]))[:LEFT_OUT]
+    title = _title(analysis, index, head)
+    terms = {pair: logits[pair] for pair in longest}
+    figure = plots_outliers.mean_logits(
+        parts.distances, total, terms, left_out, inv_freq=layer.inv_freq, title=f"{title}, mean logit"
     )
-    lost = int((~torch.isfinite(points.key_deviation)).sum() + (~torch.isfinite(points.query_deviation)).sum())
-    missing = f" {lost} points are not drawn because their directions cancel out." if lost else ""
-    second = picture(
-        plots_outliers.deviation(points, title="Spread of the directions against the length of the mean"),
-        "Points of circular standard deviation against length of the mean, for keys and queries.",
-        "As figure 2 of Jonasson (2025). A deviation of 0 means that all tokens share one direction; from about 2 on "
-        "there is no common direction. A mean is long only where the tokens agree, so a long pair carries a constant, "
-        f"not content.{missing}",
+    query = min(128, layer.context) - 1
+    alone = parts.pattern(range(query + 1))[head, -1]
+    masses = analysis.heads.layer(index).offset_mass[head]
+    offset = min(int(masses.argmax()), query)
+    which = {0: "its own token", 1: "the previous token"}.get(offset, f"the token {offset} back")
+    caption = (
+        f"{title}. Mean query and mean key alone would put {number_text(float(alone[query - offset]))} of the "
+        f"attention of a query at position {query} on {which}; the head puts {number_text(float(masses[offset]))} "
+        "there."
     )
-    return [first, second]
+    return drawn(figure, title, caption)
 
 
-def busiest(heads: Heads) -> tuple[int, int]:
-    """Return the layer with most positional heads, and how many it has."""
-    counts = {layer.index: 0 for layer in heads.layers}
-    for index, _, _ in heads.positional():
-        counts[index] += 1
-    index = max(counts, key=lambda at: counts[at])
-    return index, counts[index]
+# --- p ---------------------------------------------------------------------------------------------------------------
 
 
-# --- p --------------------------------------------------------------------------------------------------
-
-
-def p_sweep_shares(analysis: Analysis) -> Picture:
+def p_sweep(analysis: Analysis) -> Figure:
     """Return what the pairs that each p zeroes carry, and what zeroing them costs."""
     points = [point for point in analysis.p_sweep if point.change is not None]
     carried = {
@@ -269,17 +223,10 @@ def p_sweep_shares(analysis: Analysis) -> Picture:
     for point in points:
         for span, (estimate, low, high) in zip(spans_of(analysis), point.change or (), strict=False):
             rises.setdefault(span, []).append((relative(estimate), relative(low), relative(high)))
-    figure = plots_outliers.shares(
-        [point.p for point in points], carried, rises, title="What each p zeroes, and what it costs"
+    title = "What each p zeroes, and what it costs"
+    figure = plots_outliers.p_sweep([point.p for point in points], carried, rises, title=title)
+    caption = (
+        "Left: the share of norms and logits that the zeroed pairs carry. Right: the change of perplexity without "
+        "training, with 95 % intervals over the windows."
     )
-    return picture(
-        figure,
-        "Shares carried by the zeroed pairs and the change of perplexity, against p.",
-        "Left: the share of norms and logits that the zeroed pairs carry, and the part of the logits that their "
-        "rotation makes depend on distance. Right: the change of perplexity without training, with 95 % intervals "
-        "over the windows. A small p is cheap where little of the logits depends on distance.",
-    )
-
-
-def _norms(kind: Kind, role: str) -> Tensor:
-    return torch.stack([getattr(layer, role).mean_norm.mean(0) for layer in kind.layers])
+    return drawn(figure, title, caption)

@@ -1,307 +1,222 @@
-"""Tables of the report of an analysis."""
+"""Tables of an analysis, and the names of heads and tokens that they share with its figures."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from rope_patch.analysis.attention_sums import SINK
 from rope_patch.analysis.heads import FAR, MAJORITY, LayerHeads
-from rope_patch.analysis.outliers import RATIO, OutlierPair
+from rope_patch.analysis.outliers import RATIO
 from rope_patch.analysis.recall import recall
 from rope_patch.analysis.result import Analysis
-from rope_patch.evaluation.intervals import OF_WINDOWS
-from rope_patch.evaluation.numbers import number_text, perplexity_text
-from rope_patch.modeling.statistics import Capture
-from rope_patch.reports.analysis_captions import all_heads, named, relative, spans_of, token_text
-from rope_patch.reports.blocks import AnalysisTable, TextCell
-from rope_patch.theory.tables import text
+from rope_patch.evaluation.numbers import four_digits, number_text, perplexity_text, relative
+from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Note
 
-OUTLIERS = 24
-"""Outlier pairs that a table lists at most."""
-HEADS = 400
-"""Heads that a table lists at most; all are in analysis.json."""
-SINKS = 16
-"""Sinks that a table lists at most."""
+ROLES = {"query": "queries", "key": "keys", "value": "values"}
+MOST_HEADS, MOST_OUTLIERS, MOST_SINKS = 400, 24, 16
+"""Rows of a table at most; all are in analysis.json."""
+LINE = 16
+"""Tokens per line of the text that single heads are shown on."""
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
-def head_type_tables(analysis: Analysis) -> list[AnalysisTable]:
-    """Return the heads that are of a type; those that attend to a sink or the first token only in a folded table."""
-    sink_types = {"first token", "sink"}
-    busy: list[list[TextCell]] = []
-    idle: list[list[TextCell]] = []
-    for layer, head in all_heads(analysis):
+def head_types(analysis: Analysis) -> DataTable | Note:
+    """Return the heads that are of a type, with their attention masses."""
+    rows: list[Cells] = []
+    for layer, head in _all_heads(analysis):
         types = layer.head_types(head)
         if types:
-            (idle if set(types) <= sink_types else busy).append(_head_row(layer, head, types))
+            masses = (
+                *(layer.offset_mass[head, 0], layer.offset_mass[head, 1], layer.first_mass[head]),
+                *(layer.sink_mass[head], layer.induction_mass[head], layer.repeated_mass[head]),
+            )
+            cells = [Cell(number_text(float(mass)), style="strong" * (float(mass) >= MAJORITY)) for mass in masses]
+            distance, entropy = number_text(float(layer.distance[head]), 1), number_text(float(layer.entropy[head]))
+            rows.append([f"{layer.index}.{head}", Cell(", ".join(types), style="left"), *cells, distance, entropy])
+    if not rows:
+        return Note("No head is of a known type.")
     columns = ("Head", "Types", "Own", "Previous", "First", "Sinks", "Induction, text", "Induction, repeated",
                "Distance [tokens]", "Entropy [nats]")  # fmt: skip
     caption = (
-        "Heads are named layer.head. After the types come attention masses: the mean weight on the query’s own token, "
-        "the previous token, the first token, all sinks, and the token that followed the same token before "
-        f"(induction). Bold: at least {MAJORITY:g}, the share that makes a type. Distance and entropy are means over "
-        "queries; an entropy of 0 means that all attention is on one token."
+        f"Mean attention weight by what a head attends to; bold from {MAJORITY:g} on, the share that makes a type."
+        f"{_more(len(rows), MOST_HEADS)}"
     )
-    more = f" The first {HEADS} are shown; all are in analysis.json."
-    tables = []
-    if busy:
-        note = more if len(busy) > HEADS else ""
-        tables.append(AnalysisTable("Heads and their types", caption + note, columns, busy[:HEADS]))
-    if idle:
-        note = more if len(idle) > HEADS else ""
-        tables.append(
-            AnalysisTable(
-                f"{len(idle)} heads that attend to sinks only", caption + note, columns, idle[:HEADS], folded=True
-            )
-        )
-    return tables
+    return DataTable("Heads and their types", columns, rows[:MOST_HEADS], caption)
 
 
-def _head_row(layer: LayerHeads, head: int, types: Sequence[str]) -> list[TextCell]:
-    masses = (
-        *(layer.offset_mass[head, 0], layer.offset_mass[head, 1], layer.first_mass[head], layer.sink_mass[head]),
-        *(layer.induction_mass[head], layer.repeated_mass[head]),
-    )
-    return [
-        TextCell(named(layer.index, head)),
-        TextCell(", ".join(types), "left"),
-        *(TextCell(number_text(float(mass)), "strong" if float(mass) >= MAJORITY else "") for mass in masses),
-        TextCell(number_text(float(layer.distance[head]), 1)),
-        TextCell(number_text(float(layer.entropy[head]))),
-    ]
-
-
-def bound_table(analysis: Analysis) -> AnalysisTable | None:
+def bounds(analysis: Analysis) -> DataTable | Note:
     """Return logits of positional heads beside their Cauchy-Schwarz bound (Barbero et al., tables 3 to 5)."""
-    rows = []
+    rows: list[Cells] = []
     for index, head, types in analysis.heads.positional():
         layer = analysis.heads.layer(index)
-        cells = [TextCell(named(index, head)), TextCell(", ".join(types), "left")]
+        cells = [Cell(", ".join(types), style="left")]
         for offset, head_type in enumerate(("diagonal", "previous token")):
-            cells += [TextCell(number_text(float(part[head, offset]))) for part in (layer.logit, layer.bound)]
-            cells.append(
-                TextCell(number_text(float(layer.cosine[head, offset])), "strong" if head_type in types else "")
-            )
-        rows.append(cells)
+            cells += [Cell(number_text(float(part[head, offset]))) for part in (layer.logit, layer.bound)]
+            cosine = number_text(float(layer.cosine[head, offset]))
+            cells.append(Cell(cosine, style="strong" if head_type in types else ""))
+        rows.append([f"{index}.{head}", *cells])
     if not rows:
-        return None
-    more = f" The first {HEADS} are shown." if len(rows) > HEADS else ""
-    return AnalysisTable(
-        "Logits of positional heads and their upper bound",
-        "Mean logit of a query with its own key and with the previous key; its upper bound, ‖q‖‖k‖ times the scaling "
-        "(Cauchy–Schwarz); and the mean of their ratio, a cosine, which is 1 where query and key have the same "
-        "direction in every pair (as tables 3 to 5 of Barbero et al. 2024). Bold: the distance of the head’s "
-        f"type.{more}",
-        ("Head", "Types", "Own: logit", "bound", "cosine", "Previous: logit", "bound", "cosine"),
-        rows[:HEADS],
+        return Note("No head is positional, so there are no logits to compare with their bound.")
+    columns = ("Head", "Types", "Own: logit", "bound", "cosine", "Previous: logit", "bound", "cosine")
+    caption = (
+        "Mean logit with the own and the previous key, its bound ‖q‖‖k‖, and the mean of their ratio (Barbero et al. "
+        f"2024, tables 3 to 5); bold: the distance of the head’s type.{_more(len(rows), MOST_HEADS)}"
     )
+    return DataTable("Logits of positional heads and their upper bound", columns, rows[:MOST_HEADS], caption)
 
 
-def trigger_table(analysis: Analysis) -> AnalysisTable | str:
+def triggers(analysis: Analysis) -> DataTable | Note:
     """Return the heads that attend to the previous token after certain tokens only, and those tokens."""
-    rows = []
-    for layer, head in all_heads(analysis):
+    rows: list[Cells] = []
+    for layer, head in _all_heads(analysis):
         if "after a token" in layer.head_types(head):
             parts = (layer.trigger_token, layer.trigger_mass, layer.trigger_count)
-            tokens = [
+            found = [
                 f"{token_text(analysis, token)} {number_text(mass)} ({count} times)"
                 for token, mass, count in zip(*(part[head].tolist() for part in parts), strict=True)
                 if token >= 0 and mass >= MAJORITY / 2
             ]
             mean = number_text(float(layer.offset_mass[head, 1]))
-            rows.append([TextCell(named(layer.index, head)), TextCell(mean), TextCell(";  ".join(tokens), "tokens")])
-    if rows:
-        return AnalysisTable(
-            "Heads that attend to the previous token after certain tokens",
-            "The apostrophe heads of Barbero et al. (2024): the query right after such a token attends to it, and the "
-            "head puts little weight on the previous token otherwise. Mean: its weight on the previous token over all "
-            "queries. The last column lists the tokens, the mean weight on each when it is the previous token, and "
-            "how often it occurs; a few occurrences are weak evidence.",
-            ("Head", "Mean", "After the tokens"),
-            rows[:HEADS],
-        )
-    best = max(all_heads(analysis), key=lambda at: float(at[0].trigger_mass[at[1], 0] - at[0].offset_mass[at[1], 1]))
-    layer, head = best
-    token, mass = int(layer.trigger_token[head, 0]), float(layer.trigger_mass[head, 0])
-    none_found = (
-        "No head attends to the previous token after certain tokens only (apostrophe heads, Barbero et al. 2024)."
+            rows.append([f"{layer.index}.{head}", mean, Cell(";  ".join(found), style="text")])
+    if not rows:
+        return Note("No head attends to the previous token after certain tokens only (Barbero et al. 2024).")
+    caption = (
+        "The apostrophe heads of Barbero et al. (2024): mean weight on the previous token over all queries, and the "
+        "tokens that draw far more when they are the previous one, with the weight on each."
     )
-    if token < 0:
-        return f"{none_found} No token occurs often enough to measure it."
-    overall = number_text(float(layer.offset_mass[head, 1]))
-    return (
-        f"{none_found} The closest is {named(layer.index, head)}: right after “{token_text(analysis, token)}” it puts "
-        f"a weight of {number_text(mass)} on that token, and {overall} on the previous token overall."
-    )
+    title = "Heads that attend to the previous token after certain tokens"
+    return DataTable(title, ("Head", "Mean", "After the tokens"), rows[:MOST_HEADS], caption)
 
 
-def sink_table(analysis: Analysis) -> AnalysisTable | str:
+def sinks(analysis: Analysis) -> DataTable | Note:
     """Return the sinks, by the number of heads that attend to them."""
-    sinks: dict[tuple[int, bool], list[tuple[float, str, int]]] = {}
-    strongest = (0.0, "", -1, -1)
-    for layer, head in all_heads(analysis):
-        for weight, position, token in zip(
-            *(part[head].tolist() for part in (layer.sink_weight, layer.sink_position, layer.sink_token)), strict=True
-        ):
-            strongest = max(strongest, (weight, named(layer.index, head), token, position))
+    found: dict[tuple[int, bool], list[tuple[float, str, int]]] = {}
+    for layer, head in _all_heads(analysis):
+        parts = (layer.sink_weight[head], layer.sink_position[head], layer.sink_token[head])
+        for weight, position, token in zip(*(part.tolist() for part in parts), strict=True):
             if weight > SINK:
-                sinks.setdefault((token, position == 0), []).append((weight, named(layer.index, head), position))
-    if not sinks:
-        weight, head_name, token, position = strongest
-        if token < 0:
-            return "No head has a sink: no token draws attention from far away."
-        return (
-            f"No head has a sink: none puts more than {SINK:g} of its attention on one distant token. The strongest "
-            f"is “{token_text(analysis, token)}” at position {position} for head {head_name}, with "
-            f"{number_text(weight)}."
-        )
-    rows = []
-    for (token, first), hits in sorted(
-        sinks.items(), key=lambda item: (-len({name for _, name, _ in item[1]}), item[0])
-    ):
-        weight, head_name, _ = max(hits)
-        places = sorted({position for _, _, position in hits})
-        where = "first" if first else ", ".join(map(str, places[:4])) + ("…" if len(places) > 4 else "")
-        rows.append([
-            TextCell(token_text(analysis, token), "token"), TextCell(where, "left"),
-            TextCell(str(len({name for _, name, _ in hits}))), TextCell(head_name), TextCell(number_text(weight)),
-        ])  # fmt: skip
-    return AnalysisTable(
-        "Sinks",
+                found.setdefault((token, position == 0), []).append((weight, f"{layer.index}.{head}", position))
+    if not found:
+        return Note(f"No head has a sink: none puts more than {SINK:g} of its attention on one distant token.")
+    counts = {key: len({name for _, name, _ in hits}) for key, hits in found.items()}
+    rows: list[Cells] = []
+    for key in sorted(found, key=lambda key: (-counts[key], key))[:MOST_SINKS]:
+        weight, head_name, _ = max(found[key])
+        places = sorted({position for _, _, position in found[key]})
+        where = "first" if key[1] else ", ".join(map(str, places[:4])) + ("…" if len(places) > 4 else "")
+        token = Cell(token_text(analysis, key[0]), style="token")
+        rows.append([token, Cell(where, style="left"), str(counts[key]), head_name, number_text(weight)])
+    caption = (
         f"Tokens that draw more than {SINK:g} of a head’s attention, averaged over the queries at least {FAR} tokens "
-        f"behind them; the strongest few of each head are counted. The {min(len(rows), SINKS)} sinks of the most "
-        "heads are listed.",
-        ("Token", "Position [tokens]", "Heads", "Strongest in head", "Weight in that head"),
-        rows[:SINKS],
+        f"behind them.{_more(len(found), MOST_SINKS)}"
     )
+    columns = ("Token", "Position [tokens]", "Heads", "Strongest in head", "Weight in that head")
+    return DataTable("Sinks", columns, rows, caption)
 
 
-# --- outliers --------------------------------------------------------------------------------------------------------
-
-
-def recall_table(analysis: Analysis) -> AnalysisTable:
-    """Return Jonasson's table 2."""
-    rows = []
-    for row in recall(analysis.capture, quantiles=(0.99,)).rows:
-        shares = [_percent(share) for share in (row.frequency, row.angle, row.relaxed)]
-        cut = number_text(row.threshold) if row.quantile is not None else f"{row.threshold:g}"
-        rows.append(
-            [
-                TextCell(PLURAL[row.states]),
-                TextCell(cut if row.quantile is None else f"{cut} ({row.quantile:g} quantile)"),
-                TextCell(f"{row.outliers} of {row.features}"),
-                TextCell(str(row.unrotated)),
-                *(TextCell(share) for share in shares),
-            ]
-        )
-    return AnalysisTable(
-        "Outliers inside the bounds",
-        "As table 2 of Jonasson (2025): the pairs whose mean is longer than a threshold, and the shares of them below "
-        "the frequency bound, beyond the angle bound, and beyond the angle bound minus 0.1 rad (relaxed). The "
-        "thresholds are those of Jonasson and the 0.99 quantile of this model.",
-        ("States", "Length over", "Outliers", "Unrotated", "Frequency", "Angle", "Relaxed"),
-        rows,
-    )
-
-
-PLURAL = {"key": "keys", "query": "queries"}
-
-
-def outlier_table(analysis: Analysis, states: str) -> AnalysisTable | str:
-    """Return the outlier pairs of the mean keys or queries, and where they lie with regard to the bounds."""
-    pairs = analysis.outliers(states)
-    if not pairs:
-        return f"No pair of a mean {states} is longer than {RATIO:g} times the median, so there is no outlier to list."
-    rows = [[
-        TextCell(named(pair.layer, pair.head)), TextCell(str(pair.pair)), TextCell(_wave(pair.wavelength)),
-        TextCell(_turns(pair.turns)), TextCell(number_text(pair.radius)), TextCell(number_text(pair.ratio, 1)),
-        TextCell(number_text(pair.deviation)), TextCell(number_text(pair.phi)),
-        TextCell(number_text(pair.angle) if pair.angle <= 2 * math.pi else "none"), TextCell(why(pair), "long"),
-    ] for pair in pairs[:OUTLIERS]]  # fmt: skip
-    shown = f"The {OUTLIERS} longest of {len(pairs)}" if len(pairs) > OUTLIERS else f"All {len(pairs)}"
-    shared = " A key head that serves several query heads is listed for each." if states == "key" else ""
-    return AnalysisTable(
-        f"Outlier pairs of the {PLURAL[states]}",
-        f"{shown}: mean {PLURAL[states]} longer than {RATIO:g} times the median of all pairs. Bound: the angle that φ "
-        f"must exceed for an offset feature; “none” where no angle is enough.{shared}",
-        ("Head", "Pair", "Wavelength [tokens]", "Turns", "Length", "Times median", "Deviation [rad]", "Angle φ [rad]",
-         "Bound [rad]", "Why"),
-        rows,
-    )  # fmt: skip
-
-
-def why(pair: OutlierPair) -> str:
-    """Return a sentence on an outlier pair: its kind and what follows from it."""
-    turns = _turns(pair.turns)
-    if pair.kind == "unrotated":
-        return "Unrotated: adds the same at every distance."
-    if pair.kind == "full turns":
-        alike = f"{PLURAL[pair.states]} point the same way (deviation {number_text(pair.deviation)} rad)"
-        return f"Full turns ({turns}): the mean is long although the pair rotates fast, because {alike}."
-    if pair.kind == "offset feature":
-        return f"Offset feature: no full turn ({turns}), angle beyond the bound; adds less at every distance than at 0."
-    reach = min(pair.phi / (2 * math.pi), pair.turns) * pair.wavelength
-    return f"Partial turn: no full turn ({turns}), angle inside the bound; adds most {text(round(reach))} tokens back."
-
-
-# --- sinks, p -------------------------------------------------------------------------------------------
-
-
-def preferred_table(analysis: Analysis) -> AnalysisTable:
+def preferred(analysis: Analysis) -> DataTable:
     """Return the tokens that the mean queries of each layer prefer most, and whether attention goes there."""
-    rows = []
+    rows: list[Cells] = []
     for layer in analysis.sinks:
         head = int(layer.score[:, 0].argmax())
         token, position, row = (int(part[head, 0]) for part in (layer.token, layer.position, layer.row))
         drawn = analysis.heads.layer(layer.layer)
         same = (drawn.sink_position[head] == position) & (drawn.sink_row[head] == row)
         weight = number_text(float(drawn.sink_weight[head][same][0])) if bool(same.any()) else "not a sink of the head"
-        rows.append([
-            TextCell(named(layer.layer, head)), TextCell(token_text(analysis, token), "token"), TextCell(str(position)),
-            TextCell(str(row)), TextCell(number_text(float(layer.logit[head, 0]))),
-            TextCell(number_text(float(layer.score[head, 0]), 1)),
-            TextCell(number_text(float(layer.cosine[head, 0]))), TextCell(weight),
-        ])  # fmt: skip
-    return AnalysisTable(
-        "The preferred token of each layer",
-        "For each layer the head and token with the largest score. Score: the key’s logit with the mean query, "
-        "averaged over all distances, in standard deviations above the mean of all keys. Cosine: between key and mean "
-        "query, before rotation. Weight: the attention weight that the token really draws from distant queries.",
-        ("Head", "Token", "Position [tokens]", "Row", "Logit", "Score [σ]", "Cosine", "Weight"),
-        rows,
+        values = (layer.logit[head, 0], layer.score[head, 0], layer.cosine[head, 0])
+        numbers = (number_text(float(value), digits) for value, digits in zip(values, (2, 1, 2), strict=True))
+        name = Cell(token_text(analysis, token), style="token")
+        rows.append([f"{layer.layer}.{head}", name, str(position), str(row), *numbers, weight])
+    caption = (
+        "The head and token of each layer with the largest score: the key’s logit with the mean query, averaged over "
+        "all distances, in standard deviations above the mean of all keys."
     )
+    columns = ("Head", "Token", "Position [tokens]", "Row", "Logit", "Score [σ]", "Cosine", "Weight")
+    return DataTable("The preferred token of each layer", columns, rows, caption)
 
 
-def p_sweep_table(analysis: Analysis) -> AnalysisTable:
+# --- outliers --------------------------------------------------------------------------------------------------------
+
+
+def recalled(analysis: Analysis) -> DataTable:
+    """Return Jonasson's table 2."""
+    rows: list[Cells] = []
+    for row in recall(analysis.capture, quantiles=(0.99,)).rows:
+        plain = row.quantile is None
+        cut = f"{row.threshold:g}" if plain else f"{number_text(row.threshold)} ({row.quantile:g} quantile)"
+        shares = (_percent(share) for share in (row.frequency, row.angle, row.relaxed))
+        rows.append([ROLES[row.states], cut, f"{row.outliers} of {row.features}", str(row.unrotated), *shares])
+    caption = (
+        "Shares of the pairs with a long mean that lie below the frequency bound, beyond the angle bound, and beyond "
+        "the angle bound less 0.1 rad (relaxed), as table 2 of Jonasson (2025)."
+    )
+    columns = ("States", "Length over", "Outliers", "Unrotated", "Frequency", "Angle", "Relaxed")
+    return DataTable("Outliers inside the bounds", columns, rows, caption)
+
+
+def outlier_pairs(analysis: Analysis, states: str) -> DataTable | Note:
+    """Return the outlier pairs of the mean keys or queries, and where they lie with regard to the bounds."""
+    pairs = analysis.outliers(states)
+    if not pairs:
+        return Note(f"No pair of a mean {states} is longer than {RATIO:g} times the median: there is no outlier.")
+    rows: list[Cells] = [
+        [
+            f"{pair.layer}.{pair.head}",
+            str(pair.pair),
+            "∞" if math.isinf(pair.wavelength) else four_digits(pair.wavelength),
+            four_digits(pair.turns),
+            number_text(pair.radius),
+            number_text(pair.ratio, 1),
+            number_text(pair.deviation),
+            number_text(pair.phi),
+            number_text(pair.angle) if pair.angle <= 2 * math.pi else "none",
+            Cell(pair.kind, style="left"),
+        ]
+        for pair in pairs[:MOST_OUTLIERS]
+    ]
+    caption = (
+        "An offset feature makes no full turn, lies at an angle φ beyond its bound, and adds less at every distance "
+        f"than at 0; a partial turn adds most at some distance.{_more(len(pairs), MOST_OUTLIERS)}"
+    )
+    columns = ("Head", "Pair", "Wavelength [tokens]", "Turns", "Length", "Times median", "Deviation [rad]",
+               "Angle φ [rad]", "Bound [rad]", "Kind")  # fmt: skip
+    return DataTable(f"Outlier pairs of the {ROLES[states]}", columns, rows, caption, folded=True)
+
+
+# --- p ---------------------------------------------------------------------------------------------------------------
+
+
+def swept(analysis: Analysis) -> DataTable:
     """Return for each p the pairs it zeroes, what they carry, and what that costs."""
-    whole = {kind or "all": pairs for kind, pairs in _pairs_of_types(analysis.capture).items()}
-    spans = spans_of(analysis)
-    rows = []
+    whole = {layer.layer_type or "all": layer.query.pairs for layer in analysis.capture.layers}
+    rows: list[Cells] = []
     for point in analysis.p_sweep:
         stopped = "; ".join(
             (f"{len(pairs)} of {whole.get(kind, '?')}" + (f" ({kind})" if kind != "all" else ""))
             for kind, pairs in point.stopped.items()
         )
-        cells = [TextCell(f"{point.p:g}"), TextCell(stopped or "none", "left")]
-        cells += [TextCell(_percent(x)) for x in (point.query_share, point.key_share, point.logit_share, point.turned)]
+        shares = [_percent(x) for x in (point.query_share, point.key_share, point.logit_share, point.turned)]
+        cells: Cells = [f"{point.p:g}", Cell(stopped or "none", style="left"), *shares]
         for i, value in enumerate(point.perplexity):
-            cells.append(TextCell(perplexity_text(value)))
-            cells.append(TextCell("unchanged" if point.change is None else _rise(point.change[i]), "left"))
+            change = "unchanged" if point.change is None else _rise(point.change[i])
+            cells += [perplexity_text(value), Cell(change, style="left")]
         rows.append(cells)
     columns = ["p", "Pairs zeroed", "Share of queries", "Share of keys", "Share of logits", "By distance"]
-    columns += [name for span in spans for name in (f"Perplexity, {span}", "Change (95 %)")]
-    return AnalysisTable(
-        "The p sweep",
-        "Shares are the parts of the norms of queries and keys, and of their products (logits), that lie in the "
-        "zeroed pairs; means over heads. By distance: the part of the logits that rotation makes depend on distance "
-        "within the context, and so the most that zeroing can change. The change of perplexity is paired by window "
-        f"and given with its 95 % interval. {OF_WINDOWS} Text: {analysis.p_sweep_text}.",
-        tuple(columns),
-        rows,
+    columns += [name for span in spans_of(analysis) for name in (f"Perplexity, {span}", "Change (95 %)")]
+    caption = (
+        "Shares of the norms of queries and keys, and of their products (logits), that lie in the zeroed pairs; by "
+        f"distance: the most that zeroing can change. Text: {analysis.p_sweep_text}. {INTERVALS}"
     )
+    return DataTable("The p sweep", columns, rows, caption)
+
+
+def spans_of(analysis: Analysis) -> list[str]:
+    """Return the positions that perplexity was measured at, as text."""
+    return [f"positions {low}–{high}" for low, high in itertools.pairwise(analysis.p_sweep_positions)]
 
 
 def _rise(change: tuple[float, float, float]) -> str:
@@ -311,26 +226,46 @@ def _rise(change: tuple[float, float, float]) -> str:
     return f"{ends[0]} ({ends[1]} to {ends[2]})"
 
 
-def _pairs_of_types(capture: Capture) -> dict[str | None, int]:
-    return {layer.layer_type: layer.query.pairs for layer in capture.layers}
+# --- tokens, numbers -------------------------------------------------------------------------------------------------
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
+def tokens(analysis: Analysis) -> DataTable:
+    """Return the text that single heads are shown on, token by token."""
+    ids = analysis.views[0].token_ids.tolist()
+    rows: list[Cells] = [
+        [str(start), *(Cell(token_text(analysis, token), style="token") for token in ids[start : start + LINE])]
+        for start in range(0, len(ids), LINE)
+    ]
+    columns = ("Position", *(f"+{i}" for i in range(min(LINE, len(ids)))))
+    return DataTable(f"The text of these figures, {len(ids)} tokens", columns, rows, "Token by token.", folded=True)
+
+
+def visible(token: str) -> str:
+    r"""Return text with invisible characters shown: a space as ␣, a new line as \n.
+
+    >>> visible(" the\n"), visible("\u200b"), visible("")
+    ('␣the\\n', '\\u200b', '(empty)')
+    """
+    plain = {" ": "␣", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    shown = (plain.get(sign) or (sign if sign.isprintable() else f"\\u{ord(sign):04x}") for sign in token)
+    return "".join(shown) or "(empty)"
+
+
+def token_text(analysis: Analysis, token: int) -> str:
+    """Return the text of a token with invisible characters shown; with its id where it is part of a character."""
+    shown = visible(analysis.token_text(token))
+    return f"{shown} (id {token})" if "\N{REPLACEMENT CHARACTER}" in shown else shown
+
+
+def _all_heads(analysis: Analysis) -> Iterator[tuple[LayerHeads, int]]:
+    return ((layer, head) for layer in analysis.heads.layers for head in range(layer.heads))
+
+
+def _more(count: int, most: int) -> str:
+    return f" The first {most} of {count} are shown; all are in analysis.json." if count > most else ""
 
 
 def _percent(share: float | None) -> str:
-    return (
-        "–"
-        if share is None or math.isnan(share)
-        else f"{100 * share:.0f} %"
-        if share >= 0.1
-        else f"{100 * share:.1f} %"
-    )
-
-
-def _turns(turns: float) -> str:
-    return f"{turns:,.0f}" if turns >= 100 else f"{turns:.2g}" if turns < 10 else f"{turns:.1f}"
-
-
-def _wave(length: float) -> str:
-    return "∞" if math.isinf(length) else text(length)
+    if share is None or math.isnan(share):
+        return "–"
+    return f"{100 * share:.{0 if share >= 0.1 else 1}f} %"

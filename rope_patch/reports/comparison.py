@@ -1,188 +1,298 @@
-"""Comparisons as one HTML file that needs nothing else: no script, no font, no network.
+"""The report of ``rope-patch compare`` and ``extend``: one HTML file with figures. Needs matplotlib.
 
 Example:
-    ``report.write("report.html", [comparison], command="rope-patch compare ...")``. Needs matplotlib.
+    ``write("report.html", [comparison], command="rope-patch compare …")``.
 """
 
 from __future__ import annotations
 
-import base64
-import itertools
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
+from torch import Tensor
 
 from rope_patch.evaluation.answers import few_answers
-from rope_patch.evaluation.compare import Column, Comparison, Row
-from rope_patch.evaluation.intervals import OF_PROMPTS, OF_WINDOWS
+from rope_patch.evaluation.compare import Column, Comparison
+from rope_patch.evaluation.effective_length import UNPATCHED
 from rope_patch.evaluation.metrics import METRICS
-from rope_patch.evaluation.numbers import number_text, perplexity_text
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
+from rope_patch.evaluation.numbers import number_text
+from rope_patch.evaluation.retrieval import RetrievalResult
+from rope_patch.evaluation.suite import EvalResult
 from rope_patch.evaluation.tasks import TASKS
-from rope_patch.files import write_atomically
 from rope_patch.frequencies import unrotated, wavelength
-from rope_patch.packaged import data_path
 from rope_patch.plots import base as plots
-from rope_patch.reports.glossary import Terms
-from rope_patch.reports.summary import summary
+from rope_patch.reports import page as pages
+from rope_patch.reports.page import INTERVALS, Cell, Cells, DataTable, Figure, Note, Page, Section, drawn, short_names
 
 TITLE = "Methods compared"
-_LONGEST = 80  # characters of a method's name before it is shortened in tables and figures
+_NAMED = 3  # methods that a sentence names before it counts the others
 
 
-class Cell(NamedTuple):
-    """What a table shows of one value.
+def write(
+    path: str | Path, comparisons: Sequence[Comparison], *, command: str | None = None, title: str = TITLE
+) -> None:
+    """Write :func:`page` to a file, whole or not at all.
 
-    Attributes:
-        text: the value.
-        note: below it, small: an interval, or nothing.
-        mark: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"best"`` (what others are compared
-            with) or "".
+    Raises:
+        ValueError: no comparison.
+        OSError: the folder cannot be written.
     """
-
-    text: str
-    note: str = ""
-    mark: str = ""
+    pages.write(path, page(comparisons, command=command, title=title))
 
 
-class Picture(NamedTuple):
-    """A figure as a self-contained image.
-
-    Attributes:
-        source: a ``data:`` address.
-        alt: what it shows, in words.
-        caption: how to read it.
-    """
-
-    source: str
-    alt: str
-    caption: str
-
-
-def report(comparisons: Sequence[Comparison], *, command: str | None = None, title: str = TITLE) -> str:
-    """Return comparisons as one HTML document, the same text for the same comparisons.
+def page(comparisons: Sequence[Comparison], *, command: str | None = None, title: str = TITLE) -> Page:
+    """Return comparisons as a page.
 
     Args:
         comparisons: one section each: a checkpoint, a task.
-        command: that made them.
-        title: of the document.
+        command: the command line that made them.
+        title: title of the page.
 
     Raises:
         ValueError: no comparison.
     """
     if not comparisons:
         raise ValueError("a report needs at least one comparison")
-    return render("report.html.jinja", title=title, command=command, sections=[_section(c) for c in comparisons])
+    return Page(title, [_section(comparison) for comparison in comparisons], command)
 
 
-def write(
-    path: str | Path, comparisons: Sequence[Comparison], *, command: str | None = None, title: str = TITLE
-) -> None:
-    """Write :func:`report` to a file, whole or not at all.
+def _section(comparison: Comparison) -> Section:
+    methods = [row.method for row in comparison.rows]
+    names = dict(zip(methods, short_names(methods), strict=True))
+    columns = comparison.columns()
+    parts = [
+        *(Note(f"Note: {warning}.") for warning in comparison.warnings),
+        _scores(comparison, names, columns),
+        *_curves(comparison, names),
+        *(_map(comparison, names, task) for task in comparison.spec.tasks),
+        *_effective_lengths(comparison, names),
+        *_wavelengths(comparison, names),
+        *_differences(comparison, names, columns),
+        _every_cell(comparison, names),
+        answers([(names[row.method], row.scores) for row in comparison.rows]),
+        _tables(comparison, names),
+        *_long_names(names),
+        pages.facts(_facts(comparison)),
+    ]
+    title = f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks)}"
+    return Section(title, summary(comparison, names, columns), parts)
 
-    Raises:
-        ValueError: no comparison.
-        OSError: the folder cannot be written.
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def summary(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> list[str]:
+    """Return for each metric and task which method is best at the longest length.
+
+    A metric that is no finite number for some method is left out.
+
+    Args:
+        comparison: any number of methods.
+        names: method to its name in the report.
+        columns: columns of the comparison.
     """
-    write_atomically(path, report(comparisons, command=command, title=title))
+    longest: dict[tuple[str, str | None], Column] = {}
+    for column in columns:
+        known = longest.setdefault((column.metric, column.task), column)
+        if column.stop >= known.stop:
+            longest[column.metric, column.task] = column
+    return [_best(comparison, column, names) for column in longest.values() if all(map(math.isfinite, column.values))]
 
 
-def render(template: str, **values: Any) -> str:
-    """Return a page of ``assets``: everything escaped, terms explained, an unknown name an error."""
-    environment = Environment(
-        loader=FileSystemLoader(data_path("assets")),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+def _best(comparison: Comparison, column: Column, names: Mapping[str, str]) -> str:
+    metric = METRICS[column.metric]
+    values = dict(zip(names, column.values, strict=True))
+    best = comparison.rows[column.best].method
+    value, where = metric.format_long(values[best]), "in prompts of" if column.start is None else "at positions"
+    label = metric.title(column.span).partition(" at ")[0].partition(",")[0]
+    if column.task and len(comparison.spec.tasks) > 1:
+        label += f" of {column.task}"
+    text = f"{label} {where} {metric.span_text(column.span)} tokens: "
+    if len(values) == 1:
+        return f"{text}{value}."
+    equal = [names[one.method] for one in column.differences if not one.significant]
+    if column.winner is not None:
+        text += f"{names[best]} is best ({value}), ahead of every other method by the intervals"
+    elif len(equal) == len(values) - 1:
+        text += f"the intervals separate no method from the best value ({value})"
+    else:
+        others = ", ".join(equal[:_NAMED]) + (f" and {len(equal) - _NAMED} more" if len(equal) > _NAMED else "")
+        text += f"{names[best]} ({value}) is best, but not separable from {others}"
+    if UNPATCHED in values:
+        patch = comparison.environment.get("patch before")
+        given = "the unpatched model" if patch is None else f"the model as it was given ({patch})"
+        text += f"; {given} has {metric.format_long(values[UNPATCHED])}"
+    return f"{text}."
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _table(
+    title: str, names: Mapping[str, str], columns: Mapping[str, Sequence[Cell]], caption: str, *, folded: bool = False
+) -> DataTable:
+    rows: list[Cells] = [
+        [name, *cells] for name, cells in zip(names.values(), zip(*columns.values(), strict=True), strict=True)
+    ]
+    return DataTable(title, ["Method", *columns], rows, caption, folded)
+
+
+def _head(column: Column, *, of_differences: bool = False) -> str:
+    metric = METRICS[column.metric]
+    return f"{metric.title(column.span, of_differences=of_differences)}: {metric.span_text(column.span)}"
+
+
+def _scores(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> DataTable:
+    shown = {}
+    for column in columns:
+        metric, cells = METRICS[column.metric], []
+        tied = {difference.method for difference in column.differences if not difference.significant}
+        tied |= {comparison.rows[column.best].method} if tied else set()
+        for row, value in zip(comparison.rows, column.values, strict=True):
+            ends = metric.interval(row.scores, column.span, comparison.confidence)
+            note = "" if ends is None else " to ".join(map(metric.format_long, ends))
+            style = "winner" if row.method == column.winner else "tied" if row.method in tied else ""
+            cells.append(Cell(metric.format_long(value), note, style))
+        shown[_head(column)] = cells
+    several = (
+        f" ★ is ahead of every other method, ≈ is not separable from the best, by paired {_percent(comparison)} "
+        f"intervals. {INTERVALS}"
     )
-    terms = Terms()
-    environment.filters["breakable"] = _breakable
-    # With a context, so that jinja2 does not apply it to constant texts when it compiles, in blocks that are not shown.
-    environment.filters["linked"] = pass_context(lambda _, text: terms.link(text))
-    environment.globals["terms_used"] = terms.used
-    return environment.get_template(template).render(**values)
+    caption = "Perplexity (lower is better) and the share of prompts answered exactly (higher is better)."
+    return _table("Scores", names, shown, caption + several * (len(comparison.rows) > 1))
 
 
-def picture(figure: Any, alt: str, caption: str) -> Picture:
-    """Return a figure as a self-contained image."""
-    data = base64.b64encode(plots.svg(figure).encode()).decode()
-    return Picture(f"data:image/svg+xml;base64,{data}", alt, caption)
+def _differences(comparison: Comparison, names: Mapping[str, str], columns: Sequence[Column]) -> list[DataTable]:
+    """Each method less the best of the column, on the same windows and prompts."""
+    if len(comparison.rows) == 1:
+        return []
+    shown = {}
+    for column in columns:
+        text, cells = METRICS[column.metric].format_difference, []
+        found = {difference.method: difference for difference in column.differences}
+        for i, row in enumerate(comparison.rows):
+            if i == column.best or row.method not in found:
+                cells.append(Cell("best", style="best"))
+                continue
+            one = found[row.method]
+            ends = f"{text(one.low)} to {text(one.high)}"
+            cells.append(Cell(text(one.estimate), ends, "" if one.significant else "tied"))
+        shown[_head(column, of_differences=True)] = cells
+    caption = (
+        f"Each method minus the best of its column, with the {_percent(comparison)} interval, corrected for all pairs "
+        "of methods. A difference of 0.1 nats/token is a perplexity about 10.5 % higher."
+    )
+    return [_table("Differences from the best of each column", names, shown, caption, folded=True)]
 
 
-def _section(comparison: Comparison) -> dict[str, Any]:
-    """Everything the template shows of one comparison."""
-    rows, columns = comparison.rows, comparison.columns()
-    names = short_names([row.method for row in rows])
-    return {
-        "heading": f"{comparison.model or 'Model without a name'}: {', '.join(comparison.spec.tasks)}",
-        "summary": summary(comparison, dict(zip((row.method for row in rows), names, strict=True))),
-        "facts": _facts(comparison),
-        "warnings": comparison.warnings,
-        "answers": few_answers([(name, row.scores) for name, row in zip(names, rows, strict=True)]),
-        "percent": f"{100 * comparison.confidence:g} %",
-        "joined": [task for task in comparison.spec.tasks if TASKS[task].joined],
-        "unjoined": [task for task in comparison.spec.tasks if not TASKS[task].joined],
-        "several": len(rows) > 1,
-        "population": f"{OF_WINDOWS} {OF_PROMPTS}",
-        "shortened": [(name, row.method) for name, row in zip(names, rows, strict=True) if name != row.method],
-        "effective": comparison.effective_lengths(),
-        "short_of": {row.method: name for name, row in zip(names, rows, strict=True)},
-        "groups": _groups(columns),
-        "difference_groups": _groups(columns, of_differences=True),
-        "scores": _by_row(names, [_scores(comparison, column) for column in columns]),
-        "differences": _by_row(names, [_differences(rows, column) for column in columns]),
-        "curves": _curves(comparison, names),
-        "no_curves": "Perplexity was not measured."
-        if rows[0].scores.perplexity is None
-        else "No method has a finite perplexity: there is nothing to draw.",
-        "maps": _maps(comparison, names),
-        "cells": _every_cell(rows, names),
-        "wavelengths": _wavelengths(comparison, names),
-        "tables": _tables(rows, names),
-    }
+def _effective_lengths(comparison: Comparison, names: Mapping[str, str]) -> list[DataTable]:
+    effective = comparison.effective_lengths()
+    if effective is None:
+        return []
+    rows: list[Cells] = [[names[one.method], Cell(one.metric, style="left"), str(one)] for one in effective.lengths]
+    return [
+        DataTable("Effective length", ["Method", "Metric", "Effective length [tokens]"], rows, effective.explanation),
+    ]
+
+
+def _every_cell(comparison: Comparison, names: Mapping[str, str]) -> DataTable:
+    columns = ("Method", "Task", "Length [tokens]", "Depth", "Exact match", "First choice", "Digits",
+               "Log-probability [nats]")  # fmt: skip
+    rows: list[Cells] = [
+        [
+            names[row.method],
+            Cell(task, style="left"),
+            str(cell.length),
+            f"{100 * cell.depth:.3g} %",
+            f"{cell.correct} of {len(cell.samples)}",
+            f"{cell.first_choice} of {len(cell.samples)}",
+            number_text(cell.digits),
+            number_text(cell.logprob),
+        ]
+        for row in comparison.rows
+        for task, result in row.scores.retrieval.items()
+        for cell in sorted(result.cells, key=lambda cell: (cell.length, cell.depth))
+    ]
+    caption = (
+        "First choice is read in one forward pass over the answer, without generation; digits is the share of its "
+        "characters that are right."
+    )
+    return DataTable("All retrieval scores", columns, rows, caption, folded=True)
+
+
+def answers(scores: Sequence[tuple[str, EvalResult]]) -> DataTable:
+    """Return a few answers as they were given.
+
+    Args:
+        scores: results of one spec, each with the name it is shown under.
+    """
+    columns = ("", "Task", "Length [tokens]", "Depth", "Asked for", "Answer", "Exact match")
+    rows: list[Cells] = []
+    for name, one in few_answers(scores):
+        texts = [Cell(text, style="text") for text in (one.expected, one.quoted, one.verdict)]
+        rows.append([name, Cell(one.task, style="left"), str(one.length), one.place or "–", *texts])
+    caption = "The first wrong answer, where there is one, and the first right one to the shortest and longest prompts."
+    return DataTable("A few answers", columns, rows, caption, folded=True)
+
+
+def _tables(comparison: Comparison, names: Mapping[str, str]) -> DataTable:
+    rows: list[Cells] = []
+    for row in comparison.rows:
+        for table in row.tables:
+            rests = unrotated(table.inv_freq)
+            turning = wavelength(table.inv_freq.double())[~rests]
+            edges = [float(turning.min()), float(turning.max())] if len(turning) else [math.nan, math.nan]
+            ends = [f"{edge:,.0f}" if edge >= 1000 else number_text(edge) for edge in edges]
+            layers = Cell(table.layer_type or "all", style="left")
+            zeroed = f"{int(rests.sum())} of {table.pairs}"
+            rows.append([names[row.method], layers, *ends, zeroed, f"{table.attention_scaling:.4g}", table.fingerprint])
+    columns = ("Method", "Layers", "Fastest [tokens]", "Slowest that turns [tokens]", "Unrotated pairs",
+               "Attention scaling", "Fingerprint")  # fmt: skip
+    return DataTable("Table of wavelengths", columns, rows, "The rotary tables that each method used.", folded=True)
+
+
+def _long_names(names: Mapping[str, str]) -> list[DataTable]:
+    rows: list[Cells] = [[short, Cell(full, style="text")] for full, short in names.items() if short != full]
+    caption = "Methods whose names are shortened above."
+    return [DataTable("Long names in full", ["Name", "Method"], rows, caption, folded=True)] if rows else []
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     """What was measured, on what, and with what."""
-    spec, scores = comparison.spec, comparison.rows[0].scores
+    scores = comparison.rows[0].scores
     retrieval = next(iter(scores.retrieval.values()))
-    depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
-    source = f", of the files of Python {comparison.python_version}" if comparison.python_version else ""
-    special = f"ids {', '.join(map(str, retrieval.prefix))}" if retrieval.prefix else "none"
-    environment = ", ".join(f"{name} {value}" for name, value in comparison.environment.items())
-    tasks = f"{'tasks' if len(spec.tasks) > 1 else 'task'} {', '.join(spec.tasks)}"
     facts = [("Trained length", f"{comparison.trained_length} tokens, as the config states it before any patch")]
     if scores.perplexity is not None:
         score = scores.perplexity
         windows = "1 window" if score.windows == 1 else f"{score.windows} windows"
         overlap = "no overlap" if score.stride >= score.window else "overlapping"
         chunk = "in one pass" if score.chunk >= score.window else f"in passes of {score.chunk} tokens"
-        facts += [
-            ("Text", f"{comparison.text_name}{source}; SHA-256 {comparison.text[:16]}…"),
-            (
-                "Perplexity",
-                f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride} ({overlap}); "
-                f"{score.tokens} tokens scored",
-            ),
-        ]
+        source = f", of the files of Python {comparison.python_version}" if comparison.python_version else ""
+        facts.append(("Text", f"{comparison.text_name}{source}; SHA-256 {comparison.text[:16]}…"))
+        read = f"{windows} of {score.window} tokens, read {chunk}; stride {score.stride} ({overlap})"
+        facts.append(("Perplexity", f"{read}; {score.tokens} tokens scored"))
     if scores.key_tokens is not None:
         facts.append(("LongPPL", str(scores.key_tokens)))
+    special = f"ids {', '.join(map(str, retrieval.prefix))}" if retrieval.prefix else "none"
+    environment = ", ".join(f"{name} {value}" for name, value in comparison.environment.items())
     return [
         *facts,
-        (
-            "Retrieval",
-            f"{tasks}, mode {spec.mode}; lengths {', '.join(map(str, spec.lengths))} tokens; depths {depths}; "
-            f"{spec.samples} samples at each; seed {spec.seed}",
-        ),
+        ("Retrieval", retrieval_text(scores)),
         ("Haystack", haystack_of(retrieval)),
         ("Special tokens", f"{special}, in front of each window and prompt"),
         ("Environment", environment or "not recorded"),
     ]
+
+
+def retrieval_text(scores: EvalResult) -> str:
+    """Return which prompts were asked."""
+    spec = scores.spec
+    tasks = f"{'tasks' if len(spec.tasks) > 1 else 'task'} {', '.join(spec.tasks)}"
+    depths = ", ".join(f"{100 * depth:.3g} %" for depth in spec.depths)
+    samples = f"{spec.samples} sample{'s' * (spec.samples != 1)} at each"
+    lengths = ", ".join(map(str, spec.lengths))
+    return f"{tasks}, mode {spec.mode}; lengths {lengths} tokens; depths {depths}; {samples}; seed {spec.seed}"
 
 
 def haystack_of(retrieval: RetrievalResult) -> str:
@@ -191,190 +301,63 @@ def haystack_of(retrieval: RetrievalResult) -> str:
     return f"{retrieval.haystack}; SHA-256 {retrieval.haystack_sha256[:16]}…; prompts are {put}"
 
 
-def _groups(columns: Sequence[Column], *, of_differences: bool = False) -> list[tuple[str, list[str]]]:
-    """Titles of neighbouring columns of one metric and task, each with the heads of its columns."""
-    titled = [
-        (METRICS[c.metric].title(c.span, of_differences=of_differences), METRICS[c.metric].span_text(c.span))
-        for c in columns
-    ]
-    return [
-        (title, [head for _, head in group]) for title, group in itertools.groupby(titled, key=lambda item: item[0])
-    ]
+def _percent(comparison: Comparison) -> str:
+    return f"{100 * comparison.confidence:g} %"
 
 
-def _scores(comparison: Comparison, column: Column) -> list[Cell]:
-    metric = METRICS[column.metric]
-    tied = {difference.method for difference in column.differences if not difference.significant}
-    tied |= {comparison.rows[column.best].method} if tied else set()
-    cells = []
-    for row, value in zip(comparison.rows, column.values, strict=True):
-        mark = "winner" if row.method == column.winner else "tied" if row.method in tied else ""
-        ends = metric.interval(row.scores, column.span, comparison.confidence)
-        note = "" if ends is None else " to ".join(map(metric.format_long, ends))
-        cells.append(Cell(metric.format_long(value), note, mark))
-    return cells
+# --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _differences(rows: Sequence[Row], column: Column) -> list[Cell]:
-    """Of each row from the best, which shows its own value."""
-    text = METRICS[column.metric].format_difference
-    differences = {difference.method: difference for difference in column.differences}
-    cells = []
-    for i, row in enumerate(rows):
-        if i == column.best or row.method not in differences:
-            cells.append(Cell("best", mark="best"))
-            continue
-        difference = differences[row.method]
-        ends = f"{text(difference.low)} to {text(difference.high)}"
-        cells.append(Cell(text(difference.estimate), ends, "" if difference.significant else "tied"))
-    return cells
-
-
-def _curves(comparison: Comparison, names: Sequence[str]) -> Picture | None:
+def _curves(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
     """Perplexity by position, of the methods whose perplexity is a number."""
-    curves, ends = {}, {}
-    for name, row in zip(names, comparison.rows, strict=True):
+    curves = {}
+    for row in comparison.rows:
         text = row.scores.perplexity
         buckets = [b for b in text.buckets if math.isfinite(b.nll)] if text is not None else []
         if buckets:
-            ends[name] = buckets[-1].perplexity
-            curves[name] = [(b.start + b.stop) / 2 for b in buckets], [b.perplexity for b in buckets]
+            at = [(bucket.start + bucket.stop) / 2 for bucket in buckets]
+            curves[names[row.method]] = at, [bucket.perplexity for bucket in buckets]
     if not curves:
-        return None
-    longest = max(positions[-1] for positions, _ in curves.values())
-    ranked = sorted(ends.items(), key=lambda item: item[1])
-    ranking = "; ".join(f"{name} {perplexity_text(value)}" for name, value in ranked)
-    left = [name for name in names if name not in curves]
-    figure = plots.perplexity_by_position(
-        curves, trained_length=comparison.trained_length, title="Perplexity by position in the window"
-    )
-    return picture(
-        figure,
-        f"Lines of perplexity against position, one per method. At position {longest:g}, best first: {ranking}.",
-        "Lower is better; the scale is logarithmic. All methods read the same windows, so they rise and fall together."
-        + (f" Not drawn, since no value is finite: {', '.join(left)}." if left else ""),
-    )
+        measured = comparison.rows[0].scores.perplexity is not None
+        return [Note("No method has a finite perplexity." if measured else "Perplexity was not measured.")]
+    title = "Perplexity by position in the window"
+    figure = plots.perplexity_by_position(curves, trained_length=comparison.trained_length, title=title)
+    missing = [name for name in names.values() if name not in curves]
+    caption = "Lower is better. All methods read the same windows, so they rise and fall together."
+    return [drawn(figure, title, caption + (f" Not drawn, no value is finite: {', '.join(missing)}." * bool(missing)))]
 
 
-def _maps(comparison: Comparison, names: Sequence[str]) -> list[Picture]:
-    """Exact match and log-probability of the answer over lengths × depths, of each task."""
-    return [picture for task in comparison.spec.tasks for picture in _task_maps(comparison, names, task)]
-
-
-def _task_maps(comparison: Comparison, names: Sequence[str], task: str) -> list[Picture]:
+def _map(comparison: Comparison, names: Mapping[str, str], task: str) -> Figure:
+    """Exact match over lengths × depths of one task."""
     lengths = comparison.spec.lengths
     depths = list(dict.fromkeys(cell.depth for cell in comparison.rows[0].scores.retrieval[task].cells))
     rows, ends = "depth of the needle", "0 % is the start of the prompt, 100 % just before the question"
     if not TASKS[task].placed:
-        rows, ends = (
-            "word of the answer",
-            "0 % is the first, 100 % the last; these words stand everywhere in the prompt",
-        )
-    of_task = f", {task}" if len(comparison.spec.tasks) > 1 else ""
-
-    def draw(score: Callable[[RetrievalCell], float], caption: str, **options: Any) -> Picture:
-        grids = {}
-        for name, row in zip(names, comparison.rows, strict=True):
-            cells = {(cell.depth, cell.length): score(cell) for cell in row.scores.retrieval[task].cells}
-            grids[name] = [[cells.get((depth, length), math.nan) for length in lengths] for depth in depths]
-        values = [value for grid in grids.values() for line in grid for value in line if math.isfinite(value)]
-        limits = options.pop("limits", (min(values, default=-1.0), 0.0))
-        figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, limits=limits, rows=rows, **options)
-        alt = f"{options['title']}: a panel per method, prompt length across, {rows} down. "
-        return picture(figure, f"{alt}Every number is in the table of all retrieval scores.", caption)
-
-    return [
-        draw(
-            lambda cell: cell.correct / len(cell.samples),
-            f"Share of answers that are exactly right, by length of the prompt and {rows} ({ends}). "
-            "One scale of colour for all.",
-            limits=(0.0, 1.0),
-            title=f"Exact match{of_task}",
-        ),
-        draw(
-            lambda cell: cell.logprob,
-            "Mean log-probability of the right answer; 0 is certain. It moves before exact match does.",
-            title=f"Log-probability of the answer{of_task}",
-            label="log-probability [nats]",
-            digits=1,
-        ),
-    ]
+        rows, ends = "word of the answer", "0 % is the first word, 100 % the last; they stand everywhere in the prompt"
+    grids = {}
+    for row in comparison.rows:
+        shares = {(c.depth, c.length): c.correct / len(c.samples) for c in row.scores.retrieval[task].cells}
+        grids[names[row.method]] = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
+    title = f"Retrieval by length and depth, {task}"
+    figure = plots.retrieval_heatmap(grids, lengths=lengths, depths=depths, title=title, rows=rows)
+    return drawn(figure, title, f"Share of answers that are exactly right, by prompt length and {rows}: {ends}.")
 
 
-def _every_cell(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, str, int, str, list[str]]]:
-    """Method, task, length, depth; then exact match, first choice, digits and log-probability."""
-    return [
-        (
-            name,
-            task,
-            cell.length,
-            f"{100 * cell.depth:.3g} %",
-            [
-                f"{cell.correct} of {len(cell.samples)}",
-                f"{cell.first_choice} of {len(cell.samples)}",
-                number_text(cell.digits),
-                number_text(cell.logprob),
-            ],
-        )
-        for name, row in zip(names, rows, strict=True)
-        for task, result in row.scores.retrieval.items()
-        for cell in sorted(result.cells, key=lambda cell: (cell.length, cell.depth))
-    ]
-
-
-def _wavelengths(comparison: Comparison, names: Sequence[str]) -> list[Picture | str]:
-    """A figure per layer type whose tables differ, a sentence for each of the others."""
-    rows = comparison.rows
-    parts: list[Picture | str] = []
-    for i, slot in enumerate(rows[0].tables):
+def _wavelengths(comparison: Comparison, names: Mapping[str, str]) -> list[Figure | Note]:
+    """A figure for each layer type whose tables differ, a sentence for each of the others."""
+    parts: list[Figure | Note] = []
+    for i, slot in enumerate(comparison.rows[0].tables):
         layers = f"layers of type {slot.layer_type}" if slot.layer_type else "all layers"
-        tables = {name: row.tables[i].inv_freq for name, row in zip(names, rows, strict=True)}
-        if len(rows) > 1 and len({row.tables[i].fingerprint for row in rows}) == 1:
-            parts.append(f"In {layers} every method left the same table.")
+        tables: dict[str, Tensor] = {names[row.method]: row.tables[i].inv_freq for row in comparison.rows}
+        if len({row.tables[i].fingerprint for row in comparison.rows}) == 1:
+            parts.append(Note(f"All methods use the same rotary table in {layers}."))
             continue
-        before = next((row.tables[i].inv_freq for row in rows if row.method == "default"), None)
-        figure = plots.wavelength_changes(
-            tables, before=before, context=comparison.trained_length, title=f"Wavelengths, {layers}"
-        )
-        grey = "The grey line is the table before any patch. " if before is not None else ""
-        alt = f"Wavelength of each pair in {layers}, a panel per method. The table of wavelengths sums them up."
+        base = UNPATCHED if UNPATCHED in names else next(iter(names))
+        before, title = tables[names[base]], f"Wavelengths, {layers}"
+        figure = plots.factors_by_wavelength(tables, before=before, context=comparison.trained_length, title=title)
         caption = (
-            f"{grey}The dotted line is the trained length: a pair below it makes at least one full turn within it. "
-            "Triangles at the top are pairs that are not rotated."
+            f"By what each method multiplies the wavelengths of {names[base]}. A pair right of the dotted line makes "
+            "no full turn within the trained length."
         )
-        parts.append(picture(figure, alt, caption))
+        parts.append(drawn(figure, title, caption))
     return parts
-
-
-def _tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Method; layers, wavelengths of the fastest and the slowest rotated pair, unrotated pairs, factor, fingerprint."""
-    lines = []
-    for name, row in zip(names, rows, strict=True):
-        for slot in row.tables:
-            rests = unrotated(slot.inv_freq)
-            turning = wavelength(slot.inv_freq.double())[~rests]
-            edges = [float(turning.min()), float(turning.max())] if len(turning) else [math.nan, math.nan]
-            ends = [f"{edge:,.0f}" if edge >= 1000 else number_text(edge) for edge in edges]
-            unrotated_pairs = f"{int(rests.sum())} of {slot.pairs}"
-            scaling = f"{slot.attention_scaling:.4g}"
-            lines.append((name, [slot.layer_type or "all", *ends, unrotated_pairs, scaling, slot.fingerprint]))
-    return lines
-
-
-def _by_row(names: Sequence[str], columns: Sequence[Sequence[Cell]]) -> list[tuple[str, tuple[Cell, ...]]]:
-    return list(zip(names, zip(*columns, strict=True), strict=True))
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Return names that fit a table: very long ones are cut in the middle, and numbered where two would be equal."""
-    labels: list[str] = []
-    for name in names:
-        label = name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{name[-_LONGEST // 4 :]}"
-        twins = (f"{label} #{i}" for i in itertools.count(2))
-        labels.append(label if label not in labels else next(twin for twin in twins if twin not in labels))
-    return labels
-
-
-def _breakable(name: str) -> list[str]:
-    """A method string or a scheme in pieces between which a line may break."""
-    return re.findall(r"[^+:/;]*[+:/;]|[^+:/;]+", name)

@@ -87,7 +87,6 @@ PYTHON = [  # a command, what is behind it, how many defaults they share, and pa
     ("kv_check", ["rope_patch.kv_evaluation.run.kv_check", SPEC, "rope_patch.kv_evaluation.verdicts.Limits"], 13, {}),
     ("fit", ["rope_patch.fitting.fit"], 5, {}),
     ("analyze", ["rope_patch.analysis.run.analyze"], 6, {"p": "p_values"}),
-    ("theory", ["rope_patch.theory.tables.study"], 2, {}),
     ("export", ["rope_patch.exporting.run.export"], 2, {}),
 ]
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from report_pages import Page
+from report_pages import Page, accessible, loads_nothing
 from typer.testing import CliRunner
 
+import rope_patch
 from rope_patch.cli import app as cli
-from rope_patch.plots import base as plots
-from rope_patch.plots import theory as plots_theory
-from rope_patch.reports import theory as theory_report
-from rope_patch.theory.tables import study
+from rope_patch.plots.theory import curves
 
 SMALL = ("--head-dim", "16", "--trained-length", "64", "--length", "256")
 
@@ -40,9 +38,17 @@ def test_tables_for_people(tmp_path):
 
 def test_one_column_where_nothing_changed(tmp_path):
     assert "plain RoPE  " in run(*SMALL, "--no-report", "-o", tmp_path)
-    result = study(head_dim=16, trained_length=64, length=256)
-    assert not result.changed
-    assert "Plain RoPE</th><th" in theory_report.page(result)
+
+
+def test_a_checkpoint_gives_its_table_and_its_trained_length(tmp_path):
+    """The bundled Llama: 16 pairs, rope_theta 10000, 256 tokens; only its config is read."""
+    (tmp_path / "model").mkdir()
+    shutil.copy(rope_patch.data_path("assets") / "llama" / "config.json", tmp_path / "model")
+    data = json.loads(run(tmp_path / "model", "--method", "yarn", "--no-report", "--json", "-o", tmp_path))
+    assert (data["base"], data["method"]) == ("the table of model", "yarn:factor=4")
+    assert (data["head_dim"], data["rope_theta"], data["trained_length"], data["length"]) == (32, 10000, 256, 1024)
+    plain = ("--head-dim", "32", "--trained-length", "256", "--length", "1024", "--method", "yarn:factor=4")
+    assert json.loads(run(*plain, "--no-report", "--json", "-o", tmp_path))["table"] == data["table"]
 
 
 def test_json_is_standard_and_the_file_says_the_same(tmp_path):
@@ -65,52 +71,29 @@ def test_json_is_standard_and_the_file_says_the_same(tmp_path):
     assert difference == pytest.approx(theirs / ours - 1)
 
 
-@pytest.mark.parametrize("method", ["default", "yarn:factor=4", "nope"])
-def test_the_page_is_whole_and_loads_nothing(tmp_path, method):
+@pytest.mark.parametrize(("method", "images"), [("default", 3), ("yarn:factor=4", 4), ("nope", 3)])
+def test_the_page_is_whole_and_loads_nothing(tmp_path, method, images):
     run("--method", method, *SMALL, "-o", tmp_path)
     text = (tmp_path / "theory.html").read_text()
+    loads_nothing(text)
+    accessible(text)
     page = Page(text)
-    images = page.all("img")
-    assert len(images) == (6 if method == "nope" else 7)  # no head without rotation
-    for image in images:
-        kind, _, data = image["src"].partition(",")
-        assert kind == "data:image/svg+xml;base64"
-        assert b"</svg>" in base64.b64decode(data)
-        assert len(image["alt"]) > 40
-    for _, attributes in page.tags:
-        for name in ("src", "href", "srcset", "action", "data", "background"):
-            assert (attributes.get(name) or "#").startswith(("#", "data:"))
-    assert not page.all("script") and not page.all("link")
-    assert "default-src 'none'" in text
-    words = "".join(page.text)
-    assert method in words
-    cells = [content.strip() for _, content in page.row("ABF 50: mean sine of consecutive images, d → ∞")]
-    assert cells[1:5] == ["Xiong et al. thm 1", "0.0721", "0.076", "+5.4 %"]
+    assert len(page.all("img")) == images  # no wavelengths where nothing changes, no head without rotation
+    assert method in "".join(page.text)
+    cells = [content for _, content in page.row("ABF 50: mean sine of consecutive images, d → ∞")]
+    assert cells[1:5] == ["Xiong et al. theorem 1", "0.0721", "0.076", "+5.4 %"]
 
 
-def test_the_page_is_the_same_for_the_same_study_and_escapes():
-    result = study("p_rope:p=0.5", head_dim=16, trained_length=64, length=128)
-    first = theory_report.page(result, command="rope-patch <b>")
-    assert first == theory_report.page(result, command="rope-patch <b>")
-    assert "rope-patch &lt;b&gt;" in first
-
-
-def test_figures_show_their_arrays():
+def test_curves_have_one_colour_for_a_name():
     x, y = torch.arange(1.0, 4.0), torch.tensor([0.1, 0.9, 0.4])
-    figure = plots_theory.nearest_images({"one": (x, y), "two": (x, y / 2)}, trained_length=2, title="t")
-    axes = figure.axes[0]
-    assert axes.get_xlabel() == "position [tokens]"
-    assert axes.lines[1].get_ydata() == pytest.approx((y / 2).tolist())
-    assert axes.get_legend().texts[0].get_text() == "one  (0.900)"
-    masses = plots_theory.head_masses({"1": (x, y), "2": (x, y), "none": (x, y)}, title="t", ylabel="y", legend="l")
-    assert masses.axes[0].lines[-1].get_linestyle() == "--"
-    decay = plots_theory.decay({"a": {"one": (x, y)}, "b": {"one": (x, y), "two": (x, y)}}, title="t", ylabel="y")
-    assert [text.get_text() for text in decay.legends[0].texts] == ["one", "two"]
-    assert decay.axes[0].lines[0].get_color() == decay.axes[1].lines[0].get_color()
-    points = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.5]])
-    helices = plots_theory.helices({"a": points, "b": points}, trained=points, title="t")
-    assert [axes.get_title() for axes in helices.axes] == ["a", "b"]
-    assert "</svg>" in plots.svg(helices)
+    figure = curves(
+        {"a": {"one": (x, y)}, "b": {"two": (x, y), "one": (x, y)}}, title="t", xlabel="distance", ylabel="y"
+    )
+    assert figure.get_supxlabel() == "distance [tokens], log scale"
+    assert [text.get_text() for text in figure.legends[0].texts] == ["one", "two"]
+    first, second = figure.axes
+    assert first.lines[0].get_color() == second.lines[1].get_color() != second.lines[0].get_color()
+    assert first.lines[0].get_ydata() == pytest.approx(y.tolist())
 
 
 @pytest.mark.parametrize(
@@ -122,6 +105,7 @@ def test_figures_show_their_arrays():
         (("--rope-theta", "1"), "rope_theta must be a finite number > 1, got 1.0"),
         (("--rope-theta", "nan"), "rope_theta must be a finite number > 1, got nan"),
         (("--length", "long"), "a length is a number of tokens such as 4096 or 4k, got 'long'"),
+        (("model", "--head-dim", "16"), "leave them out"),
         (("--length", "1"), "length must be at least 2 tokens, got 1"),
         (("--trained-length", "0"), "trained_length must be at least 2 tokens, got 0"),
     ],

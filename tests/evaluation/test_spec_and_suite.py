@@ -23,6 +23,7 @@ from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.verdicts import Limits, find_verdict
 from rope_patch.reports import comparison as report
+from rope_patch.reports.page import render
 
 TEXT = "Some words to read, and some more of them. " * 90
 ASKED = {"lengths": (96, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
@@ -218,7 +219,7 @@ def test_a_metric_that_is_entered_is_in_the_comparison_and_its_report(worst_wind
     other = 1 - column.best
     assert column.differences[0].estimate == pytest.approx(means[other] - means[column.best])
     assert json.loads(made.to_json())["columns"][-1]["metric"] == "worst_window"
-    page = report.report([made])
+    page = render(report.page([made]))
     assert "Worst_window at positions [tokens]" in page and "Worst_window at positions [tokens], nats/token" in page
 
 
@@ -280,7 +281,7 @@ def test_every_task_has_columns_of_its_own(tokenizer):
     made = compared(bold_model(vocab_size=len(tokenizer)), tokenizer, ["default"], tasks=["niah", "vt"], **ASKED)
     headings = [column.heading for column in made.columns()]
     assert headings == ["ppl 0-96", "ppl 96-128", "niah 96", "niah 128", "vt 96", "vt 128"]
-    page = report.report([made])
+    page = render(report.page([made]))
     assert "Retrieval, niah, at length [tokens]" in page and "Retrieval, vt, at length [tokens]" in page
     checked = check_cache(
         bold_model(vocab_size=len(tokenizer)), tokenizer, ["int4-token"], tasks=["niah", "vt"], **ASKED

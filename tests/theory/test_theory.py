@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
-import mpmath
 import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.special import sici, softmax
+from scipy.special import softmax
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import theory
-from rope_patch.frequencies import geometric, granularity_limit, ntk_theta
-from rope_patch.theory.papers import BOS, KEY, PAIR, QUERY, in_pair, papers
-from rope_patch.theory.tables import study
+from rope_patch.frequencies import geometric
+from rope_patch.methods import parse
+from rope_patch.study import BOS, KEY, PAIR, QUERY, Study, in_pair, papers
+from rope_patch.tables import RotaryTable
 
 PLAIN, GEMMA = geometric(1e4, 128), geometric(1e4, 256)
 TABLES = {
@@ -72,85 +71,14 @@ def test_activation_is_transformers_logit():
         assert ours.item() == pytest.approx(float(rotated[0] @ rotated[1]), abs=2e-3)
 
 
-def test_all_ones_by_hand():
-    # 2 cos(1 r) + 2 cos(0.1 r): at r = 10, 2 * -0.83907 + 2 * 0.54030
-    table = torch.tensor([1.0, 0.1])
-    assert theory.activation(table, torch.tensor([0, 10])).tolist() == pytest.approx([4, -0.59754], abs=1e-5)
-
-
-def test_all_ones_decays_as_the_cosine_integral_does():
-    # d -> infinity: the mean of cos(r b^-u) over u in [0, 1] is (Ci(r) - Ci(r / b)) / ln b
-    table = torch.tensor([1e4 ** (-(i + 0.5) / 4000) for i in range(4000)], dtype=torch.float64)
-    for r in (1, 10, 100, 1000):
-        expected = (mpmath.ci(r) - mpmath.ci(r / 1e4)) / mpmath.log(1e4)
-        computed = theory.activation(table, torch.tensor([r])).item() / 8000
-        assert computed == pytest.approx(float(expected), abs=2e-3)
-    # and so Barbero et al.'s premise for one constant vector: down by more than half within 100 tokens
-    assert theory.activation(PLAIN, torch.tensor([100])).item() < 0.5 * 128
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_gaussian_moments_against_samples(shared):
-    table, r, count = torch.tensor([1.0, 0.1, 0.0]), torch.tensor([0, 1, 7, 40]), 40000
-    draws = normal(2, count, 6, seed=3)
-    values = []
-    for distance in r.tolist():
-        turned = draws[0 if shared else 1] @ torch.tensor(matrix(table, -distance)).T
-        values.append((draws[0] * turned).sum(1))
-    sampled = torch.stack(values)
-    mean, deviation = theory.gaussian_moments(table, r, shared=shared)
-    assert float(((sampled.mean(1) - mean).abs() / deviation).max()) < 5 / count**0.5
-    torch.testing.assert_close(sampled.std(1), deviation, rtol=0.03, atol=0)
-
-
 @pytest.mark.parametrize("repeated", [False, True])
-def test_proposition_3_2_independent_gaussians_average_zero_at_every_distance(repeated):
-    r = torch.tensor([0, 1, 5, 100, 3000])
-    values = theory.gaussian_activation(geometric(1e4, 16), r, samples=4000, seed=1, repeated=repeated)
-    mean, deviation = theory.gaussian_moments(geometric(1e4, 16), r)
-    assert mean.tolist() == [0] * 5
-    assert float((values.mean(0) / deviation).abs().max()) < 4 / 4000**0.5
-    torch.testing.assert_close(values.std(0), deviation, rtol=0.06, atol=0)
-    # fresh vectors at each distance are independent, one pair repeated is one smooth curve
-    neighbours = torch.corrcoef(values[:, :2].T)[0, 1]
-    assert (neighbours > 0.5) if repeated else (abs(neighbours) < 0.06)
-    again = theory.gaussian_activation(geometric(1e4, 16), r, samples=4000, seed=1, repeated=repeated)
-    assert torch.equal(values, again)
-
-
-def test_fresh_gaussians_are_rotated():
-    # Their law cannot tell, since a rotated Gaussian is Gaussian; the draws themselves can.
-    table, r = torch.tensor([1.0, 0.1]), torch.tensor([0, 3, 50])
-    generator = torch.Generator().manual_seed(7)
-    query, key = (torch.randn(3, 4, generator=generator, dtype=torch.float64).numpy() for _ in range(2))
+def test_gaussian_activations_are_of_rotated_vectors(repeated):
+    table, r, count = torch.tensor([1.0, 0.1, 0.03, 0.01]), torch.tensor([0, 3, 50]), 1 if repeated else 3
+    draws = torch.randn(2, count, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64).numpy()
+    query, key = (numpy.broadcast_to(part, (3, 8)) for part in draws)
     expected = [float(query[i] @ matrix(table, -distance) @ key[i]) for i, distance in enumerate(r.tolist())]
-    assert theory.gaussian_activation(table, r, seed=7)[0].tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_randpos_is_the_mean_over_all_subsets():
-    table, limit, tokens = torch.tensor([1.0, 0.2]), 9, 4
-    query, key = normal(2, 4, seed=5)
-    subsets = list(itertools.combinations(range(limit), tokens))
-    for r in range(tokens):
-        gaps = [s[i + r] - s[i] for s in subsets for i in range(tokens - r)]
-        expected = theory.activation(table, torch.tensor(gaps), query, key).mean().item()
-        computed = theory.randpos_activation(table, torch.tensor([r]), tokens=tokens, limit=limit, query=query, key=key)
-        assert computed.item() == pytest.approx(expected, abs=1e-12)
-
-
-def test_randpos_without_a_choice_is_the_plain_curve_and_many_positions_stay_exact():
-    r = torch.arange(0, 50)
-    torch.testing.assert_close(
-        theory.randpos_activation(PLAIN, r, tokens=64, limit=64), theory.activation(PLAIN, r), rtol=0, atol=1e-9
-    )
-    # a pair so slow that its cosine is 1 - t^2 f^2 / 2: E t^2 of a gap of order statistics, r (r + 1)(L + 1)(L + 2) /
-    # ((N + 1)(N + 2)) - r (L + 1) / (N + 1), from the rising moments of the negative hypergeometric law
-    limit, tokens, step, apart = 200000, 1000, 1e-8, 10
-    square = apart * (apart + 1) * (limit + 1) * (limit + 2) / ((tokens + 1) * (tokens + 2))
-    square -= apart * (limit + 1) / (tokens + 1)
-    table = torch.tensor([step], dtype=torch.float64)
-    computed = theory.randpos_activation(table, torch.tensor([apart]), tokens=tokens, limit=limit).item()
-    assert (2 - computed) / step**2 == pytest.approx(square, rel=1e-4)
+    computed = theory.gaussian_activation(table, r, seed=7, repeated=repeated)
+    assert computed.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------
@@ -176,26 +104,6 @@ def test_rotate_is_the_matrix():
     images = theory.rotate(table, x, torch.tensor([0.0, 3.0, -2.5]))
     for image, position in zip(images, (0.0, 3.0, -2.5), strict=True):
         torch.testing.assert_close(image, torch.tensor(matrix(table, position) @ x.numpy()))
-
-
-def test_lemma_a1_uniqueness():
-    # 355 / 113 is pi to 1e-7: 710 tokens are 113 turns of pair 0 but for 6e-5 rad, and still no second peak
-    curve = theory.activation_curve(torch.tensor([1.0]), 800)
-    assert curve[710].item() == pytest.approx(2 * math.cos(710 - 226 * math.pi), abs=1e-12)
-    assert curve[710] < curve[0]
-
-
-@given(logits=st.lists(st.floats(-30, 30), min_size=2, max_size=8), mass=st.floats(0.501, 0.999))
-@settings(max_examples=200, deadline=None)
-def test_lemma_a3_a_coefficient_above_half_needs_the_largest_logit(logits, mass):
-    weights = softmax(numpy.array(logits))
-    for i, weight in enumerate(weights):
-        lead = logits[i] - max(logit for j, logit in enumerate(logits) if j != i)
-        if weight >= mass:
-            assert lead >= theory.necessary_lead(mass) - 1e-9 > 0
-    # with two tokens the lead is also enough
-    two = softmax(numpy.array([theory.necessary_lead(mass), 0.0]))
-    assert two[0] == pytest.approx(mass)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])
@@ -241,8 +149,6 @@ def test_wendler_score():
         expected = alpha * sum(math.cos((m - 1 - n) * f) for f in table.tolist())
         assert rotated == pytest.approx(expected)
     assert theory.activation(table, torch.tensor([1]), query, key).item() == pytest.approx(alpha * 4)
-    other = theory.activation_curve(table, 300, *theory.positional_head(table, key, 1))
-    torch.testing.assert_close(theory.activation_curve(table, 300, query, key), alpha * other)
 
 
 # --- the same heads inside a Llama -----------------------------------------------------------------------------------
@@ -312,23 +218,6 @@ def test_a_llama_with_these_weights_attends_there_and_without_rotation_it_cannot
     torch.testing.assert_close(nope[1:], expected[1:])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_proposition_5_2_no_nope_head_tells_two_equal_tokens_apart(seed):
-    # [bos, x, x]: whatever the weights, both x have the same logit and bos keeps a share, so neither gets 1/2
-    torch.manual_seed(seed)
-    model = llama(torch.zeros(DIM), torch.zeros(DIM))
-    with torch.no_grad():
-        for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
-            projection.weight.normal_()
-    tokens = torch.tensor([0, 7, 7])
-    with rope_patch.patched(model, "nope"):
-        last = attention_of(model, tokens)[2]
-    assert last[1].item() == pytest.approx(last[2].item(), rel=1e-6)
-    assert last[1] <= 0.5
-    rotated = attention_of(model, tokens)[2]
-    assert abs(rotated[1] - rotated[2]) > 1e-6
-
-
 # --- content ---------------------------------------------------------------------------------------------------------
 
 
@@ -350,208 +239,58 @@ def test_the_pair_of_gemma_by_hand():
     assert int((curve > 0).long().argmax()) == math.ceil(zero)
 
 
-def test_theorem_6_1_and_its_escape():
-    head = in_pair(QUERY), in_pair(BOS), in_pair(KEY)
-    leads = theory.worst_lead(GEMMA, *head, length=20000)
-    # of two tokens: 24.94 + 85.47 is the lead at distance 0; one of the two stands at distance 1
-    assert leads[0].item() == pytest.approx(110.41, abs=0.1)
-    held = 1 + int((leads > 0).sum())
-    assert held == 11963
-    assert leads[-1] < -100
-    cut = GEMMA.clone()
-    cut[96:] = 0  # p-RoPE, p = 0.75
-    still_leads = theory.worst_lead(cut, *head, length=20000)
-    torch.testing.assert_close(still_leads, torch.full((19999,), 110.41, dtype=torch.float64))
-    assert theory.robust_length(cut, *head, mass=0.99, length=20000) == 20000
-    assert theory.robust_length(GEMMA, *head, mass=0.99, length=20000) < held
-
-
-@each_table
-def test_worst_lead_by_brute_force(table):
-    query, target, rival = normal(3, 2 * len(table), seed=2)
-    target_logits = [float(query.numpy() @ matrix(table, -r) @ target.numpy()) for r in range(30)]
-    other = [float(query.numpy() @ matrix(table, -r) @ rival.numpy()) for r in range(30)]
-    computed = theory.worst_lead(table, query, target, rival, length=30).tolist()
-    for n in range(2, 31):
-        worst = min(target_logits[a] - other[b] for a in range(n) for b in range(n) if a != b)
-        assert computed[n - 2] == pytest.approx(worst, abs=1e-10)
-
-
-@given(step=st.floats(1e-3, 1.0), seed=st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
-def test_theorem_6_1_one_pair_keeps_no_lead_beyond_a_turn(step, seed):
-    query, target, rival = normal(3, 2, seed=seed)
-    length = math.ceil(2 * math.pi / step) + 2
-    assert theory.worst_lead(torch.tensor([step]), query, target, rival, length=length)[-1] <= 1e-9
-    assert theory.robust_length(torch.tensor([step]), query, target, rival, mass=0.51, length=length) < length
-
-
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
 @each_table
-@pytest.mark.parametrize("weighted", [False, True])
-def test_image_distance_by_brute_force(table, weighted):
-    n = len(table)
-    x = normal(2 * n, seed=9) if weighted else None
-    unit = (x if weighted else torch.ones(2 * n, dtype=torch.float64)).numpy()
-    unit = unit / numpy.linalg.norm(unit)
+def test_image_distance_by_brute_force(table):
+    unit = numpy.ones(2 * len(table)) / (2 * len(table)) ** 0.5
     images = [matrix(table, p) @ unit for p in range(25)]
-    computed = theory.image_distance(table, torch.arange(25), x).tolist()
+    computed = theory.image_distance(table, torch.arange(25)).tolist()
     assert computed == pytest.approx([float(numpy.linalg.norm(image - images[0])) for image in images], abs=1e-12)
     pairs = {(a, b): float(numpy.linalg.norm(images[a] - images[b])) for a in range(25) for b in range(a)}
-    closest = theory.separation(table, 25, x)
-    assert closest.distance == pytest.approx(min(pairs.values()), abs=1e-12)
+    closest, _ = theory.separation(table, 25)
+    assert closest == pytest.approx(min(pairs.values()), abs=1e-12)
 
 
 def test_separation_by_hand():
     # one pair of pi / 2 rad: neighbours are a right angle apart, 4 tokens a full turn
     quarter = torch.tensor([math.pi / 2], dtype=torch.float64)
-    assert theory.separation(quarter, 4).distance == pytest.approx(2**0.5)
-    assert theory.separation(quarter, 5).distance == pytest.approx(0, abs=1e-12)
-    assert theory.separation(quarter, 5).apart == 4
-    # one pair of 1 rad: 6 tokens are a turn but for 0.283 rad, 25 are 4 but for 0.133, 44 are 7 but for 0.0177 (and
-    # 2 sin 0.00885 is as much), 333 are 53 but for 0.0088, 710 are 113 but for 0.00006
+    assert theory.separation(quarter, 4)[0] == pytest.approx(2**0.5)
+    assert theory.separation(quarter, 5) == (pytest.approx(0, abs=1e-12), 4)
+    # one pair of 1 rad: 6 tokens are a turn but for 0.283 rad, 25 are 4 but for 0.133, 44 are 7 but for 0.0177
     single = torch.tensor([1.0])
-    assert [theory.separation(single, n).apart for n in (6, 7, 44, 45, 710, 711)] == [1, 6, 25, 44, 333, 710]
-    assert theory.separation(single, 45).distance == pytest.approx(0.0177, abs=1e-4)
+    assert [theory.separation(single, n)[1] for n in (6, 7, 44, 45)] == [1, 6, 25, 44]
     assert theory.separation(torch.zeros(3), 9) == (0.0, 1)
+    assert theory.separation(geometric(5e5, 128), 10**6)[1] == 1  # as Xiong et al. assume, up to a million tokens
 
 
-def test_consecutive_images_are_the_nearest_until_beta_is_large():
-    # Xiong et al.'s own tables, and up to a million tokens
-    for table in (PLAIN, geometric(5e5, 128), PLAIN / 4):
-        assert theory.separation(table, 16384).apart == 1
-    assert theory.separation(geometric(5e5, 128), 10**6).apart == 1
-
-    # Small heads break it at once, others by a power of ten of beta: bases of 1e7, 1e13 and 1e26, 6 tokens apart.
-    def first_beta(rotary_dim):
-        tables = {power: geometric(1e4 * 10.0**power, rotary_dim) for power in range(33)}
-        return next(power for power, table in tables.items() if theory.separation(table, 4096).apart > 1)
-
-    assert [first_beta(rotary_dim) for rotary_dim in (2, 8, 16, 32, 64)] == [0, 0, 3, 9, 22]
-    # By hand, with x the square of the ratio of neighbouring frequencies: 6 tokens beat 1 when 4 sin(3)^2 + 36 x / (1
-    # - x) is below 4 sin(1/2)^2 + x / (1 - x), so when 35 x / (1 - x) < 0.9194 - 0.0797: x = 0.0234, a ratio of 6.53.
-    # 6.53^64 = 1e52 at d = 128, more than float32 holds.
-    for power, apart in ((51, 1), (52, 6)):
-        table = torch.tensor([10 ** (-power * i / 64) for i in range(64)], dtype=torch.float64)
-        assert theory.separation(table, 16384).apart == apart
-
-
-FARTHEST = {
-    "extrapolation": (PLAIN, 1.214, 0.0),
-    "pi": (PLAIN / 4, 0.185, 0.0),
-    "abf": (geometric(5e5, 128), 0.900, 1.062),
-    "ntk": (geometric(ntk_theta(1e4, 4.0, 128), 128), 1.090, 0.835),
-}
-
-
-@pytest.mark.parametrize(("table", "there", "back"), FARTHEST.values(), ids=FARTHEST)
-def test_farthest_image_golden(table, there, back):
-    computed = theory.farthest_image(PLAIN, table, old_length=512, new_length=2048)
-    assert computed.distance == pytest.approx(there, abs=5e-4)
-    # the other way round, by another route: cosines of whole matrices of images
-    old, new = (torch.outer(torch.arange(n).double(), t.double()) for n, t in ((512, PLAIN), (2048, table)))
-    cosines = (old.cos() @ new.cos().T + old.sin() @ new.sin().T) / 64
-    distances = (2 - 2 * cosines).clamp(min=0).sqrt()
-    assert computed.distance == pytest.approx(float(distances.min(0).values.max()), abs=1e-9)
-    assert computed.distance == pytest.approx(float(distances[computed.old, computed.new]), abs=1e-9)
-    other = theory.farthest_image(table, PLAIN, old_length=2048, new_length=512).distance
-    assert other == pytest.approx(back, abs=5e-4)
-    assert other == pytest.approx(float(distances.min(1).values.max()), abs=1e-7)
-
-
-def test_interpolation_by_hand():
+def test_the_nearest_old_image_by_hand_and_by_matrices():
     # PI's last new image stands at (4 * 512 - 1) / 4 = 511.75, 0.75 tokens from the last old one
-    computed = theory.farthest_image(PLAIN, PLAIN / 4, old_length=512, new_length=2048)
-    assert computed == pytest.approx((theory.image_distance(PLAIN, torch.tensor([0.75])).item(), 2047, 511), abs=1e-6)
-    # d as Xiong et al. print it, the smallest over both positions: the images at 0 coincide
-    distances, nearest = theory.nearest_old(PLAIN, PLAIN / 4, old_length=9, new_positions=torch.tensor([0]))
-    assert (distances.item(), nearest.item()) == (0, 0)
+    distances, nearest = theory.nearest_old(PLAIN, PLAIN / 4, old_length=512, new_positions=torch.arange(2048))
+    apart = theory.image_distance(PLAIN, torch.tensor([0.75])).item()
+    assert (distances[-1].item(), nearest[-1].item()) == (pytest.approx(apart), 511)
+    assert (distances[0].item(), nearest[0].item()) == (0, 0)
+    # by another route: cosines of whole matrices of images, over two blocks of new positions and three of old
+    places, table = torch.arange(0, 9000, 3), geometric(5e5, 128)
+    distances, nearest = theory.nearest_old(PLAIN, table, old_length=2100, new_positions=places)
+    old, new = torch.outer(torch.arange(2100).double(), PLAIN.double()), torch.outer(places.double(), table.double())
+    cosines = (old.cos() @ new.cos().T + old.sin() @ new.sin().T) / 64
+    torch.testing.assert_close(distances, (2 - 2 * cosines).clamp(min=0).sqrt().min(0).values, rtol=0, atol=1e-6)
+    assert torch.equal(nearest, cosines.argmax(0))
 
 
-def test_nearest_old_over_blocks_and_weights():
-    table, x = geometric(1e4, 8), normal(8, seed=6)
-    places = torch.arange(0, 9000, 3)  # two blocks of new positions, three of old
-    distances, nearest = theory.nearest_old(table, 0.7 * table, old_length=2100, new_positions=places, x=x)
-    shares = (x[:4] ** 2 + x[4:] ** 2) / (x @ x)
-    olds = torch.arange(2100).double()[:, None] * table.double()
-    for i in (0, 1, 700, 2047, 2048, 2999):
-        gaps = olds - places[i].double() * (0.7 * table).double()
-        expected = 2 * ((gaps / 2).sin().square() @ shares).sqrt()
-        assert distances[i].item() == pytest.approx(float(expected.min()), abs=1e-9)
-        assert expected[nearest[i]].item() == pytest.approx(float(expected.min()), abs=1e-9)
+# --- a table in numbers, and the papers' ------------------------------------------------------------------------------
 
 
-def test_helix():
-    points = theory.helix(0.25, torch.tensor([0.0, math.pi / 2, 2 * math.pi]))
-    expected = [[1, 0, 0], [0, 1, math.sin(math.pi / 8)], [1, 0, 1]]
-    torch.testing.assert_close(points, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
-
-
-# --- theorem 1 of Xiong et al. ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "alpha", "base", "limit"),
-    [({}, 1.0, 1e4, 0.10271), ({"factor": 4.0}, 0.25, 1e4, 0.02705), ({"beta": 50.0}, 1.0, 5e5, 0.07210)],
-)
-def test_limits_of_the_mean_sine(options, alpha, base, limit):
-    exact = (mpmath.si(alpha) - mpmath.si(alpha / base)) / mpmath.log(base)
-    assert granularity_limit(1e4, **options) == pytest.approx(float(exact), rel=1e-13)
-    assert float(exact) == pytest.approx((sici(alpha)[0] - sici(alpha / base)[0]) / math.log(base), rel=1e-13)
-    assert float(exact) == pytest.approx(limit, abs=6e-6)
-
-
-# --- the papers' table -----------------------------------------------------------------------------------------------
-
-# name: (ours, printed)
-GOLDEN = {
-    "turns of a pair of 1e-4 rad/token in 128000 tokens": (2.0372, 2.04),
-    "frequency of pair 119 of Gemma 7B [rad/token]": (2.0535e-4, 2.05e-4),
-    "its angle after 8000 tokens [rad]": (1.6428, 1.64),
-    "500000^(−40/64) [rad/token]": (2.7425e-4, 1e-4),
-    "pair 119, query with the token's key: activation": (-85.47, -85.5),
-    "pair 119, query with BOS: activation": (24.94, 24.9),
-    "the same with the key 8000 tokens before the query (the token's key)": (-105.77, None),
-    "the same with the key 8000 tokens before the query (BOS)": (21.066, None),
-    "without rotation: most attention one of two equal tokens can get": (0.5, 0.5),
-    "RoPE: mean sine of consecutive images, d → ∞": (0.10271, None),
-    "RoPE: the same, d = 128": (0.10938, None),
-    "PI 1/4: mean sine of consecutive images, d → ∞": (0.02705, 0.027),
-    "PI 1/4: the same, d = 128": (0.02902, None),
-    "ABF 50: mean sine of consecutive images, d → ∞": (0.07210, 0.076),
-    "ABF 50: the same, d = 128": (0.07882, None),
-    "ABF 50 slows pair 1 by, d = 128": (1.0630, 1.06),
-    "RoPE: farthest new image, 512 → 2048 tokens": (1.2136, None),
-    "PI 1/4: farthest new image, 512 → 2048 tokens": (0.18497, None),
-    "ABF 50: farthest new image, 512 → 2048 tokens": (0.90006, None),
-    "NTK 4: farthest new image, 512 → 2048 tokens": (1.09037, None),
-    "Phi-1: share of pairs without a full turn": (0.3125, 0.31),
-    "Phi-1: mean lower angle bound [rad]": (3.927, 3.93),
-    "Llama-2-7B: share of pairs without a full turn": (0.28125, 0.28),
-    "Llama-2-7B: mean lower angle bound [rad]": (4.1887, 4.19),
-    "Phi-1: L·f of pair 10 [rad]": (6.4763, 6.38),
-}
-# Where the paper is off by more than the rounding of what it prints
-SLIPS = {"500000^(−40/64) [rad/token]", "ABF 50: mean sine of consecutive images, d → ∞", "Phi-1: L·f of pair 10 [rad]"}
-
-
-def test_the_papers_numbers():
-    entries = {entry.name: entry for entry in papers()}
-    assert entries.keys() == GOLDEN.keys()
-    for name, (ours, printed) in GOLDEN.items():
-        entry = entries[name]
-        assert entry.ours == pytest.approx(ours, rel=2e-4), name
-        assert entry.printed == printed, name
-        assert (abs(entry.difference or 0) > 0.01) == (name in SLIPS), name
-        assert entry.note or name not in SLIPS
-    assert entries["Phi-1: L·f of pair 10 [rad]"].difference == pytest.approx((6.38 - 6.4763) / 6.4763, rel=1e-3)
+def study(method, *, head_dim=128, rope_theta=1e4, trained_length=512, length=2048):
+    table = RotaryTable(geometric(rope_theta, head_dim), 1.0, rope_theta, "default", trained_length)
+    after = parse(method)(table)
+    return Study(method, "RoPE", rope_theta, table.inv_freq, after.inv_freq, 1.0, trained_length, length)
 
 
 def test_the_facts_of_a_table():
-    result = study("pi:factor=4", head_dim=128, trained_length=512, length=2048)
-    facts = {fact.name: (fact.before, fact.after) for fact in result.facts}
+    facts = {fact.name: (fact.before, fact.after) for fact in study("pi:factor=4").facts()}
     # wavelengths of f = 1 and f = 10000^(-63/64): 2 pi and 2 pi * 8659.6; interpolation stretches both by 4
     slowest = 2 * math.pi * 1e4 ** (63 / 64)
     assert facts["Fastest wavelength"] == pytest.approx((2 * math.pi, 8 * math.pi))
@@ -560,81 +299,60 @@ def test_the_facts_of_a_table():
     assert facts["Turns of that pair within the length"] == pytest.approx((2048 / slowest, 512 / slowest), rel=1e-6)
     assert facts["Mean sine of consecutive images"] == pytest.approx((0.10938, 0.02902), abs=6e-6)
     assert facts["Farthest new image from its nearest old one"] == pytest.approx((1.214, 0.185), abs=5e-4)
+    assert facts["Their positions are apart by"] == (1, 1)
     assert facts["Unrotated pairs"] == (0, 0)
-    nope_facts = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts}
-    assert (
-        nope_facts["Unrotated pairs"],
-        nope_facts["Fastest wavelength"],
-        nope_facts["Factor of a previous-token head"],
-    ) == (
-        64,
-        None,
-        None,
+
+
+def test_what_a_table_has_not_is_none():
+    facts = {fact.name: fact.after for fact in study("nope", trained_length=64, length=128).facts()}
+    assert (facts["Unrotated pairs"], facts["Fastest wavelength"], facts["Factor of a previous-token head"]) == (
+        *(64, None, None),
     )
-    assert nope_facts["Closest two images within the length"] == 0
     # a slowest half that turns by less than float64 can tell
-    slow = study("p_rope_reversed:p=0.5", head_dim=64, rope_theta=1e30, trained_length=64, length=64).facts
+    slow = study("p_rope_reversed:p=0.5", head_dim=64, rope_theta=1e30, trained_length=64, length=64).facts()
     assert {fact.name: fact.after for fact in slow}["Factor of a previous-token head"] is None
 
 
-# --- a million positions, and errors ---------------------------------------------------------------------------------
+# name: (ours, printed); a slip is where the paper is off by more than the rounding of what it prints
+GOLDEN = {
+    "turns of a pair of 1e-4 rad/token in 128000 tokens": (2.0372, 2.04),
+    "frequency of pair 119 of Gemma 7B [rad/token]": (2.0535e-4, 2.05e-4),
+    "500000^(−40/64) [rad/token]": (2.7425e-4, 1e-4),
+    "PI 1/4: mean sine of consecutive images, d → ∞": (0.02705, 0.027),
+    "ABF 50: mean sine of consecutive images, d → ∞": (0.07210, 0.076),
+    "ABF 50 slows pair 1 by, d = 128": (1.0630, 1.06),
+    "NTK 4: farthest new image, 512 → 2048 tokens": (1.09037, None),
+    "Llama-2-7B: mean lower angle bound [rad]": (4.1887, 4.19),
+    "Phi-1: L·f of pair 10 [rad]": (6.4763, 6.38),
+}
+SLIPS = {"500000^(−40/64) [rad/token]", "ABF 50: mean sine of consecutive images, d → ∞", "Phi-1: L·f of pair 10 [rad]"}
 
 
-def test_a_million_positions():
-    length = 10**6
-    query, key = theory.wendler_head(PLAIN)
-    curve = theory.activation_curve(PLAIN, length, query, key)
-    places = torch.tensor([1, 999, 500001, 999999])
-    torch.testing.assert_close(curve[places], theory.activation(PLAIN, places, query, key), rtol=0, atol=1e-9)
-    needed = theory.sharpness_for(PLAIN, query, key, mass=0.99, length=length)
-    assert theory.head_mass(PLAIN, query, key, length=length, sharpness=needed)[-1].item() == pytest.approx(0.99)
+def test_the_papers_numbers():
+    entries = {entry.name: entry for entry in papers()}
+    assert {name for name, entry in entries.items() if abs(entry.difference or 0) > 0.01} == SLIPS
+    for name, (ours, printed) in GOLDEN.items():
+        assert (entries[name].ours, entries[name].printed) == (pytest.approx(ours, rel=2e-4), printed), name
+        assert entries[name].note or name not in SLIPS
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: theory.activation(PLAIN, torch.arange(2), torch.ones(3)), "expected 128, got 3"),
-        (lambda: theory.randpos_activation(PLAIN, torch.arange(2), tokens=5, limit=4), "got limit 4 and tokens 5"),
-        (lambda: theory.randpos_activation(PLAIN, torch.tensor([5]), tokens=5, limit=9), "from 0 to 4"),
-        (lambda: theory.randpos_activation(PLAIN, torch.tensor([-1]), tokens=5, limit=9), "from 0 to 4"),
-        (lambda: theory.head_mass(PLAIN, torch.ones(128), torch.ones(128), length=3, offset=3), "got offset 3 and"),
-        (
-            lambda: theory.sharpness_for(PLAIN, torch.ones(128), torch.ones(128), mass=0.9, length=3, offset=-1),
-            "got offset -1 and length 3",
-        ),
-        (
-            lambda: theory.sharpness_for(PLAIN, torch.ones(128), torch.ones(128), mass=1.0, length=3),
-            r"mass must be in \(0, 1\), got 1.0",
-        ),
-        (
-            lambda: theory.sharpness_for(torch.zeros(1), torch.ones(2), torch.ones(2), mass=0.9, length=3),
-            "another distance has as large an activation",
-        ),
-        (lambda: theory.necessary_lead(0.0), r"mass must be in \(0, 1\), got 0.0"),
-        (lambda: theory.worst_lead(PLAIN, *torch.ones(3, 128), length=1), "a target and a rival, got 1"),
-        (lambda: theory.separation(PLAIN, 1), "two positions, got 1"),
-        (lambda: theory.image_distance(PLAIN, torch.arange(3), torch.zeros(128)), "x is zero"),
-        (
-            lambda: theory.nearest_old(PLAIN, GEMMA, old_length=3, new_positions=torch.arange(3)),
-            "the same number of pairs, got 64 and 128",
-        ),
-        (
-            lambda: theory.nearest_old(PLAIN, PLAIN, old_length=0, new_positions=torch.arange(3)),
-            "old_length must be at least 1, got 0",
-        ),
-        (lambda: study("nope", length=1), "length must be at least 2 tokens, got 1"),
-        (lambda: study("nope", trained_length=0), "trained_length must be at least 2 tokens, got 0"),
-        (lambda: study("nope", rope_theta=1.0), "rope_theta must be a finite number > 1, got 1.0"),
-    ],
-)
-def test_errors(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+ONES = torch.ones(128)
+CALLS = {
+    "expected 128": lambda: theory.activation(PLAIN, torch.arange(2), torch.ones(3)),
+    "offset 3": lambda: theory.head_mass(PLAIN, ONES, ONES, length=3, offset=3),
+    "offset -1": lambda: theory.sharpness_for(PLAIN, ONES, ONES, mass=0.9, length=3, offset=-1),
+    "mass": lambda: theory.sharpness_for(PLAIN, ONES, ONES, mass=1.0, length=3),
+    "another": lambda: theory.sharpness_for(torch.zeros(1), torch.ones(2), torch.ones(2), mass=0.9, length=3),
+    "two positions": lambda: theory.separation(PLAIN, 1),
+    "number of pairs": lambda: theory.nearest_old(PLAIN, GEMMA, old_length=3, new_positions=torch.arange(3)),
+    "old_length": lambda: theory.nearest_old(PLAIN, PLAIN, old_length=0, new_positions=torch.arange(3)),
+    "at least 2": lambda: study("nope", length=1),
+}
 
 
-def test_empty_inputs():
-    nothing = torch.zeros(0)
-    assert theory.activation(PLAIN, nothing).shape == (0,)
-    assert theory.image_distance(PLAIN, nothing).shape == (0,)
-    assert [len(x) for x in theory.nearest_old(PLAIN, PLAIN, old_length=3, new_positions=nothing)] == [0, 0]
-    assert theory.randpos_activation(PLAIN, nothing.long(), tokens=2, limit=3).shape == (0,)
+@pytest.mark.parametrize("word", CALLS)
+def test_errors(word):
+    with pytest.raises(ValueError, match=word):
+        CALLS[word]()

@@ -1,0 +1,174 @@
+"""The one model of every report: a page of sections, of tables, figures and notes, and how it becomes one HTML file.
+
+A builder (``comparison``, ``kv``, ``analysis``, ``theory``) turns a result into a :class:`Page`; the template
+``assets/page.html.jinja`` turns a page into HTML that needs no script, no font and no network.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rope_patch.files import write_atomically
+from rope_patch.packaged import data_path
+from rope_patch.plots.base import svg
+
+INTERVALS = "How intervals are made: docs/measure.md, “How sure a difference is”."
+_LONGEST = 80  # characters of a method's name before it is shortened in tables and figures
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a table shows of one value.
+
+    Attributes:
+        text: the value.
+        note: a second line in small type, for example an interval; "" for none.
+        style: ``"winner"``, ``"tied"`` (not significantly different from the best), ``"best"`` (what others are
+            compared with), ``"safe"``, ``"undecided"``, ``"unsafe"``, ``"strong"``, ``"left"`` (on one line),
+            ``"text"`` (on several lines), ``"token"`` (with its white space) or ``""`` for a number.
+    """
+
+    text: str
+    note: str = ""
+    style: str = ""
+
+
+Cells = list[Cell | str]
+"""Cells of a table; a plain string is a number without a note."""
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """A table; its first column names the rows.
+
+    Attributes:
+        title: heading above the table.
+        columns: headings of the columns.
+        rows: cells of each row.
+        caption: how to read the table, in one or two sentences.
+        folded: the reader opens the table by its title.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Cells]
+    caption: str
+    folded: bool = False
+
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """The rows, with every string as a cell."""
+        return [[Cell(item) if isinstance(item, str) else item for item in row] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure as a self-contained image.
+
+    Attributes:
+        source: a ``data:`` address.
+        title: what the figure shows.
+        caption: how to read it, and what stands out, in one or two sentences.
+    """
+
+    source: str
+    title: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A paragraph."""
+
+    text: str
+
+
+Part = DataTable | Figure | Note
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page.
+
+    Attributes:
+        title: its heading.
+        answer: what the section says, in sentences; the first one stands out.
+        parts: the evidence, in order.
+    """
+
+    title: str
+    answer: Sequence[str]
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report.
+
+    Attributes:
+        title: of the document.
+        sections: in order.
+        command: the command line that made it, or None.
+    """
+
+    title: str
+    sections: Sequence[Section]
+    command: str | None = None
+
+
+def render(page: Page) -> str:
+    """Return a page as one HTML document: everything is escaped, and the same page gives the same text."""
+    environment = Environment(
+        loader=FileSystemLoader(data_path("assets")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = _breakable
+    environment.tests["instance"] = lambda part, name: type(part).__name__ == name
+    return environment.get_template("page.html.jinja").render(page=page)
+
+
+def write(path: str | Path, page: Page) -> None:
+    """Write a page to a file, whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    write_atomically(path, render(page))
+
+
+def drawn(figure: Any, title: str, caption: str) -> Figure:
+    """Return a matplotlib figure as a self-contained image."""
+    data = base64.b64encode(svg(figure).encode()).decode()
+    return Figure(f"data:image/svg+xml;base64,{data}", title, caption)
+
+
+def facts(entries: Sequence[tuple[str, str]]) -> DataTable:
+    """Return what was measured, on what and with what, as a folded table."""
+    rows: list[Cells] = [[name, Cell(value, style="text")] for name, value in entries]
+    return DataTable("What was measured", ["", "Value"], rows, "The model, the texts and the versions.", folded=True)
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return names that fit a table: very long ones are cut in the middle, and numbered where two would be equal."""
+    labels: list[str] = []
+    for name in names:
+        label = name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{name[-_LONGEST // 4 :]}"
+        twins = (f"{label} #{i}" for i in itertools.count(2))
+        labels.append(label if label not in labels else next(twin for twin in twins if twin not in labels))
+    return labels
+
+
+def _breakable(name: str) -> list[str]:
+    """A method string or a scheme in pieces between which a line may break."""
+    return re.findall(r"[^+:/;]*[+:/;]|[^+:/;]+", name)

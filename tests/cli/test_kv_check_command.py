@@ -1,0 +1,278 @@
+"""``rope-patch kv-check``: what it writes and prints, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from evaluated import check_cache
+from report_pages import Page
+from tiny import small
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli import app as cli
+from rope_patch.evaluation.answers import shortest_of_each
+from rope_patch.files import folder_to_write
+from rope_patch.kv_cache.schemes import PRESETS
+from rope_patch.reports import kv as kv_report
+
+SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
+TEXT = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
+ASKED = {"windows": 3, "samples": 1, "text": TEXT, "haystack": "noise", "depths": (0.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("kv") / "tiny<b>"
+    small().save_pretrained(path)
+    AutoTokenizer.from_pretrained(Path(rope_patch.data_path("assets")) / "llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checked(folder):
+    model, tokenizer = rope_patch.load(folder), AutoTokenizer.from_pretrained(folder)
+    return check_cache(model, tokenizer, SCHEMES, methods=["default", "p_rope:p=0.5"], lengths=[40, 56], **ASKED)
+
+
+def command(*arguments):
+    result = CliRunner().invoke(cli.app, ["kv-check", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "a.txt"
+    path.write_text(TEXT)
+    asked = ["--windows", "3", "--samples", "1", "--depths", "0,1", "--haystack", "noise"]
+    methods = ("--methods", "default p_rope:p=0.5", "--lengths", "40 56")
+    return ("--schemes", " ".join(SCHEMES), *methods, *asked, "--text", path)
+
+
+def test_the_command_writes_what_it_says(folder, checked, given, tmp_path):
+    out = tmp_path / "deep" / "out"
+    printed = command(folder, *given, "-o", out)
+    assert {path.name for path in out.iterdir()} == {"finished.jsonl", "kv-check.csv", "kv-check.html", "kv-check.json"}
+    data = json.loads((out / "kv-check.json").read_text())
+    assert data["rows"] == json.loads(checked.to_json())["rows"] and data["text"] == "a.txt"
+    for sentence in checked.summary():
+        assert " ".join(sentence.split()) in " ".join(printed.split())
+    assert "3 windows of 56 tokens, which do not overlap" in printed and "not packed" in printed
+    (few,) = [one for _, one in shortest_of_each(checked.named_scores())]
+    assert f"(exact match), as in:\n  default: full precision, {few}\n" in printed and "(wrong)" in str(few)
+    assert "wrote kv-check.json, kv-check.csv, kv-check.html" in printed
+    lines = list(csv.DictReader(io.StringIO((out / "kv-check.csv").read_text())))
+    table = checked.table()
+    assert len(lines) == len(table) == 16
+    for line, expected in zip(lines, table, strict=True):
+        assert list(line) == list(expected)
+        for name, value in expected.items():
+            cell = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+            assert line[name] == cell
+    before = (out / "finished.jsonl").read_bytes()
+    again = command(folder, *given, "-o", out, "--no-report", "--json")
+    assert json.loads(again) == data and (out / "finished.jsonl").read_bytes() == before
+
+
+def test_packed_caches_are_shown(folder, tmp_path):
+    asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
+    printed = command(folder, *asked, "--packed", "fp8")
+    (item,) = json.loads((tmp_path / "kv-check.json").read_text())["packed"]
+    assert item["name"] == "fp8" and item["tokens"] == 40 + 128 and 0.25 < item["stored"] / item["full"] < 0.26
+    assert "packed fp8: " in printed and "for 168 tokens (0.25 x)" in printed
+    page_text = "".join(Page((tmp_path / "kv-check.html").read_text()).text)
+    assert "Packed caches" in page_text and "at 168 tokens" in page_text
+    (tmp_path / "kv-check.json").unlink()
+    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked), "--packed", "fp9"])
+    assert "unknown packed cache 'fp9'" in str(result.exception) and not (tmp_path / "kv-check.json").exists()
+
+
+def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("no such figure")
+
+    monkeypatch.setattr(kv_report, "write", fail)
+    asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
+    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked)])
+    assert str(result.exception) == "no such figure" and "default at 40 tokens: fp8" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"finished.jsonl", "kv-check.csv", "kv-check.json"}
+    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked), "--json"])
+    assert result.exception is not None and json.loads(result.stdout)["lengths"] == [40]
+
+
+def test_the_command_asks_in_the_mode_that_it_is_given(folder, tmp_path):
+    asked = ("--schemes", "fp8", "--lengths", 80, "--windows", 1, "--samples", 1, "--depths", "0 1")
+    asked += ("--haystack", "noise", "--tasks", "niah", "--mode", "multikey")
+    command(folder, *asked, "-o", tmp_path)
+    assert json.loads((tmp_path / "kv-check.json").read_text())["spec"]["mode"] == "multikey"
+    assert "niah, mode multikey; lengths 80 tokens" in "".join(Page((tmp_path / "kv-check.html").read_text()).text)
+
+
+def test_an_adapter_is_named_with_its_patch_and_one_is_singular(folder, tmp_path):
+    import peft
+
+    model = rope_patch.load(folder)
+    rope_patch.apply(model, "yarn:factor=4")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    rope_patch.checkpoints.save(adapted, tmp_path / "tuned")
+    asked = ("--schemes", "kivi-2", "--lengths", "40", "--windows", 1, "--samples", 1, "--depths", "0")
+    printed = command(tmp_path / "tuned", *asked, "-o", tmp_path / "out")
+    data = json.loads((tmp_path / "out" / "kv-check.json").read_text())
+    patch = data["methods"]["default"]
+    assert data["model"] == "tuned" and patch["patch"] == "yarn:factor=4"
+    assert "default: yarn:factor=4, as loaded\n" in printed and "tuned at 40 tokens" in printed
+    page_text = "".join(Page((tmp_path / "out" / "kv-check.html").read_text()).text)
+    assert "Quantized caches: tuned" in page_text and "default: yarn:factor=4, as loaded" in page_text
+    assert f"default: all {patch['tables']['all']}" in page_text
+    assert "\n1 window of 40 tokens; " in printed and "kivi-2 rounds nothing at 40 tokens" in printed
+    assert "rounds nothing  " in printed and "undecided" not in printed
+    assert "1 window of 40 tokens, read in one pass" in page_text and "1 sample at each" in page_text
+    assert not re.search(r"\b1 (windows|samples|tokens|prompts)\b", printed + page_text)
+
+
+def test_help_and_list_name_every_preset():
+    printed = command("--list")
+    helped = " ".join(command("--help").replace("│", " ").split())
+    for name, preset in PRESETS.items():
+        assert name in printed and preset.text in printed and name in helped
+    assert "4.25" in printed and "arXiv:2402.02750" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--schemes", "kivi2"), "Did you mean 'kivi-2'"),
+        (("--schemes", "fp8 k=int4.token;v=int4.tokn"), r"\n  k=int4.token;v=int4.tokn\n {22}\^{4}\n"),
+        (("--schemes", "none"), "at least one scheme beside none"),
+        (("--depths", "half"), "a depth is a number"),
+        (("--mode", "several"), "unknown mode 'several'. Known: single, multikey"),
+        (("--text", "/nowhere"), "nowhere"),
+        (("--schemes", "fp8 nf4 fp8.tensor"), "'fp8' and 'fp8.tensor' both mean"),
+        (("--tolerance", "-1"), "tolerance must be >= 0, got -1"),
+        (("--schemes", "int4-token;skip=7"), "layers 0 to 1"),
+    ],
+)
+def test_wrong_words(folder, given, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr(
+        sys, "argv", ["rope-patch", "kv-check", *map(str, (folder, *given, *words, "-o", tmp_path / "out"))]
+    )
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2 and re.search(message, stderr) and "Traceback" not in stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--context", "0"), "context must be >= 1 token, got 0"),
+        (("--context", "-5"), "a length is a number of tokens"),
+        (("--windows", "0"), "windows >= 1"),
+        (("--schemes", "int4.token k=int4.token;v=int4.token"), "'int4.token' and 'k=int4.token;v=int4.token' both"),
+        (("--device", "cuda:99"), "no device 'cuda:99'"),
+        (("--device", "meta"), "no device 'meta' to compute on"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_loading(folder, given, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("rope_patch.cli.kv_check.load_tokenizer", lambda *_: pytest.fail("a tokenizer was loaded"))
+    assert_refused(monkeypatch, capsys, ("kv-check", folder, *given, *words, "-o", tmp_path / "deep" / "out"), message)
+    assert not (tmp_path / "deep").exists()
+
+
+def assert_refused(monkeypatch, capsys, arguments, message):
+    """The command fails in one line, as for other words that are wrong."""
+    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2 and stderr.startswith("error: ") and stderr.count("\n") == 1 and message in stderr
+
+
+@pytest.mark.parametrize(
+    "existing", ["file", "file/out", "out/kv-check.html/", "out/kv-check.csv/", "out/finished.jsonl/"]
+)
+def test_output_that_cannot_be_written_is_refused_before_loading(
+    folder, given, tmp_path, monkeypatch, capsys, existing
+):
+    monkeypatch.setattr("rope_patch.cli.kv_check.load_tokenizer", lambda *_: pytest.fail("a tokenizer was loaded"))
+    if existing.endswith("/"):
+        (tmp_path / existing).mkdir(parents=True)
+    else:
+        (tmp_path / "file").touch()
+    out = tmp_path / ("out" if existing.endswith("/") else existing)
+    message = {"file": "is a file", "file/out": "cannot write into"}.get(existing, "is a folder: remove it")
+    assert_refused(monkeypatch, capsys, ("kv-check", folder, *given, "-o", out), message)
+    assert len(list(tmp_path.rglob("*"))) == (2 if existing.endswith("/") else 1)
+
+
+def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
+    out = tmp_path / "deep" / "out"
+    with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
+        assert out.is_dir() and all("rope-patch" in path.name for path in out.iterdir())
+        1 / 0  # noqa: B018
+    assert not (tmp_path / "deep").exists()
+    with pytest.raises(ZeroDivisionError), folder_to_write(out, []):
+        (out / "kept").touch()
+        1 / 0  # noqa: B018
+    assert (out / "kept").exists()
+    with folder_to_write(tmp_path / "deep", []):
+        (out / "kept").unlink()
+        out.rmdir()
+    assert (tmp_path / "deep").exists()  # it was there before
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("rope_patch.files.os.open", denied)
+    denial = pytest.raises(OSError, match=r"^cannot write into '.*new': Permission denied$")
+    with denial, folder_to_write(tmp_path / "new", []):
+        pytest.fail("it went on")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("source", ["./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere", "no/where"])
+def test_a_missing_folder_is_called_one(given, tmp_path, monkeypatch, capsys, source):
+    unlike_an_id = source.startswith((".", "~", "/")) or source.count("/") > 1
+    message = f"no folder {source}" + (
+        ": give a folder with" if unlike_an_id else ", and the hub gives no tokenizer of that name"
+    )
+    assert_refused(monkeypatch, capsys, ("kv-check", source, *given, "-o", tmp_path / "out"), message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("analyze", "-o", "out"), ("compare", "--methods", "default", "--lengths", "40", "-o", "out")],
+    ids=lambda words: words[0],
+)
+def test_other_commands_check_the_device_too(folder, tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    asked = (words[0], folder, *words[1:], "--device")
+    assert_refused(monkeypatch, capsys, (*asked, "cuda:99"), "no device 'cuda:99'")
+    assert_refused(monkeypatch, capsys, (*asked, "gpu"), "device must be auto")
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_keeps_what_was_finished(folder, given, tmp_path, monkeypatch, capsys):
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rope_patch.evaluation.suite.retrieval", stop)
+    arguments = ["rope-patch", "kv-check", *map(str, (folder, *given, "-o", tmp_path / "out"))]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    assert raised.value.code == 130
+    stderr = capsys.readouterr().err
+    assert f"Finished work is saved in {tmp_path / 'out' / 'finished.jsonl'}" in stderr and "interrupted" in stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["finished.jsonl"]

@@ -1,0 +1,13 @@
+"""Figures of reports, seen but not saved."""
+
+import pytest
+
+from rope_patch.reports import page as pages
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures as they would have been saved, which is left out: it takes most of the time of a page."""
+    drawn = []
+    monkeypatch.setattr(pages, "svg", lambda figure: drawn.append(figure) or "<svg></svg>")
+    return drawn

@@ -1,0 +1,169 @@
+"""The report of a comparison: every score in its place, a winner only where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from report_pages import DEPTHS, LENGTHS, Page, accessible, loads_nothing, row
+
+from rope_patch.evaluation.compare import Comparison
+from rope_patch.plots import base as plots
+from rope_patch.reports import comparison as report
+from rope_patch.reports.page import render
+
+NOTHING = {(length, depth): 0 for length in LENGTHS for depth in DEPTHS}
+GOOD, BAD = row("good", [1.0, 1.1, 1.05, 1.0]), row("bad", [3.0, 3.1, 3.05, 3.0], NOTHING, table=(0.5, 0.0))
+NEAR, UNPATCHED = row("near", [1.01, 1.09, 1.04, 1.02]), row("default", [3.0, 3.1, 3.05, 3.0], NOTHING)
+
+
+def comparison(*rows, **fields):
+    given = {"model": "Tiny model", "environment": {"torch": "2"}, **fields}
+    return Comparison(rows, rows[0].scores.spec, 4, "ab" * 32, "a text", None, **given)
+
+
+def shown(*rows, **fields):
+    return Page(render(report.page([comparison(*rows, **fields)])))
+
+
+def test_the_page_is_whole_and_loads_nothing():
+    text = render(report.page([comparison(GOOD, BAD), comparison(GOOD, NEAR, model="Second")], command="rope-patch x"))
+    loads_nothing(text)
+    accessible(text)
+    page = Page(text)
+    assert len(page.all("img")) == 3 + 2  # curves, retrieval; wavelengths where they differ
+    words = "".join(page.text)
+    for fact in ("rope-patch x", "Tiny model: passkey", "Second: passkey", "a text", "abababababababab…", "95 %"):
+        assert fact in words
+    facts = dict(row for row in page.table("What was measured")[1:])
+    assert (
+        facts["Retrieval"].startswith("task passkey, mode single; lengths 4, 8 tokens")
+        and "seed 7" in facts["Retrieval"]
+    )
+    assert "4 windows of 8 tokens" in facts["Perplexity"] and facts["Special tokens"].startswith("ids 0, 5")
+
+
+@pytest.mark.usefixtures("figures")
+class TestNumbers:
+    """Figures are left out."""
+
+    def test_a_winner_is_marked_only_where_there_is_one(self):
+        page = shown(GOOD, BAD)
+        assert [kind for kind, _ in page.row("good")] == ["", *["winner"] * 4]
+        assert [kind for kind, _ in page.row("bad")] == [""] * 5
+        page = shown(BAD, GOOD, NEAR)
+        for method, kinds in {"bad": [""] * 4, "good": ["tied"] * 4, "near": ["tied"] * 4}.items():
+            assert [kind for kind, _ in page.row(method)][1:] == kinds
+
+    def test_scores_and_differences(self):
+        page = shown(GOOD, BAD)
+        good, bad = page.table("Scores")[1:]
+        assert good[1] == f"★ {math.exp(1.0375):.2f}"
+        assert good[3] == "★ 1.000.54 to 1.00"  # six haystacks, all right: .541^6 = .025
+        assert bad[3] == "0.000.00 to 0.46"
+        best, worse = page.table("Differences from the best of each column")[1:]
+        assert set(best[1:]) == {"best"}
+        assert worse[1] == "+2.0000+2.0000 to +2.0000"  # every window the same two nats apart
+        assert worse[3].startswith("−1.00−1.00 to −0.")
+
+    def test_one_method_has_nothing_to_be_compared_with(self):
+        page = shown(row("alone", [1.0], lengths=(8,)))
+        assert [kind for kind, _ in page.row("alone")] == ["", "", ""]
+        assert "Differences from the best of each column" not in page.tables
+
+    def test_no_end_and_no_value(self):
+        page = shown(row("a", [1.0]), row("b", [2.0]), row("never", [math.inf]))
+        words = "".join(page.text)
+        assert "−∞ to +∞" in words and "no value is finite: never" in words
+        assert not re.search(r"\b(nan|inf|None)\b", words)
+        assert page.row("never")[1] == ("tied", "≈ ∞")
+        assert "No method has a finite perplexity" in "".join(shown(row("x", [math.inf, math.inf])).text)
+
+    def test_layer_types_and_long_names(self, figures):
+        both = ("full_attention", "sliding_attention")
+        long = ["+".join(["abf:rope_theta=500000"] * 5 + [f"table:values=1/{i}"]) + "/1" * 30 for i in range(2)]
+        rows = [row(name, [1.0, 1.1], layer_types=both) for name in long]
+        page = shown(*rows, row("nope", [1.0, 1.1], layer_types=both, table=(0.0, 0.0)))
+        assert [full for _, full in page.table("Long names in full")[1:]] == long
+        assert len(figures) == 4  # a figure of wavelengths for each layer type
+        assert page.table("Table of wavelengths")[-1][1:6] == ["sliding_attention", "–", "–", "2 of 2", "1"]
+        same = shown(*(row(name, [1.0, 1.1], layer_types=both) for name in "ab"))
+        assert "the same rotary table in layers of type full_attention" in "".join(same.text)
+
+    def test_a_wrong_answer_is_shown_first_with_its_length_and_depth(self):
+        """At 8 tokens one depth of three is wrong; at 4 all are right."""
+        assert shown(row("m", [1.0], {(8, 0.5): 0})).table("A few answers")[1:] == [
+            ["m", "passkey", "4", "0 %", "12", '"12"', "right"],
+            ["m", "passkey", "8", "50 %", "12", '"12"', "wrong"],
+            ["m", "passkey", "8", "0 %", "12", '"12"', "right"],
+        ]
+
+    def test_the_answer_says_who_is_ahead(self):
+        answer = "".join(shown(UNPATCHED, GOOD).text)
+        assert "Perplexity at positions 4–8 tokens: good is best (2.82), ahead of every other method" in answer
+        assert "the unpatched model has 20.85." in answer
+        assert "separate no method from the best value (2.82)." in "".join(shown(GOOD, NEAR).text)
+        three = "".join(shown(UNPATCHED, GOOD, NEAR).text)
+        assert "good (2.82) is best, but not separable from near; the unpatched model has 20.85" in three
+        assert "Retrieval in prompts of 8 tokens: 1.00." in "".join(shown(GOOD).text)
+
+    def test_the_answer_does_not_call_a_patched_model_unpatched(self):
+        patched = dataclasses.replace(comparison(UNPATCHED, GOOD), environment={"patch before": "yarn:factor=4"})
+        words = render(report.page([patched]))
+        assert "the model as it was given (yarn:factor=4) has 20.85" in words and "unpatched model has" not in words
+
+    def test_the_answer_names_nothing_best_where_a_value_is_no_number(self):
+        words = "".join(shown(row("default", [math.nan] * 4), GOOD).text)
+        assert "Perplexity at positions 4" not in words and "Retrieval in prompts of 8 tokens" in words
+
+    def test_no_comparison_is_no_report(self):
+        with pytest.raises(ValueError, match="at least one"):
+            report.page([])
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_cells_of_the_map_land_where_they_belong(figures):
+    shown(row("m", [1.0], {(8, 0.5): 3, (4, 1.0): 0}), row("other", [1.0]))
+    first, second, _ = figures[1].axes
+    assert first.collections[0].get_array().tolist() == [[1, 1], [1, 0.5], [0, 1]]  # depths down, lengths across
+    assert second.collections[0].get_array().tolist() == [[1, 1], [1, 1], [1, 1]]
+    printed = {(text.get_position()[0] - 0.5, text.get_position()[1] - 0.5): text for text in first.texts}
+    assert printed[1, 1].get_text() == "0.50"
+    assert (printed[0, 2].get_text(), printed[0, 2].get_color()) == ("0.00", "white")
+    assert first.get_title(loc="left") == "m"
+    assert [label.get_text() for label in first.get_yticklabels()] == ["0 %", "50 %", "100 %"]
+    assert [label.get_text() for label in second.get_xticklabels()] == ["4", "8"]
+
+
+def test_a_map_without_a_number_and_panels_in_even_rows():
+    grids = {f"m{i}": [[math.nan, 0.5, 1.0]] for i in range(7)}
+    figure = plots.retrieval_heatmap(grids, lengths=(4096, 5, 6), depths=(0.25,), title="t")
+    assert [text.get_text() for text in figure.axes[0].texts][:2] == ["–", "0.50"]
+    assert figure.axes[0].collections[0].get_array().mask[0].tolist() == [True, False, False]
+    assert figure.axes[6].get_xticklabels()[0].get_text() == "4k"
+    assert [axes.get_subplotspec().rowspan.start for axes in figure.axes[:7]] == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_factors_near_one_have_a_scale_with_ticks_and_stopped_pairs_are_triangles():
+    before = torch.tensor([1.0, 0.1, 0.01])
+    for divisor, scale in ((1.05, "linear"), (4.0, "log")):
+        drawn = {"default": before, "slower": before / divisor}
+        (axes,) = plots.factors_by_wavelength(drawn, before=before, context=100, title="t").axes
+        assert axes.get_yscale() == scale and axes.get_ylim()[0] < 1 < divisor < axes.get_ylim()[1]
+    (axes,) = plots.factors_by_wavelength({"nope": torch.zeros(3)}, before=before, context=100, title="t").axes
+    assert len(next(line for line in axes.lines if line.get_marker() == "^").get_xdata()) == 3
+
+
+def test_curves_have_units_distinct_lines_and_the_trained_length_where_they_get_there():
+    curves = {f"m{i}": ([1.0, 2.0], [3.0 + i, 4.0 + i]) for i in range(12)}
+    (axes,) = plots.perplexity_by_position(curves, trained_length=2, title="t").axes
+    assert axes.get_xlabel() == "position [tokens]"
+    assert axes.get_legend().get_texts()[0].get_text() == "m0  (4)"
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines[:12]}) == 12
+    (axes,) = plots.perplexity_by_position(curves, trained_length=10**6, title="t").axes
+    assert axes.get_xlim()[1] < 20 and len(axes.lines) == 12

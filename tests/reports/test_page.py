@@ -1,0 +1,93 @@
+"""What all reports share: one file that loads nothing, everything escaped, colours that can be read."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from report_pages import Page as Parsed
+from report_pages import accessible, loads_nothing
+
+import rope_patch
+from rope_patch.reports.page import Cell, DataTable, Figure, Note, Page, Section, render, short_names, write
+
+EVIL = '<script>alert("1")</script>&$x$'
+CELLS = [
+    "plain",
+    Cell("a:b+c", style="text"),
+    Cell("1", "0 to 2", "winner"),
+    Cell("1", style="tied"),
+    Cell(" x", style="token"),
+]
+
+
+def a_page(text="words", **table):
+    shown = DataTable(**{"title": "Scores", "columns": list("abcde"), "rows": [CELLS], "caption": "How.", **table})
+    figure = Figure("data:image/svg+xml;base64,AAAA", "A figure", "How to read it, in a sentence of its own.")
+    return Page(text, [Section(text, [text, text], [Note(text), figure, shown]), Section("Empty", [], [])], text)
+
+
+def test_a_page_is_one_file_that_can_be_read_by_keyboard_and_ear():
+    text = render(a_page())
+    assert text == render(a_page())
+    loads_nothing(text)
+    accessible(text)
+    assert [given["href"] for given in Parsed(text).all("a")] == ["#section-1", "#section-2"]
+
+
+def test_cells_have_their_styles_and_notes():
+    (cells,) = Parsed(render(a_page())).tables["Scores"][1:]
+    assert cells == [("", "plain"), ("text", "a:b+c"), ("winner", "★ 10 to 2"), ("tied", "≈ 1"), ("token", " x")]
+
+
+def test_a_folded_table_opens_by_its_title():
+    assert "<summary>Scores</summary>" in render(a_page(folded=True))
+    assert "<h3>Scores</h3>" in render(a_page())
+
+
+def test_a_table_without_rows_has_a_head():
+    assert Parsed(render(a_page(rows=[]))).table("Scores") == [list("abcde")]
+
+
+def test_hostile_names_are_text():
+    text = render(a_page(EVIL, title=EVIL, caption=EVIL, columns=("", EVIL), rows=[[EVIL, Cell(EVIL, EVIL, "text")]]))
+    assert "<script" not in text
+    assert "".join(Parsed(text).text).count(EVIL) >= 10
+
+
+def test_twins_stay_two():
+    names = ["x" * 200, "x" * 100, "y"]
+    assert len(set(short_names(names))) == 3
+    assert max(map(len, short_names(names))) < 90
+
+
+def test_write_is_all_or_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "page.html"
+    write(path, a_page("one"))
+    before = path.read_text(encoding="utf-8")
+    assert before.startswith("<!DOCTYPE html>")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        write(path, a_page("two"))
+    assert path.read_text(encoding="utf-8") == before and list(tmp_path.iterdir()) == [path]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2.2."""
+    code = colour.lstrip("#")
+    code = "".join(2 * digit for digit in code) if len(code) == 3 else code
+    parts = [int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_text_has_the_contrast_of_wcag_aa():
+    style = (rope_patch.data_path("assets") / "page.html.jinja").read_text(encoding="utf-8")
+    blocks = re.findall(r":root \{([^}]*)\}", style)[:2]
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w+)", block)) for block in blocks)
+    pairs = [("ink", "page"), ("soft", "page"), ("ink", "band")]
+    pairs += [(f"{name}-ink", name) for name in ("win", "lose", "open")]
+    for colours, (text, back) in itertools.product((light, dark), pairs):
+        bright, dim = sorted((luminance(colours[text]), luminance(colours[back])), reverse=True)
+        assert (bright + 0.05) / (dim + 0.05) >= 4.5, (text, back)
