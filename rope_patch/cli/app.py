@@ -18,7 +18,6 @@ from rope_patch.cli.export import export
 from rope_patch.cli.extend import extend
 from rope_patch.cli.finetune import finetune
 from rope_patch.cli.fit import fit
-from rope_patch.cli.flags import flags
 from rope_patch.cli.inspect import inspect
 from rope_patch.cli.kv_check import kv_check
 from rope_patch.cli.methods import methods
@@ -58,7 +57,7 @@ for command in (
         fit,
         export,
     ),
-    *(audit, flags, demo),
+    *(audit, demo),
 ):
     app.command(command.__name__.replace("_", "-"))(command)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import Checkpoint, Import, Json, print_json
+from rope_patch.cli.options import Checkpoint, Import, Json, LayerTypes, TargetLength, print_json
 
 DISAGREE = 3
 """Exit status where a program would compute another table."""
@@ -24,6 +24,17 @@ def audit(
             show_default=False,
         ),
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Print the options by which vLLM, SGLang and llama.cpp run this unchanged checkpoint under a method, "
+            "for example yarn:factor=4.",
+            show_default=False,
+        ),
+    ] = None,
+    target_length: TargetLength = None,
+    layer_types: LayerTypes = None,
     imports: Import = None,
     as_json: Json = False,
 ) -> None:
@@ -39,8 +50,17 @@ def audit(
     checkpoint, or whose code was not compared on such models ("unverified"), does not change it, and neither does
     transformers' reader of a GGUF file.
 
-    Example: **rope-patch audit ./llama-yarn --engine vllm**
+    With **--method** the checkpoint is one that has no patch. The options that are printed are checked to give the very
+    table of the method; where a program's options cannot say it, the reason and the command that works instead are
+    printed, and the exit status is 3.
+
+    Examples: **rope-patch audit ./llama-yarn --engine vllm**, **rope-patch audit ./llama --method yarn:factor=4**
     """
+    if method is not None:
+        _print_options(model, method, engine, {"target_length": target_length, "layer_types": layer_types}, as_json)
+        return
+    if target_length is not None or layer_types is not None:
+        raise ValueError("--target-length and --layer-types are of --method")
     from rope_patch.exporting.audit import audit as compare
     from rope_patch.exporting.readings import PROGRAMS
 
@@ -59,6 +79,40 @@ def audit(
     else:
         _print(audited)
     if not audited.agrees:
+        raise typer.Exit(DISAGREE)
+
+
+def _print_options(model: str, method: str, engines: list[str] | None, patch: dict[str, Any], as_json: bool) -> None:
+    """Print the options by which each program runs an unchanged checkpoint under a method, or why there are none."""
+    from rope_patch.exporting.flags import WRITERS, flags
+
+    written, refused = {}, {}
+    for program in engines or WRITERS:
+        try:
+            written[program] = flags(model, method, program, **patch)
+        except ValueError as error:
+            if engines is not None and len(engines) == 1:
+                raise
+            refused[program] = str(error)
+    if not written:
+        raise ValueError("; ".join(f"{program}: {why}" for program, why in refused.items()))
+    if as_json:
+        print_json(
+            [one.to_dict() for one in written.values()] + [{"program": p, "refused": w} for p, w in refused.items()]
+        )
+    else:
+        for program, one in written.items():
+            print(f"{program}:")
+            for line in one.lines:
+                print(f"  {line}")
+            for note in (
+                f"checked against {one.shown_by}".replace("checked against unverified", "unverified"),
+                *one.notes,
+            ):
+                print(f"  # {note}")
+        for program, why in refused.items():
+            print(f"{program}: {why}")
+    if refused:
         raise typer.Exit(DISAGREE)
 
 

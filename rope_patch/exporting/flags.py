@@ -1,4 +1,4 @@
-"""``rope-patch flags``: run an unchanged checkpoint under a method, by the options of another program.
+"""``rope-patch audit --method``: run an unchanged checkpoint under a method, by the options of another program.
 
 Each program lets its user state a part of a config. What is written here is what transformers, or the program's rule
 in ``rules``, builds the very tables of the method from; anything else is refused with the reason. What each does with
@@ -60,6 +60,17 @@ class Flags:
     tables: tuple[RotaryTable, ...]
     shown_by: str
     notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, for JSON; the tables by layer type and hash."""
+        return {
+            "program": self.program,
+            "lines": list(self.lines),
+            "settings": self.settings,
+            "tables": [{"layer_type": t.layer_type, "hash": t.fingerprint} for t in self.tables],
+            "shown_by": self.shown_by,
+            "notes": list(self.notes),
+        }
 
 
 @dataclass(frozen=True)
@@ -290,4 +301,4 @@ WRITERS: dict[str, Callable[[PatchedCheckpoint], Flags]] = {
     "sglang": _sglang,
     "llama.cpp": _llama_cpp,
 }
-"""By the name that ``rope-patch flags --for`` takes."""
+"""By the name that ``rope-patch audit --method`` takes as ``--engine``."""

@@ -129,17 +129,18 @@ def test_a_gguf_with_a_table_of_its_own_is_refused(tmp_path):
 
 
 def test_the_command_prints_lines_to_copy(base):
-    printed = run("flags", base, "yarn:factor=4", "--for", "vllm", "--target-length", "256")
-    assert printed.splitlines()[1] == "--max-model-len 256"
-    found = json.loads(run("flags", base, "abf", "--for", "vllm", "--json"))
+    printed = run("audit", base, "--method", "yarn:factor=4", "--engine", "vllm", "--target-length", "256")
+    assert printed.splitlines()[2].strip() == "--max-model-len 256"
+    (found,) = json.loads(run("audit", base, "--method", "abf", "--engine", "vllm", "--json"))
     assert found["settings"]["rope_parameters"]["rope_theta"] == 500000.0
 
 
 def test_wrong_arguments_say_what_to_do(base, tmp_path, monkeypatch, capsys):
-    said = fail(monkeypatch, capsys, "flags", base, "abf", "--for", "tgi")
-    assert "unknown program 'tgi'. Known: vllm, sglang, llama.cpp" in said
+    words = ("audit", base, "--method", "abf", "--engine")
+    assert "Known: vllm, sglang, llama.cpp" in fail(monkeypatch, capsys, *words, "tgi")
     rope_patch.checkpoints.offline.patch_folder(base, "abf", tmp_path / "patched")
-    assert "is patched already" in fail(monkeypatch, capsys, "flags", tmp_path / "patched", "abf", "--for", "vllm")
+    assert "patched already" in fail(monkeypatch, capsys, "audit", tmp_path / "patched", "--method", "abf")
+    assert "--method" in fail(monkeypatch, capsys, "audit", base, "--target-length", "256")
 
 
 @pytest.mark.parametrize("method", ["abf", "pi:factor=4", "yarn:factor=4"])
