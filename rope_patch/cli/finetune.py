@@ -53,7 +53,7 @@ def finetune(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Print the options and the estimated memory and time, evaluation included, and stop."
+            "--dry-run", help="Print the options, the steps, the predicted memory and the evaluations, and stop."
         ),
     ] = False,
     restart: Annotated[
@@ -83,7 +83,9 @@ def finetune(
     else:
         recipe = read(files, overrides)
     if dry_run:
-        print(_estimate(recipe, gpu_memory, threads))
+        from rope_patch.training.estimate import describe
+
+        print(describe(recipe, gpu_memory))
         return
     with resumable(Path(recipe.output), again="the same command without --restart" if restart else "the same command"):
         _run(recipe, restart, threads)
@@ -93,7 +95,6 @@ def smoke_options(options: RecipeOptions) -> dict[str, Any]:
     """Return options of a run that uses the same code as these and takes about a minute on a CPU."""
     from rope_patch.methods import TwoTables, as_method
     from rope_patch.training.models import BUNDLED
-    from rope_patch.training.options import FIT
 
     positions, stages = options.data.positions, len(options.stages)
     quantized = options.model.quantization != "none"
@@ -104,31 +105,18 @@ def smoke_options(options: RecipeOptions) -> dict[str, Any]:
         "data": {**SMOKE["data"], "lengths": "256" if positions != "full" else "256:0.5 512" if stages > 1 else "512"},
         "evaluation": {**SMOKE["evaluation"], "every": 0 if quantized else 2, "before": not quantized},
     }
-    method = None if options.patch.method in (None, FIT) else as_method(options.patch.method)
+    method = None if options.patch.method is None else as_method(options.patch.method)
     if isinstance(method, TwoTables):
         method = replace(method, switch_at=256)  # the context of the bundled checkpoints
         changes["patch"] = {**changes["patch"], "method": str(method)}
     values = options.to_dict() | {"output": f"{options.output}-smoke"}
-    if options.patch.method == FIT:
-        changes["fit"] = {"steps": 2, "windows": 1, "samples": 1, "batch_tokens": None}
     return values | {section: values[section] | changed for section, changed in changes.items()}
-
-
-def _estimate(options: RecipeOptions, gpu_memory: float, threads: int | None) -> str:
-    import torch
-
-    from rope_patch.training.estimate import describe, matmul_speed
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return describe(options, gpu_memory, None if torch.cuda.is_available() else matmul_speed())
 
 
 def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     import torch
     from transformers.utils import logging as hf_logging
 
-    from rope_patch.cli.fitted_table import fit_table
     from rope_patch.training.finetune import finetune as train
 
     warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # without a line of our source
@@ -139,7 +127,7 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
         torch.set_num_threads(threads)
     name = "rope-patch" if os.path.basename(sys.argv[0]) == "rope-patch" else f"python {sys.argv[0]}"
     try:
-        result = train(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart, fit_table=fit_table)
+        result = train(options, command=f"{name} {shlex.join(sys.argv[1:])}", restart=restart)
     except torch.OutOfMemoryError as error:  # its advice has several lines
         print(f"\nerror: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -154,26 +142,9 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     for name in list(after)[1:]:
         earlier = f"{before[name]:.3g} -> " if name in before else ""
         print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {earlier}{after[name]:.3g}")
-    print_answers(result.results)
-    for change in result.results.get("changes", []):
+    for change in result.results["changes"]:
         print(change["sentence"])
+    for note in result.results["notes"]:
+        print(f"note: {note}", file=sys.stderr)
     verb = "found" if result.finished_before else "wrote"
     print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")
-
-
-def print_answers(results: dict[str, Any]) -> None:
-    """Print the shares that are first choice, a few answers, and what to know of the unpatched model.
-
-    Args:
-        results: the contents of ``results.json``; that of an older version has none of these.
-    """
-    from rope_patch.evaluation.answers import ShownAnswer, answers_text
-
-    shares = results.get("first_choice", {"after": {}})
-    for length, share in shares["after"].items():
-        earlier = f"{shares['before'][length]:.3g} -> " if shares["before"] else ""
-        print(f"first choice {length}: {earlier}{share:.3g}")
-    if results.get("answers"):
-        print(answers_text([("after", ShownAnswer(**answer)) for answer in results["answers"]]))
-    for sentence in results.get("notes", []):
-        print(f"note: {sentence}", file=sys.stderr)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from rope_patch import checkpoints
-from rope_patch.methods import Method, as_method
+from rope_patch.methods import as_method
 from rope_patch.packaged import data_path
 from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import find_rotary
@@ -84,13 +84,12 @@ def _bitsandbytes(quantization: str, storage: torch.dtype, compute: torch.dtype)
     )
 
 
-def prepare(model: Any, options: RecipeOptions, fitted: Method | None = None) -> Any:
+def prepare(model: Any, options: RecipeOptions) -> Any:
     """Patch a model in place and add adapters to it.
 
     Args:
         model: of :func:`load_model`.
         options: their sections ``patch`` and ``lora`` are read.
-        fitted: the table of ``patch.method=fit``.
 
     Returns:
         A ``PeftModel``; the model itself where every weight is trained.
@@ -106,7 +105,7 @@ def prepare(model: Any, options: RecipeOptions, fitted: Method | None = None) ->
     if patch.method is None and own is not None:
         _check_own_patch(own, options)
     else:
-        if patch.method is None and not patch.trainable:
+        if patch.method is None:
             warnings.warn(
                 "there is no patch.method: the model keeps its original rotary table, so only its weights adapt to "
                 "longer rows; choose a method with `rope-patch methods`, or set patch.method=default to say so",
@@ -114,7 +113,7 @@ def prepare(model: Any, options: RecipeOptions, fitted: Method | None = None) ->
             )
         apply(
             model,
-            fitted or as_method(patch.method or "default"),
+            as_method(patch.method or "default"),
             target_length=_stated_context(model, options),
             layer_types=patch.layer_types,
             freeze_at=patch.freeze_at,

@@ -1,4 +1,4 @@
-"""The sections of a recipe's options: model, patch, fit, LoRA, data, training and evaluation, with their defaults.
+"""The sections of a recipe's options: model, patch, LoRA, data, training and evaluation, with their defaults.
 
 :class:`~rope_patch.training.recipe.RecipeOptions` joins and checks them, and :func:`~rope_patch.training.reading.read`
 reads them from YAML files and ``key=value`` overrides.
@@ -14,9 +14,6 @@ from omegaconf import MISSING
 from rope_patch.training.data import Boundaries
 
 Precision = Literal["bfloat16", "float16", "float32"]
-
-FIT = "fit"
-"""The value of ``patch.method`` for a table that is fitted before the weights are trained."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +42,12 @@ class PatchOptions:
     """The rotary patch; arguments of :func:`rope_patch.apply`.
 
     Attributes:
-        method: a method string (chains too), or ``fit`` for a table that is fitted first. Without one the checkpoint
-            keeps its own patch or, where it has none, its original table, which is warned about.
+        method: a method string (chains too). Without one the checkpoint keeps its own patch or, where it has none, its
+            original table, which is warned about.
         target_length: context that the model is patched for; by default the length of the longest row [tokens].
         layer_types: the layer types whose tables are patched, on models with several.
         freeze_at: context length at which a table that changes with the input's length is frozen [tokens].
         replace: replace an earlier patch.
-        trainable: train the frequencies of the table together with what ``lora`` names.
-        learning_rate: of the logarithms of the frequencies, where they are trained. Their gradient counts towards
-            ``train.max_grad_norm``.
     """
 
     method: str | None = None
@@ -61,58 +55,6 @@ class PatchOptions:
     layer_types: list[str] | None = None
     freeze_at: int | None = None
     replace: bool = False
-    trainable: bool = False
-    learning_rate: float = 0.01
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """How the table of ``patch.method=fit`` is fitted, with frozen weights; arguments of :func:`rope_patch.fit`.
-
-    Attributes:
-        init: method strings of the tables to start from, separated by spaces. A ``factor`` that is left out is computed
-            from the target length.
-        steps: of gradient descent.
-        learning_rate: of the logarithms of the frequencies.
-        batch_tokens: tokens per step; by default two rows of the target length, or of ``row_length`` under ``pose``,
-            and at least 4096 [tokens].
-        positions: ``full``: rows of up to the target length; ``pose``: short rows whose positions skip ahead up to the
-            target length.
-        row_length: of the rows under ``pose``; by default the trained length, or a quarter of the target length where
-            that is longer, but at most 2048 [tokens].
-        chunks: pieces of a row of text under ``pose``.
-        retrieval: share of the learning rate for answers to retrieval prompts. With 0 the table is fitted to text
-            alone, which loses retrieval and was found worse on text of another kind.
-        mix: share of the rows that are drawn from code of Python's standard library: the run's text is taken as one
-            kind. With 0 the table is fitted to that text alone.
-        second_text: text of another kind, which decides too: ``builtin`` (the documentation of Python), ``none``, or a
-            file or folder (``*.txt``).
-        task: of the retrieval prompts.
-        band: the largest factor by which a frequency may differ from its start.
-        monotone: keep the pairs in order, fast to slow.
-        curve: describe the factors by this many cosines over the pairs, a smooth curve.
-        scaling: fit the attention scaling (the factor on cos and sin), too.
-        windows: of held-out text; with the held-out prompts they decide which table is chosen.
-        samples: held-out haystacks per length.
-    """
-
-    init: str = "yarn"
-    steps: int = 40
-    learning_rate: float = 0.04
-    batch_tokens: int | None = None
-    positions: Literal["full", "pose"] = "full"
-    row_length: int | None = None
-    chunks: int = 2
-    retrieval: float = 0.8
-    mix: float = 0.5
-    second_text: str = "builtin"
-    task: str = "passkey"
-    band: float | None = None
-    monotone: bool = False
-    curve: int | None = None
-    scaling: bool = False
-    windows: int = 8
-    samples: int = 4
 
 
 @dataclass(frozen=True)
@@ -154,12 +96,8 @@ class DataOptions:
         boundaries: between documents. ``join``: documents see those before them in their row; ``apart``: they do not;
             ``whole``: each row holds one document, or a piece of one.
         allow_short: train although no document is as long as a row.
-        positions: ``full`` counts from 0; ``pose`` and ``randpos`` give short rows positions up to
-            ``patch.target_length``.
+        positions: ``full`` counts from 0; ``pose`` gives short rows positions up to ``patch.target_length``.
         chunks: pieces of a row under ``pose``.
-        position_range: of positions under ``pose`` and ``randpos``. ``target``: up to ``patch.target_length`` in every
-            row; ``rising``: up to the length of a row at first, and ever further until the last row reaches the target
-            (Randomized YaRN, arXiv:2606.23687).
         retrieval: share of the rows that are retrieval prompts over training text.
         task: of these prompts.
         answer_weight: weight of an answer's tokens in the loss of these prompts; other tokens have weight 1.
@@ -176,9 +114,8 @@ class DataOptions:
     order: Literal["stages", "mixed"] = "stages"
     boundaries: Boundaries = "join"
     allow_short: bool = False
-    positions: Literal["full", "pose", "randpos"] = "full"
+    positions: Literal["full", "pose"] = "full"
     chunks: int = 2
-    position_range: Literal["target", "rising"] = "target"
     retrieval: float = 0.0
     task: str = "passkey"
     answer_weight: float = 5.0

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -14,13 +13,9 @@ from omegaconf import MISSING, OmegaConf
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import find_task
 from rope_patch.methods import as_method
-from rope_patch.modeling.positions import check_positions
-from rope_patch.modeling.trainable_table import Constraint
 from rope_patch.training.options import (
-    FIT,
     DataOptions,
     EvaluationOptions,
-    FitOptions,
     LoraOptions,
     ModelOptions,
     PatchOptions,
@@ -40,7 +35,6 @@ class RecipeOptions:
         data: the documents and rows.
         train: the optimizer and its steps.
         evaluation: how the model is evaluated.
-        fit: how the table of ``patch.method=fit`` is fitted.
         output: folder of the adapter; its subfolder ``work`` has checkpoints, logs and rows.
 
     Raises:
@@ -53,7 +47,6 @@ class RecipeOptions:
     data: DataOptions = field(default_factory=DataOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
-    fit: FitOptions = field(default_factory=FitOptions)
     output: str = MISSING
 
     def __post_init__(self) -> None:
@@ -62,10 +55,9 @@ class RecipeOptions:
                 raise ValueError(f"{name} must be finite, got {value}")
             if value == "":
                 raise ValueError(f"{name} is empty: leave it out, or give a value")
-        if self.patch.method not in (None, FIT):
+        if self.patch.method is not None:
             as_method(self.patch.method)
         self._check_ranges()
-        self._check_table()
         self._check_rows()
         self._check_weights()
         self._check_evaluation()
@@ -73,10 +65,6 @@ class RecipeOptions:
     def _check_ranges(self) -> None:
         minima: dict[str, float] = {
             "patch.freeze_at": 1,
-            "fit.steps": 0,
-            "fit.batch_tokens": (self.fit_row_length or 1) * (2 if self.fit.retrieval else 1),
-            "fit.windows": 1,
-            "fit.samples": 1,
             "lora.rank": 0,
             "lora.alpha": 1,
             "data.chunks": 1,
@@ -103,35 +91,8 @@ class RecipeOptions:
         for name in ("data.retrieval", "lora.dropout"):
             if not 0 <= values[name] <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {values[name]}")
-        for name in ("train.learning_rate", "patch.learning_rate", "fit.learning_rate"):
-            if not values[name] > 0:
-                raise ValueError(f"{name} must be > 0, got {values[name]}")
-
-    def _check_table(self) -> None:
-        """Raise ValueError for a table that cannot be fitted or trained with these options."""
-        fit, patch = self.fit, self.patch
-        if patch.method == FIT:
-            try:
-                if not 0 <= fit.retrieval < 1:
-                    raise ValueError(f"retrieval must be in [0, 1), got {fit.retrieval}")
-                if not 0 <= fit.mix < 1:
-                    raise ValueError(f"mix must be in [0, 1), got {fit.mix}")
-                if fit.second_text not in ("builtin", "none") and not Path(fit.second_text).exists():
-                    raise ValueError(f"second_text must be builtin, none or a file or folder, got {fit.second_text!r}")
-                find_task(fit.task)
-                Constraint(fit.band, fit.monotone, fit.curve, fit.scaling)
-                check_positions(fit.positions, fit.row_length, fit.chunks, self.target_length)
-                starts = [as_method(start) for start in fit.init.split()]
-                if not starts or len({str(start) for start in starts}) < len(starts):
-                    raise ValueError(f"init must name tables that differ, got {fit.init!r}")
-            except ValueError as error:
-                raise ValueError(f"fit: {error}") from None
-        elif fit != FitOptions():
-            raise ValueError("fit.* without patch.method=fit would change nothing")
-        if not patch.trainable and patch.learning_rate != PatchOptions.learning_rate:
-            raise ValueError("patch.learning_rate without patch.trainable=true would change nothing")
-        if patch.trainable and self.train.optimizer not in ("adamw", "sgd"):
-            raise ValueError(f"patch.trainable: {self.train.optimizer} cannot train a table: use adamw or sgd")
+        if not self.train.learning_rate > 0:
+            raise ValueError(f"train.learning_rate must be > 0, got {self.train.learning_rate}")
 
     def _check_rows(self) -> None:
         data, target = self.data, self.target_length
@@ -144,19 +105,13 @@ class RecipeOptions:
         if data.order == "mixed" and len(lengths) < 2:
             raise ValueError('data.order=mixed needs several data.lengths, such as "4k:0.5 32k"')
         if data.positions == "full":
-            if data.position_range != "target":
-                raise ValueError(
-                    "data.position_range is for rows that skip positions: set data.positions, or leave it out"
-                )
             return
         if self.patch.target_length is None:
-            raise ValueError(
-                f"data.positions={data.positions} needs patch.target_length: positions are drawn from below it"
-            )
-        if data.positions == "pose" and data.chunks > min(lengths):
+            raise ValueError("data.positions=pose needs patch.target_length: positions are drawn from below it")
+        if data.chunks > min(lengths):
             raise ValueError(f"data.chunks={data.chunks} is more than the tokens of a row, {min(lengths)}")
         if data.boundaries == "apart":
-            raise ValueError(f"data.positions={data.positions} needs data.boundaries=join or whole, not apart")
+            raise ValueError("data.positions=pose needs data.boundaries=join or whole, not apart")
 
     def _check_weights(self) -> None:
         every_weight = self.lora.rank == 0
@@ -243,11 +198,6 @@ class RecipeOptions:
         if self.patch.target_length is None:
             return max(length for length, _ in self.stages)
         return _length("patch.target_length", str(self.patch.target_length))
-
-    @property
-    def fit_row_length(self) -> int | None:
-        """Length of the longest row of a fit; None where it goes by the model [tokens]."""
-        return self.target_length if self.fit.positions == "full" else self.fit.row_length
 
     @property
     def warmup_steps(self) -> int:

@@ -15,12 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rope_patch.packaged import data_path
 from rope_patch.patching.locate import find_rotary
 from rope_patch.planning import shape_of
-from rope_patch.training.estimate import describe, duration, evaluation_flops, evaluations, training_plan
+from rope_patch.training.estimate import describe, training_plan
 from rope_patch.training.models import BUNDLED, prepare
 from rope_patch.training.reading import read
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.setup import arguments
-from rope_patch.training.tables import check_table
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 GIB = 2**30
@@ -87,9 +86,6 @@ def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None
     """Patch, adapters, a pass forward and backward; and transformers accepts the arguments of the training."""
     options = read(list(files), base=BASE)
     model = two_layers(options)
-    if options.patch.method == "fit":
-        check_table(model, options)
-        return
     model = prepare(model, options)
     record = find_rotary(model).record
     assert record is not None and (
@@ -103,13 +99,7 @@ def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(p.grad is not None and p.grad.shape == p.shape for p in trained.values())
     assert arguments(options, tmp_path).max_steps == options.train.steps
-
-
-@every_run
-def test_a_dry_run(files: tuple[Path, ...]) -> None:
-    assert re.search(
-        r"^memory of one GPU, predicted: [0-9.]+ GiB, fits into 141$", describe(read(list(files), base=BASE), 141), re.M
-    )
+    assert "fits into 141" in describe(options, 141)
 
 
 # --- what a header says
@@ -120,21 +110,18 @@ LAUNCH = re.compile(r"^#   (\d+) x (\d+) GB +(\S+)\.yaml +(?:with (\S+) +)?([0-9
 @every_named_config
 def test_the_launch_files_of_a_header_are_those_of_the_plan(path: Path) -> None:
     rows = LAUNCH.findall(path.read_text(encoding="utf-8"))
-    assert [count for count, *_ in rows][:1] == ["1"] and rows[-1][:2] == ("8", "80")
+    assert [count for count, *_ in rows][:1] == ["1"]
     for count, size, launch, added, shown in rows:
         file = yaml.safe_load((CONFIGS / "accelerate" / f"{launch}.yaml").read_text(encoding="utf-8"))
         assert file["num_processes"] == int(count)
         shared = file.get("parallelism_config", {})
-        sharing = max(shared.get(f"parallelism_config_{kind}_size", 1) for kind in ("cp", "sp"))
+        sharing = shared.get("parallelism_config_cp_size", 1)
         more = [CONFIGS / added] if added.endswith(".yaml") else []
         options = read([path, *more], [added] if added and not more else [])
         planned = training_plan(options).but(gpus=int(count), context_parallel=sharing)
         assert float(shown) == pytest.approx(planned.total / GIB, abs=0.06)
         assert planned.total <= 0.95 * int(size) * GIB  # a GPU of 80 GB has 79.6 GiB, some of them taken
-        windows = any(layer.window for layer in planned.shape.kinds)
-        assert not (windows and sharing > 1) or (launch.endswith("ulysses") and options.model.attention == "flash")
-        if launch.endswith("ulysses"):
-            assert options.data.answer_weight == 1 and all(layer.heads % sharing == 0 for layer in planned.shape.kinds)
+        assert sharing == 1 or not any(layer.window for layer in planned.shape.kinds)
 
 
 @every_named_config
@@ -160,9 +147,5 @@ def test_the_table_of_the_readme_is_predicted(path: Path) -> None:
     assert cells[2] == str(options.target_length)
     assert int(cells[3]) == pytest.approx(training_plan(options).total / GIB, abs=0.51)
     assert int(cells[4]) == pytest.approx(quantized.total / GIB, abs=0.51)
-    speed = 989e12 * 0.45  # FLOP/s, as the page assumes
-    training = training_plan(options).compute.executed_flops * options.train.accumulate * options.train.steps
-    evaluation = evaluation_flops(options, shape_of(options.model.name)) * evaluations(options)
-    assert cells[5] == duration((training + evaluation) / speed)
     launches = [launch for *_, launch, _, _ in LAUNCH.findall(path.read_text(encoding="utf-8"))]
-    assert cells[6] == launches[-1]
+    assert cells[5] == (launches[-1] if len(launches) > 1 else "none")

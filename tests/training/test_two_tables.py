@@ -1,4 +1,4 @@
-"""Training for two tables: rows of mixed lengths, each under its table, and positions whose range rises."""
+"""Training for two tables: rows of mixed lengths, each under its table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.cli.finetune import smoke_options
-from rope_patch.training.collators import Collator, PoSECollator, RandPosCollator
+from rope_patch.training.collators import Collator
 from rope_patch.training.finetune import finetune
 from rope_patch.training.reading import read
 from rope_patch.training.sources import make_rows
@@ -28,6 +28,11 @@ def recipe(*words, output="x"):
     return read(overrides=["model.name=llama", f"output={output}", *words])
 
 
+def packed(options, tokenizer, folder):
+    folder.mkdir(exist_ok=True)
+    return make_rows(options, tokenizer, folder, quiet=True)
+
+
 def lengths_of(rows):
     return [[len(row["ids"]) for row in item] for item in rows]
 
@@ -36,22 +41,22 @@ MIXED = ("data.lengths=32:0.5 128", "data.order=mixed", "train.steps=6", "train.
 
 
 def test_mixed_rows_come_in_random_order_with_as_many_of_each_length(tokenizer, tmp_path):
-    mixed = lengths_of(make_rows(recipe(*MIXED), tokenizer, tmp_path, quiet=True))
-    stages = lengths_of(make_rows(recipe(*MIXED, "data.order=stages"), tokenizer, tmp_path, quiet=True))
+    mixed = lengths_of(packed(recipe(*MIXED), tokenizer, tmp_path / "mixed"))
+    stages = lengths_of(packed(recipe(*MIXED, "data.order=stages"), tokenizer, tmp_path / "stages"))
     assert collections.Counter(map(tuple, mixed)) == collections.Counter(map(tuple, stages))
     assert stages == sorted(stages) and mixed != stages
     assert len(stages) == 6 * 4 and {tuple(item) for item in mixed} == {(32,) * 4, (128,)}
-    other = lengths_of(make_rows(recipe(*MIXED, "train.seed=1"), tokenizer, tmp_path, quiet=True))
+    other = lengths_of(packed(recipe(*MIXED, "train.seed=1"), tokenizer, tmp_path / "other"))
     assert other != mixed
 
 
 def test_rows_of_one_forward_pass_are_of_one_length(tokenizer, tmp_path):
-    mixed = lengths_of(make_rows(recipe(*MIXED), tokenizer, tmp_path, quiet=True))
+    mixed = lengths_of(packed(recipe(*MIXED), tokenizer, tmp_path))
     assert all(one == other for one, other in zip(mixed[::2], mixed[1::2], strict=True))
 
 
 def test_mixed_rows_are_numbered_in_their_order(tokenizer, tmp_path):
-    rows = make_rows(recipe(*MIXED, "data.lengths=64:0.5 128", "data.retrieval=0.5"), tokenizer, tmp_path, quiet=True)
+    rows = packed(recipe(*MIXED, "data.lengths=64:0.5 128", "data.retrieval=0.5"), tokenizer, tmp_path)
     numbers = [row["index"] for item in rows for row in item]
     assert numbers == list(range(len(numbers)))
 
@@ -83,35 +88,10 @@ def test_a_run_trains_under_both_tables_and_keeps_them(tmp_path):
     assert rope_patch.inspect(loaded).method == "yarn:factor=4@256" and rope_patch.verify(loaded)
 
 
-# --- a rising range
-
-
-@pytest.mark.parametrize("kind", [PoSECollator, RandPosCollator])
-def test_a_rising_range_ends_at_the_target(kind):
-    collator = kind(target=1000, rows=101)
-    row = torch.zeros(100, dtype=torch.long)
-    furthest = [int(collator.positions(100, {"index": i, "ids": row})[-1]) for i in range(101)]
-    assert furthest[0] == 99, "the first row has the positions of a short text"
-    assert all(last < 100 + 9 * i for i, last in enumerate(furthest, 1))  # 100 + (1000 - 100) * i / 100
-    assert max(furthest[80:]) > 600
-    assert collator.range_of(100, {"index": 100}) == collator.range_of(100, {"index": 500}) == 1000
-    assert kind(target=1000).range_of(100, {"index": 0}) == 1000
-
-
-def test_the_recipe_gives_the_range_its_rows(tokenizer):
-    from rope_patch.training.setup import collator
-
-    words = ("data.lengths=128", "patch.target_length=512", "data.positions=randpos")
-    assert collator(recipe(*words, "data.position_range=rising"), tokenizer, 40).rows == 40
-    assert collator(recipe(*words), tokenizer, 40).rows is None
-    assert collator(recipe(*words), tokenizer, 40, two_tables=True).mark_padding
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("data.lengths=128", "data.order=mixed"), "data.order=mixed needs several data.lengths"),
-        (("data.lengths=128", "data.position_range=rising"), "data.position_range is for rows that skip positions"),
         (("data.lengths=128", "data.order=random"), "data.order"),
     ],
     ids=str,
