@@ -55,11 +55,9 @@ class Options:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Options).items():
             value, choices = getattr(self, name), get_args(hint)
-            if hint in (int, int | None) and not (value is None and hint == int | None):
-                if not isinstance(value, Real):
-                    raise ValueError(f"{name} must be a number, got {value!r}")
-                if not float(value) > 0:
-                    raise ValueError(f"{name} must be > 0, got {value}")
+            optional = value is None and hint == int | None
+            if hint in (int, int | None) and not optional and not (isinstance(value, Real) and float(value) > 0):
+                raise ValueError(f"{name} must be a number > 0, got {value!r}")
             if choices and isinstance(choices[0], str) and value not in choices:
                 known = f"{did_you_mean(str(value), choices)} Known: {', '.join(choices)}"
                 raise ValueError(f"unknown {name} {value!r}.{known}")

@@ -39,7 +39,6 @@ haystacks are worth{trained_on}. Perplexity: by position, over {windows} windows
 
 {steps} steps, {tokens:,} tokens, on {processes} x {device}{best}. Last losses: {losses}.
 torch {torch}, transformers {transformers}, Python {python}.
-{curve}
 ```yaml
 {options}```
 """
@@ -83,7 +82,6 @@ def card(options: RecipeOptions, results: dict[str, Any], final: EvalResult) -> 
         tokens=results["tokens"],
         best="" if results["best_step"] is None else best,
         losses=", ".join(f"{entry['loss']:.3f} (step {entry['step']})" for entry in results["losses"][-3:]),
-        curve=_curve(results["curve"], list(results["after"])[1:]),
         options=options.to_yaml(),
         **{name: environment[name] for name in ("torch", "transformers", "python", "processes", "device")},
     )
@@ -95,15 +93,6 @@ def _head(options: RecipeOptions, adapter: bool) -> str:
     if options.model.name not in BUNDLED:  # these are on no hub
         header["base_model"] = options.model.name
     return OmegaConf.to_yaml(OmegaConf.create({**header, "tags": ["rope_patch", "long-context"]}))
-
-
-def _curve(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """Return the metrics of every evaluation as a table."""
-    if not rows:
-        return ""
-    lines = [f"| step | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
-    lines += [f"| {row['step']} | " + " | ".join(f"{row[name]:.3g}" for name in names) + " |" for row in rows]
-    return "\n" + "\n".join(lines) + "\n"
 
 
 def _scores(results: dict[str, Any], final: EvalResult) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +12,11 @@ from tqdm import tqdm
 from rope_patch.evaluation.key_tokens import KeyTokens
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference
-from rope_patch.evaluation.result_cache import ResultCache, finite
+from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.files import write_atomically
 from rope_patch.processes import from_first, processes
 from rope_patch.training.recipe import RecipeOptions
 
@@ -78,15 +79,15 @@ def metrics(result: EvalResult) -> dict[str, float]:
 
 
 class Evaluations:
-    """Evaluates a model, and keeps every result on disk, so that a resumed run has the first one.
+    """Evaluates a model, and keeps the first result on disk, for a resumed run to compare with.
 
     Args:
         suite: the texts and prompts.
-        path: the file of results.
+        path: the file of the evaluation before training.
     """
 
     def __init__(self, suite: EvalSuite, path: Path) -> None:
-        self.suite, self.file = suite, ResultCache(path)
+        self.suite, self.path = suite, path
         self.by_step: dict[int, EvalResult] = {}
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:
@@ -94,7 +95,8 @@ class Evaluations:
         result = self.by_step[step] = self._measure(model)
 
         def record() -> dict[str, float]:
-            self.file[str(step)] = {"metrics": metrics(result), "evaluation": to_json(result)}
+            if step == 0:
+                write_atomically(self.path, json.dumps(result.to_dict(), allow_nan=False))
             return metrics(result)
 
         return from_first(record)  # all processes choose the best checkpoint by the same numbers
@@ -106,20 +108,11 @@ class Evaluations:
         ) as bar:
             return self.suite.run(model, on_progress=bar.update)
 
-    @property
-    def before(self) -> dict[str, Any]:
-        """The metrics and the evaluation before training; empty where the model was not evaluated then."""
-        result: dict[str, Any] = self.file.get("0", {})
-        return result
-
-    def scores_before(self) -> EvalResult | None:
+    def before(self) -> EvalResult | None:
         """Return the evaluation before training; None where the model was not evaluated then."""
-        return from_json(self.before["evaluation"], self.suite.spec) if self.before else None
-
-    def curve(self, last: int) -> list[dict[str, float]]:
-        """Return the metrics of every evaluation up to a step, in order."""
-        steps = sorted(step for step in map(int, self.file) if step <= last)
-        return [{"step": step, **self.file[str(step)]["metrics"]} for step in steps]
+        if not self.path.is_file():
+            return None
+        return from_json(json.loads(self.path.read_text(encoding="utf-8")), self.suite.spec)
 
     def final(self, model: Any, state: Any) -> EvalResult:
         """Return the result of the model that is saved; that of a best checkpoint has been measured already."""
@@ -159,18 +152,9 @@ def _verdict(metric: Metric, label: str, difference: PairedDifference) -> tuple[
     return verdict, f"{label} is significantly {verdict} than before training: {change}"
 
 
-def to_json(result: EvalResult) -> dict[str, Any]:
-    """Return an evaluation as JSON: every prompt, every position bucket of every window."""
-    return {
-        "retrieval": asdict(retrieval_of(result)),
-        "perplexity": None if result.perplexity is None else asdict(result.perplexity),
-        "key_tokens": None if result.key_tokens is None else asdict(result.key_tokens),
-    }
-
-
 def from_json(values: dict[str, Any], spec: EvalSpec) -> EvalResult:
-    """Return the scores that :func:`to_json` wrote."""
-    prompts, text, keys = values["retrieval"], values["perplexity"], values["key_tokens"]
+    """Return the scores of one retrieval task that :meth:`EvalResult.to_dict` gave."""
+    (prompts,), text, keys = values["retrieval"].values(), values["perplexity"], values.get("key_tokens")
     cells = tuple(
         RetrievalCell(cell["length"], cell["depth"], tuple(Sample(**sample) for sample in cell["samples"]))
         for cell in prompts["cells"]
@@ -185,6 +169,5 @@ def from_json(values: dict[str, Any], spec: EvalSpec) -> EvalResult:
         )
         parts = {"buckets": buckets, "documents": documents, "prefix": tuple(text["prefix"])}
         perplexity = PerplexityResult(**{**text, **parts})
-    return EvalResult(
-        spec, perplexity, {retrieval.task: retrieval}, key_tokens=None if keys is None else KeyTokens(**keys)
-    )
+    tokens = None if keys is None else KeyTokens(**keys)
+    return EvalResult(spec, perplexity, {retrieval.task: retrieval}, values.get("short_window", 0), tokens)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ from rope_patch.training.setup import arguments, build_trainer, check_device
 from rope_patch.training.sources import make_rows, reading_processes
 from rope_patch.training.trainer import LongTrainer
 
-EVALUATIONS = "evaluations.jsonl"
+BEFORE = "before.json"
+"""The evaluation before training, in the ``work`` folder of a run."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,9 @@ def finetune(options: RecipeOptions, *, command: str = "", restart: bool = False
             raise torch.OutOfMemoryError(f"{error}\n{memory_advice(options, memory)}") from error
 
 
-def _is_first() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
-
-
 def _finished(run: RunFolder) -> Result:
     """Return the results of a finished run, in the first process alone."""
-    return Result(run.out, run.results or {} if _is_first() else {}, finished_before=True)
+    return Result(run.out, run.results or {} if PartialState().is_main_process else {}, finished_before=True)
 
 
 def _train(
@@ -123,27 +120,28 @@ def _train(
     command: str,
 ) -> Result:
     """Train a prepared model, evaluate it and write the output folder."""
-    processes = reading_processes()
+    processes, is_first, began = reading_processes(), PartialState().is_main_process, time.perf_counter()
     from_first(lambda: bool(make_rows(options, tokenizer, run.work, processes=processes)))  # packs them for all
     rows = make_rows(options, tokenizer, run.work, processes=processes)
-    evaluations = Evaluations(suite, run.work / EVALUATIONS)
+    evaluations = Evaluations(suite, run.work / BEFORE)
     args.eval_on_start = options.evaluation.before and run.checkpoint is None
     trainer = build_trainer(model, args, rows, options, tokenizer, evaluations)
-    if _is_first():
+    if is_first:
         resumed = "" if run.checkpoint is None else f", from {run.checkpoint.name} on"
         text = f"trains on {rows.tokens(len(rows)):,} tokens in {options.train.steps} steps{resumed}"
         print(f"{text}; each evaluation reads {suite.tokens:,} tokens", file=sys.stderr)
     trainer.train(resume_from_checkpoint=None if run.checkpoint is None else str(run.checkpoint))
     trained: Any = trainer.model
     state = _gathered_weights(trainer)
-    if _is_first():  # saved before the last evaluation: if that fails, the adapter is there
+    if is_first:  # saved before the last evaluation: if that fails, the adapter is there
         weights: dict[str, Any] = {} if state is None else {"state_dict": state}
         checkpoints.save(trained, run.out, tokenizer=tokenizer, **weights)
     final = evaluations.final(trained, trainer.state)
     trainer.accelerator.wait_for_everyone()
-    if not _is_first():
+    if not is_first:
         return Result(run.out, {})
-    return Result(run.out, write_results(run.out, options, command, trainer, rows, evaluations, final))
+    seconds = None if run.checkpoint is not None else time.perf_counter() - began  # an earlier command's are unknown
+    return Result(run.out, write_results(run.out, options, command, trainer, rows, evaluations, final, seconds))
 
 
 def _gathered_weights(trainer: LongTrainer) -> dict[str, Any] | None:

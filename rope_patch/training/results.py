@@ -18,7 +18,7 @@ from rope_patch.files import write_atomically
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.verify import trained_length
 from rope_patch.training.card import card
-from rope_patch.training.evaluating import Evaluations, best_step, changes, metrics, to_json
+from rope_patch.training.evaluating import Evaluations, best_step, changes, metrics
 from rope_patch.training.models import resolve
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.runs import RESULTS
@@ -34,6 +34,7 @@ def write_results(
     rows: PackedRows,
     evaluations: Evaluations,
     final: EvalResult,
+    seconds: float | None,
 ) -> dict[str, Any]:
     """Write results, evaluations and card of a finished run; return the contents of ``results.json``.
 
@@ -45,25 +46,36 @@ def write_results(
         rows: the rows that were trained on.
         evaluations: the evaluations of the run.
         final: the evaluation of the model that was saved.
+        seconds: the time of the whole run, evaluations included; None for a resumed one [s].
     """
-    before = evaluations.scores_before()
+    before = evaluations.before()
     compared = [] if before is None else changes(before, final)
     for change in compared:
         if change["verdict"] == "worse":
             warnings.warn(f"{change['sentence']}; the card says so", stacklevel=2)
     results = {
         **_description(options, command, trainer, rows),
-        "before": evaluations.before.get("metrics"),
-        "curve": evaluations.curve(trainer.state.global_step),
+        "seconds": None if seconds is None else round(seconds, 1),
+        "before": None if before is None else metrics(before),
+        "curve": _curve(trainer.state.log_history),
         "after": metrics(final),
         "changes": compared,
         "notes": _notes(trainer.model, before, final),
     }
-    scores = {"before": evaluations.before.get("evaluation"), "after": to_json(final)}
+    scores = {"before": None if before is None else before.to_dict(), "after": final.to_dict()}
     write_atomically(out / "evaluation.json", json.dumps(scores, allow_nan=False))
     write_atomically(out / "README.md", card(options, results, final))
     write_atomically(out / RESULTS, json.dumps(results, indent=1, allow_nan=False) + "\n")  # last: it means finished
     return results
+
+
+def _curve(log: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return the metrics of every evaluation during training, in order, as the Trainer logged them."""
+    return [
+        {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
+        for entry in log
+        if "eval_score" in entry
+    ]
 
 
 def _notes(model: Any, before: EvalResult | None, after: EvalResult) -> list[str]:

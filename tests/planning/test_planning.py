@@ -59,16 +59,6 @@ def test_names_and_a_folder_of_that_name(tmp_path, monkeypatch):
     assert shape_of("Llama-3.1-8B").parameters < 1e6
 
 
-def test_layers_are_read_as_they_are():
-    kinds = shape_of("gemma-3-12b").kinds
-    assert {layer.window: count for layer, count in kinds.items()} == {1024: 40, None: 8}
-    layer = shape_of("Qwen3-8B").layers[0]
-    assert (layer.hidden, layer.query, layer.key, layer.heads, layer.ffn) == (4096, 4096, 1024, 32, 12288)
-    assert layer.norm_inputs == (4096, 1024, 4096, 4096)  # q_norm reads every head, k_norm every KV head
-    fused = shape_of(tiny_model("phi3")).layers[0]
-    assert (fused.query, fused.key, fused.ffn) == (64, 32, 128)
-
-
 # --- against hand-computed figures -----------------------------------------------------------------------------------
 
 
@@ -292,17 +282,6 @@ def test_adapter_is_as_large_as_peft_makes_it(family, targets):
     assert planned["optimizer"] == states
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_and_norms_are_trained_as_copies(tied):
-    model = tiny_model("llama", tie_word_embeddings=tied).bfloat16()
-    planned = plan(model, length=64, lora_rank=8, long_lora=True)
-    whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
-    config = LoraConfig(r=8, target_modules="all-linear", modules_to_save=whole, ensure_weight_tying=tied)
-    adapted = get_peft_model(model, config)
-    trained = [p for p in adapted.parameters() if p.requires_grad]
-    assert planned["adapter"] == sum(p.numel() * p.element_size() for p in trained)
-
-
 def test_nf4_is_as_large_as_bitsandbytes_packs_it():
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = torch.randn(256, 1024)
@@ -388,16 +367,6 @@ def test_longest_fits_and_the_next_does_not():
     assert planned.longest(10) == 0
 
 
-def test_json_says_everything():
-    data = json.loads(plan("gemma-2-2b", length=8192).to_json(gpu_memory=16))
-    assert data["schema"] == 1
-    assert data["total_bytes"] == sum(p["bytes"] for p in data["parts"] if not p["turns"]) + max(
-        p["bytes"] for p in data["parts"] if p["turns"]
-    )
-    assert data["options"]["length"] == 8192
-    assert data["fits"] is (data["total_bytes"] <= 16 * GIB)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -419,50 +388,30 @@ def test_bad_options(options, message):
         plan("gemma-2-2b", **{"length": 4096} | options)
 
 
-def test_a_length_may_be_written_in_thousands():
-    assert plan("gemma-2-2b", length="128k") == plan("gemma-2-2b", length=131072)
-
-
-def test_bad_models(tmp_path):
-    with pytest.raises(ValueError, match=r"unknown model 'lama-3.1-8b'. Did you mean 'Llama-3.1-8B'\? Give a folder"):
+def test_models_that_no_plan_covers(tmp_path):
+    with pytest.raises(ValueError, match=r"Did you mean 'Llama-3.1-8B'"):
         shape_of("lama-3.1-8b")
-    with pytest.raises(OSError, match=r"cannot load nobody/llama-3\.1-8b from the hub"):
+    with pytest.raises(OSError, match="from the hub"):
         shape_of("nobody/llama-3.1-8b")  # not the organisation whose config ships
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         shape_of(tmp_path)
-    with pytest.raises(TypeError, match="quantisation"):
-        plan("gemma-2-2b", length=4096, quantisation="nf4")
-    experts = MixtralConfig(**TINY, num_local_experts=2)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(experts)
-    with pytest.raises(ValueError, match=r"dense decoders.* not MixtralForCausalLM"):
+        model = AutoModelForCausalLM.from_config(MixtralConfig(**TINY, num_local_experts=2))
+    with pytest.raises(ValueError, match="MixtralForCausalLM"):
         shape_of(model)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(monkeypatch, capsys):
     printed = run("plan", "llama-3.1-8b", "--length", "128k", "--gpu-memory", "141")
-    assert "91.63" in printed
-    assert "\nfits\n" in printed
+    assert "91.63" in printed and "\nfits\n" in printed
     printed = run("plan", "Llama-3-8B", "--length", "131072", "--loss", "naive", "--no-checkpointing")
     assert "does not fit. Turn on, in this order:\n  --loss fused: " in printed
-    data = json.loads(run("plan", "Qwen3-8B", "--length", "4k", "--full", "--gpus", "8", "--json"))
-    assert data["options"]["lora_rank"] is None
-    assert data["options"]["length"] == 4096
-    assert data["fits"] is True
-    tiny_model().save_pretrained(tmp_path / "base")
-    assert "longest sequence that fits" in run("plan", tmp_path / "base", "--length", "64")
-    wrong = fail(monkeypatch, capsys, "plan", "Llama-3.1-8", "--length", "4k")
-    assert "error: unknown model 'Llama-3.1-8'. Did you mean 'Llama-3.1-8B'?" in wrong
-    assert "4096 or 4k, got '12x'" in fail(monkeypatch, capsys, "plan", "Llama-3.1-8B", "--length", "12x")
-    assert "gpu-memory must be > 0" in fail(
-        monkeypatch, capsys, "plan", "Llama-3.1-8B", "--length", "4k", "--gpu-memory", "0"
-    )
-
-
-def test_advice_never_tries_what_excludes_itself():
-    """Found by hand: dropping "no --full" again while NF4 stays would train packed weights."""
-    steps = plan("Llama-3.1-8B", length=131072, batch=2, lora_rank=None, loss="naive").advice(1)
-    assert "no --full" in [step.option for step in steps] and not steps[-1].fits
+    data = json.loads(run("plan", "gemma-2-2b", "--length", "8k", "--full", "--gpus", "8", "--json"))
+    own = [part["bytes"] for part in data["parts"] if not part["turns"]]
+    assert data["total_bytes"] == sum(own) + max(part["bytes"] for part in data["parts"] if part["turns"])
+    assert data["options"]["lora_rank"] is None and data["fits"] is True
+    assert "Did you mean 'Llama-3.1-8B'?" in fail(monkeypatch, capsys, "plan", "Llama-3.1-8", "--length", "4k")
+    assert "gpu-memory" in fail(monkeypatch, capsys, "plan", "Llama-3-8B", "--length", "4k", "--gpu-memory", "0")

@@ -62,10 +62,9 @@ ROPES = {
         },
     },
 }
+
+
 # The length each was trained at, by its model card or report: Qwen's base models state more than that.
-TRAINED = {"Llama-3-8B": 8192, "Qwen2.5-7B": 32768, "Qwen3-8B": 32768, "gemma-2-9b": 8192}
-
-
 def two_layers(options: RecipeOptions) -> Any:
     """The model of a run without weights, on the meta device, cut to two layers (of both kinds, where it has two)."""
     name = options.model.name if options.model.name in BUNDLED else shape_of(options.model.name).name
@@ -122,18 +121,6 @@ def test_the_launch_files_of_a_header_are_those_of_the_plan(path: Path) -> None:
         assert float(shown) == pytest.approx(planned.total / GIB, abs=0.06)
         assert planned.total <= 0.95 * int(size) * GIB  # a GPU of 80 GB has 79.6 GiB, some of them taken
         assert sharing == 1 or not any(layer.window for layer in planned.shape.kinds)
-
-
-@every_named_config
-def test_a_config_patches_only_beyond_the_trained_length(path: Path) -> None:
-    options = read([path])
-    name = shape_of(options.model.name).name
-    trained = TRAINED.get(name, 131072)
-    if options.target_length <= trained:
-        assert options.patch.method == "default" and "No new table" in path.read_text(encoding="utf-8")
-    else:
-        factor = float(re.fullmatch(r"yarn:factor=(\d+)(:original\S+)?", options.patch.method)[1])  # type: ignore[index]
-        assert factor * trained >= options.target_length and "# YaRN, because" in path.read_text(encoding="utf-8")
 
 
 @every_named_config

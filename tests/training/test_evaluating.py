@@ -15,7 +15,7 @@ from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult
-from rope_patch.training.evaluating import Evaluations, changes, from_json, metrics, score, suite_of, to_json
+from rope_patch.training.evaluating import Evaluations, changes, from_json, metrics, score, suite_of
 from rope_patch.training.reading import read
 
 
@@ -74,15 +74,11 @@ def test_one_window_gives_no_interval():
     assert change["verdict"] == "no significant difference" and change["low"] is None, "JSON has no infinity"
 
 
-def test_without_windows_only_retrieval_is_compared():
-    assert list(by_metric(result([[1]]), result([[0]]))) == ["retrieval"]
-
-
 @pytest.mark.parametrize("losses", [(), (2.0, 2.5)])
 def test_an_evaluation_is_read_back_from_its_file(losses):
     """A resumed run compares with the evaluation that an earlier command wrote."""
     evaluation = result([[1, 0], [0, 1]], losses)
-    assert from_json(json.loads(json.dumps(to_json(evaluation))), evaluation.spec) == evaluation
+    assert from_json(json.loads(json.dumps(evaluation.to_dict())), evaluation.spec) == evaluation
 
 
 def test_perplexity_only_parts_equals():
@@ -99,14 +95,12 @@ def options(*words):
 def test_an_evaluation_is_numbers_by_length_and_is_kept(tmp_path, capfd):
     model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).train()
     suite = suite_of(options(), AutoTokenizer.from_pretrained(LLAMA))
-    evaluate = Evaluations(suite, tmp_path / "evaluations.jsonl")
+    evaluate = Evaluations(suite, tmp_path / "before.json")
     numbers = evaluate(model, 0)
     assert model.training, "left as it was"
     assert list(numbers) == ["score", "retrieval_48", "retrieval_64", "perplexity_0_48", "perplexity_48_64"]
     assert "evaluating: " in capfd.readouterr().err
-    again = Evaluations(suite, tmp_path / "evaluations.jsonl")
-    assert again.before["metrics"] == numbers and again.curve(0) == [{"step": 0, **numbers}]
-    assert metrics(again.scores_before()) == numbers
+    assert metrics(Evaluations(suite, tmp_path / "before.json").before()) == numbers
 
 
 @pytest.mark.parametrize("word", ["evaluation.windows=90000", "evaluation.lengths=16"])
