@@ -131,7 +131,7 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     except torch.OutOfMemoryError as error:  # its advice has several lines
         print(f"\nerror: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         print(file=sys.stderr)  # below the progress bar
         raise
     if not result.results:  # the first process prints
