@@ -23,6 +23,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def report(root: Path, done: list[tuple[str, str, int]]) -> dict[str, Any]:
                     if name.startswith("perplexity")
                     for values in [[runs[shape, arm, seed]["after"][name] for seed in seeds]]
                 },
-                "seconds": round(statistics.fmean(runs[shape, arm, seed]["seconds"] for seed in seeds), 1),
+                "seconds": mean_seconds(runs[shape, arm, seed]["seconds"] for seed in seeds),
             }
             if arm != "default":
                 row["above_default"] = difference(answered[LONG], base)
@@ -166,11 +167,17 @@ def report(root: Path, done: list[tuple[str, str, int]]) -> dict[str, Any]:
     }
 
 
+def mean_seconds(each: Iterable[float | None]) -> float | None:
+    """Return the mean time of runs; None where one was resumed, whose time is not known."""
+    times = list(each)
+    return None if None in times else round(statistics.fmean(time for time in times if time is not None), 1)
+
+
 def answers(evaluation: dict[str, Any], length: int) -> list[list[bool]]:
     """Return which prompts of a length were answered right: depths of each haystack, haystack by haystack."""
     columns = [
         [sample["correct"] for sample in cell["samples"]]
-        for cell in evaluation["after"]["retrieval"]["cells"]
+        for cell in evaluation["after"]["retrieval"]["passkey"]["cells"]
         if cell["length"] == length
     ]
     return [list(haystack) for haystack in zip(*columns, strict=True)]

@@ -1,7 +1,7 @@
 """Fine-tune a patched checkpoint at longer contexts with LoRA or QLoRA, evaluate it, and save adapter and patch.
 
     python recipes/finetune_lora.py recipes/configs/lora.yaml --smoke                  # about a minute on a CPU
-    python recipes/finetune_lora.py recipes/configs/llama-3.1-8b-32k.yaml --dry-run    # predicted memory and time
+    python recipes/finetune_lora.py recipes/configs/llama-3.1-8b-32k.yaml --dry-run    # predicted memory
     python recipes/finetune_lora.py recipes/configs/lora.yaml model.name=FOLDER data.lengths=32k output=out
     accelerate launch --config_file recipes/configs/accelerate/two_gpus_fsdp2.yaml recipes/finetune_lora.py ...
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +21,12 @@ from peft import LoraConfig, get_peft_model
 from scored import bold_model
 from tiny import ids
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 import rope_patch
 from rope_patch.checkpoints import adapters
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.modeling import loss as loss_module
 from rope_patch.modeling.loss import fuse, token_loss
 from rope_patch.modeling.scoring import Reader, fingerprint
@@ -77,11 +74,6 @@ def full():
     model = bold_model()
     rope_patch.apply(model, "yarn", factor=4)
     return model.train()
-
-
-def checkpointed(model):
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
 
 
 # --- the trainer
@@ -169,19 +161,6 @@ def measure(model):
     ]
 
 
-def bundled():
-    """The bundled checkpoint, patched, and what it remembers: samples of (answer, right or wrong)."""
-    folder = rope_patch.data_path("assets") / "llama"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    rope_patch.apply(model, "yarn", factor=4)
-    return model, AutoTokenizer.from_pretrained(folder)
-
-
-def remember(model, tokenizer):
-    result = retrieval(model, tokenizer, lengths=[256], depths=[0.2, 0.8], samples=1, seed=3)
-    return [asdict(sample) for cell in result.cells for sample in cell.samples]
-
-
 def verified(model):
     """Whether the tables in use are the patch's."""
     try:
@@ -191,18 +170,10 @@ def verified(model):
     return "verified"
 
 
-def by_hand(model, mesh, **options):
-    """Shard the layers and the root, as torch's own examples do."""
-    options["mesh"] = mesh
-    for layer in model.get_decoder().layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
-def by_accelerate(model, *, precision="no", efficient=False, checkpointing=False):
+def by_accelerate(model, *, precision="no", efficient=False):
     """Shard as accelerate does where there are GPUs: its own function, with a stand-in for the Accelerator."""
     from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=efficient
@@ -217,23 +188,16 @@ def by_accelerate(model, *, precision="no", efficient=False, checkpointing=False
         is_fsdp2=True,
         device=torch.device("cpu"),
     )
-    if checkpointing:
-        plugin.set_auto_wrap_policy(model)
-        model = fsdp2_apply_ac(accelerator, model)
     return fsdp2_prepare_model(accelerator, model)
 
 
-def sharded(mesh, rank):
+def sharded(rank):
     """All that is measured on sharded models, by name."""
     results = {}
     for name, make in {
-        "by hand": lambda: by_hand(fuse(tuned()), mesh),
         "by accelerate": lambda: by_accelerate(fuse(tuned())),
         "tied": lambda: by_accelerate(fuse(tuned(tied=True))),
-        "checkpointed by Trainer": lambda: by_accelerate(fuse(checkpointed(tuned()))),
-        "checkpointed by accelerate": lambda: by_accelerate(fuse(tuned()), checkpointing=True),
         "whole": lambda: by_accelerate(fuse(full())),
-        "whole by hand": lambda: by_hand(fuse(full()), mesh, reshard_after_forward=True),
     }.items():
         model = make()
         before = measure(model)  # the engines come first, before any forward pass of the root
@@ -248,13 +212,8 @@ def sharded(mesh, rank):
         "verified": verified(rounded),
         "nll": measure(rounded),
     }
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    rounded = by_hand(fuse(tuned()), mesh, mp_policy=policy)
-    results["bf16 by hand"] = {"steps": [step(rounded, PROCESSES, rank)], "verified": verified(rounded)}
     # Only the first process checks, as when a checkpoint is written: nothing in it may wait for the others.
     results["alone"] = verified(rounded) if rank == 0 else "verified"
-    model, tokenizer = bundled()
-    results["remembered"] = remember(by_hand(model, mesh), tokenizer)
     return results
 
 
@@ -297,7 +256,7 @@ def main(folder):
     results["nothing"] = nothing_to_learn(folder / "nothing")
     mesh = init_device_mesh("cpu", (PROCESSES,))
     loss_module.SLICE = 8  # several slices, so that the head runs more than once
-    results["sharded"] = sharded(mesh, rank)
+    results["sharded"] = sharded(rank)
     results["loaded by one"] = loaded_by_one(folder / "base", rank)
     results["cut by torch"] = cut_by_torch(mesh)
     torch.save(results, folder / f"rank-{rank}.pt")

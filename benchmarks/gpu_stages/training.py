@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback,
 
 import rope_patch
 from gpu_stages.base import Cell, Results, Setting, Stage, gib, peak_tflops
+from gpu_stages.flops import step_flops
 from measuring import forget_peak, peak_of, synchronize
 from rope_patch.planning import Plan, plan, shape_of
 from rope_patch.training.collators import Collator
@@ -84,9 +85,7 @@ def planned_step(setting: Setting, length: int, quantization: str) -> Plan:
     """Return the plan of a step of one row."""
     with torch.device("meta"):
         shape = shape_of(AutoModelForCausalLM.from_config(setting.config(MODEL)))
-    return plan(
-        shape, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa", loss="fused", mfu=GUESS
-    )
+    return plan(shape, length=length, lora_rank=RANK, quantization=quantization, attention="sdpa", loss="fused")
 
 
 def trainer_of(model: Any, rows: list[dict[str, Any]], folder: str, device: str, liger: bool, clock: Clock) -> Any:
@@ -150,19 +149,19 @@ def step(setting: Setting, length: int, quantization: str, liger: bool, _: Resul
 def speeds(planned: Plan, seconds: float, peak: float | None) -> dict[str, Any]:
     """Return tokens/s and the share of the peak [TFLOP/s]; None where the peak is not known.
 
-    The formulas are the plan's own, at the time that was measured.
+    The FLOPs are those of the plan's shapes, at the time that was measured.
     """
-    done, tokens = planned.compute, planned.options.step_tokens
-    found: dict[str, Any] = {"tokens_per_second": round(tokens / seconds, 2), "peak_tflops": peak}
-    scale = None if peak is None else done.seconds / seconds * planned.options.tflops / peak  # a plan's peak is its own
-    for name, share in (
-        ("mfu", done.model_flops_share),
-        ("palm_mfu", done.palm_mfu),
-        ("palm_mfu_causal", done.palm_mfu_causal),
-        ("executed", planned.options.mfu),
+    done = step_flops(planned)
+    found: dict[str, Any] = {"tokens_per_second": round(done.tokens / seconds, 2), "peak_tflops": peak}
+    possible = None if peak is None else peak * 1e12 * seconds * planned.options.gpus
+    for name, flops in (
+        ("mfu", done.model),
+        ("palm_mfu", done.palm),
+        ("palm_mfu_causal", done.palm_causal),
+        ("executed", done.executed),
     ):
-        found[name] = None if scale is None else round(share * scale, 4)
-    return found | {"model_flops": done.model_flops, "executed_flops": done.executed_flops}
+        found[name] = None if possible is None else round(flops / possible, 4)
+    return found | {"model_flops": done.model, "executed_flops": done.executed}
 
 
 def memory(setting: Setting, planned: Plan, usage: dict[str, Any], model: Any, reserved: int | None) -> dict[str, Any]:
@@ -190,7 +189,11 @@ def cells(setting: Setting) -> list[Cell]:
         seconds = (
             1.0
             if setting.tiny
-            else 25 + 1.15 * STEPS[length] * plan(MODEL, length=length, attention="sdpa", mfu=GUESS).compute.seconds
+            else 25
+            + 1.15
+            * STEPS[length]
+            * step_flops(plan(MODEL, length=length, attention="sdpa")).executed
+            / (989e12 * GUESS)
         )
         for quantization, liger in (("none", False), ("nf4", False), ("none", True)):
             name = f"{'qlora' if quantization == 'nf4' else 'lora'}{'-liger' * liger}-{length}"

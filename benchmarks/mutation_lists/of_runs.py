@@ -114,40 +114,10 @@ FITTING = (
 
 TRAINING = (
     Mutation(
-        "rising_range_never_reaches_the_target",
-        "rope_patch/training/collators.py",
-        "/ max(1, self.rows - 1))",
-        "/ max(1, self.rows))",
-    ),
-    Mutation(
-        "best_weights_get_the_last_table",
-        "rope_patch/training/trainer.py",
-        "if self.table is not None and best is not None:",
-        "if self.table is not None and best is None:",
-    ),
-    Mutation(
-        "protected_checkpoints_do_not_count",
-        "rope_patch/training/resuming.py",
-        "excess = len(checkpoints) - limit if",
-        "excess = len(old) - limit if",
-    ),
-    Mutation(
-        "checkpoint_that_was_set_aside_is_deleted",
-        "rope_patch/training/resuming.py",
-        "            os.replace(path, folder / path.name)\n    for name in (STAGING",
-        "            pass\n    for name in (STAGING",
-    ),
-    Mutation(
         "perplexity_outweighs_a_prompt",
-        "rope_patch/training/scores.py",
+        "rope_patch/training/evaluating.py",
         "- nll / (100 * asked)",
         "- nll / asked",
-    ),
-    Mutation(
-        "weight_decay_pulls_on_the_table",
-        "rope_patch/training/tables.py",
-        '"lr": self.learning_rate, "weight_decay": 0.0}',
-        '"lr": self.learning_rate}',
     ),
     Mutation(
         "seed_of_the_adapters_is_ignored",

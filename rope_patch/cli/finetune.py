@@ -52,7 +52,7 @@ def finetune(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Print the options and the estimated memory and time, evaluation included, and stop."
+            "--dry-run", help="Print the options, the steps, the predicted memory and the evaluations, and stop."
         ),
     ] = False,
     restart: Annotated[
@@ -82,7 +82,9 @@ def finetune(
     else:
         recipe = read(files, overrides)
     if dry_run:
-        print(_estimate(recipe, gpu_memory, threads))
+        from rope_patch.training.estimate import describe
+
+        print(describe(recipe, gpu_memory))
         return
     with resumable(Path(recipe.output), again="the same command without --restart" if restart else "the same command"):
         _run(recipe, restart, threads)
@@ -105,16 +107,6 @@ def smoke_options(options: RecipeOptions) -> dict[str, Any]:
     return values | {section: values[section] | changed for section, changed in changes.items()}
 
 
-def _estimate(options: RecipeOptions, gpu_memory: float, threads: int | None) -> str:
-    import torch
-
-    from rope_patch.training.estimate import describe, matmul_speed
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return describe(options, gpu_memory, None if torch.cuda.is_available() else matmul_speed())
-
-
 def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     import torch
     from transformers.utils import logging as hf_logging
@@ -133,7 +125,7 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     except torch.OutOfMemoryError as error:  # its advice has several lines
         print(f"\nerror: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         print(file=sys.stderr)  # below the progress bar
         raise
     if not result.results:  # the first process prints
@@ -144,26 +136,9 @@ def _run(options: RecipeOptions, restart: bool, threads: int | None) -> None:
     for name in list(after)[1:]:
         earlier = f"{before[name]:.3g} -> " if name in before else ""
         print(f"{name.replace('_', ' ', 1).replace('_', ' to ')}: {earlier}{after[name]:.3g}")
-    print_answers(result.results)
-    for change in result.results.get("changes", []):
+    for change in result.results["changes"]:
         print(change["sentence"])
+    for note in result.results["notes"]:
+        print(f"note: {note}", file=sys.stderr)
     verb = "found" if result.finished_before else "wrote"
     print(f"{verb} {result.folder}: rope_patch.load({str(result.folder)!r}) loads it with its patch")
-
-
-def print_answers(results: dict[str, Any]) -> None:
-    """Print the shares that are first choice, a few answers, and what to know of the unpatched model.
-
-    Args:
-        results: the contents of ``results.json``; that of an older version has none of these.
-    """
-    from rope_patch.evaluation.answers import ShownAnswer, answers_text
-
-    shares = results.get("first_choice", {"after": {}})
-    for length, share in shares["after"].items():
-        earlier = f"{shares['before'][length]:.3g} -> " if shares["before"] else ""
-        print(f"first choice {length}: {earlier}{share:.3g}")
-    if results.get("answers"):
-        print(answers_text([("after", ShownAnswer(**answer)) for answer in results["answers"]]))
-    for sentence in results.get("notes", []):
-        print(f"note: {sentence}", file=sys.stderr)

@@ -60,16 +60,9 @@ def plan(
     context_parallel: Annotated[
         int, typer.Option(metavar="COUNT", help="The number of GPUs that share one sequence (context parallelism).")
     ] = 1,
-    tflops: Annotated[
-        float, typer.Option(metavar="TFLOPS", help="The peak speed of one GPU in TFLOP/s; 989 is an H100 in bfloat16.")
-    ] = 989,
-    mfu: Annotated[
-        float,
-        typer.Option(metavar="SHARE", help="The share of the peak speed that training reaches, between 0 and 1."),
-    ] = 0.45,
     as_json: Json = False,
 ) -> None:
-    """Estimate the GPU memory and time of fine-tuning at a length, and advise what to change if it does not fit.
+    """Estimate the GPU memory of fine-tuning at a length, and advise what to change if it does not fit.
 
     Only the shape of the model is read. Nothing is trained, and no weights are downloaded.
 
@@ -82,7 +75,7 @@ def plan(
     options: dict[str, Any] = {"quantization": quantization, "optimizer": optimizer, "checkpointing": checkpointing}
     options |= {"loss": loss, "attention": attention, "dtype": dtype, "batch": batch, "long_lora": long_lora}
     options |= {"lora_rank": None if full else lora_rank, "target_modules": tuple(items(target_modules))}
-    options |= {"gpus": gpus, "context_parallel": context_parallel, "tflops": tflops, "mfu": mfu}
+    options |= {"gpus": gpus, "context_parallel": context_parallel}
     planned = planning.plan(model, length=length, **options)
     if as_json:
         print(planned.to_json(gpu_memory=gpu_memory))
@@ -91,12 +84,12 @@ def plan(
 
 
 def _print_plan(planned: Any, gpu_memory: float) -> None:
-    """Print a plan for people: the parts, whether they fit, what to turn on, and the time."""
+    """Print a plan for people: the parts, whether they fit, and what to turn on."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    o, done, gib = planned.options, planned.compute, 2.0**30
+    o, gib = planned.options, 2.0**30
     title = f"{planned.shape.name}, {o.batch} x {o.length} tokens, {o.gpus} GPU{'s' * (o.gpus > 1)}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for head, side in (("part", "left"), ("GiB per GPU", "right"), ("what", "left")):
@@ -120,12 +113,4 @@ def _print_plan(planned: Any, gpu_memory: float) -> None:
     print(f"longest sequence that fits with these options: {f'{longest} tokens' if longest else 'none'}")
     print(
         f"evaluation at this length: {planned.kv_cache / gib:.2f} GiB of keys and values per sequence, beside weights"
-    )
-    print(
-        f"time: {done.seconds:.3g} s per step, {done.tokens_per_second:.0f} tokens/s, if {o.mfu:.0%} of {o.tflops:g} "
-        f"TFLOP/s per GPU are reached"
-    )
-    print(
-        f"  without recomputation {done.model_flops_share:.0%}; by PaLM's formula, 6 N + 12 L H Q T per token, an MFU "
-        f"of {done.palm_mfu:.0%} ({done.palm_mfu_causal:.0%} with causal attention)"
     )

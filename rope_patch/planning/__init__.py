@@ -1,4 +1,4 @@
-"""Memory and time of a fine-tuning step, from the shapes of a model alone: no weights, no GPU.
+"""Memory of a fine-tuning step, from the shapes of a model alone: no weights, no GPU.
 
 Of common models the shapes ship with the package, and planning imports neither torch nor transformers.
 

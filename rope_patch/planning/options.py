@@ -33,8 +33,6 @@ class Options:
         dtype: of weights and activations.
         gpus: weights, gradients and states are divided among them (FSDP, full shard).
         context_parallel: GPUs that share one sequence (ring attention or Ulysses); divides ``gpus``.
-        tflops: dense peak of one GPU at ``dtype`` [10^12 FLOP/s]; 989 is an H100's or H200's in bfloat16.
-        mfu: share of that peak which executed FLOPs reach, recomputation counted; measure it, this is no promise.
 
     Raises:
         ValueError: a value out of its range, or two that exclude each other.
@@ -53,22 +51,16 @@ class Options:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     gpus: int = 1
     context_parallel: int = 1
-    tflops: float = 989.0
-    mfu: float = 0.45
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Options).items():
             value, choices = getattr(self, name), get_args(hint)
-            if hint in (int, float, int | None) and not (value is None and hint == int | None):
-                if not isinstance(value, Real):
-                    raise ValueError(f"{name} must be a number, got {value!r}")
-                if not float(value) > 0:
-                    raise ValueError(f"{name} must be > 0, got {value}")
+            optional = value is None and hint == int | None
+            if hint in (int, int | None) and not optional and not (isinstance(value, Real) and float(value) > 0):
+                raise ValueError(f"{name} must be a number > 0, got {value!r}")
             if choices and isinstance(choices[0], str) and value not in choices:
                 known = f"{did_you_mean(str(value), choices)} Known: {', '.join(choices)}"
                 raise ValueError(f"unknown {name} {value!r}.{known}")
-        if self.mfu > 1:
-            raise ValueError(f"mfu is a share of the peak, in (0, 1], got {self.mfu}")
         if self.gpus % self.context_parallel:
             raise ValueError(f"context_parallel must divide gpus, got {self.context_parallel} and {self.gpus}")
         if self.lora_rank is None and self.quantization != "none":
@@ -87,11 +79,6 @@ class Options:
     def tokens(self) -> float:
         """Tokens whose activations one GPU holds."""
         return self.batch * self.length / self.context_parallel
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of one step, all GPUs together."""
-        return self.batch * self.length * (self.gpus // self.context_parallel)
 
     def targets(self, layer: Layer) -> tuple[Linear, ...]:
         """Return the projections of a layer that carry an adapter."""

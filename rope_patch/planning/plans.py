@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rope_patch.planning.compute import Compute, compute
 from rope_patch.planning.finding import shape_of
 from rope_patch.planning.memory import Part, kv_cache, memory
 from rope_patch.planning.options import Options
@@ -51,11 +50,6 @@ class Plan:
     def parts(self) -> tuple[Part, ...]:
         """The memory by part [bytes per GPU]."""
         return memory(self.shape, self.options)
-
-    @cached_property
-    def compute(self) -> Compute:
-        """FLOPs and time of one step."""
-        return compute(self.shape, self.options)
 
     @property
     def total(self) -> int:
@@ -119,7 +113,7 @@ class Plan:
             return None
 
     def to_json(self, *, gpu_memory: float | None = None) -> str:
-        """Return the plan as JSON: bytes per GPU, seconds, FLOPs; with ``gpu_memory`` [GiB] also what fits."""
+        """Return the plan as JSON: bytes per GPU; with ``gpu_memory`` [GiB] also what fits."""
         data = {
             "schema": SCHEMA,
             "model": self.shape.name,
@@ -129,7 +123,6 @@ class Plan:
             "total_bytes": self.total,
             "parts": [asdict(part) for part in self.parts],
             "kv_cache_bytes": self.kv_cache,
-            "compute": asdict(self.compute),
         }
         if gpu_memory is not None:
             data |= {

@@ -1,4 +1,4 @@
-"""The shapes that memory and time follow from: plain numbers, so that nothing here imports torch."""
+"""The shapes that memory follows from: plain numbers, so that nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -67,10 +67,6 @@ class Collator:
         """Return a mask that keeps attention causal over the whole row, whatever the positions."""
         return {"attention_mask": torch.ones_like(ids)}
 
-    def rng(self, example: Example) -> random.Random:
-        """Return the source of an example's randomness."""
-        return random.Random(f"{self.seed}/{example['index']}")
-
 
 @dataclass(frozen=True)
 class PackedCollator(Collator):
@@ -92,47 +88,19 @@ class PackedCollator(Collator):
 
 
 @dataclass(frozen=True)
-class RangeCollator(Collator):
-    """Short rows with positions of a longer range.
-
-    Attributes:
-        target: positions go up to ``target - 1`` [tokens].
-        rows: of the whole run, where the range rises from the length of a row in the first of them to the target in the
-            last; None for the target in every row. *Source*: the curriculum of Randomized YaRN, arXiv:2606.23687; that
-            it rises linearly is ours.
-    """
-
-    target: int = 4096
-    rows: int | None = None
-
-    def range_of(self, size: int, example: Example) -> int:
-        """Return what positions of a row of ``size`` tokens lie below [tokens].
-
-        Raises:
-            ValueError: a row longer than the target.
-        """
-        if size > self.target:
-            raise ValueError(f"a row of {size} tokens is longer than the target of {self.target}")
-        if self.rows is None:
-            return self.target
-        done = min(1.0, float(example["index"]) / max(1, self.rows - 1))
-        return size + round((self.target - size) * done)
-
-
-@dataclass(frozen=True)
-class PoSECollator(RangeCollator):
+class PoSECollator(Collator):
     """A short row cut into chunks, with positions skipped between them, so that distances up to the target occur.
 
     *Source*: Zhu et al. (2023), PoSE, arXiv:2309.10400; :func:`~rope_patch.modeling.positions.skipped_positions` says
     where ours differs.
 
     Attributes:
+        target: positions go up to ``target - 1`` [tokens].
         chunks: pieces of a row.
-        offset: let the first chunk start anywhere.
     """
 
+    target: int = 4096
     chunks: int = 2
-    offset: bool = False
 
     def positions(self, size: int, example: Example) -> Tensor:
         """Return rising positions with ``chunks - 1`` gaps.
@@ -140,23 +108,7 @@ class PoSECollator(RangeCollator):
         Raises:
             ValueError: a row longer than the target, or shorter than its chunks.
         """
-        below = self.range_of(size, example)
-        return skipped_positions(self.rng(example), size, below, self.chunks, offset=self.offset)
-
-
-@dataclass(frozen=True)
-class RandPosCollator(RangeCollator):
-    """A short row at random positions of the target, in order.
-
-    *Source*: Ruoss et al. (2023), Randomized Positional Encodings, arXiv:2305.16843, section 3: a sorted sample without
-    replacement.
-    """
-
-    def positions(self, size: int, example: Example) -> Tensor:
-        """Return ``size`` different positions in rising order.
-
-        Raises:
-            ValueError: a row longer than the target.
-        """
-        below = self.range_of(size, example)
-        return torch.tensor(sorted(self.rng(example).sample(range(below), size)))
+        if size > self.target:
+            raise ValueError(f"a row of {size} tokens is longer than the target of {self.target}")
+        rng = random.Random(f"{self.seed}/{example['index']}")  # the same positions in every run
+        return skipped_positions(rng, size, self.target, self.chunks)

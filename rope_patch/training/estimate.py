@@ -1,59 +1,77 @@
-"""What a run takes, estimated from its model's config: memory, tokens, and time of training and evaluation."""
+"""What a run takes, from its model's config alone: steps, tokens, predicted memory, and what to change for less."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
-
-from rope_patch.evaluation.tasks import TASKS
+from rope_patch.evaluation.tasks import find_task
 from rope_patch.planning import Plan, Shape, plan, shape_of
-from rope_patch.planning.compute import attention_flops
-from rope_patch.training.advice import GIB, changes
 from rope_patch.training.models import resolve
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.sources import plan_stages, reading_processes
 
+GIB = 2**30
 
-def describe(options: RecipeOptions, gpu_memory: float, cpu_speed: float | None = None) -> str:
-    """Return the options, the plan of a training step, the evaluations, and the time of both.
+WITHOUT_PLAN = (
+    "No plan covers this model ({reason}). These take less memory, in this order: train.batch=1 with a larger "
+    "train.accumulate; model.attention=flash; train.optimizer=adamw_8bit; model.quantization=nf4 under LoRA; shorter "
+    "data.lengths; FSDP over more GPUs"
+)
+
+RECIPE_NAMES = {
+    "attention": "model.attention={}",
+    "checkpointing": "train.checkpointing={}",
+    "batch": "train.batch={}",
+    "optimizer": "train.optimizer={}",
+    "lora_rank": "lora.rank={}",
+    "quantization": "model.quantization={}",
+    "dtype": "model.dtype={}",
+    "gpus": "FSDP over {} GPUs",
+    "context_parallel": "{} of the GPUs sharing each row (context parallel, cp_size)",
+}
+"""The options of a plan, as the recipe sets them; its loss is fused in any case."""
+
+
+def describe(options: RecipeOptions, gpu_memory: float) -> str:
+    """Return the options, the steps, the memory of a training step, and the evaluations.
 
     Args:
-        options: of the run.
-        gpu_memory: of one GPU [GiB].
-        cpu_speed: of this machine's CPU, if the run would use it [FLOP/s]; None leaves its line out.
+        options: the options of the run.
+        gpu_memory: the memory of one GPU [GiB].
     """
+    warnings = options.warnings()
+    if options.patch.method is None:
+        warnings.append(
+            "there is no patch.method: unless the checkpoint has a patch of its own, the model keeps its original "
+            "rotary table"
+        )
     planned = training_plan(options)
-    lines = [options.to_yaml(), *_steps(options), *_memory(options, planned, gpu_memory)]
-    count, tokens = evaluations(options), tokens_read(options)
-    lines.append(f"evaluation: {_times(options)}, about {tokens:,} tokens each time, {count * tokens:,} in all")
-    training = planned.compute.executed_flops * options.train.accumulate * options.train.steps
-    evaluation = evaluation_flops(options, planned.shape) * count
-    o = planned.options
-    gpu = o.tflops * 1e12 * o.mfu
-    lines.append(
-        f"time on {o.gpus} GPU{'s' * (o.gpus > 1)}: {duration(training / (gpu * o.gpus))} of training and "
-        f"{duration(evaluation / gpu)} of evaluation, if {o.mfu:.0%} of {o.tflops:g} TFLOP/s per GPU are reached"
-    )
-    if cpu_speed is not None:
-        lines.append(
-            f"time on this CPU: at least {duration(training / cpu_speed)} of training and "
-            f"{duration(evaluation / cpu_speed)} of evaluation, at the {cpu_speed / 1e9:.0f} GFLOP/s that a float32 "
-            "matrix product reaches here; models with small layers take several times as long"
-        )
-    lines += [f"warning: {warning}" for warning in options.warnings()]
-    if options.patch.method is None and not options.patch.trainable:
-        lines.append(
-            "warning: there is no patch.method: unless the checkpoint has a patch of its own, the model keeps its "
-            "original rotary table"
-        )
-    return "\n".join(lines)
+    lines = [options.to_yaml(), *_steps(options), *_memory(options, planned, gpu_memory), _evaluations(options)]
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)])
+
+
+def memory_advice(options: RecipeOptions, gpu_memory: float | None) -> str:
+    """Return the predicted memory of a training step, and what to change where it does not fit.
+
+    Args:
+        options: the options of a run that ran out of memory.
+        gpu_memory: the memory of one GPU [GiB]; None where there is none.
+    """
+    try:
+        planned = training_plan(options)
+    except (ValueError, TypeError, OSError) as error:
+        return WITHOUT_PLAN.format(reason=error)
+    return "\n".join(_memory(options, planned, planned.total / GIB if gpu_memory is None else gpu_memory))
 
 
 def training_plan(options: RecipeOptions) -> Plan:
-    """Return the plan of one forward and backward pass at the longest length."""
+    """Return the plan of one forward and backward pass at the longest length.
+
+    Raises:
+        ValueError: a model that no plan covers.
+    """
     gpus, processes = int(os.environ.get("WORLD_SIZE", 1)), reading_processes()
     shape = shape_of(resolve(options.model.name))
     return plan(
@@ -74,7 +92,7 @@ def training_plan(options: RecipeOptions) -> Plan:
 
 
 def _targets(options: RecipeOptions, shape: Shape) -> tuple[str, ...]:
-    """The projections with adapters, as the plan names them."""
+    """Return the projections with adapters, as the plan names them."""
     targets = options.lora.target_modules
     if options.lora.rank and targets == "attention":
         linears = [linear for layer in shape.kinds for linear in layer.linears if linear.place.startswith("attention")]
@@ -85,6 +103,7 @@ def _targets(options: RecipeOptions, shape: Shape) -> tuple[str, ...]:
 
 
 def _steps(options: RecipeOptions) -> Iterator[str]:
+    """Yield the steps, and the rows of each length."""
     stages = plan_stages(options, reading_processes())
     rows = options.train.batch * options.train.accumulate * reading_processes()
     yield f"{options.train.steps} steps of {rows * max(length for length, *_ in stages)} tokens:"
@@ -93,8 +112,9 @@ def _steps(options: RecipeOptions) -> Iterator[str]:
 
 
 def _memory(options: RecipeOptions, planned: Plan, gpu_memory: float) -> Iterator[str]:
+    """Yield the predicted memory by part and, where it does not fit, what to change."""
     fits = "fits" if planned.fits(gpu_memory) else "does not fit"
-    yield f"memory of one GPU, predicted: {planned.total / GIB:.1f} GiB, {fits} into {gpu_memory:g}"
+    yield f"a training step on one GPU is predicted to take {planned.total / GIB:.1f} GiB, {fits} into {gpu_memory:.4g}"
     for part in planned.parts:
         if part.bytes:
             yield f"  {part.name:12s} {part.bytes / GIB:8.2f}  {part.what}"
@@ -102,7 +122,27 @@ def _memory(options: RecipeOptions, planned: Plan, gpu_memory: float) -> Iterato
         yield "  (an upper bound: activations count as float32, and autocast keeps most of them in 16 bits)"
     if not planned.fits(gpu_memory):
         yield "change these, each after those before it:"
-        yield from changes(planned, gpu_memory)
+        yield from _changes(planned, gpu_memory)
+
+
+def _changes(planned: Plan, gpu_memory: float) -> Iterator[str]:
+    """Yield what to change, in order, with the total after each change."""
+    longest = planned.longest(gpu_memory)
+    if planned.options.dtype == "float32" and planned.options.lora_rank is not None:
+        planned = planned.but(dtype="bfloat16")
+        yield _line({"dtype": "bfloat16"}, planned.total)
+    for step in planned.advice(gpu_memory):
+        yield _line(step.changes, step.total, f" ({step.cost})")
+        planned = planned.but(**step.changes)
+    if not planned.fits(gpu_memory):
+        yield "No change that the plan knows makes it fit"
+    if longest:
+        yield f"Or shorter rows: up to {longest} tokens fit without these steps"
+
+
+def _line(changes: Mapping[str, Any], total: int, cost: str = "") -> str:
+    settings = ", ".join(RECIPE_NAMES[name].format(str(value).lower()) for name, value in changes.items())
+    return f"- {settings}: {total / GIB:.1f} GiB{cost}"
 
 
 def evaluations(options: RecipeOptions) -> int:
@@ -111,70 +151,12 @@ def evaluations(options: RecipeOptions) -> int:
     return options.evaluation.before + (max(1, steps // every) if every else 1)
 
 
-def _times(options: RecipeOptions) -> str:
-    evaluation, count = options.evaluation, evaluations(options)
-    needles = 1 if TASKS[evaluation.task].joined else len(evaluation.depths)
-    prompts = evaluation.samples * needles * len(options.evaluation_lengths)
-    lengths = " and ".join(map(str, options.evaluation_lengths))
-    when = [
-        *(["before training"] * evaluation.before),
-        f"every {evaluation.every} steps" if evaluation.every else "at the end",
-    ]
-    times = "once" if count == 1 else f"{'up to ' * bool(evaluation.patience)}{count} times"
-    windows = f"{evaluation.windows} windows of {max(options.evaluation_lengths)} tokens and " * bool(
-        evaluation.windows
+def _evaluations(options: RecipeOptions) -> str:
+    asked, lengths = options.evaluation, options.evaluation_lengths
+    needles = 1 if find_task(asked.task).joined else len(asked.depths)
+    prompts = asked.samples * needles * len(lengths)
+    most = "up to " if asked.patience else ""
+    return (
+        f"evaluations: {most}{evaluations(options)}, each of {asked.windows} windows of {max(lengths)} tokens and "
+        f"{prompts} prompts of {' and '.join(map(str, lengths))} tokens"
     )
-    return f"{times} ({', '.join(when)}), {windows}{prompts} prompts of {lengths} tokens"
-
-
-def _shares(options: RecipeOptions) -> float:
-    """How many times the length of a haystack is read for all its prompts: what they share is read once.
-
-    In mode ``single`` a prompt shares the text before its needle with the one whose needle is deepest.
-    """
-    asked = options.evaluation
-    if asked.mode != "single" or TASKS[asked.task].joined:
-        return 1.0
-    *others, _ = sorted(asked.depths)
-    return 1.0 + sum(1.0 - depth for depth in others)
-
-
-def tokens_read(options: RecipeOptions) -> int:
-    """Return the tokens that one evaluation reads, about."""
-    windows, lengths = options.evaluation.windows, options.evaluation_lengths
-    return round(windows * max(lengths) + options.evaluation.samples * _shares(options) * sum(lengths))
-
-
-def evaluation_flops(options: RecipeOptions, shape: Shape) -> float:
-    """Return the FLOPs of one evaluation, forward passes alone; each process does all of them."""
-    windows, lengths = options.evaluation.windows, options.evaluation_lengths
-    sequences = {length: options.evaluation.samples * _shares(options) for length in lengths}
-    sequences[max(lengths)] += windows
-    weights = 2.0 * shape.total(lambda layer: layer.matmul_weights)
-    flops = 2.0 * shape.head * windows * max(lengths)  # retrieval needs the logits of answers alone
-    for length, count in sequences.items():
-        scores = shape.total(lambda layer, length=length: attention_flops(layer, length))  # type: ignore[misc]
-        flops += count * (length * weights + scores)
-    return flops
-
-
-def matmul_speed(size: int = 1024, seconds: float = 0.1) -> float:
-    """Measure and return the speed of float32 matrix products on this CPU [FLOP/s]."""
-    a, b = torch.ones(size, size), torch.ones(size, size)
-    a @ b  # the first one starts the threads
-    start, products = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < seconds:
-        a @ b
-        products += 1
-    return 2.0 * size**3 * products / elapsed
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the unit that suits it.
-
-    >>> duration(0.4), duration(100), duration(5400), duration(86400)
-    ('0.4 s', '1.7 min', '1.5 h', '24.0 h')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -1,85 +1,121 @@
-"""Evaluations of a run: measured with a progress bar, kept on disk, and compared with the one before training."""
+"""Evaluations of a run: one protocol, numbers that the Trainer logs, and the comparison with those before training."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+import math
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from rope_patch.evaluation.key_tokens import KeyTokens
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
-from rope_patch.evaluation.metrics import METRICS, PairedDifference
-from rope_patch.evaluation.result_cache import ResultCache, finite
+from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference
+from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
 from rope_patch.evaluation.spec import EvalSpec
-from rope_patch.evaluation.suite import EvalResult
+from rope_patch.evaluation.suite import EvalResult, EvalSuite
+from rope_patch.files import write_atomically
 from rope_patch.processes import from_first, processes
-from rope_patch.training.scores import RecipeEvaluator, RecipeScores
+from rope_patch.training.recipe import RecipeOptions
 
-Verdict = Literal["better", "worse", "no significant difference"]
+SEED = 1_000_003
+"""Added to the seed, so that an evaluation asks what no comparison or study with a small seed asks."""
 
 
-class RecordedEvaluations:
-    """Evaluates a model, and keeps every result on disk, so that a resumed run has the first one.
+def suite_of(options: RecipeOptions, tokenizer: Any) -> EvalSuite:
+    """Return the texts and prompts of a run's evaluations.
+
+    Raises:
+        ValueError: what cannot be asked, or too little text.
+    """
+    asked, lengths = options.evaluation, options.evaluation_lengths
+    spec = EvalSpec(
+        lengths,
+        depths=asked.depths,
+        samples=asked.samples,
+        windows=asked.windows,
+        tasks=(asked.task,),
+        mode=asked.mode,
+        text=asked.text,
+        haystack=asked.haystack,
+        chat_template=asked.chat_template,
+        longppl=asked.longppl,
+        bucket=max(lengths),
+        chunk=asked.chunk,
+        seed=SEED + asked.seed,
+    )
+    try:
+        return EvalSuite(spec, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"evaluation: {error}") from error
+
+
+def retrieval_of(result: EvalResult) -> RetrievalResult:
+    """Return the scores of the one retrieval task."""
+    (scores,) = result.retrieval.values()
+    return scores
+
+
+def score(result: EvalResult) -> float:
+    """Return what checkpoints are ranked by: mean exact match over the lengths; of equals, the lower perplexity."""
+    retrieval, lengths = retrieval_of(result), result.spec.lengths
+    asked = len(lengths) * len(retrieval.samples(lengths[-1]))
+    nll = min(result.perplexity.nll, 99.0) if result.perplexity else 0.0  # one prompt more weighs 1 / asked
+    return math.fsum(retrieval.accuracy(length) for length in lengths) / len(lengths) - nll / (100 * asked)
+
+
+def metrics(result: EvalResult) -> dict[str, float]:
+    """Return the numbers by name, such as ``retrieval_1024`` and ``perplexity_256_1024``."""
+    numbers = {"score": score(result)}
+    for metric in reversed(METRICS.values()):
+        for span in metric.spans(result.spec):
+            place = str(span.stop) if span.start is None else f"{span.start}_{span.stop}"
+            value = metric.value(result, span)
+            if not math.isnan(value):  # positions without a key token have no LongPPL
+                numbers[f"{metric.name}_{place}"] = value
+    return numbers
+
+
+class Evaluations:
+    """Evaluates a model, and keeps the first result on disk, for a resumed run to compare with.
 
     Args:
-        evaluator: measures a model.
-        path: of the file of results.
+        suite: the texts and prompts.
+        path: the file of the evaluation before training.
     """
 
-    def __init__(self, evaluator: RecipeEvaluator, path: Path) -> None:
-        self.evaluator, self.file = evaluator, ResultCache(path)
-        self.by_step: dict[int, RecipeScores] = {}
+    def __init__(self, suite: EvalSuite, path: Path) -> None:
+        self.suite, self.path = suite, path
+        self.by_step: dict[int, EvalResult] = {}
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:
         """Evaluate a model, and return the numbers that the Trainer logs."""
         result = self.by_step[step] = self._measure(model)
 
         def record() -> dict[str, float]:
-            self.file[str(step)] = {"metrics": result.metrics(), "evaluation": to_json(result)}
-            return result.metrics()
+            if step == 0:
+                write_atomically(self.path, json.dumps(result.to_dict(), allow_nan=False))
+            return metrics(result)
 
         return from_first(record)  # all processes choose the best checkpoint by the same numbers
 
-    def _measure(self, model: Any) -> RecipeScores:
+    def _measure(self, model: Any) -> EvalResult:
+        quiet = processes()[0] > 0
         with tqdm(
-            desc="evaluating",
-            total=self.evaluator.suite.tokens,
-            unit="tok",
-            unit_scale=True,
-            leave=False,
-            disable=processes()[0] > 0,
+            desc="evaluating", total=self.suite.tokens, unit="tok", unit_scale=True, leave=False, disable=quiet
         ) as bar:
-            return self.evaluator(model, bar.update)
+            return self.suite.run(model, on_progress=bar.update)
 
-    @property
-    def before(self) -> dict[str, Any]:
-        """The result before training; empty where the model was not evaluated then."""
-        result: dict[str, Any] = self.file.get("0", {})
-        return result
+    def before(self) -> EvalResult | None:
+        """Return the evaluation before training; None where the model was not evaluated then."""
+        if not self.path.is_file():
+            return None
+        return from_json(json.loads(self.path.read_text(encoding="utf-8")), self.suite.spec)
 
-    def changes(self, final: RecipeScores) -> list[Change]:
-        """Return how the metrics changed from before training to the end; empty where nothing was evaluated before."""
-        before = self.scores_before(final)
-        return [] if before is None else changes(before, final.scores)
-
-    def scores_before(self, final: RecipeScores) -> EvalResult | None:
-        """Return the evaluation before training; None where the model was not evaluated then.
-
-        Args:
-            final: another evaluation of the run, whose spec is the same.
-        """
-        return from_json(self.before["evaluation"], final.scores.spec) if self.before else None
-
-    def curve(self, last: int) -> list[dict[str, float]]:
-        """Return the metrics of every evaluation up to a step, in order."""
-        steps = sorted(step for step in map(int, self.file) if step <= last)
-        return [{"step": step, **self.file[str(step)]["metrics"]} for step in steps]
-
-    def final(self, model: Any, state: Any) -> RecipeScores:
-        """Return the result of the model that is saved: the best checkpoint has been evaluated already."""
+    def final(self, model: Any, state: Any) -> EvalResult:
+        """Return the result of the model that is saved; that of a best checkpoint has been measured already."""
         step = best_step(state)
         step = state.global_step if step is None else step
         return self.by_step[step] if step in self.by_step else self._measure(model)
@@ -91,75 +127,34 @@ def best_step(state: Any) -> int | None:
     return None if best is None else int(Path(best).name.rpartition("-")[2])
 
 
-def to_json(result: RecipeScores) -> dict[str, Any]:
-    """Return an evaluation as JSON: every prompt, every position bucket of every window."""
-    return {
-        "retrieval": asdict(result.retrieval),
-        "perplexity": None if result.perplexity is None else asdict(result.perplexity),
-        "key_tokens": None if result.scores.key_tokens is None else asdict(result.scores.key_tokens),
-    }
+def changes(before: EvalResult, after: EvalResult) -> list[dict[str, Any]]:
+    """Compare two evaluations of one spec, paired by prompt or by window of text: every metric, at every length.
 
-
-@dataclass(frozen=True)
-class Change:
-    """How one value of a metric changed over a run, paired by prompt or by window of text.
-
-    Attributes:
-        metric: its name, a key of :data:`~rope_patch.evaluation.metrics.METRICS`.
-        label: the value, such as ``"passkey 1024"``.
-        difference: after training minus before it, with its 95 % interval.
+    Returns:
+        For each, metric, label (such as ``"passkey 1024"``), the difference with its 95 % interval (None for a number
+        that is not finite), the verdict (``better`` or ``worse`` where the interval excludes 0), and a sentence.
     """
-
-    metric: str
-    label: str
-    difference: PairedDifference
-
-    @property
-    def verdict(self) -> Verdict:
-        """Better or worse where the 95 % interval excludes 0."""
-        if not self.difference.significant:
-            return "no significant difference"
-        return "better" if (self.difference.low < 0) == METRICS[self.metric].lower_is_better else "worse"
-
-    def __str__(self) -> str:
-        """One sentence.
-
-        >>> print(Change("retrieval", "passkey 1024", PairedDifference(-0.4, -0.55, -0.24)))
-        passkey 1024 is significantly worse than before training: retrieval -0.40 (-0.55 to -0.24)
-        >>> print(Change("retrieval", "passkey 1024", PairedDifference(-0.05, -0.19, 0.07)))
-        passkey 1024: no significant difference from before training: retrieval -0.05 (-0.19 to +0.07)
-        """
-        change = f"{self.metric} {METRICS[self.metric].describe(self.difference)}"
-        if self.verdict == "no significant difference":
-            return f"{self.label}: no significant difference from before training: {change}"
-        return f"{self.label} is significantly {self.verdict} than before training: {change}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the change for JSON, with its sentence; None for a number that is not finite."""
-        values: dict[str, Any] = finite(
-            {
-                "metric": self.metric,
-                "label": self.label,
-                **self.difference._asdict(),
-                "verdict": self.verdict,
-                "sentence": str(self),
-            }
-        )
-        return values
+    compared = []
+    for name, metric in METRICS.items():
+        for span in metric.spans(after.spec):
+            label, difference = metric.heading(span), metric.difference(after, before, span)
+            verdict, sentence = _verdict(metric, label, difference)
+            values = {"metric": name, "label": label, **difference._asdict(), "verdict": verdict, "sentence": sentence}
+            compared.append(finite(values))
+    return compared
 
 
-def changes(before: EvalResult, after: EvalResult) -> list[Change]:
-    """Compare two evaluations of one spec: every metric, at every length."""
-    return [
-        Change(name, metric.heading(span), metric.difference(after, before, span))
-        for name, metric in METRICS.items()
-        for span in metric.spans(after.spec)
-    ]
+def _verdict(metric: Metric, label: str, difference: PairedDifference) -> tuple[str, str]:
+    change = f"{metric.name} {metric.describe(difference)}"
+    if not difference.significant:
+        return "no significant difference", f"{label}: no significant difference from before training: {change}"
+    verdict = "better" if (difference.low < 0) == metric.lower_is_better else "worse"
+    return verdict, f"{label} is significantly {verdict} than before training: {change}"
 
 
 def from_json(values: dict[str, Any], spec: EvalSpec) -> EvalResult:
-    """Return the scores that :func:`to_json` wrote, of one retrieval task."""
-    prompts, text = values["retrieval"], values["perplexity"]
+    """Return the scores of one retrieval task that :meth:`EvalResult.to_dict` gave."""
+    (prompts,), text, keys = values["retrieval"].values(), values["perplexity"], values.get("key_tokens")
     cells = tuple(
         RetrievalCell(cell["length"], cell["depth"], tuple(Sample(**sample) for sample in cell["samples"]))
         for cell in prompts["cells"]
@@ -174,7 +169,5 @@ def from_json(values: dict[str, Any], spec: EvalSpec) -> EvalResult:
         )
         parts = {"buckets": buckets, "documents": documents, "prefix": tuple(text["prefix"])}
         perplexity = PerplexityResult(**{**text, **parts})
-    keys = values.get("key_tokens")
-    return EvalResult(
-        spec, perplexity, {retrieval.task: retrieval}, key_tokens=None if keys is None else KeyTokens(**keys)
-    )
+    tokens = None if keys is None else KeyTokens(**keys)
+    return EvalResult(spec, perplexity, {retrieval.task: retrieval}, values.get("short_window", 0), tokens)

@@ -106,7 +106,7 @@ def prepare(model: Any, options: RecipeOptions) -> Any:
     if patch.method is None and own is not None:
         _check_own_patch(own, options)
     else:
-        if patch.method is None and not patch.trainable:
+        if patch.method is None:
             warnings.warn(
                 "there is no patch.method: the model keeps its original rotary table, so only its weights adapt to "
                 "longer rows; choose a method with `rope-patch methods`, or set patch.method=default to say so",

@@ -48,9 +48,6 @@ class PatchOptions:
         layer_types: the layer types whose tables are patched, on models with several.
         freeze_at: context length at which a table that changes with the input's length is frozen [tokens].
         replace: replace an earlier patch.
-        trainable: train the frequencies of the table together with what ``lora`` names.
-        learning_rate: of the logarithms of the frequencies, where they are trained. Their gradient counts towards
-            ``train.max_grad_norm``.
     """
 
     method: str | None = None
@@ -58,8 +55,6 @@ class PatchOptions:
     layer_types: list[str] | None = None
     freeze_at: int | None = None
     replace: bool = False
-    trainable: bool = False
-    learning_rate: float = 0.01
 
 
 @dataclass(frozen=True)
@@ -98,12 +93,8 @@ class DataOptions:
         boundaries: between documents. ``join``: documents see those before them in their row; ``apart``: they do not;
             ``whole``: each row holds one document, or a piece of one.
         allow_short: train although no document is as long as a row.
-        positions: ``full`` counts from 0; ``pose`` and ``randpos`` give short rows positions up to
-            ``patch.target_length``.
+        positions: ``full`` counts from 0; ``pose`` gives short rows positions up to ``patch.target_length``.
         chunks: pieces of a row under ``pose``.
-        position_range: of positions under ``pose`` and ``randpos``. ``target``: up to ``patch.target_length`` in every
-            row; ``rising``: up to the length of a row at first, and ever further until the last row reaches the target
-            (Randomized YaRN, arXiv:2606.23687).
         retrieval: share of the rows that are retrieval prompts over training text.
         task: of these prompts.
         answer_weight: weight of an answer's tokens in the loss of these prompts; other tokens have weight 1.
@@ -119,9 +110,8 @@ class DataOptions:
     lengths: str | int = MISSING
     boundaries: Boundaries = "join"
     allow_short: bool = False
-    positions: Literal["full", "pose", "randpos"] = "full"
+    positions: Literal["full", "pose"] = "full"
     chunks: int = 2
-    position_range: Literal["target", "rising"] = "target"
     retrieval: float = 0.0
     task: str = "passkey"
     answer_weight: float = 5.0

@@ -104,17 +104,12 @@ def _layers(files: Sequence[str | Path], overrides: Sequence[str], base: Any) ->
 
 
 def _checked(layer: dict[Any, Any], origin: str) -> dict[Any, Any]:
-    """Return a layer without its empty sections; refuse values that OmegaConf would replace by others.
-
-    OmegaConf would fill in ``${...}``, environment variables too, and read ``???`` as a missing value.
-    """
+    """Return a layer without its empty sections; refuse a value in the place of a section or of text."""
     sections = {name: value for name, value in layer.items() if value is not None or name not in SECTIONS}
     for name, value in sections.items():
         if name in SECTIONS and not isinstance(value, dict):
             raise ValueError(f"{origin}{name} is a section of options, not a value: got {value!r}")
     for name, value in flatten(sections):
-        if isinstance(value, str) and ("${" in value or value == "???"):
-            raise ValueError(f"{origin}{name}: {value!r} would be replaced by another value: give that value itself")
         if name in TEXT_OPTIONS and isinstance(value, bool | float):
             raise ValueError(f"{origin}{name} must be text, and YAML reads {value!r} here: put it in quotes")
     return sections
@@ -124,7 +119,5 @@ def _unknown(key: str) -> str:
     section, _, _ = key.rpartition(".")
     known = [f.name for f in dataclasses.fields(SECTIONS.get(section, RecipeOptions))]
     everywhere = [f"{name}.{f.name}" for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)]
-    nearest = did_you_mean(key, [*everywhere, "output"]) or did_you_mean(
-        key.rpartition(".")[2], [name.rpartition(".")[2] for name in everywhere]
-    )
+    nearest = did_you_mean(key, [*everywhere, "output"])
     return f"unknown option {key!r}.{nearest} Known in {section or 'the file'}: {', '.join(known)}"

@@ -59,7 +59,6 @@ class RecipeOptions:
         if self.patch.method is not None:
             check_one_table(as_method(self.patch.method), "a model in training")
         self._check_ranges()
-        self._check_table()
         self._check_rows()
         self._check_weights()
         self._check_evaluation()
@@ -93,17 +92,8 @@ class RecipeOptions:
         for name in ("data.retrieval", "lora.dropout"):
             if not 0 <= values[name] <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {values[name]}")
-        for name in ("train.learning_rate", "patch.learning_rate"):
-            if not values[name] > 0:
-                raise ValueError(f"{name} must be > 0, got {values[name]}")
-
-    def _check_table(self) -> None:
-        """Raise ValueError for a table that cannot be trained with these options."""
-        patch = self.patch
-        if not patch.trainable and patch.learning_rate != PatchOptions.learning_rate:
-            raise ValueError("patch.learning_rate without patch.trainable=true would change nothing")
-        if patch.trainable and self.train.optimizer not in ("adamw", "sgd"):
-            raise ValueError(f"patch.trainable: {self.train.optimizer} cannot train a table: use adamw or sgd")
+        if not self.train.learning_rate > 0:
+            raise ValueError(f"train.learning_rate must be > 0, got {self.train.learning_rate}")
 
     def _check_rows(self) -> None:
         data, target = self.data, self.target_length
@@ -114,19 +104,13 @@ class RecipeOptions:
                 "model is patched for: give shorter data.lengths or a longer patch.target_length"
             )
         if data.positions == "full":
-            if data.position_range != "target":
-                raise ValueError(
-                    "data.position_range is for rows that skip positions: set data.positions, or leave it out"
-                )
             return
         if self.patch.target_length is None:
-            raise ValueError(
-                f"data.positions={data.positions} needs patch.target_length: positions are drawn from below it"
-            )
-        if data.positions == "pose" and data.chunks > min(lengths):
+            raise ValueError("data.positions=pose needs patch.target_length: positions are drawn from below it")
+        if data.chunks > min(lengths):
             raise ValueError(f"data.chunks={data.chunks} is more than the tokens of a row, {min(lengths)}")
         if data.boundaries == "apart":
-            raise ValueError(f"data.positions={data.positions} needs data.boundaries=join or whole, not apart")
+            raise ValueError("data.positions=pose needs data.boundaries=join or whole, not apart")
 
     def _check_weights(self) -> None:
         every_weight = self.lora.rank == 0

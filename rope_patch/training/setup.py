@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import EarlyStoppingCallback, TrainingArguments
 from transformers.integrations.integration_utils import is_tensorboard_available
-from transformers.trainer import TRAINER_STATE_NAME
 
-from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
+from rope_patch.training.collators import Collator, PackedCollator, PoSECollator
 from rope_patch.training.recipe import RecipeOptions
 from rope_patch.training.sources import PackedRows
-from rope_patch.training.tables import TableTraining
 from rope_patch.training.trainer import LongTrainer
 
 _CHECKPOINTING = next(
@@ -83,27 +80,23 @@ def arguments(options: RecipeOptions, folder: Path) -> TrainingArguments:
         ddp_find_unused_parameters=False,
         ddp_timeout=6 * 3600,  # seconds; the other processes wait while the first packs rows
         use_cpu=not torch.cuda.is_available(),
+        restore_callback_states_from_checkpoint=True,  # the patience that a resumed run has left
     )
 
 
-def collator(options: RecipeOptions, tokenizer: Any, rows: int) -> Collator:
+def collator(options: RecipeOptions, tokenizer: Any) -> Collator:
     """Return the collator that gives rows their positions and masks.
 
     Args:
         options: of the run.
         tokenizer: of the model.
-        rows: of the whole run.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
-    seed, target = options.train.seed, options.target_length
-    rising = rows if options.data.position_range == "rising" else None
-    match options.data.positions, options.data.boundaries:
-        case "pose", _:
-            return PoSECollator(pad, seed, target=target, chunks=options.data.chunks, rows=rising)
-        case "randpos", _:
-            return RandPosCollator(pad, seed, target=target, rows=rising)
-        case _, "apart":
-            return PackedCollator(pad, seed)
+    seed = options.train.seed
+    if options.data.positions == "pose":
+        return PoSECollator(pad, seed, target=options.target_length, chunks=options.data.chunks)
+    if options.data.boundaries == "apart":
+        return PackedCollator(pad, seed)
     return Collator(pad, seed)
 
 
@@ -114,24 +107,14 @@ def build_trainer(
     options: RecipeOptions,
     tokenizer: Any,
     evaluate: Any = None,
-    checkpoint: Path | None = None,
 ) -> LongTrainer:
     """Return the trainer of a run, with its rows, positions and early stop."""
-    callbacks = []
-    if options.evaluation.patience:
-        stop = EarlyStoppingCallback(options.evaluation.patience)
-        if checkpoint is not None:  # Trainer would count from 0 again
-            state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-            saved = state["stateful_callbacks"].get("EarlyStoppingCallback", {}).get("attributes", {})
-            stop.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
-        callbacks.append(stop)
-    table = TableTraining(model, options.patch.learning_rate) if options.patch.trainable else None
+    patience = options.evaluation.patience
     return LongTrainer(
         model,
         args,
         rows,
-        collator(options, tokenizer, rows.ends[-1]),
-        table=table,
+        collator(options, tokenizer),
         evaluator=evaluate,
-        callbacks=callbacks,
+        callbacks=[EarlyStoppingCallback(patience)] if patience else [],
     )

@@ -1,11 +1,9 @@
-"""Rows that several devices share: batches for context parallelism and Ulysses, and checks for what they cannot train.
+"""Rows that several devices share under context parallelism: their batches, and what cannot be trained so.
 
-Both cut a batch along the tokens. Context parallelism of accelerate (torch's, over FSDP2) drops every mask and attends
-causally over the whole row, whatever the positions. DeepSpeed's Ulysses sends no mask either, but hands the positions
-to attention kernels that may take a step other than one for the start of a document.
+accelerate's context parallelism (torch's, over FSDP2) cuts a batch along the tokens, drops every mask, and attends
+causally over the whole row, whatever the positions.
 
-*Source*: accelerate 1.15 ``_attach_context_parallel_hooks``; transformers 5.23 ``deepspeed_sp_compute_loss``; DeepSpeed
-``UlyssesSPDataLoaderAdapter`` and ``UlyssesSPAttentionHF``. Both need GPUs, so only the batches are tested.
+*Source*: accelerate 1.15 ``_attach_context_parallel_hooks``. It needs several GPUs, so only the batches are tested.
 """
 
 from __future__ import annotations
@@ -31,27 +29,19 @@ class ShardedCollator:
 
     Attributes:
         collator: makes the batches.
-        cp_size: devices that share a row under context parallelism.
-        sp_size: devices that share a row under Ulysses.
+        cp_size: devices that share a row.
     """
 
     collator: Collator
     cp_size: int = 1
-    sp_size: int = 1
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """Return a batch to be cut.
-
-        Under context parallelism ``shift_labels`` and ``shift_weights`` are added. DeepSpeed shifts the labels itself
-        and knows no weights.
+        """Return a batch to be cut, with ``shift_labels`` and ``shift_weights``.
 
         Raises:
-            ValueError: a batch whose positions, weights or masks would be ignored.
+            ValueError: a batch whose masks would be ignored.
         """
         batch = self.collator(examples)
-        if self.sp_size > 1:
-            _check_ulysses(batch)
-            return self._padded({name: batch[name] for name in ("input_ids", "labels", "position_ids")}, self.sp_size)
         if "attention_mask" not in batch:
             raise ValueError(
                 f"{type(self.collator).__name__} keeps documents apart by their positions, which context parallelism "
@@ -72,33 +62,19 @@ class ShardedCollator:
         return padded
 
 
-def _check_ulysses(batch: dict[str, Any]) -> None:
-    if bool((batch["position_ids"].diff() != 1).any()):
-        raise ValueError(
-            "positions must rise by one under Ulysses, whose attention may read a skip as the start of a document that "
-            "attends to nothing before it: use Collator, or context parallelism for PoSE and random positions"
-        )
-    if bool((batch["weights"][batch["labels"] != IGNORED] != 1).any()):
-        raise ValueError("labels have weights, which Ulysses ignores: leave the weights out, or use cp_size")
-
-
-def check_windows(config: Any, sp_size: int) -> None:
+def check_windows(config: Any) -> None:
     """Refuse a model with sliding windows: shards are attended to without a mask, so the windows would be ignored.
-
-    Flash attention gets the window as a number, and keeps it under Ulysses.
 
     Raises:
         ValueError: a model with sliding windows.
     """
     text = config.get_text_config()
-    if sp_size > 1 and "flash" in str(getattr(text, "_attn_implementation", "")):
-        return
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * bool(getattr(text, "sliding_window", None))
     windowed = sorted({str(kind) for kind in kinds} - {"full_attention"})
     if windowed:
         raise ValueError(
             f"rows that devices share are attended to in full, and this model has layers of {', '.join(windowed)}: "
-            "train on rows that one device holds (cp_size 1, sp_size 1)"
+            "train on rows that one device holds (cp_size 1)"
         )
 
 

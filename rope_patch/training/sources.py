@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from tqdm import tqdm
 from rope_patch.evaluation.documents import TokenDocument, encode
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.result_cache import key
 from rope_patch.evaluation.tasks import find_task
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.training.data import conversation, mix, pack
@@ -27,6 +24,9 @@ from rope_patch.training.recipe import RecipeOptions
 
 READERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 """The reader of ``datasets`` for each kind of file."""
+
+ROWS = "rows.arrow"
+"""The packed rows, in the ``work`` folder of a run."""
 
 DOCUMENTS_CHECKED = 1000
 """If none of so many documents is as long as a row, the run is refused without reading on."""
@@ -103,33 +103,16 @@ def token_documents(tokenizer: Any, source: Iterable[Any], options: DataOptions)
             raise ValueError(f"data.column: row {number} holds neither text nor messages, but {type(value).__name__}")
 
 
-def plain_texts(tokenizer: Any, source: Iterable[Any], options: DataOptions) -> Iterator[str]:
-    """Yield the documents of a dataset as text; lists of messages through the chat template.
-
-    Raises:
-        ValueError: neither text nor messages in the column.
-    """
-    for number, row in enumerate(source):
-        value = row[options.column]
-        if isinstance(value, list) and value:
-            value = tokenizer.decode(conversation(tokenizer, value, "all").ids)
-        if not isinstance(value, str):
-            raise ValueError(f"data.column: row {number} holds neither text nor messages, but {type(value).__name__}")
-        if value.strip():
-            yield value
-
-
 class PackedRows(Dataset[list[dict[str, Any]]]):
     """Rows in items of equal tokens: one row of the longest length, or as many shorter ones as have its tokens.
 
     Args:
         rows: of a ``datasets`` dataset, in order.
         groups: number of rows of each item.
-        name: of the file.
     """
 
-    def __init__(self, rows: Any, groups: list[int], name: str = "") -> None:
-        self.rows, self.name = rows, name
+    def __init__(self, rows: Any, groups: list[int]) -> None:
+        self.rows = rows
         self.ends = [0, *itertools.accumulate(groups)]
 
     def __len__(self) -> int:
@@ -141,29 +124,25 @@ class PackedRows(Dataset[list[dict[str, Any]]]):
 
     def tokens(self, items: int) -> int:
         """Return the number of tokens in the first items."""
-        return sum(len(ids) for ids in self.rows.select_columns("ids").select(range(self.ends[items]))["ids"])
+        import pyarrow.compute as pc
+
+        lengths = pc.list_value_length(self.rows.data["ids"].slice(0, self.ends[items]))
+        return int(pc.sum(lengths).as_py() or 0)
 
 
 def make_rows(
-    options: RecipeOptions,
-    tokenizer: Any,
-    folder: Path,
-    *,
-    processes: int = 1,
-    quiet: bool = False,
-    rows_file: str | None = None,
+    options: RecipeOptions, tokenizer: Any, folder: Path, *, processes: int = 1, quiet: bool = False
 ) -> PackedRows:
-    """Pack the rows of a whole run into a file, or open the file if it exists.
+    """Pack the rows of a whole run into a file, or open the file, so that a resumed run reads the rows it began with.
 
     Only as many documents are read as the run needs. Data that ends earlier is read again, in another order.
 
     Args:
-        options: of the run.
-        tokenizer: of the model.
-        folder: of the file. Its name is a hash of everything it depends on, and it appears in one rename.
-        processes: number of processes that train on rows of their own.
-        quiet: show no progress bar.
-        rows_file: name of the file that a resumed run began with, which it keeps even if the data has changed.
+        options: the options of the run.
+        tokenizer: the tokenizer of the model.
+        folder: the folder of the file, which holds rows of this run alone.
+        processes: the number of processes that train on rows of their own.
+        quiet: whether to show no progress bar.
 
     Raises:
         ValueError: no document is as long as a row, and ``data.allow_short`` is not set.
@@ -171,30 +150,23 @@ def make_rows(
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
-    stages = plan_stages(options, processes)
-    path = folder / (rows_file or f"rows-{_identity(options, tokenizer, stages)}.arrow")
-    if rows_file is not None and not path.exists():
-        raise ValueError(f"{path}, the rows that this run began with, is missing: --restart, or choose another output")
+    stages, path = plan_stages(options, processes), folder / ROWS
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".{path.name}.{os.getpid()}"
         features = datasets.Features(
             ids=datasets.List(datasets.Value("int32")),
             index=datasets.Value("int64"),
             starts=datasets.List(datasets.Value("int32")),
             weights=datasets.List(datasets.Value("float32")),
         )
-        try:
-            with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
-                total = sum(items * per for _, items, per in stages)
-                for row in tqdm(_all_rows(options, tokenizer, stages), "packing", total, unit="rows", disable=quiet):
-                    writer.write(row)
-                writer.finalize()
-            os.replace(part, path)
-        finally:
-            shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
+        part = folder / f".{ROWS}"
+        total = sum(items * per for _, items, per in stages)
+        with ArrowWriter(features=features, path=str(part), writer_batch_size=64) as writer:
+            for row in tqdm(_all_rows(options, tokenizer, stages), "packing", total, unit="rows", disable=quiet):
+                writer.write(row)
+            writer.finalize()
+        os.replace(part, path)
     groups = [per for _, items, per in stages for _ in range(items)]
-    return PackedRows(datasets.Dataset.from_file(str(path)), groups, path.name)
+    return PackedRows(datasets.Dataset.from_file(str(path)), groups)
 
 
 def reading_processes() -> int:
@@ -221,17 +193,6 @@ def plan_stages(options: RecipeOptions, processes: int = 1) -> list[tuple[int, i
             )
         stages.append((length, (high - low) * per_step, longest // length))
     return stages
-
-
-def _identity(options: RecipeOptions, tokenizer: Any, stages: list[tuple[int, int, int]]) -> str:
-    source = Path(options.data.source)
-    sizes = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in _files(source)] if source.exists() else []
-    text = builtin_text("train").sha256 if options.data.source == "builtin" else sizes
-    probe = tokenizer("Rows of 0123 tokens.\n", add_special_tokens=False)["input_ids"]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = tokenizer.get_vocab() if backend is None else backend.to_str()
-    coding = [probe, vocabulary, tokenizer.bos_token_id, tokenizer.chat_template]
-    return key(data=asdict(options.data), seed=options.train.seed, stages=stages, text=text, tokenizer=coding)[:16]
 
 
 def _all_rows(options: RecipeOptions, tokenizer: Any, stages: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from report_pages import row
 
 from rope_patch.cli.compare import print_table
-from rope_patch.cli.finetune import print_answers
 from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE
 from rope_patch.evaluation.compare import Comparison
 
@@ -61,21 +59,3 @@ def test_compare_says_that_the_unpatched_model_was_not_measured(capsys):
     print_table(comparison(row("yarn:factor=2", [1.0, 1.1], {(4, depth): 0 for depth in (0.0, 0.5, 1.0)})))
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith("note: 0% of the passkey prompts of 4 tokens are answered") and "--methods" in note
-
-
-@pytest.mark.parametrize("before", [None, {"8": 0.5}])
-def test_finetune_shows_answers_after_training(capsys, before):
-    answer = {"task": "passkey", "length": 8, "depth": 0.5, "expected": "12", "output": "13", "correct": False}
-    first = {"before": before, "after": {"8": 0.75}}
-    print_answers({"first_choice": first, "answers": [answer], "notes": ["do not trust it"]})
-    printed = capsys.readouterr()
-    assert printed.out == (
-        f"first choice 8: {'' if before is None else '0.5 -> '}0.75\n{EXACT_MATCH}, as in:\n"
-        '  after, passkey, 8 tokens, depth 50 %: asked for 12, answered "13" (wrong)\n'
-    )
-    assert printed.err == "note: do not trust it\n"
-
-
-def test_a_run_that_an_older_version_finished_shows_none(capsys):
-    print_answers({"after": {"score": 1.0}})
-    assert capsys.readouterr().out == ""

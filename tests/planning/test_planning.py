@@ -16,12 +16,10 @@ from tiny import SIZE as TINY
 from tiny import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rope_patch.modeling.scoring import Reader
 from rope_patch.planning import plan, shape_of, shipped
-from rope_patch.planning.compute import attention_flops
 
 GIB = 2**30
 
@@ -47,44 +45,18 @@ PUBLISHED = {
 }
 
 
-def test_every_shipped_model_is_checked():
-    assert set(shipped()) == set(PUBLISHED)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name):
     assert shape_of(name).parameters == PUBLISHED[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "stem"),
-    [
-        ("llama-3.1-8b", "Llama-3.1-8B"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
-        ("meta-llama/Meta-Llama-3-8B", "Llama-3-8B"),
-        ("google/gemma-3-4b-it", "gemma-3-4b"),
-        ("GEMMA-2-9B", "gemma-2-9b"),
-        ("Qwen/Qwen3-4B-Base", "Qwen3-4B"),
-    ],
-)
-def test_short_and_full_names(name, stem):
-    assert shape_of(name).name == stem
-
-
-def test_a_folder_comes_before_a_shipped_name(tmp_path, monkeypatch):
+def test_names_and_a_folder_of_that_name(tmp_path, monkeypatch):
+    assert set(shipped()) == set(PUBLISHED)
+    assert shape_of("meta-llama/Meta-Llama-3-8B-Instruct").name == "Llama-3-8B"
+    assert shape_of("GEMMA-2-9B").name == "gemma-2-9b"
     tiny_model().save_pretrained(tmp_path / "Llama-3.1-8B")
     monkeypatch.chdir(tmp_path)
     assert shape_of("Llama-3.1-8B").parameters < 1e6
-
-
-def test_layers_are_read_as_they_are():
-    kinds = shape_of("gemma-3-12b").kinds
-    assert {layer.window: count for layer, count in kinds.items()} == {1024: 40, None: 8}
-    layer = shape_of("Qwen3-8B").layers[0]
-    assert (layer.hidden, layer.query, layer.key, layer.heads, layer.ffn) == (4096, 4096, 1024, 32, 12288)
-    assert layer.norm_inputs == (4096, 1024, 4096, 4096)  # q_norm reads every head, k_norm every KV head
-    fused = shape_of(tiny_model("phi3")).layers[0]
-    assert (fused.query, fused.key, fused.ffn) == (64, 32, 128)
 
 
 # --- against hand-computed figures -----------------------------------------------------------------------------------
@@ -126,33 +98,17 @@ def test_llama_3_8b_at_128k():
     assert (naive.total - everything.total) / GIB == pytest.approx(157, rel=0.1)
 
 
+def test_masks_of_sliding_windows_under_sdpa():
+    flash = plan("gemma-3-12b", length=131072)
+    sdpa = flash.but(attention="sdpa")
+    assert sdpa["masks"] == 131072**2
+    assert sdpa["layer"] - flash["layer"] > 131072**2 * 2
+
+
 def test_kv_cache():
     assert plan("Llama-3-8B", length=131072).kv_cache == 2 * 131072 * 32 * 1024 * 2 == 16 * GIB
     # gemma-3-12b: 40 layers hold 1024 positions, 8 all of them
     assert plan("gemma-3-12b", length=131072).kv_cache == 2 * 2048 * 2 * (40 * 1024 + 8 * 131072)
-
-
-def test_time_of_llama_3_8b_at_128k():
-    """7.50e9 multiplied weights, of them 0.525e9 in the head; pairs N(N + 1)/2, 4 x 4096 FLOPs each, 32 layers.
-
-    forward 2 x 7.50e9 N + 4 x 4096 x 32 x N^2/2 = 1.967e15 + 4.504e15; adapters 2 x 41.9e6 N = 1.1e13.
-    """
-    done = plan("Llama-3-8B", length=131072, mfu=0.5, tflops=1000).compute
-    linear, scores, adapters = 2 * 7.5047e9 * 131072, 4 * 4096 * 32 * 131072**2 / 2, 2 * 41.943e6 * 131072
-    assert done.model_flops == pytest.approx(2 * linear + 3 * scores + 3 * adapters, rel=1e-4)
-    assert done.executed_flops == pytest.approx(done.model_flops + linear + scores + adapters, rel=1e-4)
-    assert done.seconds == pytest.approx(done.executed_flops / 0.5e15)
-    full = plan("Llama-3-8B", length=4096, lora_rank=None, checkpointing=False, loss="naive").compute
-    assert full.model_flops == pytest.approx(6 * 7.5047e9 * 4096 + 3 * 4 * 4096 * 32 * 4096**2 / 2, rel=1e-3)
-    assert full.model_flops_share == pytest.approx(0.45)
-
-
-def test_mfu_by_palms_formula():
-    """Appendix B of arXiv:2204.02311: tokens/s x (6 N + 12 L H Q T) over the peak, all trained, nothing masked."""
-    done = plan("Llama-3-8B", length=131072, mfu=0.5, tflops=1000, gpus=8).compute
-    dense, attention = 6 * 8.03026e9, 12 * 32 * 4096 * 131072
-    assert done.palm_mfu == pytest.approx(done.tokens_per_second * (dense + attention) / 8e15, rel=1e-4)
-    assert done.palm_mfu_causal == pytest.approx(done.tokens_per_second * (dense + attention / 2) / 8e15, rel=1e-4)
 
 
 # --- against what runs -----------------------------------------------------------------------------------------------
@@ -310,8 +266,7 @@ def test_peak_with_sliced_logits(family, tokens):
     assert planned.but(length=tokens)["loss"] == pytest.approx(live.peak, rel=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
-@pytest.mark.parametrize("targets", [("all-linear",), ("o_proj", "down_proj")])
+@pytest.mark.parametrize(("family", "targets"), [("gemma3", ("o_proj", "down_proj")), ("phi3", ("all-linear",))])
 def test_adapter_is_as_large_as_peft_makes_it(family, targets):
     model = tiny_model(family)
     planned = plan(model, length=64, lora_rank=8, target_modules=targets)
@@ -325,34 +280,6 @@ def test_adapter_is_as_large_as_peft_makes_it(family, targets):
     optimizer.step()
     states = sum(t.numel() * 4 for state in optimizer.state.values() for t in state.values() if t.ndim)
     assert planned["optimizer"] == states
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_and_norms_are_trained_as_copies(tied):
-    model = tiny_model("llama", tie_word_embeddings=tied).bfloat16()
-    planned = plan(model, length=64, lora_rank=8, long_lora=True)
-    whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
-    config = LoraConfig(r=8, target_modules="all-linear", modules_to_save=whole, ensure_weight_tying=tied)
-    adapted = get_peft_model(model, config)
-    trained = [p for p in adapted.parameters() if p.requires_grad]
-    assert planned["adapter"] == sum(p.numel() * p.element_size() for p in trained)
-
-
-@pytest.mark.parametrize(("family", "checkpointing"), [("llama", False), ("llama", True), ("qwen3", False)])
-@pytest.mark.parametrize("rank", [None, 8])
-def test_flops_are_those_torch_counts(family, checkpointing, rank):
-    """Torch counts eager attention whole, the plan its causal half, T (T + 1) / 2 pairs: scores are counted apart.
-
-    Within 5 %: torch stops computing a layer again once it has what was saved, before the last projection.
-    """
-    model, planned, context = prepared(family, "eager", "float32", rank, checkpointing=checkpointing, hidden_size=128)
-    with FlopCounterMode(display=False) as counter, context:
-        model(IDS, labels=IDS, use_cache=False).loss.backward()
-    q, layers = planned.shape.layers[0].query, len(planned.shape.layers)
-    acausal = 4 * q * layers * (TOKENS**2 - TOKENS * (TOKENS + 1) / 2) * (4 if checkpointing else 3)
-    done = planned.but(loss="naive").compute
-    assert done.executed_flops + acausal == pytest.approx(counter.get_total_flops(), rel=0.05)
-    assert (done.executed_flops > done.model_flops) == checkpointing
 
 
 def test_nf4_is_as_large_as_bitsandbytes_packs_it():
@@ -391,24 +318,10 @@ def test_gpus_divide_what_they_divide():
     # a layer has 218.1 M parameters, twice in bfloat16; embeddings, head and last norm 1050.7 M once
     assert eight["gathered"] == pytest.approx(2 * (2 * 218.11e6 + 1050.68e6), rel=1e-4)
     assert eight["activations"] == one["activations"]
-    assert eight.compute.seconds == pytest.approx(one.compute.seconds)  # each its own sequence
-    assert eight.compute.tokens_per_second == pytest.approx(8 * one.compute.tokens_per_second)
     shared = one.but(gpus=8, context_parallel=8)
     assert shared["activations"] == one["activations"] // 8
     assert shared["layer"] == one["layer"] // 8
-    assert shared.compute.seconds == pytest.approx(one.compute.seconds / 8)
     assert one.but(batch=2)["activations"] == 2 * one["activations"]
-
-
-def test_sliding_windows_cost_less_time_and_sdpa_masks_more_memory():
-    flash = plan("gemma-3-12b", length=131072)
-    sdpa = flash.but(attention="sdpa")
-    assert sdpa["masks"] == 131072**2
-    assert sdpa["layer"] - flash["layer"] > 131072**2 * 2
-    sliding, whole = sorted(flash.shape.kinds, key=lambda layer: layer.window or 0, reverse=True)
-    assert attention_flops(sliding, 131072) == 4 * 4096 * (131072 * 1024 - 1024 * 1023 / 2)
-    assert attention_flops(whole, 131072) == 4 * 4096 * 131072 * 131073 / 2
-    assert attention_flops(sliding, 512) == attention_flops(whole, 512)
 
 
 def test_advice_is_replanned_in_order_until_it_fits():
@@ -454,34 +367,20 @@ def test_longest_fits_and_the_next_does_not():
     assert planned.longest(10) == 0
 
 
-def test_json_says_everything():
-    data = json.loads(plan("gemma-2-2b", length=8192).to_json(gpu_memory=16))
-    assert data["schema"] == 1
-    assert data["total_bytes"] == sum(p["bytes"] for p in data["parts"] if not p["turns"]) + max(
-        p["bytes"] for p in data["parts"] if p["turns"]
-    )
-    assert data["options"]["length"] == 8192
-    assert data["fits"] is (data["total_bytes"] <= 16 * GIB)
-    assert data["compute"]["seconds"] > 0
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 0}, "length must be > 0, got 0"),
-        ({"length": None}, "length must be a number, got None"),
-        ({"length": "128kk"}, "a length is a number of tokens such as 4096 or 4k, got '128kk'"),
-        ({"batch": "2"}, "batch must be a number, got '2'"),
-        ({"lora_rank": 0}, "lora_rank must be > 0, got 0"),
-        ({"mfu": 45.0}, r"mfu is a share of the peak, in \(0, 1\], got 45"),
-        ({"quantization": "nf5"}, "unknown quantization 'nf5'. Did you mean 'nf4'. Known: none, 8bit, nf4"),
-        ({"attention": "flesh"}, "unknown attention 'flesh'. Did you mean 'flash'"),
-        ({"gpus": 4, "context_parallel": 3}, "context_parallel must divide gpus, got 3 and 4"),
-        ({"lora_rank": None, "quantization": "8bit"}, "quantized weights cannot be trained"),
-        ({"lora_rank": None, "long_lora": True}, "full fine-tuning trains them anyway"),
-        ({"target_modules": ("qproj",)}, "'qproj' matches no projection of gemma-2-2b. Did you mean 'q_proj'"),
-        ({"target_modules": "q_proj"}, "target_modules must be a sequence of names"),
-        ({"attention": "sdpa"}, "Gemma2ForCausalLM has no sdpa attention in transformers: take flash or eager"),
+        ({"length": 0}, "length"),
+        ({"length": "128kk"}, "128kk"),
+        ({"batch": "2"}, "batch"),
+        ({"lora_rank": 0}, "lora_rank"),
+        ({"quantization": "nf5"}, "Did you mean 'nf4'"),
+        ({"gpus": 4, "context_parallel": 3}, "divide gpus"),
+        ({"lora_rank": None, "quantization": "8bit"}, "quantized weights"),
+        ({"lora_rank": None, "long_lora": True}, "long_lora"),
+        ({"target_modules": ("qproj",)}, "Did you mean 'q_proj'"),
+        ({"target_modules": "q_proj"}, "sequence"),
+        ({"attention": "sdpa"}, "sdpa"),
     ],
 )
 def test_bad_options(options, message):
@@ -489,50 +388,30 @@ def test_bad_options(options, message):
         plan("gemma-2-2b", **{"length": 4096} | options)
 
 
-def test_a_length_may_be_written_in_thousands():
-    assert plan("gemma-2-2b", length="128k") == plan("gemma-2-2b", length=131072)
-
-
-def test_bad_models(tmp_path):
-    with pytest.raises(ValueError, match=r"unknown model 'lama-3.1-8b'. Did you mean 'Llama-3.1-8B'\? Give a folder"):
+def test_models_that_no_plan_covers(tmp_path):
+    with pytest.raises(ValueError, match=r"Did you mean 'Llama-3.1-8B'"):
         shape_of("lama-3.1-8b")
-    with pytest.raises(OSError, match=r"cannot load nobody/llama-3\.1-8b from the hub"):
+    with pytest.raises(OSError, match="from the hub"):
         shape_of("nobody/llama-3.1-8b")  # not the organisation whose config ships
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         shape_of(tmp_path)
-    with pytest.raises(TypeError, match="quantisation"):
-        plan("gemma-2-2b", length=4096, quantisation="nf4")
-    experts = MixtralConfig(**TINY, num_local_experts=2)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(experts)
-    with pytest.raises(ValueError, match=r"dense decoders.* not MixtralForCausalLM"):
+        model = AutoModelForCausalLM.from_config(MixtralConfig(**TINY, num_local_experts=2))
+    with pytest.raises(ValueError, match="MixtralForCausalLM"):
         shape_of(model)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command(monkeypatch, capsys):
     printed = run("plan", "llama-3.1-8b", "--length", "128k", "--gpu-memory", "141")
-    assert "91.63" in printed
-    assert "\nfits\n" in printed
+    assert "91.63" in printed and "\nfits\n" in printed
     printed = run("plan", "Llama-3-8B", "--length", "131072", "--loss", "naive", "--no-checkpointing")
     assert "does not fit. Turn on, in this order:\n  --loss fused: " in printed
-    data = json.loads(run("plan", "Qwen3-8B", "--length", "4k", "--full", "--gpus", "8", "--json"))
-    assert data["options"]["lora_rank"] is None
-    assert data["options"]["length"] == 4096
-    assert data["fits"] is True
-    tiny_model().save_pretrained(tmp_path / "base")
-    assert "longest sequence that fits" in run("plan", tmp_path / "base", "--length", "64")
-    wrong = fail(monkeypatch, capsys, "plan", "Llama-3.1-8", "--length", "4k")
-    assert "error: unknown model 'Llama-3.1-8'. Did you mean 'Llama-3.1-8B'?" in wrong
-    assert "4096 or 4k, got '12x'" in fail(monkeypatch, capsys, "plan", "Llama-3.1-8B", "--length", "12x")
-    assert "gpu-memory must be > 0" in fail(
-        monkeypatch, capsys, "plan", "Llama-3.1-8B", "--length", "4k", "--gpu-memory", "0"
-    )
-
-
-def test_advice_never_tries_what_excludes_itself():
-    """Found by hand: dropping "no --full" again while NF4 stays would train packed weights."""
-    steps = plan("Llama-3.1-8B", length=131072, batch=2, lora_rank=None, loss="naive").advice(1)
-    assert "no --full" in [step.option for step in steps] and not steps[-1].fits
+    data = json.loads(run("plan", "gemma-2-2b", "--length", "8k", "--full", "--gpus", "8", "--json"))
+    own = [part["bytes"] for part in data["parts"] if not part["turns"]]
+    assert data["total_bytes"] == sum(own) + max(part["bytes"] for part in data["parts"] if part["turns"])
+    assert data["options"]["lora_rank"] is None and data["fits"] is True
+    assert "Did you mean 'Llama-3.1-8B'?" in fail(monkeypatch, capsys, "plan", "Llama-3.1-8", "--length", "4k")
+    assert "gpu-memory" in fail(monkeypatch, capsys, "plan", "Llama-3-8B", "--length", "4k", "--gpu-memory", "0")

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rope_patch.packaged import data_path
 from rope_patch.patching.locate import find_rotary
 from rope_patch.planning import shape_of
-from rope_patch.training.estimate import describe, duration, evaluation_flops, evaluations, training_plan
+from rope_patch.training.estimate import describe, training_plan
 from rope_patch.training.models import BUNDLED, prepare
 from rope_patch.training.reading import read
 from rope_patch.training.recipe import RecipeOptions
@@ -62,10 +62,9 @@ ROPES = {
         },
     },
 }
+
+
 # The length each was trained at, by its model card or report: Qwen's base models state more than that.
-TRAINED = {"Llama-3-8B": 8192, "Qwen2.5-7B": 32768, "Qwen3-8B": 32768, "gemma-2-9b": 8192}
-
-
 def two_layers(options: RecipeOptions) -> Any:
     """The model of a run without weights, on the meta device, cut to two layers (of both kinds, where it has two)."""
     name = options.model.name if options.model.name in BUNDLED else shape_of(options.model.name).name
@@ -99,13 +98,7 @@ def test_a_step_in_shapes_alone(files: tuple[Path, ...], tmp_path: Path) -> None
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all(p.grad is not None and p.grad.shape == p.shape for p in trained.values())
     assert arguments(options, tmp_path).max_steps == options.train.steps
-
-
-@every_run
-def test_a_dry_run(files: tuple[Path, ...]) -> None:
-    assert re.search(
-        r"^memory of one GPU, predicted: [0-9.]+ GiB, fits into 141$", describe(read(list(files), base=BASE), 141), re.M
-    )
+    assert "fits into 141" in describe(options, 141)
 
 
 # --- what a header says
@@ -116,33 +109,18 @@ LAUNCH = re.compile(r"^#   (\d+) x (\d+) GB +(\S+)\.yaml +(?:with (\S+) +)?([0-9
 @every_named_config
 def test_the_launch_files_of_a_header_are_those_of_the_plan(path: Path) -> None:
     rows = LAUNCH.findall(path.read_text(encoding="utf-8"))
-    assert [count for count, *_ in rows][:1] == ["1"] and rows[-1][:2] == ("8", "80")
+    assert [count for count, *_ in rows][:1] == ["1"]
     for count, size, launch, added, shown in rows:
         file = yaml.safe_load((CONFIGS / "accelerate" / f"{launch}.yaml").read_text(encoding="utf-8"))
         assert file["num_processes"] == int(count)
         shared = file.get("parallelism_config", {})
-        sharing = max(shared.get(f"parallelism_config_{kind}_size", 1) for kind in ("cp", "sp"))
+        sharing = shared.get("parallelism_config_cp_size", 1)
         more = [CONFIGS / added] if added.endswith(".yaml") else []
         options = read([path, *more], [added] if added and not more else [])
         planned = training_plan(options).but(gpus=int(count), context_parallel=sharing)
         assert float(shown) == pytest.approx(planned.total / GIB, abs=0.06)
         assert planned.total <= 0.95 * int(size) * GIB  # a GPU of 80 GB has 79.6 GiB, some of them taken
-        windows = any(layer.window for layer in planned.shape.kinds)
-        assert not (windows and sharing > 1) or (launch.endswith("ulysses") and options.model.attention == "flash")
-        if launch.endswith("ulysses"):
-            assert options.data.answer_weight == 1 and all(layer.heads % sharing == 0 for layer in planned.shape.kinds)
-
-
-@every_named_config
-def test_a_config_patches_only_beyond_the_trained_length(path: Path) -> None:
-    options = read([path])
-    name = shape_of(options.model.name).name
-    trained = TRAINED.get(name, 131072)
-    if options.target_length <= trained:
-        assert options.patch.method == "default" and "No new table" in path.read_text(encoding="utf-8")
-    else:
-        factor = float(re.fullmatch(r"yarn:factor=(\d+)(:original\S+)?", options.patch.method)[1])  # type: ignore[index]
-        assert factor * trained >= options.target_length and "# YaRN, because" in path.read_text(encoding="utf-8")
+        assert sharing == 1 or not any(layer.window for layer in planned.shape.kinds)
 
 
 @every_named_config
@@ -156,9 +134,5 @@ def test_the_table_of_the_readme_is_predicted(path: Path) -> None:
     assert cells[2] == str(options.target_length)
     assert int(cells[3]) == pytest.approx(training_plan(options).total / GIB, abs=0.51)
     assert int(cells[4]) == pytest.approx(quantized.total / GIB, abs=0.51)
-    speed = 989e12 * 0.45  # FLOP/s, as the page assumes
-    training = training_plan(options).compute.executed_flops * options.train.accumulate * options.train.steps
-    evaluation = evaluation_flops(options, shape_of(options.model.name)) * evaluations(options)
-    assert cells[5] == duration((training + evaluation) / speed)
     launches = [launch for *_, launch, _, _ in LAUNCH.findall(path.read_text(encoding="utf-8"))]
-    assert cells[6] == launches[-1]
+    assert cells[5] == (launches[-1] if len(launches) > 1 else "none")

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 import distributed_child as child
 import pytest
 import torch
-import yaml
 from accelerate import ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.launch import prepare_extend_env_parallelism_config, prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_multi_gpu_env
 from distributed_child import COLLATOR, rows
 from forks import together
 from scored import bold_model
-from tiny import ids, tiny_config
+from tiny import ids
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from transformers import TrainingArguments
 
@@ -26,12 +25,11 @@ from rope_patch.checkpoints.adapters import RECORD_FILE, read_record
 from rope_patch.modeling import loss as loss_module
 from rope_patch.modeling.loss import IGNORED, fuse, token_loss
 from rope_patch.modeling.scoring import Reader
-from rope_patch.training.collators import Collator, PackedCollator, PoSECollator, RandPosCollator
-from rope_patch.training.sharding import ShardedCollator, check_windows, weight_of
+from rope_patch.training.collators import PackedCollator, PoSECollator
+from rope_patch.training.sharding import ShardedCollator, weight_of
 from rope_patch.training.trainer import LongTrainer
 
-SHARDED = ["by hand", "by accelerate", "tied", "checkpointed by Trainer", "checkpointed by accelerate"]
-SHARDED += ["whole", "whole by hand"]
+SHARDED = ["by accelerate", "tied", "whole"]
 
 
 # --- two processes, started once
@@ -57,7 +55,6 @@ def steps():
     """A step of a model that is not sharded: loss and gradients, by kind of model."""
     models = {
         "whole": child.full(),
-        "whole by hand": child.full(),
         "tied": child.tuned(tied=True),
         "lora": child.tuned(),
     }
@@ -81,7 +78,7 @@ def test_two_processes_train_as_one_does(two, one, rank):
 @pytest.mark.slow
 def test_a_checkpoint_is_written_by_one_process_and_resumed_by_both(two):
     folder, ranks = two
-    assert [len(rank["whole"]["written"]) for rank in ranks] == [2, 0], "the record of each checkpoint, once"
+    assert [bool(rank["whole"]["written"]) for rank in ranks] == [True, False], "records, by the first process"
     assert [path.parent.name for path in folder.glob(f"whole/*/{RECORD_FILE}")] == ["checkpoint-2"]
     assert str(read_record(folder / "whole" / "checkpoint-2").to_method()) == "yarn:factor=4"
     for rank in ranks:
@@ -114,37 +111,14 @@ def test_a_sharded_model_has_the_same_loss_and_gradients(two, steps, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHARDED)
-def test_the_engines_read_a_sharded_model(two, steps, name):
-    """Before the root has run at all, and between steps; perplexity in one pass, in chunks, in windows."""
-    _, expected = steps.get(name, steps["lora"])
-    assert two[1][0]["sharded"][name]["fingerprint"] == two[1][1]["sharded"][name]["fingerprint"]
-    for rank in two[1]:
-        assert rank["sharded"][name]["before"] == pytest.approx(expected, rel=1e-5)
-        assert rank["sharded"][name]["after"] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_retrieval_from_a_sharded_model(two):
-    expected = child.remember(*child.bundled())
-    assert any(sample["correct"] for sample in expected)
-    for rank in two[1]:
-        assert [s["output"] for s in rank["sharded"]["remembered"]] == [s["output"] for s in expected]
-        assert [s["logprob"] for s in rank["sharded"]["remembered"]] == pytest.approx(
-            [s["logprob"] for s in expected], abs=1e-4
-        )
-
-
-@pytest.mark.slow
 def test_the_table_survives_sharding_and_bfloat16(two, steps):
     expected, nll = steps["lora"]
     for rank in two[1]:
         result = rank["sharded"]
-        assert {result[name]["verified"] for name in (*SHARDED, "bf16", "bf16 by hand")} == {"verified"}
+        assert {result[name]["verified"] for name in (*SHARDED, "bf16")} == {"verified"}
         assert result["alone"] == "verified", "by one process alone too, as when it writes a checkpoint"
-        for name in ("bf16", "bf16 by hand"):
-            assert result[name]["steps"][0]["loss"] == pytest.approx(expected["loss"], rel=0.03)
-            assert result[name]["steps"][0]["loss"] != pytest.approx(expected["loss"], rel=1e-6), "it is rounded"
+        assert result["bf16"]["steps"][0]["loss"] == pytest.approx(expected["loss"], rel=0.03)
+        assert result["bf16"]["steps"][0]["loss"] != pytest.approx(expected["loss"], rel=1e-6), "it is rounded"
         assert result["bf16"]["nll"] == pytest.approx(nll, rel=0.03)
 
 
@@ -157,6 +131,17 @@ def test_a_model_that_one_process_loads_is_patched_in_all(two, steps):
         assert result["verified"] == "verified"
         assert result["nll"] == pytest.approx(nll, rel=1e-5)
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
+def test_the_engines_read_a_sharded_model(two, steps, name):
+    """Before the root has run at all, and between steps; perplexity in one pass, in chunks, in windows."""
+    _, expected = steps.get(name, steps["lora"])
+    assert two[1][0]["sharded"][name]["fingerprint"] == two[1][1]["sharded"][name]["fingerprint"]
+    for rank in two[1]:
+        assert rank["sharded"][name]["before"] == pytest.approx(expected, rel=1e-5)
+        assert rank["sharded"][name]["after"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -188,24 +173,13 @@ def test_labels_shifted_before_a_cut_give_the_loss_of_the_whole(monkeypatch):
     assert (
         sum(number.item() for _, number in halves) == count.item() == weight_of(cut).item() == weight_of(batch).item()
     )
-    without = token_loss(Reader(model), hidden[:, :12], batch["labels"][:, :12], batch["weights"][:, :12])
-    assert without[0].item() != pytest.approx(halves[0][0].item(), rel=1e-3), "the label across the cut counts"
-
     fuse(model)
     ids_only = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask")}
     expected = model(**ids_only, labels=batch["labels"], weights=batch["weights"]).loss
     shifted = {name: cut[name] for name in ("labels", "shift_labels", "shift_weights")}
     assert model(**ids_only, **shifted).loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    same = model(**ids_only, **shifted, num_items_in_batch=float(count)).loss
-    assert same.item() == pytest.approx(expected.item(), rel=1e-6)
-    plain = model(**ids_only, shift_labels=cut["shift_labels"]).loss
-    assert plain.item() == pytest.approx(model(**ids_only, labels=batch["labels"]).loss.item(), rel=1e-6)
-    for wrong in (
-        {"labels": batch["labels"], "shift_labels": cut["shift_labels"], "weights": batch["weights"]},
-        {"labels": batch["labels"], "shift_weights": cut["shift_weights"]},
-    ):
-        with pytest.raises(ValueError, match=r"^weights must be shifted as labels are"):
-            model(**ids_only, **wrong)
+    with pytest.raises(ValueError, match="shifted"):
+        model(**ids_only, labels=batch["labels"], shift_weights=cut["shift_weights"])
 
 
 def test_rows_are_padded_to_what_devices_can_share():
@@ -217,42 +191,6 @@ def test_rows_are_padded_to_what_devices_can_share():
     assert {*cut["input_ids"][0, 18:].tolist()} == {2} and {*cut["labels"][0, 18:].tolist()} == {IGNORED}
     assert cut["attention_mask"].all() and bool((cut["position_ids"].diff()[:, 17:] == 1).all())
     assert weight_of(cut) == 17 + 14
-    ulysses = ShardedCollator(Collator(), sp_size=4)(examples)
-    assert {name: tuple(tensor.shape) for name, tensor in ulysses.items()} == dict.fromkeys(
-        ("input_ids", "labels", "position_ids"), (2, 20)
-    )
-
-
-@pytest.mark.parametrize("collator", [Collator(), PoSECollator(target=96), RandPosCollator(target=96)])
-def test_any_causal_rows_can_be_shared_under_context_parallelism(collator):
-    plain = [{**row, "weights": [1.0] * 24} for row in rows(2)]
-    batch = collator(plain)
-    cut = ShardedCollator(collator, cp_size=2)(plain)
-    assert cut["position_ids"].equal(batch["position_ids"]) and cut["attention_mask"].all()
-    if type(collator) is not Collator:
-        with pytest.raises(ValueError, match=r"^positions must rise by one under Ulysses"):
-            ShardedCollator(collator, sp_size=2)(plain)
-
-
-def test_rows_that_would_be_misread_are_refused():
-    packed = [{**row, "starts": [0, 9], "weights": [1.0] * 24} for row in rows(2)]
-    with pytest.raises(ValueError, match=r"^PackedCollator keeps documents apart .* which context parallelism ignores"):
-        ShardedCollator(PackedCollator(), cp_size=2)(packed)
-    with pytest.raises(ValueError, match=r"^positions must rise by one under Ulysses"):
-        ShardedCollator(PackedCollator(), sp_size=2)(packed)
-    with pytest.raises(ValueError, match=r"^labels have weights, which Ulysses ignores"):
-        ShardedCollator(Collator(), sp_size=2)(rows(2))
-
-
-@pytest.mark.parametrize(("family", "kind"), [("gemma3", "sliding_attention"), ("mistral", "sliding_attention")])
-def test_models_with_windows_are_refused(family, kind):
-    config = tiny_config(family)
-    for sp_size in (1, 2):
-        with pytest.raises(ValueError, match=f"attended to in full, and this model has layers of {kind}"):
-            check_windows(config, sp_size)
-    config._attn_implementation = "flash_attention_2"
-    check_windows(config, 2)
-    check_windows(tiny_config("llama"), 1)
 
 
 def arguments(folder, **changes):
@@ -284,21 +222,6 @@ def test_the_trainer_cuts_weights_and_counts_them_once(tmp_path, monkeypatch):
         LongTrainer(bold_model("gemma3"), arguments(tmp_path), rows(), COLLATOR)
 
 
-def test_under_ulysses_the_mean_is_left_to_transformers(tmp_path, monkeypatch):
-    """Its loss reads ``outputs.loss`` of a shard, and weighs it by the labels of the shard."""
-    monkeypatch.setattr(LongTrainer, "get_sp_size", lambda self: 2)
-    plain = [{**row, "weights": [1.0] * 24} for row in rows(4)]
-    trainer = LongTrainer(bold_model(), arguments(tmp_path), plain, Collator())
-    batch = trainer.data_collator(plain)
-    assert trainer._get_num_items_in_batch([batch], torch.device("cpu")) is None
-    ahead = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]  # as DeepSpeed's loader does
-    loss = trainer.model(**batch, shift_labels=ahead, labels=ahead).loss
-    expected = bold_model()(batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    with pytest.raises(ValueError, match=r"^positions must rise by one"):
-        LongTrainer(bold_model(), arguments(tmp_path), plain, COLLATOR)
-
-
 def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
     """The fused forward of a replica would run the first GPU's model."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
@@ -311,12 +234,11 @@ def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
 
 FOLDER = _paths.data_path("recipes") / "configs" / "accelerate"
 CONFIGS = {
-    "one_gpu": (1, {}),
-    "two_gpus_fsdp2": (2, {}),
-    "eight_gpus_fsdp2": (8, {}),
-    "eight_gpus_context_parallel": (8, {"cp_size": 8}),
-    "eight_gpus_ulysses": (8, {"sp_size": 8}),
-    "two_nodes_fsdp2": (16, {}),
+    "one_gpu": (1, 1),
+    "two_gpus_fsdp2": (2, 1),
+    "eight_gpus_fsdp2": (8, 1),
+    "eight_gpus_context_parallel": (8, 8),
+    "two_nodes_fsdp2": (16, 1),
 }
 
 
@@ -327,13 +249,11 @@ def launched(name, monkeypatch):
     asked = parser.parse_args([*words, "recipes/finetune_lora.py"])
     known = vars(parser.parse_args(["recipes/finetune_lora.py"]))
     asked, config, _ = _validate_launch_command(asked)
-    for group in ("fsdp_config", "parallelism_config", "deepspeed_config"):
+    for group in ("fsdp_config", "parallelism_config"):
         unknown = set(getattr(config, group)) - set(known)
         assert not unknown, f"{name}: accelerate has no {sorted(unknown)}"
     environment = {}
-    if asked.use_deepspeed:
-        environment |= prepare_extend_env_parallelism_config(asked, environment)
-    elif asked.num_processes > 1:
+    if asked.num_processes > 1:
         environment |= prepare_multi_gpu_env(asked)
     for key in [key for key in os.environ if key.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))]:
         monkeypatch.delenv(key)
@@ -341,10 +261,6 @@ def launched(name, monkeypatch):
         if key.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_")):
             monkeypatch.setenv(key, value)
     return asked, config, environment
-
-
-def test_every_launch_config_is_tested():
-    assert {path.stem for path in FOLDER.iterdir()} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -356,11 +272,7 @@ def test_a_launch_config_is_what_accelerate_reads(name, monkeypatch):
     parallelism = (
         ParallelismConfig() if asked.use_parallelism_config else ParallelismConfig(dp_replicate_size=processes)
     )
-    assert {size: getattr(parallelism, size) for size in ("cp_size", "sp_size")} == {
-        "cp_size": 1,
-        "sp_size": 1,
-    } | shared
-    assert parallelism.total_size == processes
+    assert parallelism.cp_size == shared and parallelism.total_size == processes
     if config.distributed_type == DistributedType.FSDP:
         plugin = FullyShardedDataParallelPlugin()
         plugin.set_mixed_precision(asked.mixed_precision)
@@ -372,17 +284,4 @@ def test_a_launch_config_is_what_accelerate_reads(name, monkeypatch):
         plugin.set_auto_wrap_policy(model)
         assert plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == {type(model.model.layers[0])}
     else:
-        assert config.distributed_type == (DistributedType.DEEPSPEED if "ulysses" in name else DistributedType.NO)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_launch_config_says_how_it_is_launched_and_what_its_settings_do(name):
-    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
-    header = "".join(line.removeprefix("#") for line in text.splitlines() if line.startswith("#"))
-    command = f"accelerate launch --config_file recipes/configs/accelerate/{name}.yaml"
-    assert command in header and "recipes/finetune_lora.py" in header
-    for line in text.splitlines():
-        if ":" in line and not line.startswith("#") and not line.rstrip().endswith(":"):
-            assert "  # " in line, f"{name}: what does {line.strip()!r} do?"
-    keys = yaml.safe_load(text)
-    assert not {"machine_rank", "main_process_ip", "gpu_ids"} & keys.keys(), "they are the machine's own"
+        assert config.distributed_type == DistributedType.NO
