@@ -60,24 +60,27 @@ CHECKS = {
 WEIGHT = ["not built", "no rotary table", "refused", "works", "in part", "crashes"]
 PAGE_HEAD = """# Model families
 
-What patching does on each of the {total} causal language model types of transformers, written by
+Which of the {total} causal language model types of transformers can be patched. `rope-patch inspect MODEL` looks at a
+checkpoint itself, whose options may differ from its type's default config.
 
 ```bash
 python benchmarks/families.py
 ```
 
-with {versions}.
-Every type was built as a tiny random model from its config class and patched with four methods: `yarn` with a longer
-context, `abf`, `p_rope` and a halved `table`. Ten checks were made with each method; equal means to the last bit:
-
-{checks}
-
-Where a check fails without a patch too, it does not count, and the last column says so. A published checkpoint may set
-options that the default config of its type does not: `rope-patch inspect` looks at the checkpoint itself.
+writes this page, here with {versions}. Every type is built as a tiny
+random model and patched with `yarn`, `abf`, `p_rope` and a halved `table`.
+[The results](../benchmarks/results/families.json) have each check of each type.
 
 | result | types | meaning |
 |---|---|---|"""
-PAGE_TABLE = ["", "| type | result | what fails, or the reason |", "|---|---|---|"]
+PAGE_CHECKS = """
+## The checks
+
+Equal means to the last bit. A check that fails without a patch too does not count.
+
+"""
+LISTED = ("works", "no rotary table")
+"""Results whose types are listed by name alone; the others have their reasons."""
 Report = dict[str, Any]
 
 # --- processes
@@ -207,12 +210,12 @@ def _outcome(outcome: Report, given: str) -> str:
     return outcome["result"] if outcome["reason"] == given else f"{outcome['result']}: {outcome['reason']}"
 
 
-def _grouped(label: str, reasons: dict[str, str], limit: int = 260) -> str:
+def _grouped(label: str, reasons: dict[str, str]) -> str:
     """Join reasons, naming once those that several checks or methods share."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
-    return "; ".join(f"{label} {', '.join(group)} ({shorten(reason, limit)})" for reason, group in names.items())
+    return "; ".join(f"{label} {', '.join(group)} ({shorten(reason)})" for reason, group in names.items())
 
 
 def examine_all(model_types: list[str]) -> list[Report]:
@@ -230,30 +233,19 @@ def shorten(text: str, limit: int = 260) -> str:
     return text if len(text) <= limit else text[: text.rindex(" ", 0, limit)] + " …"
 
 
-def remarks(report: Report) -> str:
-    """Return what the page says of a type beside its result."""
-    if report["result"] == "no rotary table":
-        return report["reason"].partition("; ")[2]
-    if report["result"] not in ("works", "in part"):
-        return shorten(report["reason"])
-    refusals = {name: text for name, text in report["methods"].items() if text.startswith("refused: ")}
-    parts = [
-        report["reason"],
-        _grouped("refuses", {f"`{name}`": text.removeprefix("refused: ") for name, text in refusals.items()}),
-        _grouped("does not count:", report["left_out"], 140),
-    ]
-    return "; ".join(part for part in parts if part)
-
-
 def page(report: Report) -> str:
     """Return the page for a report."""
     versions = ", ".join(f"{name} {report['environment'][name]}" for name in ("transformers", "peft", "torch"))
+    lines = [PAGE_HEAD.format(versions=versions, total=len(report["results"]))]
+    lines += [f"| {name} | {report['counts'].get(name, 0)} | {meaning} |" for name, meaning in MEANINGS.items()]
+    reasons = [each for each in report["results"] if each["result"] not in LISTED]
+    lines += ["", "| type | result | reason |", "|---|---|---|"]
+    lines += [f"| `{each['type']}` | {each['result']} | {shorten(each['reason'], 160)} |" for each in reasons]
+    for result in LISTED:
+        names = [f"`{each['type']}`" for each in report["results"] if each["result"] == result]
+        lines += ["", f"## {result.capitalize()}", "", ", ".join(names)]
     checks = "\n".join(f"{i}. {name}: {text}" for i, (name, text) in enumerate(CHECKS.items(), 1))
-    counts = [f"| {name} | {report['counts'].get(name, 0)} | {meaning} |" for name, meaning in MEANINGS.items()]
-    rows = [f"| `{each['type']}` | {each['result']} | {remarks(each)} |" for each in report["results"]]
-    return "\n".join(
-        [PAGE_HEAD.format(versions=versions, total=len(rows), checks=checks), *counts, *PAGE_TABLE, *rows, ""]
-    )
+    return "\n".join([*lines, f"{PAGE_CHECKS}{checks}", ""])
 
 
 def main() -> None:

@@ -80,6 +80,7 @@ def processes() -> list[float]:
 
 
 NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
+    ("README.md", "YaRN's table: 382 and 32 in the last quarter", lambda: [smollm2("default"), smollm2("yarn")]),
     ("README.md", "perplexity 32 in the last quarter, 382 without", lambda: [smollm2("yarn"), smollm2("default")]),
     ("README.md", "3 to 4 % lost up to", lambda: lost("yarn")),
     ("README.md", "and 6 to 12 % lost", lambda: lost("abf")),
@@ -114,6 +115,21 @@ NUMBERS: list[tuple[str, str, Callable[[], list[float]]]] = [
         lambda: [result("train_step")["summary"]["loss_path_peak_stock_over"]["ours"]],
     ),
     ("docs/smollm2.md", "17 hours", lambda: [result("study_smollm2")["minutes"] / 60]),
+    ("docs/smollm2.md", "ABF costs 6 to 12 % within the context", lambda: lost("abf")),
+    (
+        "docs/smollm2.md",
+        "55.8 from 4096 to 8192, where the unpatched model has 28.9",
+        lambda: [smollm2("p_rope-0.75", "4096-8192"), 4096, 8192, smollm2("default", "4096-8192")],
+    ),
+    (
+        "docs/methods.md",
+        "| `ntk` | 13.9 | .51 | 12.1 | .58 |",
+        lambda: [
+            value
+            for lora in (False, True)
+            for value in (toy("NTK", 4, lora=lora)["perplexity"]["1024"], *passkeys(["NTK"], 4, lora=lora))
+        ],
+    ),
     (
         "docs/study.md",
         "12.4 (ABF 12.7, not significantly more; NTK 13.9, p-RoPE 37, plain 43, PI 55)",
