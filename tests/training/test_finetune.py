@@ -18,6 +18,7 @@ from forks import forked
 from peft import PeftModel
 from recipe_runs import LLAMA, SMALL, losses
 from safetensors.torch import load_file
+from support.gguf_files import write_toy
 from tiny import ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
@@ -55,10 +56,8 @@ def done(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file in .*gguf")  # PEFT: it assumes what is true
 def test_an_adapter_is_trained_on_a_gguf_file(tmp_path):
-    pytest.importorskip("gguf")
-    from rope_patch.exporting.gguf import export_gguf
-
-    file = export_gguf(LLAMA, tmp_path / "base.gguf", dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    file = write_toy(model, tmp_path / "base.gguf", AutoTokenizer.from_pretrained(LLAMA))
     finetune(options(tmp_path / "run", f"model.name={file}"))
     trained = rope_patch.load(tmp_path / "run")
     assert rope_patch.verify(trained).method == "yarn:factor=4"
