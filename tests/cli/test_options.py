@@ -31,7 +31,7 @@ OWN = {  # what a command says of an option in words of its own, because it is a
     "--target-length": {"fit"},
     "--batch-tokens": {"compare"},
     "--text": {"analyze", "fit"},
-    "--method": {"theory"},
+    "--method": {"theory", "audit"},
     "--dtype": {"plan", "export"},
     "--tolerance": {"analyze", "kv-check", "extend"},
     "--output": {"apply", "restore", "fit", "export", "extend"},
