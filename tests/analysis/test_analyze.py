@@ -306,7 +306,6 @@ def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
         (("--layers", "2-x"), "ranges"),
         (("--heads", "x"), "layer.head"),
         (("--p", "half"), "p"),
-        (("--chunk", "0"), "chunk"),
         (("--tokens", "1"), "tokens"),
         (("--text", "/nowhere"), "nowhere"),
         (("--dtype", "int3"), "dtype"),

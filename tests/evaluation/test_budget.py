@@ -23,41 +23,26 @@ def test_the_speed_of_a_model_is_measured_and_its_mode_is_kept():
     assert tokens_per_second(model, 64, rows=4) > 0 and model.training
 
 
-class Clock:
-    """A time that passes only while rows are read."""
+@pytest.mark.parametrize(
+    ("cost", "length", "rows", "speed"),
+    [
+        (lambda rows, n: rows * n * (1e-3 + 1e-6 * n), 16384, 1, 1 / (1e-3 + 1e-6 * 16384)),  # extrapolated
+        (lambda rows, n: n * 1.0, 4096, 1, 1),  # the shortest row is read even where it takes long
+        (lambda rows, n: 1e-3 * n, 128, 8, 8e3),  # as a GPU, which takes no longer for several rows
+        (lambda rows, n: 0.1 if n == 128 else n * 1e-4, 1 << 20, 1, 1e4),  # noise never makes longer rows faster
+    ],
+)
+def test_what_is_too_long_to_measure_is_extrapolated(monkeypatch, cost, length, rows, speed):
+    """With a time that passes only while rows are read."""
+    now, shapes = [0.0], []
 
-    def __init__(self, monkeypatch, cost):
-        self.now, self.cost, self.shapes = 0.0, cost, []
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+    def read(ids):
+        shapes.append(tuple(ids.shape))
+        now.append(now[-1] + cost(*ids.shape))
 
-    def speed(self, length, **options):
-        return tokens_per_second(tiny_model(), length, read=self.read, **options)
-
-    def read(self, ids):
-        self.shapes.append(tuple(ids.shape))
-        self.now += self.cost(*ids.shape)
-
-
-def test_what_is_too_long_to_measure_is_extrapolated(monkeypatch):
-    clock = Clock(monkeypatch, lambda rows, n: rows * n * (1e-3 + 1e-6 * n))
-    assert clock.speed(16384) == pytest.approx(1 / (1e-3 + 1e-6 * 16384))
-    assert clock.now < 2 * MEASURING and max(n for _, n in clock.shapes) < 8192
-
-
-def test_the_shortest_row_is_read_even_where_it_takes_long(monkeypatch):
-    clock = Clock(monkeypatch, lambda rows, n: n * 1.0)
-    assert clock.speed(4096) == pytest.approx(1)
-    assert clock.shapes == [(1, 16), (1, 128)]
-
-
-def test_rows_side_by_side_count_where_they_are_faster(monkeypatch):
-    clock = Clock(monkeypatch, lambda rows, n: 1e-3 * n)  # as a GPU, which takes no longer for several rows
-    assert clock.speed(128, rows=8) == pytest.approx(8e3)
-
-
-def test_noise_never_makes_longer_rows_faster(monkeypatch):
-    clock = Clock(monkeypatch, lambda rows, n: 0.1 if n == 128 else n * 1e-4)
-    assert clock.speed(1 << 20) == pytest.approx(1e4)
+    monkeypatch.setattr("time.perf_counter", lambda: now[-1])
+    assert tokens_per_second(tiny_model(), length, read=read, rows=rows) == pytest.approx(speed)
+    assert now[-1] < 2 * MEASURING or shapes == [(1, 16), (1, 128)]
 
 
 def test_a_command_that_goes_on_reads_as_much_as_it_planned_at_first(monkeypatch, tmp_path):

@@ -87,34 +87,23 @@ def test_a_note_names_three_and_counts_the_others():
 # --- the unpatched model was not measured
 
 
-def comparison(rows, trained=64, **fields):
-    made = tuple(Row(method, result, ()) for method, result in rows.items())
-    return Comparison(made, made[0].scores.spec, trained, "", "", None, **fields)
-
-
-def test_low_scores_within_the_trained_length_are_not_explained_without_the_unpatched_model():
-    (sentence,) = comparison({"yarn": scores((4, 0, 0)), "pi": scores((2, 0, 0))}).warnings
-    assert "67%" in sentence and "default" in sentence
-    (alone,) = comparison({"pi": scores((2, 1, 0))}, trained=200).warnings
-    assert "17%" in alone and "128" in alone, "the worst within it"
+PATCHED = {"environment": {"patch before": "pi:factor=2"}}
 
 
 @pytest.mark.parametrize(
-    ("rows", "trained"),
+    ("right", "trained", "fields", "words"),
     [
-        ({"yarn": scores((5, 0, 0))}, 64),  # answered, of 75 %: .83
-        ({"yarn": scores((5, 0, 0)), "pi": scores((0, 0, 0))}, 64),  # one method does, so the task is not too hard
-        ({"yarn": scores((0, 0, 0))}, 32),  # nothing was measured within the trained length
+        ({"yarn": (4, 0, 0), "pi": (2, 0, 0)}, 64, {}, ("67%", "default")),
+        ({"pi": (2, 1, 0)}, 200, {}, ("17%", "128")),  # the worst within it
+        ({"default": (2, 0, 0), "yarn": (2, 0, 0)}, 64, {}, ("33%", "without a patch")),
+        ({"yarn": (5, 0, 0)}, 64, {}, None),  # answered, of 75 %: .83
+        ({"yarn": (5, 0, 0), "pi": (0, 0, 0)}, 64, {}, None),  # one method does, so the task is not too hard
+        ({"yarn": (0, 0, 0)}, 32, {}, None),  # nothing was measured within the trained length
+        ({"yarn": (0, 0, 0)}, 64, PATCHED, None),
     ],
 )
-def test_nothing_is_said_where_a_method_answers_or_no_prompt_is_that_short(rows, trained):
-    assert comparison(rows, trained).warnings == []
-
-
-def test_the_unpatched_model_speaks_for_itself():
-    (sentence,) = comparison({"default": scores((2, 0, 0)), "yarn": scores((2, 0, 0))}).warnings
-    assert "33%" in sentence and "not measured" not in sentence
-
-
-def test_of_a_model_that_came_patched_nothing_is_said():
-    assert comparison({"yarn": scores((0, 0, 0))}, environment={"patch before": "pi:factor=2"}).warnings == []
+def test_low_scores_within_the_trained_length_are_warned_of(right, trained, fields, words):
+    rows = tuple(Row(method, scores(counts), ()) for method, counts in right.items())
+    warnings = Comparison(rows, rows[0].scores.spec, trained, "", "", None, **fields).warnings
+    assert len(warnings) == (words is not None)
+    assert all(word in warnings[0] for word in words or ())

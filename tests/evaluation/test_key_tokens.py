@@ -20,14 +20,6 @@ from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.patching.apply import patched
 
 
-@pytest.fixture(scope="module")
-def llama():
-    folder = str(rope_patch.data_path("assets") / "llama")
-    from transformers import AutoTokenizer
-
-    return rope_patch.load(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
-
-
 def chosen(model, window, context, short, **options):
     settings = {"batch_tokens": 64, "evaluator": "model"} | options
     (marked,), keys = choose_key_tokens(model, [window], context=context, short_context=short, **settings)
@@ -53,8 +45,8 @@ def by_hand(model, row, context, short):
     return keys
 
 
-def test_key_tokens_are_those_of_the_paper_and_the_evaluator_stays_within_its_context(llama):
-    model, tokenizer = llama
+def test_key_tokens_are_those_of_the_paper_and_the_evaluator_stays_within_its_context(bundled):
+    model, tokenizer = bundled
     text = rope_patch.data_path("assets").joinpath("domains", "english.txt").read_text()
     row = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:160])
     sizes = []
@@ -137,8 +129,8 @@ def test_windows_with_more_key_tokens_weigh_more_in_a_difference():
     assert math.isnan(ratio_of_sums([], [])[0])
 
 
-def test_all_methods_of_a_comparison_share_the_key_tokens_of_the_unpatched_model(llama):
-    model, tokenizer = llama
+def test_all_methods_of_a_comparison_share_the_key_tokens_of_the_unpatched_model(bundled):
+    model, tokenizer = bundled
     spec = EvalSpec([256, 512], windows=2, samples=1, depths=[0.5], longppl=True)
     with patched(model, "yarn:factor=2"):  # whatever the model is patched with
         alone = EvalSuite(spec, tokenizer).choose_key_tokens(model)
@@ -150,11 +142,11 @@ def test_all_methods_of_a_comparison_share_the_key_tokens_of_the_unpatched_model
     assert columns["longppl", 256].values[1] < columns["perplexity", 256].values[1]
 
 
-def test_an_adapter_does_not_choose(llama):
+def test_an_adapter_does_not_choose(bundled):
     from peft import LoraConfig, get_peft_model
 
     model = bold_model()
-    suite = EvalSuite(EvalSpec([96], windows=1, samples=1, depths=[0.5], longppl=True, short_context=24), llama[1])
+    suite = EvalSuite(EvalSpec([96], windows=1, samples=1, depths=[0.5], longppl=True, short_context=24), bundled[1])
     suite.windows = [TokenDocument("text", torch.cat([ids(48, 1)[0]] * 2))]  # said again: the far ones are needed
     before = suite.choose_key_tokens(model, context=96)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))

@@ -7,12 +7,11 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompting import ROOM, hay_of
+from prompting import HAY, MAKER, ROOM, TOKENIZER, hay_of
 from reference_recipe import recipe
 from subsets import examples
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-import rope_patch
 from rope_patch.evaluation.haystack import NOISE, Haystack
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.tasks import TASKS
@@ -21,9 +20,6 @@ from rope_patch.evaluation.text import builtin_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 EVERY = [(name, mode) for name, task in TASKS.items() for mode in task.modes]
-TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
-HAY = Haystack("\n\n".join(builtin_text("haystack").documents[:6]))
-MAKER = PromptMaker(TOKENIZER, HAY)
 MAKERS = {task: PromptMaker(TOKENIZER, hay_of(task)) for task in TASKS}
 
 

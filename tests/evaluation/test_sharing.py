@@ -16,7 +16,6 @@ from evaluated import check_cache, compared
 from forks import together
 from prompting import HAY
 from scored import spy_ids
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.cli.app import main
@@ -98,10 +97,9 @@ def share(rank, model, tokenizer, folder):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(bundled, tmp_path_factory):
     """What one process finds, and what each of two, which go on from what a third one had finished when it stopped."""
-    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
-    tokenizer, (two, one) = AutoTokenizer.from_pretrained(LLAMA), map(tmp_path_factory.mktemp, ("two", "one"))
+    (model, tokenizer), (two, one) = bundled, map(tmp_path_factory.mktemp, ("two", "one"))
     run(*COMMAND, str(one / "command"))  # first: all processes inherit the text that is encoded by then
     single = measured(model, tokenizer, one)
 

@@ -11,7 +11,6 @@ from evaluated import check_cache, compared, suite_of
 from kv_rows import BASE, by_hand, off
 from prompting import HAY
 from scored import bold_model, spy_ids
-from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation.documents import encode
@@ -25,11 +24,6 @@ from rope_patch.reports import comparison as report
 
 TEXT = "Some words to read, and some more of them. " * 90
 ASKED = {"lengths": (96, 128), "windows": 3, "samples": 2, "depths": (0.2, 0.8), "text": TEXT, "haystack": HAY}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 
 
 # --- the spec

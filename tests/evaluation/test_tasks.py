@@ -187,12 +187,6 @@ def test_the_last_fact_that_tells_stands_at_the_depth_and_all_prompts_share_the_
         assert any(f" the {where}." in fact or " put down " in fact for fact in telling)
 
 
-def test_half_of_the_objects_are_left_behind():
-    left = ["put down" in prompt.text for i in range(40) for prompt in NOISY.prompts("qa2", 600, [0.5], sample=i)]
-    # Each of four people leaves theirs with probability 1/2: no one does in 1 of 16 stories.
-    assert 30 <= sum(left) <= 40
-
-
 # --- what all of them keep
 
 
