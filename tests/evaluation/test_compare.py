@@ -303,6 +303,8 @@ def test_an_adapters_folder_is_measured_under_the_tables_it_was_trained_under(tm
     assert pi == list(rope_patch.verify(rope_patch.load(ASSETS / "llama", "pi:factor=2")).tables["all"].inv_freq)
     assert [row["method"] for row in data["rows"]] == ["default", "pi:factor=2"]  # from the longest length
     assert data["environment"]["patch before"] == "yarn:factor=4" and data["environment"]["adapter"] == "adapter"
+    refused = command(folder, *asked, "--adapter", folder, "-o", tmp_path / "none")
+    assert "base" in str(refused.exception) and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -321,13 +323,6 @@ def test_the_command_refuses_before_it_writes(tmp_path, arguments, message):
     result = command(ASSETS / "llama", "--methods", "default", "--lengths", "64", *arguments, "-o", tmp_path / "out")
     assert result.exit_code != 0 and message in str(result.exception)
     assert not (tmp_path / "out").exists()
-
-
-def test_an_adapter_over_an_adapter_is_refused(tmp_path):
-    folder = tmp_path / "adapter"
-    adapter_of(ASSETS / "llama", "pi:factor=2", folder)
-    refused = command(folder, "--methods", "default", "--lengths", "64", "--adapter", folder, "-o", tmp_path / "out")
-    assert refused.exit_code != 0 and "base" in str(refused.exception) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])

@@ -27,21 +27,17 @@ def by_metric(result, trained_length=16):
     return {one.metric: one for one in found.lengths if one.method == "yarn"}
 
 
-def test_a_method_that_answers_all_prompts_reaches_the_longest():
-    """40 of 40: the lower end of Wilson's interval is .912, above .9."""
-    assert str(by_metric(scores([40, 40, 40], SAME))["retrieval"]) == "32 or more"
-
-
-def test_one_lost_prompt_of_forty_is_not_enough_to_say():
-    """39 of 40: .871 to .996."""
-    found = by_metric(scores([40, 39, 40], SAME))["retrieval"]
-    assert (found.length, found.next_length, found.fails) == (8, 16, False) and str(found) == "8 (16 not shown)"
-
-
-def test_half_of_the_prompts_is_too_few():
-    found = by_metric(scores([40, 20, 40], SAME))["retrieval"]
-    assert str(found) == "8 (16 too long)"
-    assert str(by_metric(scores([0, 40, 40], SAME))["retrieval"]) == "below 8"
+@pytest.mark.parametrize(
+    ("right", "expected"),
+    [
+        ([40, 40, 40], "32 or more"),  # of 40: the lower end of Wilson's interval is .912, above .9
+        ([40, 39, 40], "8 (16 not shown)"),  # .871 to .996
+        ([40, 20, 40], "8 (16 too long)"),
+        ([0, 40, 40], "below 8"),
+    ],
+)
+def test_prompts_must_be_answered_at_each_length_up_to_the_effective_one(right, expected):
+    assert str(by_metric(scores(right, SAME))["retrieval"]) == expected
 
 
 def test_perplexity_holds_within_five_percent_of_the_unpatched_model():

