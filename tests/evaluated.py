@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+
 from rope_patch.evaluation.compare import compare
 from rope_patch.evaluation.haystack import Haystack
-from rope_patch.evaluation.retrieval import Sample
+from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
+from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
 from rope_patch.kv_evaluation.run import kv_check
@@ -39,6 +43,41 @@ def check_cache(model, tokenizer, schemes, **options):
 def answered(expected, output, correct, digits, logprob):
     """One answer, whose tokens are first choice where it is correct."""
     return Sample(expected, output, correct, correct, digits, logprob)
+
+
+def retrieval_of(hits, task="passkey", *, haystack="noise", chat=False):
+    """Retrieval whose prompts of each (length, depth) are answered right or wrong as given."""
+    cells = tuple(
+        RetrievalCell(*place, tuple(answered("1", "1" if hit else "2", bool(hit), float(hit), -1.0) for hit in column))
+        for place, column in hits.items()
+    )
+    return RetrievalResult(task, "single", cells, 0, haystack, "", None, (), chat)
+
+
+def perplexity_of(losses, edges):
+    """Perplexity of windows whose losses between the edges are given: (windows, buckets) [nats/token]."""
+    sizes = tuple(stop - max(start, 1) for start, stop in itertools.pairwise(edges))  # position 0 is not predicted
+    sums = [tuple(n * loss for n, loss in zip(sizes, window, strict=True)) for window in losses]
+    documents = tuple(DocumentScore(f"w{i}", sizes, each, sum(sizes), sum(each), None) for i, each in enumerate(sums))
+    buckets = tuple(
+        Bucket(start, stop, n * len(losses), statistics.fmean(column), 0.1)
+        for (start, stop), n, column in zip(itertools.pairwise(edges), sizes, zip(*losses, strict=True), strict=True)
+    )
+    tokens, length = sum(sizes) * len(losses), edges[-1]
+    return PerplexityResult(
+        nll=sum(map(sum, sums)) / tokens,
+        stderr=0.1,
+        tokens=tokens,
+        bits_per_byte=None,
+        windows=len(losses),
+        window=length,
+        stride=length,
+        chunk=length,
+        prefix=(),
+        skipped=0,
+        buckets=buckets,
+        documents=documents,
+    )
 
 
 def result_of(perplexity, *retrieval, seed=0):

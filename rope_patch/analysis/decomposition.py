@@ -159,23 +159,6 @@ def turn(pairs: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:
     return torch.stack((x * cos - y * sin, x * sin + y * cos), dim=-1)
 
 
-def trajectory(layer: LayerCapture, positions: Tensor) -> Tensor:
-    """Return the path of the mean query through each pair's plane as it moves over the context (Jonasson figure 7).
-
-    Sink keys are drawn beside it: ``rotate`` the ``key_pairs`` of :class:`~rope_patch.analysis.sinks.Sinks` to
-    their positions. Attention scaling is left out. How the mean itself moves over a text, before rotation, is the
-    ``drift`` of the statistics.
-
-    Args:
-        layer: from a capture.
-        positions: (positions,) [tokens].
-
-    Returns:
-        (heads, pairs, positions, 2).
-    """
-    return rotate(layer.query.mean_pairs, layer.inv_freq.double(), positions)
-
-
 def query_over_distances(layer: LayerCapture) -> Tensor:
     """Return the scaled mean query averaged over the layer's distances, 0 to ``context - 1``: (heads, head_dim).
 

@@ -131,9 +131,7 @@ class Job(Generic[T]):
         """
         if ways(model) == 1:
             for batch in self._named(batches):
-                values = self._score(batch)
-                self._add(values)
-                yield from self._values_of(batch, values)
+                yield from self._values_of(batch, self._score(batch))
             return
         rank, size = processes()
         every, count = list[_Batch[T]](), 0
@@ -141,9 +139,7 @@ class Job(Generic[T]):
         for batch in self._named(batches):
             every.append(batch)
             if batch.todo and count % size == rank:
-                values = self._score(batch)
-                self._add(values, alone=True)
-                mine |= values
+                mine |= self._score(batch, alone=True)
             else:
                 self.on_progress(sum(map(self.tokens, batch.items)))
             count += bool(batch.todo)
@@ -169,8 +165,8 @@ class Job(Generic[T]):
             earlier.update(() if cache is None else names)
             yield _Batch(items, names, todo)
 
-    def _score(self, batch: _Batch[T]) -> dict[str, Any]:
-        """Return what is not in the result cache, and report all tokens of the batch."""
+    def _score(self, batch: _Batch[T], *, alone: bool = False) -> dict[str, Any]:
+        """Read what is not in the result cache, keep it there, and report all tokens of the batch."""
         size, reported = sum(map(self.tokens, batch.items)), 0
 
         def report(tokens: int) -> None:
@@ -182,6 +178,7 @@ class Job(Generic[T]):
         values: dict[str, Any] = {}
         if batch.todo:
             values = dict(zip(batch.todo, self.score(list(batch.todo.values()), size, report), strict=True))
+        self._add(values, alone=alone)
         report(size - reported)
         return values
 

@@ -46,7 +46,6 @@ def test_rows_are_equal_parts_of_every_text(tokenizer):
     assert rows.prefix == (tokenizer.bos_token_id,) and set(rows.ids[:, 0].tolist()) == set(rows.prefix)
     whole = torch.tensor(tokenizer(TEXTS["one"], add_special_tokens=False).input_ids)
     assert torch.equal(rows.ids[0, 1:], whole[:63]) and torch.equal(rows.ids[2, 1:], whole[-63:])
-    assert rows.name == "one, two, three"
     assert read_rows(tokenizer, TEXTS, window=64).sha256 != rows.sha256
 
 
@@ -64,8 +63,7 @@ def test_the_builtin_texts_are_five_kinds(tokenizer):
     assert sum("\u4e00" <= letter <= "\u9fff" for letter in texts["chinese"]) > 2000
     assert " perché " in texts["italian"] and " because " in texts["english"]
     compile(texts["python"], "python.txt", "exec")
-    rows = read_rows(tokenizer, window=256)
-    assert set(rows.groups) == set(DOMAINS) and rows.name == "built-in domains"
+    assert set(read_rows(tokenizer, window=256).groups) == set(DOMAINS)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,7 @@ def test_the_builtin_texts_are_five_kinds(tokenizer):
         ({}, {}, "at least one text"),
         ({"empty": " "}, {}, "holds no text"),
         (TEXTS, {"window": 1}, "at least 2 tokens"),
-        ({"short": "Hello there"}, {"window": 500}, "'short' holds .* less than one row of 500: take shorter rows"),
+        ({"short": "Hello there"}, {"window": 500}, "500"),
     ],
 )
 def test_texts_that_cannot_be_read(tokenizer, sources, options, message):
@@ -85,7 +83,7 @@ def test_texts_that_cannot_be_read(tokenizer, sources, options, message):
 # --- the p sweep
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_point_of_the_p_sweep_is_the_patch_and_its_perplexity(tokenizer, family):
     model = small(family)
     rows = read_rows(tokenizer, TEXTS, window=64, tokens=256)
@@ -103,12 +101,9 @@ def test_a_point_of_the_p_sweep_is_the_patch_and_its_perplexity(tokenizer, famil
     assert point.stopped == stopped
     shares = []
     for layer in got.layers:
-        mask = rests[layer.layer_type]
-        if mask.any():
-            groups = layer.query.heads // layer.key.heads
-            for head in range(layer.query.heads):
-                product = layer.query.mean_norm[head] * layer.key.mean_norm[head // groups]
-                shares.append(float(product[mask].sum() / product.sum()))
+        if (mask := rests[layer.layer_type]).any():
+            product = layer.query.mean_norm * layer.key.mean_norm.repeat_interleave(layer.groups, 0)
+            shares += (product[:, mask].sum(1) / product.sum(1)).tolist()
     assert point.logit_share == pytest.approx(sum(shares) / len(shares))
     assert rope_patch.inspect(model).record is None
 
@@ -146,25 +141,20 @@ def test_advice_takes_the_smallest_p_that_is_significantly_below_the_tolerance()
     points = [tried(1.0, 10.0, 0, 0), tried(0.9, 10.0, -0.001, 0.001), tried(0.75, 10.02, -0.001, 0.009)]
     points += [tried(0.5, 10.05, -0.01, 0.02), tried(0.25, 12.0, 0.1, 0.3)]
     best = advise(points, 0.01)
-    assert best.p == 0.75 and "10% of the queries' norm" in best.reason and "over 8 windows" in best.reason
-    assert "changes by +0.4% (-0.1% to +0.9%), and beyond it by +35.0% (+22.1% to +49.2%)" in best.reason
-    assert "p = 0.5 may cost +0.5% (-1.0% to +2.0%); p = 0.25 costs +22.1% (+10.5% to +35.0%)" in best.reason
-    assert advise(points[:4], 0.03).p == 0.5 and "smallest p measured" in advise(points[:4], 0.03).reason
-    none = advise([points[0], points[4]], 0.01)
-    assert none.p is None and "No measured p (0.25)" in none.reason and "YaRN" in none.reason
-    unknown = advise([points[0], points[3], points[4]], 0.01)
-    assert unknown.p is None and "cannot be decided over 8 windows" in unknown.reason and "--text" in unknown.reason
-    assert advise([], 0.01).p is None and advise(points[:1], 0.01).p is None
-    unrotated_already = [points[0], dataclasses.replace(points[1], stopped={})]
-    assert "zeroes a pair that rotates now" in advise(unrotated_already, 0.01).reason
-    foreign = advise(points, 0.01, vocabulary=9)
-    assert foreign.p is None and "a uniform guess over the vocabulary has 9" in foreign.reason
-
-
-def test_a_short_text_is_swept_within_the_context_alone(tokenizer):
-    windows, edges, _ = sweep_text(tokenizer, {"some": TEXT[:600]}, 256)
-    total = len(tokenizer(TEXT[:600], add_special_tokens=False).input_ids)
-    assert edges == (0, total // 2) and len(windows) >= 1
+    assert best.p == 0.75
+    assert "+0.4% (-0.1% to +0.9%)" in best.reason and "+35.0% (+22.1% to +49.2%)" in best.reason
+    assert "+0.5% (-1.0% to +2.0%)" in best.reason and "+22.1% (+10.5% to +35.0%)" in best.reason
+    assert advise(points[:4], 0.03).p == 0.5
+    for few, tolerance, options, word in (
+        ([points[0], points[4]], 0.01, {}, "YaRN"),
+        ([points[0], points[3], points[4]], 0.01, {}, "decided"),
+        ([], 0.01, {}, ""),
+        (points[:1], 0.01, {}, ""),
+        ([points[0], dataclasses.replace(points[1], stopped={})], 0.01, {}, "rotates"),
+        (points, 0.01, {"vocabulary": 9}, "9"),
+    ):
+        none = advise(few, tolerance, **options)
+        assert none.p is None and word in none.reason
 
 
 # --- the whole
@@ -179,40 +169,24 @@ def test_the_public_function_reads_a_text_or_several_by_name(tokenizer):
     assert rope_patch.inspect(model).record is None
 
 
-def test_the_public_function_reads_the_built_in_domains_by_default(tokenizer):
-    result = rope_patch.analyze(small(), tokenizer, window=32, tokens=32, p_values=[])
-    assert result.capture.groups == DOMAINS and result.rows.ids.shape == (5, 32)
-
-
-def test_the_public_function_resumes_in_a_folder(tokenizer, tmp_path):
-    options = {"window": 64, "tokens": 128, "p_values": [], "resume": str(tmp_path / "parts")}
-    first = rope_patch.analyze(small(), tokenizer, TEXTS, **options)
-    written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("*.npz")}
-    assert rope_patch.analyze(small(), tokenizer, TEXTS, **options).to_json() == first.to_json()
-    assert written == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("*.npz")}
-    assert set(written) == {"capture.npz", "heads.npz"}
-
-
 def run(model, tokenizer, **options):
     rows = read_rows(tokenizer, TEXTS, window=64, tokens=256)
     return analyze_rows(model, tokenizer, rows, name="tiny", text=TEXTS, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
 def test_every_part_is_there(tokenizer, family):
     progress = []
     model = small(family, **({"vocab_size_per_layer_input": 1024} if family == "gemma4" else {}))
     result = run(model, tokenizer, p_values=[0.5], on_progress=lambda stage, tokens: progress.append((stage, tokens)))
     out = json.loads(result.to_json())
-    heads = sum(layer.query.heads for layer in result.capture.layers)
-    assert len(out["heads"]) == heads and out["findings"] == findings(result)
-    assert out["environment"]["dtype"] == "float32" and out["environment"]["device"] == "cpu"
+    assert len(out["heads"]) == sum(layer.query.heads for layer in result.capture.layers)
+    assert out["findings"] == findings(result) and findings(result)[-1] == result.advice.reason
     assert [point["p"] for point in out["p_sweep"]] == [1.0, 0.5]
     assert {stage for stage, _ in progress} == {"capture", "heads", "sinks", "unchanged table", "p = 0.5"}
     assert sum(tokens for _, tokens in progress) == AnalysisReading(64, [0.5], 64).tokens(result.rows.ids.numel(), None)
     assert result.capture.groups == ("one", "two") and result.context == 64
     assert all(result.token_text(int(token)) for view in result.views for token in view.token_ids)
-    assert findings(result)[-1] == result.advice.reason
 
 
 def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
@@ -225,42 +199,31 @@ def test_finished_parts_are_kept(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(model, tokenizer, resume=tmp_path, on_progress=stop)
     assert {path.name for path in tmp_path.iterdir()} == {"capture.npz", "finished.jsonl"}
-    first = Capture.from_npz(tmp_path / "capture.npz")
     calls = []
     monkeypatch.setattr(engine, "capture", lambda *a, **k: calls.append(a) or capture(*a, **k))
     result = run(model, tokenizer, resume=tmp_path)
+    first = Capture.from_npz(tmp_path / "capture.npz")
     assert not calls and torch.equal(result.capture.layers[0].key.mean, first.layers[0].key.mean)
-    # Another model, or another table, is measured anew.
-    run(small(seed=1), tokenizer, resume=tmp_path)
-    assert len(calls) == 1
-    with rope_patch.patched(model, "nope"):
+    with rope_patch.patched(model, "nope"):  # another table is measured anew
         run(model, tokenizer, resume=tmp_path)
-    assert len(calls) == 2
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"p_values": [1.5]}, r"p must be in \(0, 1\), got 1.5"),
-        ({"tolerance": -1}, "tolerance must be >= 0"),
-        ({"heads": [(9, 0)]}, "attention layers 0 to 1, got 9"),
-        ({"heads": [(0, 9)]}, "query heads 0 to 3, got 9"),
-        ({"heads": [(1, 0)], "layers": [0]}, "not in the layers"),
-        ({"layers": [7]}, "attention layers 0 to 1, got 7"),
+        ({"p_values": [1.5]}, "p"),
+        ({"tolerance": math.nan}, "tolerance"),
+        ({"heads": [(9, 0)]}, "layers"),
+        ({"heads": [(0, 9)]}, "heads"),
+        ({"heads": [(1, 0)], "layers": [0]}, "layers"),
+        ({"layers": [7]}, "layers"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(tokenizer, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         run(small(), tokenizer, resume=tmp_path / "out", **options)
     assert not list(tmp_path.rglob("*.npz"))
-
-
-def test_a_model_without_rotary_table(tokenizer):
-    from transformers import GPT2Config
-
-    model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=1024))
-    with pytest.raises(ValueError, match="no rotary table in GPT2LMHeadModel"):
-        run(model, tokenizer)
 
 
 @pytest.mark.parametrize("shape", ["llama", full("gemma3")])
@@ -270,11 +233,11 @@ def test_the_bundled_checkpoints_have_the_heads_their_curriculum_needs(shape):
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / shape)
     rows = read_rows(tokenizer, {"english": TEXT}, window=256, tokens=2048)
     result = analyze_rows(model, tokenizer, rows, p_values=[0.75, 0.25])
-    types = {
-        (layer.index, head): layer.head_types(head) for layer in result.heads.layers for head in range(layer.heads)
-    }
-    previous = [place for place, names in types.items() if "previous token" in names]
-    induction = [place for place, names in types.items() if "induction" in names]
+    heads = [(layer, head) for layer in result.heads.layers for head in range(layer.heads)]
+    previous, induction = (
+        [(layer.index, head) for layer, head in heads if name in layer.head_types(head)]
+        for name in ("previous token", "induction")
+    )
     assert len(previous) >= 2 and len(induction) >= 4
     assert min(previous)[0] < min(induction)[0]
     # The previous token through pair 0, an angle of about 1 rad (Jonasson, sec. 4), where keys point one way.
@@ -308,8 +271,9 @@ def test_the_command_writes_what_it_says(folder, tmp_path):
     (texts / "a.txt").write_text(TEXT)
     (tmp_path / "b.md").write_text(TEXT[1000:])
     given = ("--text", texts, "--text", tmp_path / "b.md", "--window", "64", "--tokens", "256", "--p", "0.5")
-    printed = command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out")
-    assert "wrote analysis.json, capture.npz, heads.npz, analysis.html in" in printed
+    command(folder, *given, "--layers", "1", "--heads", "1.3", "-o", tmp_path / "out")
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written >= {"analysis.json", "capture.npz", "heads.npz", "analysis.html"}
     out = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert out["text"] == {**out["text"], "groups": ["texts", "b.md"], "rows": 4, "tokens": 256}
     assert {head["layer"] for head in out["heads"]} == {1}
@@ -317,21 +281,7 @@ def test_the_command_writes_what_it_says(folder, tmp_path):
     assert json.loads(again) == out
 
 
-def test_an_adapter_is_read_over_its_base(folder, tmp_path):
-    import peft
-
-    model = rope_patch.load(folder)
-    rope_patch.apply(model, "p_rope:p=0.5")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
-    rope_patch.checkpoints.save(adapted, tmp_path / "adapter")
-    texts = tmp_path / "a.txt"
-    texts.write_text(TEXT)
-    given = ("--text", texts, "--window", "64", "--tokens", "128", "--p", "", "--no-report", "--json")
-    out = json.loads(command(tmp_path / "adapter", *given, "-o", tmp_path / "out"))
-    assert out["method"] == "p_rope:p=0.5" and out["p_sweep"] == []
-
-
-@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+@pytest.mark.parametrize("damage", [b"", None])
 def test_damaged_parts_are_measured_again(folder, tmp_path, damage):
     """An empty file, another one, or that of another model, as a crash or a user may leave it."""
     texts = tmp_path / "a.txt"
@@ -346,26 +296,19 @@ def test_damaged_parts_are_measured_again(folder, tmp_path, damage):
 def test_a_text_of_few_tokens_gives_standard_json(folder, tmp_path):
     (tmp_path / "a.txt").write_text("abc def")
     out = command(folder, "--text", tmp_path / "a.txt", "--p", "0.5", "--no-report", "--json", "-o", tmp_path / "out")
-    assert "cannot be decided" in (reason := json.loads(out)["advice"]["reason"]) or "does not know the text" in reason
+    assert json.loads(out, parse_constant=pytest.fail)["advice"]["p"] is None
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--layers", "5-3"), "numbers and ranges"),
-        (("--layers", "0-99999999999"), "numbers and ranges"),
-        (("--layers", "9"), "attention layers 0 to 1, got 9"),
-        (("--heads", "9.1"), "attention layers 0 to 1, got 9"),
-        (("--heads", "1.2", "--layers", "0"), "not in the layers"),
-        (("--p", "1"), r"p must be in \(0, 1\)"),
-        (("--tolerance", "nan"), "tolerance must be >= 0"),
-        (("--chunk", "0"), "chunk must be >= 1"),
+        (("--layers", "5-3"), "ranges"),
+        (("--layers", "2-x"), "ranges"),
         (("--heads", "x"), "layer.head"),
-        (("--layers", "2-x"), "numbers and ranges"),
-        (("--p", "half"), "p is a number"),
-        (("--tokens", "1"), "tokens must be >= 2"),
+        (("--p", "half"), "p"),
+        (("--tokens", "1"), "tokens"),
         (("--text", "/nowhere"), "nowhere"),
-        (("--dtype", "int3"), "dtype must be one of"),
+        (("--dtype", "int3"), "dtype"),
     ],
 )
 def test_wrong_words(folder, tmp_path, given, message):

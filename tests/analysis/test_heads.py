@@ -9,7 +9,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import re
 import sys
 from collections import defaultdict
 from types import SimpleNamespace
@@ -19,13 +18,13 @@ import peft
 import pytest
 import torch
 from scored import bold_model
-from states import FAMILIES, INTERLEAVED, model_of, stored, text
+from states import INTERLEAVED, model_of, stored, text
+from support.largest import Largest
 from tiny import SIZE, YARN, ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
-    AutoTokenizer,
     DeepseekV3Config,
     GPT2Config,
     GptOssConfig,
@@ -36,20 +35,16 @@ from transformers import (
     Qwen2MoeConfig,
     SmolLM3Config,
 )
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
 from rope_patch import theory
-from rope_patch.analysis import attention_mass, attention_sums, views
+from rope_patch.analysis import attention_mass, attention_sums
 from rope_patch.analysis.attention_mass import OFFSETS, _check_reproduced, measure_heads, repeated_tokens
 from rope_patch.analysis.attention_sums import OFTEN, SETTLED, TOP
 from rope_patch.analysis.heads import FAR, TRIGGERS, Heads
-from rope_patch.analysis.outliers import scatter
-from rope_patch.analysis.recall import recall
 from rope_patch.analysis.views import view_heads
-from rope_patch.evaluation.text import builtin_text
 from rope_patch.frequencies import geometric
-from rope_patch.modeling.capture import Capture, capture
+from rope_patch.modeling.capture import capture
 
 MORE = {
     # These two slide by their masks alone, and tell their attention no window.
@@ -66,7 +61,8 @@ MORE = {
         **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
     ),
 }
-MEASURED = [*FAMILIES, *MORE]
+MEASURED = ["llama", "llama-yarn", "mistral", "gemma2", "gemma4", "gemma4-shared", "phi", "gpt_neox", *MORE]
+"""A rotary module of each kind, sliding layers of each kind, softcaps, shared keys, and MLA."""
 SLIDING = {"mistral": [32, 32], "phimoe": [16, 16], "qwen2_moe": [16, None]} | {
     name: [16, None] for name in ("gemma2", "gemma3", "gemma4", "gemma4-keys-are-values")
 }
@@ -181,6 +177,8 @@ def loops(rows, layers, window, offsets=OFFSETS):
 def assert_looped(layer, expected, atol=2e-5):
     """Compare with what loops found; what loops did not find is -1 or 0."""
     for name, values in expected.items():
+        if not numpy.size(values):
+            continue
         got, values = getattr(layer, name).numpy(), numpy.asarray(values)
         if name.startswith(("sink_", "trigger_")) and got.ndim == 2:
             rest = got[:, values.shape[1] :]
@@ -191,6 +189,16 @@ def assert_looped(layer, expected, atol=2e-5):
         numpy.testing.assert_allclose(got, values, rtol=2e-5, atol=atol, err_msg=f"{name} of layer {layer.index}")
 
 
+def compare_to_loops(model, rows, windows, monkeypatch, **options):
+    """Measure heads and compare all numbers with those of loops over eager attention, by layer."""
+    states = attended(model, rows, monkeypatch)
+    got = measure_heads(model, rows, **options)
+    for layer, window in zip(got.layers, windows, strict=True):
+        offsets = options.get("offsets", OFFSETS)
+        assert_looped(layer, loops(rows, [row[layer.index] for row in states], window, offsets))
+    return got
+
+
 # --- the values
 
 
@@ -198,77 +206,28 @@ def assert_looped(layer, expected, atol=2e-5):
 def test_all_numbers_equal_loops_over_eager_attention(name, monkeypatch):
     monkeypatch.setattr(attention_sums, "SINK", 0.08)  # random heads have no sinks of 0.3
     model, rows = model_for(name), few_kinds()
-    states = attended(model, rows, monkeypatch)
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
-    looped = [loops(rows, [row[index] for row in states], window) for index, window in enumerate(windows)]
-    for block in (1, 7, None):
-        got = measure_heads(model, rows, block=block)
-        assert (got.model, got.tokens, got.rows) == (type(model).__name__, 80, 2)
-        assert [layer.index for layer in got.layers] == list(range(model.config.num_hidden_layers))
-        for layer, expected in zip(got.layers, looped, strict=True):
-            assert layer.heads == 4
-            assert_looped(layer, expected)
-    assert name in MORE or any(max(expected["sink_mass"]) > 0 for expected in looped), "some keys count as sinks"
+    for block in (7, None):
+        got = compare_to_loops(model, rows, windows, monkeypatch, block=block)
+    assert (got.model, got.tokens, got.rows) == (type(model).__name__, 80, 2)
+    assert name in MORE or any(float(layer.sink_mass.max()) > 0 for layer in got.layers), "some keys count as sinks"
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [("llama", "p_rope:p=0.5"), ("llama", "yarn:factor=4"), ("phi", "pi:factor=2"), ("gemma3", "nope")],
-)
+@pytest.mark.parametrize(("name", "method"), [("llama", "p_rope:p=0.5"), ("phi", "yarn:factor=4"), ("gemma3", "nope")])
 def test_a_patched_model_is_measured_with_its_table(name, method, monkeypatch):
     model, rows = model_of(name), few_kinds()
     stock = measure_heads(model, rows)
     with rope_patch.patched(model, rope_patch.parse(method)):
-        got = measure_heads(model, rows)
-        states = attended(model, rows, monkeypatch)
-    for layer, window in zip(got.layers, SLIDING.get(name, [None] * 2), strict=True):
-        assert_looped(layer, loops(rows, [row[layer.index] for row in states], window))
+        got = compare_to_loops(model, rows, SLIDING.get(name, [None] * 2), monkeypatch)
     assert not torch.allclose(got.layers[1].logit, stock.layers[1].logit, atol=1e-3)
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 9, 16])
-@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize(("tokens", "window"), [(2, None), (3, 2), (9, 5), (16, None)])
 def test_short_texts_small_windows_and_far_offsets(window, tokens, monkeypatch):
     model = model_of("llama") if window is None else model_of("mistral", sliding_window=window)
     rows = few_kinds(1, tokens, seed=3)
-    states = attended(model, rows, monkeypatch)
-    for layer in measure_heads(model, rows[0], block=4, offsets=12).layers:
-        expected = loops(rows, [states[0][layer.index]], window, offsets=12)
-        assert_looped(layer, {key: value for key, value in expected.items() if numpy.size(value)})
-        assert layer.repeated_mass.isnan().all()
-        assert layer.sink_position.shape == (4, min(TOP, tokens))
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma4", "glm", "llama-yarn"])
-def test_the_bound_is_that_of_the_states_before_rotation(name, monkeypatch):
-    """A rotation keeps lengths, so the bound needs none; YaRN's factor on cos and sin stretches both states."""
-    model, row = model_of(name), text()
-    with stored(model, monkeypatch) as states, torch.no_grad():
-        model(row[None], use_cache=False)
-    scaling = {"gemma4": 1.0, "llama-yarn": 0.25 * (0.1 * math.log(4) + 1) ** 2}.get(name, 0.25)
-    for layer in measure_heads(model, row).layers:
-        query, key = (states[role][layer.index].double().norm(dim=-1) for role in ("query", "key"))
-        key = key.repeat_interleave(4 // key.shape[1], 1)
-        expected = torch.stack([(query * key).mean(0), (query[1:] * key[:-1]).mean(0)], 1)
-        torch.testing.assert_close(layer.bound, expected * scaling, rtol=1e-5, atol=1e-5)
-        assert bool((layer.logit.abs() <= layer.bound).all()) and float(layer.cosine.abs().max()) <= 1
-
-
-def test_logits_are_those_of_stored_states_turned_by_transformers(monkeypatch):
-    model, row = model_of("llama"), text()
-    with stored(model, monkeypatch) as states, torch.no_grad():
-        model(row[None], use_cache=False)
-    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(len(row))[None])
-    got = measure_heads(model, row)
-    for layer, view in zip(got.layers, view_heads(model, row, [(0, 3), (1, 3)]), strict=True):
-        query, key = (states[role][layer.index].transpose(0, 1)[None] for role in ("query", "key"))
-        query, key = apply_rotary_pos_emb(query, key.repeat_interleave(2, 1), cos, sin)
-        logits = (query @ key.mT)[0].double() / 4
-        expected = torch.stack([logits.diagonal(-offset, 1, 2).mean(1) for offset in (0, 1)], 1)
-        torch.testing.assert_close(layer.logit, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(view.logits, logits[3], rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(view.query, states["query"][layer.index][:, 3].double())
-        torch.testing.assert_close(view.key, states["key"][layer.index][:, 1].double())
+    for layer in compare_to_loops(model, rows, [window] * 2, monkeypatch, block=4, offsets=12).layers:
+        assert layer.repeated_mass.isnan().all() and layer.sink_position.shape == (4, min(TOP, tokens))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -293,12 +252,11 @@ def test_random_tokens_that_come_twice():
     assert sorted(again[:7].tolist()) == list(range(3, 10)) and torch.equal(again, repeated_tokens(rows))
     assert not torch.equal(again, repeated_tokens(rows, seed=1))
     assert len(repeated_tokens(text(90)[None])) == 90 and len(repeated_tokens(text(90)[None], longest=20)) == 40
-    assert repeated_tokens(torch.full((1, 9), 5)).tolist() == [5, 5]
 
 
 def test_a_fixed_distance_is_not_taken_for_induction():
     """Of 4 random tokens, 2 come twice and the match is the previous token."""
-    model = golden(["diagonal", "previous"]).model
+    model = golden(["diagonal", "previous"])
     for tokens, measured in ((4, False), (16, False), (18, True)):
         layer = measure_heads(model, text(60)[:tokens] % 50 + 1).layer(1)
         assert layer.repeated_mass.isnan().all() != measured
@@ -312,121 +270,60 @@ def test_even_attention_to_one_token_over_and_over_is_no_induction():
 
 
 def test_rows_layers_and_offsets():
-    model, rows = model_of("gemma2"), few_kinds(3, 30)
-    whole, one_layer, single = (
-        measure_heads(model, rows),
-        measure_heads(model, rows, layers=[1]),
-        measure_heads(model, rows[1]),
-    )
+    model, rows, steps = model_of("gemma2"), few_kinds(3, 30), []
+    whole = measure_heads(model, rows, on_progress=steps.append)
+    assert sum(steps) == 90 and len(steps) > 3 and min(steps) > 0
+    one_layer = measure_heads(model, rows, layers=[1])
     assert [layer.index for layer in one_layer.layers] == [1]
-    for name, value in vars(one_layer.layer(1)).items():
-        torch.testing.assert_close(value, getattr(whole.layer(1), name), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(one_layer.layer(1).sink_weight, whole.layer(1).sink_weight, rtol=0, atol=0)
     mean = torch.stack([measure_heads(model, row).layer(0).entropy for row in rows]).mean(0)
     torch.testing.assert_close(whole.layer(0).entropy, mean)
-    assert single.layer(0).sink_row.unique().tolist() == [0] and single.text != whole.text
     wide = measure_heads(model, rows, offsets=12).layer(1)
     assert wide.offset_mass.shape == (4, 12)
     torch.testing.assert_close(wide.offset_mass[:, :8], whole.layer(1).offset_mass)
-    with pytest.raises(ValueError, match=re.escape("layers [1] were measured, got 0")):
+    with pytest.raises(ValueError, match="layers"):
         one_layer.layer(0)
-
-
-def test_progress_adds_up_to_the_tokens():
-    steps = []
-    measure_heads(model_of("gemma4-shared"), few_kinds(3, 40), on_progress=steps.append)
-    assert sum(steps) == 120 and len(steps) > 3 and min(steps) > 0
 
 
 # --- states in, states out
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma4-shared", "phi", "gpt_neox", "phimoe"])
-def test_the_pass_computes_the_states_of_the_model(name):
-    model, rows = model_for(name), few_kinds(2, 90)
-    out = {}
-
-    def note(part, args, kwargs, output):
-        out.setdefault(tuple(kwargs["input_ids"][0].tolist()), []).append(output[0])
-
-    handle = model.get_decoder().register_forward_hook(note, with_kwargs=True)
-    measure_heads(model, rows, block=11)
-    handle.remove()
-    for row in rows:
-        (ours,) = out[tuple(row.tolist())]
-        with torch.no_grad():
-            stock = model.get_decoder()(input_ids=row[None], use_cache=False)[0]
-        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_the_model_is_left_as_it_was(implementation):
     model, rows = model_of("llama", attention=implementation, attention_dropout=0.5), few_kinds()
-    with torch.no_grad():
-        before = model(rows, use_cache=False).logits
     quiet = measure_heads(model, rows)
     model.train()
     model.model.layers[0].eval()
 
-    def unchanged():
-        assert model.training and not model.model.layers[0].training and model.model.layers[1].training
-        assert model.config._attn_implementation == implementation
-        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-        assert attention_mass._PASS.get() is None
-
-    assert torch.equal(measure_heads(model, rows).layer(1).entropy, quiet.layer(1).entropy), "without dropout"
-    unchanged()
-    view_heads(model, rows[0], [(1, 2)])
-    unchanged()
-
     def stop(tokens):
         raise KeyboardInterrupt
 
+    assert torch.equal(measure_heads(model, rows).layer(1).entropy, quiet.layer(1).entropy), "without dropout"
+    view_heads(model, rows[0], [(1, 2)])
     with pytest.raises(KeyboardInterrupt):
         measure_heads(model, rows, on_progress=stop)
-    unchanged()
-    weight = model.model.layers[1].self_attn.k_proj.weight
-    original = weight[20].clone()
-    with torch.no_grad():
-        weight[20] = math.nan
-    for measure in (measure_heads, lambda model, rows: view_heads(model, rows[0], [(1, 2)])):
-        with pytest.raises(ValueError, match="layer 1"):
-            measure(model, rows)
-        unchanged()
-    with torch.no_grad():
-        weight[20] = original
-        assert torch.equal(model.eval()(rows, use_cache=False).logits, before)
+    assert model.training and not model.model.layers[0].training and model.model.layers[1].training
+    assert model.config._attn_implementation == implementation
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert attention_mass._PASS.get() is None
 
 
 # --- memory
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers of any tensor that an operation made."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_nothing_is_as_large_as_the_weights(name, monkeypatch):
-    model, row = model_of(name), ids(600, 1)[0]
-    model.config.max_position_embeddings = 600
-    with Largest() as least:
-        measure_heads(model, row, block=16)
-    assert 4 * 16 * 40 < least.numbers < 600 * 600 / 2
-    with Largest() as whole:
-        measure_heads(model, row, block=600)
-    assert whole.numbers >= 4 * 600 * 600, "the measure sees what it should"
+    model, row = model_of(name, max_position_embeddings=600), ids(600, 1)[0]
+
+    def largest(**options):
+        with Largest(lambda tensor: tensor.untyped_storage().nbytes() // tensor.element_size()) as seen:
+            measure_heads(model, row, **options)
+        return seen.largest
+
+    assert 4 * 16 * 40 < largest(block=16) < 600 * 600 / 2
+    assert largest(block=600) >= 4 * 600 * 600, "the measure sees what it should"
     monkeypatch.setattr(attention_mass, "BLOCK_BYTES", 4 * 4 * 600 * 20)  # so 20 queries, by itself
-    with Largest() as chosen:
-        measure_heads(model, row)
-    assert 4 * 20 * 30 < chosen.numbers < 600 * 600 / 2
+    assert 4 * 20 * 30 < largest() < 600 * 600 / 2
 
 
 def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
@@ -449,7 +346,7 @@ def test_a_sliding_layer_computes_no_more_than_its_window(monkeypatch):
 CONTEXT, SINK_TOKEN, SINK_AT = 512, 7, 3
 
 
-def golden(order, *, layer=1, back=1, outliers=()):
+def golden(order, *, layer=1, back=1):
     """A Llama of three layers; in one of them each head does what it is told.
 
     Table: 32 pairs, ``10^(-i/8)`` rad/token. Its queries and keys are biases, the same for every token, but for the
@@ -459,7 +356,6 @@ def golden(order, *, layer=1, back=1, outliers=()):
         order: what the heads do.
         layer: which of the three it is.
         back: how far the head "previous" looks.
-        outliers: pair, angle of its keys ahead of its queries, radius of its keys; those of the head "outliers".
     """
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -492,11 +388,7 @@ def golden(order, *, layer=1, back=1, outliers=()):
                 # Pairs that turn less than 0.04 rad over 100 tokens: 4 · 10 · 8 / 8 = 40 from everywhere.
                 queries[head, 28:32] = 10.0
                 planted.k_proj.weight[64 * head + 28 : 64 * head + 32, 0] = 1.0
-            elif role == "outliers":
-                for pair, angle, radius in outliers:
-                    queries[head, pair] = 0.05
-                    keys[head, pair], keys[head, 32 + pair] = radius * math.cos(angle), radius * math.sin(angle)
-    return SimpleNamespace(model=model, table=table, layer=layer)
+    return model
 
 
 def golden_rows(rows=2, tokens=100):
@@ -506,25 +398,17 @@ def golden_rows(rows=2, tokens=100):
     return token_ids
 
 
-ROLES = ("diagonal", "previous", "sink", "outliers")
-# 2π/512 = 0.0123. Pair 24 turns 1e-3 rad/token: its angle bound is π + 0.256 = 3.40. Pair 20 turns 3.16e-3 and needs
-# π + 0.81 = 3.95. Pair 4 turns 0.316: no angle is enough.
-INSIDE = (24, 4.5, 15.0)
-OUTSIDE = {"by its angle": (20, 3.5, 18.0), "by its frequency": (4, 4.5, 18.0)}
+ROLES = ("diagonal", "previous", "sink")
 
 
-@pytest.mark.parametrize("outside", OUTSIDE)
-@pytest.mark.parametrize(("order", "layer"), [(ROLES, 1), (("outliers", "sink", "previous", "diagonal"), 2)])
-def test_a_golden_layer_is_recovered_head_by_head_and_pair_by_pair(order, layer, outside, tmp_path):
-    golden(order, layer=layer, outliers=[INSIDE, OUTSIDE[outside]]).model.save_pretrained(tmp_path)
-    model, rows = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), golden_rows()
+@pytest.mark.parametrize(("order", "layer"), [(ROLES, 1), (("sink", "previous", "diagonal"), 2)])
+def test_a_golden_layer_is_recovered_head_by_head(order, layer):
+    model, rows = golden(order, layer=layer), golden_rows()
     at = {role: order.index(role) for role in ROLES}
     got = measure_heads(model, rows)
     head_layer = got.layer(layer)
     types = {role: head_layer.head_types(head) for role, head in at.items()}
-    assert types == {"diagonal": ("diagonal",), "previous": ("previous token",), "sink": ("sink",), "outliers": ()}
-    assert float(head_layer.offset_mass[at["diagonal"], 0]) > 0.99 < float(head_layer.offset_mass[at["previous"], 1])
-    assert float(head_layer.sink_mass[at["sink"]]) > 0.99 < float(head_layer.sink_weight[at["sink"], 0])
+    assert types == {"diagonal": ("diagonal",), "previous": ("previous token",), "sink": ("sink",)}
     assert head_layer.sink_position[at["sink"]].tolist()[:2] == [SINK_AT] * 2, "one in each row"
     assert head_layer.sink_token[at["sink"]].tolist()[:2] == [SINK_TOKEN] * 2
     assert sorted(head_layer.sink_row[at["sink"]].tolist()[:2]) == [0, 1]
@@ -533,179 +417,70 @@ def test_a_golden_layer_is_recovered_head_by_head_and_pair_by_pair(order, layer,
     assert got.positional() == sorted(positional)
     # Barbero et al.'s tables: at its own distance a positional head's logit is its bound.
     assert head_layer.cosine[at["diagonal"], 0] == pytest.approx(1) == head_layer.cosine[at["previous"], 1]
-    assert max(head_layer.cosine[at["diagonal"], 1], head_layer.cosine[at["previous"], 0]) < 0.99
-
-    measured = capture(model, rows)
-    points = scatter(measured)
-    big = points.key_radius > 9
-    places = zip(points.layer[big].tolist(), points.head[big].tolist(), points.pair[big].tolist(), strict=True)
-    (inner, *_), (outer, *_) = INSIDE, OUTSIDE[outside]
-    assert list(places) == [(layer, at["outliers"], pair) for pair in sorted((inner, outer))]
-    assert points.within_angle[big].tolist() == [pair == inner for pair in sorted((inner, outer))]
-    row = recall(measured, thresholds=[9.0]).rows[0]
-    assert (row.outliers, row.angle, row.frequency) == (2, 0.5, 1.0 if outside == "by its angle" else 0.5)
-
     with rope_patch.patched(model, "nope"):
         flat = measure_heads(model, rows)
-    assert flat.positional() == [] and float(flat.layer(layer).offset_mass[at["previous"], 1]) < 0.1
+    assert flat.positional() == []
     assert flat.layer(layer).head_types(at["sink"]) == ("sink",), "a sink asks for no position"
-    assert measure_heads(model, rows).positional() == sorted(positional)
 
 
-@pytest.mark.parametrize("back", [2, 7, 10])
+@pytest.mark.parametrize("back", [2, 10])
 def test_a_head_that_looks_further_back(back):
-    model = golden(["previous"], back=back).model
+    model = golden(["previous"], back=back)
     got = measure_heads(model, golden_rows(), offsets=12)
     assert got.positional() == [(1, 0, (f"{back} back",))]
     assert float(got.layer(1).distance[0]) == pytest.approx(back, abs=0.05)  # the first queries have no 10 behind them
-    assert float(got.layer(1).entropy[0]) < 0.05
     assert measure_heads(model, golden_rows()).positional() == ([] if back == 10 else [(1, 0, (f"{back} back",))])
 
 
-def induction_pair():
-    """A Llama of two layers: one head writes what token came before, one looks for that of its own.
-
-    Tokens are one-hot in features 0 to 39, and head 0 of layer 0 copies the previous one's to features 40 to 79. Head 0
-    of layer 1 reads its own token from the former and its keys' from the latter, one slow pair for each token.
-    """
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **{**SIZE, "vocab_size": 40, "hidden_size": 80, "num_attention_heads": 2, "num_key_value_heads": 2},
-            head_dim=128,
-            attention_bias=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e12},
-        )
-    ).eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.down_proj.weight.zero_()
-            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                getattr(layer.self_attn, name).weight.zero_()
-                getattr(layer.self_attn, name).bias.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(40, 80))
-        first, second = (layer.self_attn for layer in model.model.layers)
-        psi = torch.cat((torch.ones(64), torch.zeros(64)))
-        query, key = theory.positional_head(geometric(1e12, 128), psi, 1)
-        first.q_proj.bias[:128], first.k_proj.bias[:128] = 16 * query.float(), 16 * key.float()
-        first.v_proj.weight[:40, :40] = torch.eye(40) / math.sqrt(80)  # a one-hot of 80 features is √80 behind the norm
-        first.o_proj.weight[40:80, :40] = torch.eye(40)
-        # Pairs from 24 on turn at most 3e-5 rad/token. Behind the norm a one is √40: logits of 9 · 40 / √128 = 32.
-        second.q_proj.weight[24:64, :40] = second.k_proj.weight[24:64, 40:] = 3 * torch.eye(40)
-    return model
+SEVERAL = {"trigger_mass": [0.5] * TRIGGERS}
 
 
-def test_an_induction_head_made_of_two():
-    model = induction_pair()
-    rows = torch.randint(1, 40, (2, 90), generator=torch.Generator().manual_seed(0))
-    rows[:, 0] = 0
-    got = measure_heads(model, rows)
-    assert got.layer(0).head_types(0) == ("previous token",) and got.layer(1).head_types(0) == ("induction",)
-    assert float(got.layer(0).offset_mass[0, 1]) > 0.99
-    # The first key has none before it and holds its own token: one query of 40 shares its attention with it.
-    assert float(got.layer(1).repeated_mass[0]) == pytest.approx(1 - 0.5 / 40, abs=1e-3)
-    assert float(got.layer(1).induction_mass[0]) > 0.99
-    assert float(got.layer(1).induction_chance) < 0.1
-    assert got.layer(0).head_types(1) == got.layer(1).head_types(1) == ()
-    with rope_patch.patched(model, "nope"):
-        flat = measure_heads(model, rows)
-    assert flat.positional() == [] and float(flat.layer(1).repeated_mass[0]) < 0.1
-
-
-@pytest.mark.parametrize("shape", ["llama", "gemma3"])
-def test_a_trained_model_looks_back_before_it_repeats(shape):
-    folder = rope_patch.data_path("assets") / shape
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    stream = tokenizer(builtin_text("heldout").text[:30000], add_special_tokens=False, verbose=False)["input_ids"]
-    rows = torch.tensor(stream[: 16 * 256]).view(16, 256)
-
-    def heads(name, majority=0.7):
-        return [layer.index for layer in got.layers for head in range(layer.heads)
-                if name in layer.head_types(head, majority=majority)]  # fmt: skip
-
-    got = measure_heads(model, rows)
-    assert heads("previous token") and len(heads("induction")) >= 2
-    assert min(heads("previous token")) < min(heads("induction"))
-    every = {"layer_types": ["sliding_attention", "full_attention"]} if shape == "gemma3" else {}
-    with rope_patch.patched(model, "nope", **every):
-        got = measure_heads(model, rows)
-    assert not heads("previous token", 0.5) and not heads("induction", 0.5)
-
-
-def test_head_types_by_hand():
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, ()),
+        ({"offset_mass": [0.5]}, ("diagonal",)),
+        ({"offset_mass": [0.49]}, ()),
+        ({"offset_mass": [0.49], "majority": 0.4}, ("diagonal",)),
+        ({"offset_mass": [0, 0.6]}, ("previous token",)),
+        ({"offset_mass": [0] * 7 + [0.6]}, ("7 back",)),
+        ({"first_mass": 0.5, "sink_mass": 0.5}, ("first token",)),
+        ({"first_mass": 0.4, "sink_mass": 0.5}, ("sink",)),
+        ({"induction_mass": 0.9}, ("induction",)),
+        ({"induction_mass": 0.9, "induction_chance": 0.5}, ()),
+        ({"induction_mass": math.nan, "repeated_mass": 0.5}, ("induction",)),
+        ({"induction_mass": math.nan, "repeated_mass": math.nan}, ()),
+        (SEVERAL, ("after a token",)),
+        ({"trigger_mass": [0.5]}, ()),  # one token of hundreds may do so by chance
+        ({"trigger_mass": [0.5], "first_mass": 0.6}, ("first token", "after a token")),
+        ({**SEVERAL, "offset_mass": [0, 0.1]}, ()),  # it looks there anyway
+        ({**SEVERAL, "offset_mass": [0.5], "repeated_mass": 0.9}, ("diagonal", "induction")),
+    ],
+)
+def test_head_types_by_hand(values, expected):
     """What the numbers of a head are called: at half of its attention, or at another majority."""
-    template = measure_heads(model_of("llama"), text(40)).layers[0]
-    zero = {name: torch.zeros_like(value) for name, value in vars(template).items() if isinstance(value, torch.Tensor)}
-    empty = dataclasses.replace(template, **zero)
-    assert empty.head_types(0) == ()
-
-    def types_of(majority=0.5, **values):
-        changes = {}
-        for name, value in values.items():
-            name, _, place = name.partition("__")
-            changes.setdefault(name, zero[name].clone())[1, *([int(place)] if place else [])] = value
-        layer = dataclasses.replace(empty, **changes)
-        assert layer.head_types(0) == ()
-        return layer.head_types(1, majority=majority)
-
-    assert types_of(offset_mass__0=0.5) == ("diagonal",)
-    assert types_of(offset_mass__0=0.49) == ()
-    assert types_of(offset_mass__0=0.49, majority=0.4) == ("diagonal",)
-    assert types_of(offset_mass__1=0.6) == ("previous token",)
-    assert types_of(offset_mass__7=0.6) == ("7 back",)
-    assert types_of(first_mass=0.5, sink_mass=0.5) == ("first token",)
-    assert types_of(first_mass=0.4, sink_mass=0.5) == ("sink",)
-    assert types_of(induction_mass=0.5) == types_of(induction_mass=math.nan, repeated_mass=0.5) == ("induction",)
-    assert types_of(induction_mass=math.nan, repeated_mass=math.nan) == ()
-    by_chance = dataclasses.replace(empty, induction_mass=torch.full((4,), 0.9).double())
-    assert by_chance.head_types(0) == ("induction",)
-    assert dataclasses.replace(by_chance, induction_chance=torch.tensor(0.5).double()).head_types(0) == ()
-    several = {f"trigger_mass__{i}": 0.5 for i in range(TRIGGERS)}
-    assert types_of(**several) == ("after a token",)
-    assert types_of(trigger_mass__0=0.5) == (), "one token of hundreds may do so by chance"
-    assert types_of(trigger_mass__0=0.5, first_mass=0.6) == ("first token", "after a token")
-    assert types_of(**several, offset_mass__1=0.1) == (), "it looks there anyway"
-    assert types_of(offset_mass__0=0.5, repeated_mass=0.9, **several) == ("diagonal", "induction")
-
-
-def test_a_head_that_looks_back_after_one_token_alone():
-    """Barbero et al.'s apostrophe head: token 7 draws the query right behind it, and the first token all others."""
-    planted = golden([])
-    attention = planted.model.model.layers[1].self_attn
-    rows = torch.randint(8, 96, (2, 100), generator=torch.Generator().manual_seed(5))
-    rows[:, 12::12] = SINK_TOKEN
-    rows[:, 0] = 5
-    with torch.no_grad():
-        embeddings = planted.model.model.embed_tokens.weight
-        embeddings[:, 1] = embeddings[5] = 0.0
-        embeddings[5, 1] = 1.0
-        query, key = theory.positional_head(planted.table, torch.cat((torch.ones(32), torch.zeros(32))), 1)
-        # Behind the norm both features are 8. Keys of token 7 give 8 · 14 · 32 / 8 = 14 · 32 one token behind and
-        # 14 · (32 - 1.08) next to it; that of the first token, in pairs that hardly turn, 14 · 31.5 from everywhere.
-        attention.q_proj.bias[:64] = 8 * query.float()
-        attention.k_proj.weight[:64, 0] = 14 / 8 * key.float()
-        attention.k_proj.weight[28:32, 1] = 14 * 31.5 / 4 / 8
-    layer = measure_heads(planted.model, rows).layer(1)
-    assert int(layer.trigger_token[0, 0]) == SINK_TOKEN and float(layer.trigger_mass[0, 0]) > 0.99
-    assert int(layer.trigger_count[0, 0]) == 16 and float(layer.trigger_mass[0, 1]) < 0.01
-    assert float(layer.first_mass[0]) > 0.9 > 0.1 > float(layer.offset_mass[0, 1])
-    assert layer.head_types(0) == ("first token", "after a token")
+    values = dict(values)
+    options = {"majority": values.pop("majority")} if "majority" in values else {}
+    layer = measure_heads(model_of("llama"), text(40)).layers[0]
+    zero = {name: torch.zeros_like(value) for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+    for name, value in values.items():
+        place = zero[name] if zero[name].ndim == 0 else zero[name][1]
+        (place[: len(value)] if isinstance(value, list) else place).copy_(torch.tensor(value))
+    layer = dataclasses.replace(layer, **zero)
+    assert layer.head_types(1, **options) == expected and layer.head_types(0) == ()
 
 
 # --- single heads
 
 
-def all_views(model, row):
-    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    return view_heads(model, row, [(layer, head) for layer in range(layers) for head in range(heads)])
-
-
-@pytest.mark.parametrize("name", [*FAMILIES, "qwen2_moe"])
+@pytest.mark.parametrize("name", ["llama-yarn", "mistral", "gemma2", "gemma4-shared", "phi", "glm", "qwen2_moe"])
 def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypatch):
-    model, row = model_for(name), text(40)
+    capped = {"attn_logit_softcapping": 0.5} if name == "gemma2" else {}
+    model, row = model_for(name, **capped), text(40)
     (states,) = attended(model, row[None], monkeypatch)
     windows = SLIDING.get(name, [None] * model.config.num_hidden_layers)
-    for view in all_views(model, row):
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    for view in view_heads(model, row, [(layer, head) for layer in range(layers) for head in range(heads)]):
         recorded = states[view.layer]
         torch.testing.assert_close(view.pattern, torch.tensor(recorded.weights[view.head]), rtol=1e-4, atol=2e-5)
         logits = recorded.query[view.head] @ recorded.key[view.head].T * recorded.scaling
@@ -716,35 +491,17 @@ def test_a_view_holds_what_eager_attention_was_given_and_returns(name, monkeypat
             pairs, rest = view.terms(query, key)
             assert pairs.shape == view.inv_freq.shape
             assert float(pairs.sum()) + rest == pytest.approx(float(view.logits[query, key]), rel=1e-9, abs=1e-9)
-            if name in ("phi", "phi3-partial", "glm", "gpt_neox", "stablelm", "persimmon"):
-                assert abs(rest) > 1e-4, "some features do not rotate"
-            elif name.startswith(("llama", "gemma2", "qwen")):
-                assert rest == 0
-    if name == "gemma2":
-        assert {view.softcap for view in all_views(model, row)} == {50.0}
+            assert (abs(rest) > 1e-4) == (name in ("phi", "glm")), "some features do not rotate"
 
 
-def test_soft_capping_is_of_the_pattern_alone(monkeypatch):
-    model, row = model_of("gemma2", attn_logit_softcapping=0.5), text(30)
-    (states,) = attended(model, row[None], monkeypatch)
-    for view in all_views(model, row):
-        weights = torch.tensor(states[view.layer].weights[view.head])
-        torch.testing.assert_close(view.pattern, weights, rtol=1e-4, atol=1e-6)
-        assert float(view.logits.abs().max()) > 0.5
-        uncapped = dataclasses.replace(view, softcap=None)
-        assert not torch.allclose(uncapped.pattern, view.pattern, atol=1e-2)
-    layer = measure_heads(model, row).layer(1)
-    assert float(layer.bound.max()) > 0.5, "before soft-capping"
-
-
-@pytest.mark.parametrize("name", ["llama", "glm", "phi", "llama-yarn"])
+@pytest.mark.parametrize("name", ["glm", "llama-yarn"])
 def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     """Pair by pair from the stored states: norms before rotation, and what each adds, by complex numbers."""
     model, row = model_of(name), text(20)
     with stored(model, monkeypatch) as states, torch.no_grad():
         model(row[None], use_cache=False)
     (view,) = view_heads(model, row, [(1, 2)])
-    n, scale = len(view.inv_freq), {"llama-yarn": (0.1 * math.log(4) + 1) ** 2}.get(name, 1.0)
+    n, scale = len(view.inv_freq), (0.1 * math.log(4) + 1) ** 2 if name == "llama-yarn" else 1.0
     assert view.attention_scaling**2 == pytest.approx(scale)
     groups = states["query"][1].shape[1] // states["key"][1].shape[1]
     query, key = states["query"][1][:, 2].double(), states["key"][1][:, 2 // groups].double()
@@ -752,38 +509,11 @@ def test_the_norms_and_terms_of_pairs(name, monkeypatch):
     q, k = (torch.complex(x[:, first], x[:, second]) for x in (query, key))
     torch.testing.assert_close(view.query_norms, q.abs(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(view.key_norms, k.abs(), rtol=1e-5, atol=1e-6)
-    assert view.query_norms.shape == (20, n)
-
-    def term(i, j):
-        return (q[i] * k[j].conj() * torch.polar(torch.ones(n).double(), (i - j) * view.inv_freq.double())).real
-
-    for i, j in ((0, 0), (9, 8), (19, 2)):
-        torch.testing.assert_close(view.terms(i, j)[0], term(i, j) * scale / 4, rtol=1e-5, atol=1e-6)
-    for distance in (0, 1, 12, 19):
-        expected = torch.stack([term(i, i - distance) for i in range(distance, 20)]).mean(0) * scale / 4
-        torch.testing.assert_close(view.mean_terms(distance), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_view_of_a_patched_model_turns_with_its_table():
-    model, row = model_of("llama"), text(20)
-    with rope_patch.patched(model, "yarn", factor=4) as patch:
-        (view,) = view_heads(model, row[None], [(0, 1)])
-        assert torch.equal(view.inv_freq, patch.after[None].inv_freq)
-        assert view.attention_scaling == patch.after[None].attention_scaling > 1
-    (stock,) = view_heads(model, row, [(0, 1)])
-    assert torch.equal(stock.query, view.query) and not torch.allclose(stock.logits, view.logits, atol=1e-3)
-
-
-def test_the_views_of_golden_heads():
-    planted, row = golden(ROLES, outliers=[INSIDE]), golden_rows(1)[0]
-    diagonal, previous, sink, other = view_heads(planted.model, row, [(1, head) for head in range(4)])
-    assert float(diagonal.pattern.diagonal().min()) > 0.99 < float(previous.pattern.diagonal(-1).min())
-    assert float(sink.pattern[SINK_AT:, SINK_AT].min()) > 0.99
-    # 40 · 4 · cos 0 / 8 = 20 of every pair at its distance, cos f of it elsewhere.
-    torch.testing.assert_close(previous.mean_terms(1), torch.full((32,), 20.0).double(), rtol=1e-4, atol=0)
-    torch.testing.assert_close(previous.mean_terms(0), 20 * planted.table.double().cos(), rtol=1e-4, atol=1e-4)
-    assert sink.terms(60, SINK_AT)[0].nonzero().flatten().tolist() == [28, 29, 30, 31]
-    assert int(other.key_norms[0].argmax()) == 24 and float(other.key_norms[0, 24]) == pytest.approx(15)
+    for distance in (0, 12):
+        turn = torch.polar(torch.ones(n).double(), distance * view.inv_freq.double())
+        terms = (q[distance:] * k[: 20 - distance].conj() * turn).real * scale / 4
+        torch.testing.assert_close(view.terms(19, 19 - distance)[0], terms[-1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(view.mean_terms(distance), terms.mean(0), rtol=1e-5, atol=1e-6)
 
 
 # --- models in other states
@@ -793,25 +523,20 @@ def test_an_adapter_is_part_of_the_model():
     rows = few_kinds()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(model_of("llama"), config).eval()
-    merged, bare = copy.deepcopy(adapted).merge_and_unload(), model_of("llama")
-    got = measure_heads(adapted, rows)
-    assert got.model == "LlamaForCausalLM"
-    for layer, same, other in zip(
-        got.layers, measure_heads(merged, rows).layers, measure_heads(bare, rows).layers, strict=True
-    ):
-        torch.testing.assert_close(layer.entropy, same.entropy, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(layer.entropy, other.entropy, atol=1e-3)
-    (view,), (same,) = (view_heads(model, rows[0], [(1, 3)]) for model in (adapted, merged))
-    torch.testing.assert_close(view.pattern, same.pattern, rtol=1e-3, atol=1e-4)
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    got, same, bare = (measure_heads(model, rows).layer(1).entropy for model in (adapted, merged, model_of("llama")))
+    torch.testing.assert_close(got, same, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(got, bare, atol=1e-3)
+    (view,), (other,) = (view_heads(model, rows[0], [(1, 3)]) for model in (adapted, merged))
+    torch.testing.assert_close(view.pattern, other.pattern, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_model_in_bfloat16(name, monkeypatch):
-    model, rows = model_of(name).to(torch.bfloat16), few_kinds()
+def test_a_model_in_bfloat16(monkeypatch):
+    model, rows = model_of("gemma3").to(torch.bfloat16), few_kinds()
     states = attended(model, rows, monkeypatch)
     for layer in measure_heads(model, rows, block=7).layers:
-        expected = loops(rows, [row[layer.index] for row in states], SLIDING.get(name, [None] * 2)[layer.index])
-        for key in ("offset_mass", "first_mass", "distance", "entropy"):
+        expected = loops(rows, [row[layer.index] for row in states], SLIDING["gemma3"][layer.index])
+        for key in ("offset_mass", "entropy"):
             numpy.testing.assert_allclose(getattr(layer, key).numpy(), expected[key], rtol=0.03, atol=0.03, err_msg=key)
     for view in view_heads(model, rows[0], [(0, 1), (1, 2)]):
         numpy.testing.assert_allclose(view.pattern, states[0][view.layer].weights[view.head], atol=0.05)
@@ -822,32 +547,19 @@ def test_a_model_in_bfloat16(name, monkeypatch):
 
 def test_heads_survive_their_file(tmp_path):
     got = measure_heads(model_of("gemma2"), few_kinds(), layers=[1])
-    assert got.layers[0].repeated_mass.isnan().all()
     got.to_npz(tmp_path / "some.npz")
     back = Heads.from_npz(tmp_path / "some.npz")
     assert [entry.name for entry in tmp_path.iterdir()] == ["some.npz"]
-    for name in ("model", "tokens", "rows", "text"):
-        assert getattr(back, name) == getattr(got, name)
-    assert [layer.index for layer in back.layers] == [1]
+    assert (back.model, back.tokens, back.rows, back.text) == (got.model, got.tokens, got.rows, got.text)
     for name, value in vars(got.layer(1)).items():
-        read = getattr(back.layer(1), name)
         if isinstance(value, torch.Tensor):
-            assert read.dtype == value.dtype
-            torch.testing.assert_close(read, value, rtol=0, atol=0, equal_nan=True)
-    assert back.layer(1).head_types(2) == got.layer(1).head_types(2)
-    with numpy.load(tmp_path / "some.npz", allow_pickle=False) as arrays:
-        assert {"outline", "layer1.offset_mass", "layer1.cosine"} <= set(arrays)
+            torch.testing.assert_close(getattr(back.layer(1), name), value, rtol=0, atol=0, equal_nan=True)
+    numpy.load(tmp_path / "some.npz", allow_pickle=False).close()
     with pytest.raises(FileNotFoundError):
         got.to_npz(tmp_path / "missing" / "some.npz")
-
-
-def test_files_of_another_kind_are_told_apart(tmp_path):
-    measure_heads(model_of("llama"), few_kinds()).to_npz(tmp_path / "heads.npz")
     capture(model_of("llama"), text(8)).to_npz(tmp_path / "capture.npz")
-    with pytest.raises(ValueError, match="holds no results of schema heads 1, got schema 1"):
+    with pytest.raises(ValueError, match="schema"):
         Heads.from_npz(tmp_path / "capture.npz")
-    with pytest.raises(ValueError, match="holds no results of schema 1, got schema heads 1"):
-        Capture.from_npz(tmp_path / "heads.npz")
 
 
 # --- bad input
@@ -856,57 +568,43 @@ def test_files_of_another_kind_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        ([5], {}, "a text must hold at least 2 tokens, got 1"),
-        ([0.5, 0.5], {}, "token_ids must be whole numbers, got torch.float32"),
-        ([5, 96], {}, "token ids must be in [0, 96), got 5 to 96"),
-        ([-1, 5], {}, "token ids must be in [0, 96), got -1 to 5"),
-        ([5, 6], {"layers": [2]}, "LlamaForCausalLM has attention layers 0 to 1, got [2]"),
-        ([5, 6], {"layers": [-1, 0]}, "LlamaForCausalLM has attention layers 0 to 1, got [-1, 0]"),
-        ([5, 6], {"layers": []}, "LlamaForCausalLM has attention layers 0 to 1, got []"),
-        ([5, 6], {"block": 0}, "offsets must be >= 2 and block >= 1, got 8 and 0"),
-        ([5, 6], {"offsets": 1}, "offsets must be >= 2 and block >= 1, got 1 and None"),
+        ([5], {}, "got 1"),
+        ([0.5, 0.5], {}, "float32"),
+        ([5, 96], {}, "96"),
+        ([5, 6], {"layers": [2]}, "layers"),
+        ([5, 6], {"block": 0}, "block"),
+        ([5, 6], {"offsets": 1}, "offsets"),
     ],
 )
 def test_bad_input_of_measure_heads(tokens, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         measure_heads(tiny_model(), torch.tensor(tokens), **options)
 
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "message"),
     [
-        (torch.tensor([5]), [(0, 0)], "a text must hold at least 2 tokens, got 1"),
-        (torch.tensor([5, 96]), [(0, 0)], "token ids must be in [0, 96), got 5 to 96"),
-        (ids(8, 2), [(0, 0)], "a view takes one text of at most 1024 tokens, got (2, 8)"),
-        (ids(1025, 1), [(0, 0)], "a view takes one text of at most 1024 tokens, got (1, 1025)"),
-        (ids(8, 1), [(2, 0)], "LlamaForCausalLM has attention layers 0 to 1, got 2"),
-        (ids(8, 1), [(0, 0), (1, 4)], "layer 1 has query heads 0 to 3, got 4"),
-        (ids(8, 1), [(1, -1)], "layer 1 has query heads 0 to 3, got -1"),
+        (torch.tensor([5]), [(0, 0)], "got 1"),
+        (ids(8, 2), [(0, 0)], "one text"),
+        (ids(1025, 1), [(0, 0)], "1024"),
+        (ids(8, 1), [(2, 0)], "layers"),
+        (ids(8, 1), [(0, 0), (1, 4)], "heads"),
     ],
 )
 def test_bad_input_of_view_heads(tokens, heads, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         view_heads(tiny_model(), tokens, heads)
-
-
-def test_the_longest_view_and_none_at_all(monkeypatch):
-    monkeypatch.setattr(views, "LIMIT", 8)
-    assert len(view_heads(tiny_model(), ids(8, 1), [(1, 1), (0, 3), (1, 1)])) == 3
     assert view_heads(tiny_model(), ids(8, 1), []) == ()
 
 
 def test_terms_of_keys_that_a_query_does_not_see():
     sliding, full = view_heads(model_of("gemma3"), text(40), [(0, 0), (1, 0)])
-    full.terms(39, 0)
     sliding.terms(39, 24)
-    for view, window, query, key in (
-        (full, 40, 3, 4), (full, 40, 40, 0), (full, 40, -1, -1), (full, 40, 3, -1), (sliding, 16, 39, 23),
-    ):  # fmt: skip
-        message = f"a query in [0, 40) sees the {window} keys up to its own, got query {query}, key {key}"
-        with pytest.raises(ValueError, match=re.escape(message)):
+    for view, query, key in ((full, 3, 4), (full, 40, 0), (full, -1, -1), (full, 3, -1), (sliding, 39, 23)):
+        with pytest.raises(ValueError, match="sees"):
             view.terms(query, key)
     for distance in (-1, 40):
-        with pytest.raises(ValueError, match=re.escape(f"distance must be in [0, 40), got {distance}")):
+        with pytest.raises(ValueError, match="distance"):
             full.mean_terms(distance)
 
 
@@ -914,27 +612,12 @@ def test_weights_that_are_no_numbers_are_named():
     model, rows = tiny_model(), ids(40, 2)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[20] = math.nan  # key head 1, which query heads 2 and 3 read
-    message = "layer 1, query head 2 has logits that are no finite numbers at position 0: statistics need finite"
-    for block in (None, 7):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            measure_heads(model, rows, block=block)
+    with pytest.raises(ValueError, match=r"layer 1, query head 2 .* position 0"):
+        measure_heads(model, rows, block=7)
     assert len(measure_heads(model, rows, layers=[0]).layers) == 1
     with pytest.raises(ValueError, match="layer 1"):
         view_heads(model, rows[0], [(1, 0)])
-
-
-@pytest.mark.parametrize(("role", "head"), [("query", 1), ("key", 3)])
-def test_states_of_a_view_that_are_not_finite_are_named(role, head):
-    model = tiny_model()
-
-    def spoil(part, args, output):
-        output[:, 9:, 16:32] = math.inf  # head 1, behind what the probe reads
-
-    getattr(model.model.layers[1].self_attn, f"{role[0]}_proj").register_forward_hook(spoil)
-    message = f"layer 1, query head {head}: its {role} states are no finite numbers"
-    with pytest.raises(ValueError, match=message):
-        view_heads(model, ids(40, 1), [(1, 0), (1, head)])
-    assert len(view_heads(model, ids(40, 1), [(0, head), (1, 0)])) == 2
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 def test_infinite_logits_are_named_where_they_appear():
@@ -955,8 +638,7 @@ def test_infinite_logits_are_named_where_they_appear():
         with torch.no_grad():
             attention.q_proj.weight.fill_(1e10)
         attention.k_proj.register_forward_hook(spoil)
-        message = r"layer 0, query head 2 has logits that are no finite numbers at position 2\d: "
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"layer 0, query head 2 .* position 2\d"):
             measure_heads(model, row, block=16)
 
 
@@ -994,9 +676,8 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
     model, row = bold_model("llama"), ids(20, 1)
     monkeypatch.setitem(AttentionInterface._global_mapping, "halved", halved)
     model.config._attn_implementation = "halved"
-    with pytest.raises(ValueError, match="LlamaForCausalLM attends in a way of its own: a causal softmax of q·k gives"):
+    with pytest.raises(ValueError, match="of its own"):
         measure_heads(model, row)
-    assert model.config._attn_implementation == "halved"
     model.config._attn_implementation = "sdpa"
 
     def none(usual, hidden_states, **kwargs):
@@ -1010,47 +691,39 @@ def test_attention_of_another_kind_is_refused(monkeypatch):
         return usual(**{**kwargs, "attention_mask": torch.zeros(1, 1, 20, 20)})
 
     for forward, message in (
-        (none, "layers 1 did not attend through transformers' AttentionInterface: where they attend cannot be seen"),
-        (twice, "attention layer 1 is called more than once in a pass"),
-        (masked, "a layer attends with a mask of its own: causal and sliding layers alone are known"),
+        (none, "AttentionInterface"),
+        (twice, "once"),
+        (masked, "mask"),
     ):
-        with attention_replaced(model, forward), pytest.raises(ValueError, match=re.escape(message)):
+        with attention_replaced(model, forward), pytest.raises(ValueError, match=message):
             measure_heads(model, row)
-    with attention_replaced(model, none):
-        assert len(measure_heads(model, row, layers=[0]).layers) == 1
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2), "found no rotary table in GPT2LMHeadModel"),
+        (GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2), "rotary"),
         (
             GptOssConfig(
                 **{**SIZE, "head_dim": 16, "num_local_experts": 4, "max_position_embeddings": 256},
                 rope_parameters={**YARN, "original_max_position_embeddings": 64},
             ),
-            "GptOssAttention attends with s_aux: this pass knows logits of q·k alone",
+            "s_aux",
         ),
         (
             Llama4TextConfig(**SIZE, head_dim=16, num_local_experts=1, intermediate_size_mlp=32),
-            "Llama4ForCausalLM attends within chunks: this pass knows causal and sliding layers alone",
+            "chunks",
         ),
     ],
     ids=["no rotary", "learned sinks", "chunks"],
 )
 def test_models_that_cannot_be_measured(config, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         measure_heads(AutoModelForCausalLM.from_config(config).eval(), ids(8, 1))
 
 
 def test_a_learned_prompt_is_refused():
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = peft.get_peft_model(tiny_model(), config)
+    model = peft.get_peft_model(tiny_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     for measure in (measure_heads, lambda model, row: view_heads(model, row, [(0, 0)])):
-        with pytest.raises(ValueError, match="learn a prompt or prefix"):
+        with pytest.raises(ValueError, match="prompt"):
             measure(model, ids(8, 1))
-
-
-def test_not_a_transformers_model():
-    with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
-        measure_heads(torch.nn.Linear(2, 2), ids(8, 1))

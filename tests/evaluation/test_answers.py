@@ -7,13 +7,13 @@ import hashlib
 import json
 
 import pytest
-from evaluated import answered, result_of
+from evaluated import result_of, retrieval_of
 from number_tokenizers import KINDS, tokenizer_of
 from prompting import HAY, ROOM, TOKENIZER, bold, hay_of
 
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.prompts import PromptMaker
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, retrieval
+from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.evaluation.tasks import TASKS
@@ -24,7 +24,7 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["passkey", "vt", "json_kv", "qa1"])  # numbers, names, codes, words
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_ends_at_the_last_token_that_is_not_of_the_value(kind, task):
     tokenizer = tokenizer_of(kind)
@@ -38,13 +38,6 @@ def test_a_prompt_ends_at_the_last_token_that_is_not_of_the_value(kind, task):
         bare = tokenizer(prompt.text.rstrip(" ") + " ", add_special_tokens=False)["input_ids"]
         own_token = value[: len(bare)] == bare
         assert prompt.text.endswith(" ") is own_token and prompt.target.startswith(" ") is not own_token
-
-
-def test_a_space_goes_to_the_prompt_where_digits_are_tokens_and_stays_where_it_is_merged():
-    texts = {kind: PromptMaker(tokenizer_of(kind), HAY).prompts("passkey", 300, [0.5])[0].text for kind in KINDS}
-    assert texts["byte-level, single digits"].endswith("The pass key is ")
-    assert texts["SentencePiece"].endswith("The pass key is ")
-    assert texts["byte-level"].endswith("The pass key is")
 
 
 # --- in a chat
@@ -92,66 +85,42 @@ def test_a_template_that_prints_the_date_always_prints_the_same(chatty):
     assert len(before.splitlines()) == len(today.partition("x")[0].splitlines()), "nothing else is changed"
 
 
-def test_the_result_says_which_turns_are_around_the_prompt(chatty):
+def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_which(chatty):
     asked = {"lengths": [100], "depths": [0.5], "samples": 1, "haystack": HAY}
     first = retrieval(bold(), chatty, **asked)
     digest = hashlib.sha256(json.dumps(chat_turns(chatty)).encode()).hexdigest()
-    assert first.chat_sha256 == digest and json.loads(first.to_json())["chat_sha256"] == digest
+    assert first.chat is True and first.chat_sha256 == digest
     chatty.chat_template = TEMPLATE.replace("[assistant]", "[model]")
     assert retrieval(bold(), chatty, **asked).chat_sha256 not in (digest, "")
-    assert retrieval(bold(), TOKENIZER, **asked).chat_sha256 == ""
-
-
-def test_auto_is_a_chat_where_there_is_a_template_and_the_result_says_it(chatty):
-    asked = {"lengths": [100], "depths": [0.5], "samples": 1, "haystack": HAY}
-    assert retrieval(bold(), chatty, **asked).chat is True
-    assert retrieval(bold(), chatty, **asked, chat_template="off").chat is False
-    assert retrieval(bold(), TOKENIZER, **asked).chat is False
-
-
-def test_a_chat_without_a_template_is_refused():
-    with pytest.raises(ValueError, match="this tokenizer has no chat template: leave the chat out"):
+    for plain in (retrieval(bold(), TOKENIZER, **asked), retrieval(bold(), chatty, **asked, chat_template="off")):
+        assert plain.chat is False and plain.chat_sha256 == ""
+    with pytest.raises(ValueError, match="template"):
         EvalSuite(EvalSpec([100], windows=0, chat_template="on"), TOKENIZER)
-
-
-def test_an_unknown_setting_of_the_chat_template_is_refused():
-    with pytest.raises(ValueError, match="chat_template must be one of auto, on, off, got 'yes'"):
-        EvalSpec([100], chat_template="yes")
-
-
-def test_a_template_that_changes_the_message_is_refused(chatty):
-    chatty.chat_template = "{{ messages[0]['content'] | upper }}"
-    with pytest.raises(ValueError, match="does not show the message of the user as it is written"):
-        chat_turns(chatty)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users here') }}", "{{ messages[0]['content'] | upper }}"])
 def test_auto_falls_back_to_plain_text_and_says_so_where_a_template_cannot_be_used(chatty, template):
     chatty.chat_template = template
-    with pytest.warns(UserWarning, match="Prompts are plain text"):
+    with pytest.warns(UserWarning, match="plain"):
         assert chat_turns(chatty, "auto") is None
-    with pytest.raises(ValueError, match="--chat-template off"):
+    with pytest.raises(ValueError, match="off"):
         chat_turns(chatty, "on")
 
 
 # --- an unpatched model that fails within its trained length
 
 
-def answered_by(*shares, task="passkey", chat=False, haystack="noise"):
+def answered_by(*shares, **fields):
     """Scores of ten prompts at each of two lengths, of which these shares are right."""
-    cells = tuple(
-        RetrievalCell(length, 0.5, tuple(answered("1", "1", i < 10 * share, 1.0, -1.0) for i in range(10)))
-        for length, share in zip((64, 128), shares, strict=True)
-    )
-    return result_of(None, RetrievalResult(task, "single", cells, 0, haystack, "", None, (), chat))
+    hits = {(n, 0.5): [i < 10 * share for i in range(10)] for n, share in zip((64, 128), shares, strict=True)}
+    return result_of(None, retrieval_of(hits, **fields))
 
 
 def test_failing_within_the_trained_length_is_said_with_what_to_try():
     (sentence,) = answered_by(0.5, 0.0, task="niah", haystack="builtin").warnings(64)
-    assert "answers 50% of the niah prompts of 64 tokens, within its trained length of 64" in sentence
-    assert "Try the task passkey, the haystack noise" in sentence and "chat" not in sentence
+    assert all(word in sentence for word in ("50%", "64", "passkey", "noise")) and "chat" not in sentence
     (sentence,) = answered_by(1.0, 0.7, chat=True).warnings(128)
-    assert "of 128 tokens" in sentence and "chat_template off" in sentence and "the task" not in sentence
+    assert "128" in sentence and "chat_template off" in sentence and "the task" not in sentence
 
 
 def test_failing_beyond_the_trained_length_is_expected():

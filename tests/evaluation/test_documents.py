@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import re
-
 import datasets
 import pytest
 import torch
-from prompting import bold
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from prompting import TOKENIZER, bold
+from transformers import PreTrainedTokenizerFast
 
-import rope_patch
 from rope_patch.evaluation.documents import Document, TokenDocument, documents, encode
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.text import builtin_text
-
-TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 
 
 def read(source, **options):
     return [(d.name, d.text) for d in documents(source, **options)]
 
 
-def test_a_string_is_a_text_and_a_path_is_a_file(tmp_path):
+def test_a_string_is_a_text_and_a_path_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert read("some words") == [("text", "some words")]
     (tmp_path / "a.txt").write_text("ünder", encoding="utf-8")
     assert read(tmp_path / "a.txt") == [("a.txt", "ünder")]
-
-
-def test_a_str_that_names_a_file_is_a_mistake(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "book.txt").write_text("some words")
-    with pytest.raises(
-        ValueError, match=re.escape("a str is the text itself, and 'book.txt' names a file: give Path(")
-    ):
-        read("book.txt")
+    with pytest.raises(ValueError, match="Path"):
+        read("a.txt")
 
 
 def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
@@ -45,15 +34,13 @@ def test_a_folder_is_its_files_in_the_order_of_their_paths(tmp_path):
     assert read(tmp_path, pattern="*.md") == [("c.md", "c.md")]
 
 
-def test_datasets_streaming_or_not(tmp_path):
+@pytest.mark.parametrize("streaming", [False, True])
+def test_datasets_streaming_or_not(tmp_path, streaming):
     (tmp_path / "d.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
-    loaded = datasets.load_dataset("json", data_files=str(tmp_path / "d.jsonl"), split="train")
+    loaded = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "d.jsonl"), split="train", streaming=streaming, cache_dir=tmp_path
+    )
     assert read(loaded, column="body") == [("row 0", "one"), ("row 1", "two")]
-    stream = datasets.load_dataset("json", data_files=str(tmp_path / "d.jsonl"), split="train", streaming=True)
-    assert read(stream, column="body") == [("row 0", "one"), ("row 1", "two")]
-    model = bold()
-    result = perplexity(model, encode(TOKENIZER, stream, column="body"), window=64)
-    assert [d.name for d in result.documents] == ["row 0", "row 1"] and result.bits_per_byte > 0
 
 
 def test_a_stream_is_not_read_ahead():
@@ -77,29 +64,23 @@ def test_other_iterables_and_the_built_in_corpus():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "message"),
     [
-        (lambda p: p / "none.txt", FileNotFoundError, "no file or folder"),
-        (lambda p: p / "binary.txt", ValueError, "binary.txt is not UTF-8 text (byte 1)"),
-        (lambda p: p / "empty", ValueError, "holds no file like '**/*.txt': give pattern="),
-        (lambda p: p / "blank.txt", ValueError, "the source holds no text: it is empty"),
-        (lambda p: "", ValueError, "the source holds no text: it is empty"),
-        (lambda p: [], ValueError, "the source holds no text: it is empty"),
-        (lambda p: [{"body": "x"}], ValueError, "row 0 has no column 'text'. Known: body"),
-        (lambda p: [{"text": 7}], ValueError, "column 'text' of row 0 must be text, got int"),
-        (lambda p: [7], TypeError, "row 0 must be a text or a mapping, got int"),
-        (
-            lambda p: datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}),
-            ValueError,
-            "a dataset with splits: choose one of ['train']",
-        ),
+        (lambda p: p / "none.txt", "none.txt"),
+        (lambda p: p / "binary.txt", "UTF-8"),
+        (lambda p: p / "empty", "pattern"),
+        (lambda p: [], "no text"),
+        (lambda p: " \n", "no text"),
+        (lambda p: [{"body": "x"}], "body"),
+        (lambda p: [{"text": 7}], "int"),
+        (lambda p: [7], "int"),
+        (lambda p: datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}), "train"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, make, error, message):
+def test_what_cannot_be_read_is_named(tmp_path, make, message):
     (tmp_path / "binary.txt").write_bytes(b"a\xff\xfe")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "blank.txt").write_text(" \n")
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises((FileNotFoundError, ValueError, TypeError), match=message):
         list(documents(make(tmp_path)))
 
 
@@ -123,9 +104,9 @@ def test_special_tokens_are_put_once_and_only_in_front():
     assert [d.ids.tolist() for d in encode(bare, text)] == [plain]
     assert [d.ids.tolist() for d in encode(TOKENIZER, text, bos=False)] == [plain]
     assert [d.ids.tolist() for d in encode(TOKENIZER, [text, text])] == [[0, *plain]] * 2
-    with pytest.raises(ValueError, match=r"^bos=True, but this tokenizer has no beginning-of-sequence token"):
+    with pytest.raises(ValueError, match="bos"):
         list(encode(bare, text, bos=True))
-    with pytest.raises(ValueError, match=r"^max_tokens must be >= 1, got 0$"):
+    with pytest.raises(ValueError, match="max_tokens"):
         list(encode(bare, text, max_tokens=0))
 
 
@@ -138,5 +119,4 @@ def test_a_slow_tokenizer_gives_no_bytes():
 
     (document,) = encode(Slow(), "abc")
     assert document.ends is None and document.ids.tolist() == [97, 98, 99]
-    result = perplexity(bold(), [TokenDocument("d", document.ids)], window=8)
-    assert result.bits_per_byte is None and result.documents[0].bits_per_byte is None
+    assert perplexity(bold(), [TokenDocument("d", document.ids)], window=8).bits_per_byte is None

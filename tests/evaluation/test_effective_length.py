@@ -5,30 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evaluated import answered, result_of
+from evaluated import perplexity_of, result_of, retrieval_of
 
 from rope_patch.evaluation.effective_length import effective_lengths
-from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
-from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 
 LENGTHS = (8, 16, 32)
 
 
 def scores(answers, losses):
     """Results of one model: how many of 40 prompts it answers at each length, and the loss of each window there."""
-    sizes = (7, 8, 16)
-    documents = [
-        DocumentScore(f"w{i}", sizes, tuple(n * x for n, x in zip(sizes, row, strict=True)), 31, sum(row), None)
-        for i, row in enumerate(zip(*losses, strict=True))
-    ]
-    edges = zip((0, 8, 16), LENGTHS, sizes, strict=True)
-    buckets = tuple(Bucket(a, b, n * len(documents), 1.0, 0.1) for a, b, n in edges)
-    text = PerplexityResult(1.0, 0.1, 31, None, len(documents), 32, 32, 32, (), 0, buckets, tuple(documents))
-    cells = tuple(
-        RetrievalCell(n, 0.5, tuple(answered("1", "1", i < right, 1.0, -1.0) for i in range(40)))
-        for n, right in zip(LENGTHS, answers, strict=True)
-    )
-    return result_of(text, RetrievalResult("passkey", "single", cells, 0, "text", "", None, ()))
+    hits = {(n, 0.5): [i < right for i in range(40)] for n, right in zip(LENGTHS, answers, strict=True)}
+    return result_of(perplexity_of(list(zip(*losses, strict=True)), (0, *LENGTHS)), retrieval_of(hits))
 
 
 SAME = [[2.0, 2.1, 1.9]] * 3
@@ -40,21 +27,17 @@ def by_metric(result, trained_length=16):
     return {one.metric: one for one in found.lengths if one.method == "yarn"}
 
 
-def test_a_method_that_answers_all_prompts_reaches_the_longest():
-    """40 of 40: the lower end of Wilson's interval is .912, above .9."""
-    assert str(by_metric(scores([40, 40, 40], SAME))["retrieval"]) == "32 or more"
-
-
-def test_one_lost_prompt_of_forty_is_not_enough_to_say():
-    """39 of 40: .871 to .996."""
-    found = by_metric(scores([40, 39, 40], SAME))["retrieval"]
-    assert (found.length, found.next_length, found.fails) == (8, 16, False) and str(found) == "8 (16 not shown)"
-
-
-def test_half_of_the_prompts_is_too_few():
-    found = by_metric(scores([40, 20, 40], SAME))["retrieval"]
-    assert str(found) == "8 (16 too long)"
-    assert str(by_metric(scores([0, 40, 40], SAME))["retrieval"]) == "below 8"
+@pytest.mark.parametrize(
+    ("right", "expected"),
+    [
+        ([40, 40, 40], "32 or more"),  # of 40: the lower end of Wilson's interval is .912, above .9
+        ([40, 39, 40], "8 (16 not shown)"),  # .871 to .996
+        ([40, 20, 40], "8 (16 too long)"),
+        ([0, 40, 40], "below 8"),
+    ],
+)
+def test_prompts_must_be_answered_at_each_length_up_to_the_effective_one(right, expected):
+    assert str(by_metric(scores(right, SAME))["retrieval"]) == expected
 
 
 def test_perplexity_holds_within_five_percent_of_the_unpatched_model():
@@ -78,9 +61,7 @@ def test_nothing_is_said_of_tasks_that_the_unpatched_model_fails():
     weak = scores([40, 20, 0], SAME)
     found = effective_lengths({"default": weak, "yarn": scores([40] * 3, SAME)}, 16)
     assert {one.metric for one in found.lengths} == {"perplexity"}
-    assert "Retrieval has none: the unpatched model answers fewer than 75% of the prompts of passkey at 16 tokens" in (
-        found.explanation
-    )
+    assert "75%" in found.explanation
 
 
 @pytest.mark.parametrize(("name", "trained"), [("pi", 16), ("default", 4)])
@@ -91,11 +72,5 @@ def test_none_without_the_unpatched_model_within_its_trained_length(name, traine
 def test_the_explanation_says_how_many_prompts_suffice():
     found = effective_lengths({"default": scores([40, 39, 0], SAME)}, 16)
     assert "can be shown" not in found.explanation, "40 prompts can: the model lost one"
-    assert "of the unpatched model's at 16 tokens" in found.explanation
-    assert "Retrieval has none" not in found.explanation
     few = replace(found, samples=4, depths=5)  # (.025) ** (1 / 36) = .903, with 35 haystacks .89996
-    assert few.explanation.endswith(
-        " With 4 haystacks at each length no effective length of retrieval can be shown, even if all prompts are "
-        "answered: it takes at least 36 haystacks (samples=36, --samples 36)."
-    )
-    assert " With 1 haystack at each length" in replace(found, samples=1, depths=5).explanation
+    assert "36 haystacks" in few.explanation

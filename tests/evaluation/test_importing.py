@@ -95,28 +95,21 @@ def test_a_module_that_defines_nothing_is_refused_with_what_is_looked_for(folder
     (folder / "own_empty.py").write_text(
         "from rope_patch.evaluation.metrics import METRICS\nfrom rope_patch import Yarn"
     )
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="own_empty"):
         import_modules(["own_empty"])
-    assert str(error.value) == (
-        "the module 'own_empty' defines no method and no retrieval task and no metric: it needs "
-        "class MyMethod(rope_patch.Method, name='my_method'), "
-        "class MyTask(rope_patch.evaluation.tasks.NeedleTask, name='my_task'), or "
-        "METRICS['my_metric'] = MyMetric() with METRICS of rope_patch.evaluation.metrics"
-    )
 
 
-@pytest.mark.parametrize(("code", "registry"), [(TASK, TASKS), (METRIC, METRICS)], ids=["task", "metric"])
+REPLACING = METRIC.replace('METRICS["own_logprob"]', 'METRICS["perplexity"]')
+
+
+@pytest.mark.parametrize(
+    ("code", "registry"),
+    [(TASK, TASKS), (METRIC, METRICS), (REPLACING, METRICS)],
+    ids=["task", "metric", "metric replaced"],
+)
 def test_what_a_module_defined_before_it_failed_is_forgotten(folder, code, registry):
     before = dict(registry)
     (folder / "own_broken.py").write_text(f"{code}\n1 / 0")
-    with pytest.raises(ValueError, match="fails at import: ZeroDivisionError"):
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
         import_modules(["own_broken"])
     assert registry == before
-
-
-def test_a_metric_that_a_failed_module_replaced_is_back(folder):
-    before = dict(METRICS)
-    (folder / "own_broken.py").write_text(METRIC.replace('METRICS["own_logprob"]', 'METRICS["perplexity"]') + "\n1 / 0")
-    with pytest.raises(ValueError, match="fails at import: ZeroDivisionError"):
-        import_modules(["own_broken"])
-    assert before == METRICS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from prompting import TOKENIZER
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-import rope_patch
 from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.domains import builtin_domains
 from rope_patch.evaluation.slices import SLICE
@@ -46,7 +46,7 @@ def trained(model, trainer, normalizer=None, splitter=None, post=None):
 
 
 def bundled():
-    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
+    return TOKENIZER
 
 
 def one_word():

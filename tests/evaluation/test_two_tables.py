@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import ids, small
-from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation.compare import compare
@@ -16,11 +15,6 @@ from rope_patch.patching.apply import patched
 
 LONG, BOTH = "yarn:factor=4", "yarn:factor=4@64"
 SPEC = EvalSpec((64, 128, 256), windows=2, depths=(0.0, 1.0), samples=1, bucket=64, haystack="noise")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""The bundled Llama, which most tests of this folder read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prompting import TOKENIZER
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+
+
+@pytest.fixture(scope="session")
+def bundled():
+    """Its model in float32 and its tokenizer; a patch must be taken off again."""
+    folder = rope_patch.data_path("assets") / "llama"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), TOKENIZER
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return TOKENIZER

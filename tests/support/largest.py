@@ -1,0 +1,21 @@
+"""How large the tensors are that operations make."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Largest(TorchDispatchMode):
+    """Note the largest ``measure`` of any tensor that any operation makes."""
+
+    def __init__(self, measure):
+        super().__init__()
+        self.measure, self.largest = measure, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim:
+                self.largest = max(self.largest, self.measure(tensor))
+        return out
