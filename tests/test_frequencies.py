@@ -143,7 +143,7 @@ def test_ntk_base_by_hand() -> None:
 
 
 def test_ntk_needs_two_pairs() -> None:
-    with pytest.raises(ValueError, match=r"NTK scaling needs rotary_dim >= 4, got 2"):
+    with pytest.raises(ValueError, match="rotary_dim"):
         frequencies.ntk_theta(1e4, 4, 2)
 
 
@@ -432,7 +432,7 @@ vectors = st.lists(st.floats(-100, 100, width=32).filter(lambda v: abs(v) > 1e-3
 
 
 def test_x_has_two_features_per_pair() -> None:
-    with pytest.raises(ValueError, match="x must hold 2 features per pair: expected 8, got 7"):
+    with pytest.raises(ValueError, match="features"):
         granularity(geometric(1e4, 8), torch.ones(7))
 
 

@@ -294,7 +294,7 @@ def test_a_share_on_which_attention_fails_is_said(tmp_path):
     """transformers builds YaRN for a share of each head, and attention of these families turns whole heads."""
     for family in ("llama", "qwen2"):
         folder = written(tmp_path / family, family, rope_parameters=YARN | {"partial_rotary_factor": 0.5})
-        with pytest.raises(RuntimeError, match="size of tensor"):
+        with pytest.raises(RuntimeError, match="tensor"):
             AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
         first = audit(folder).rows[0]
         assert (first.program, first.verdict, len(first.built.inv_freq)) == ("transformers-5", "refuses", 4)
@@ -343,9 +343,9 @@ def test_olmo_3_is_exported_to_sglang_with_one_base(tmp_path):
     both = ("full_attention", "sliding_attention")
     export(base, tmp_path / "abf", to="sglang", method="abf:rope_theta=1000000", layer_types=both)
     assert {row.verdict for row in rows(tmp_path / "abf", "sglang").values()} == {"agrees"}
-    with pytest.raises(ValueError, match="has one rope_theta for all layers of olmo3"):
+    with pytest.raises(ValueError, match="rope_theta"):
         export(base, tmp_path / "no", to="sglang", method="abf:rope_theta=1000000", layer_types=both[:1])
-    with pytest.raises(ValueError, match="nothing but rope_theta on the sliding_attention table of olmo3"):
+    with pytest.raises(ValueError, match="sliding_attention"):
         export(base, tmp_path / "no", to="sglang", method="pi:factor=4", layer_types=both)
 
 

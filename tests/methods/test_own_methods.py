@@ -148,5 +148,5 @@ def test_what_cannot_be_imported_says_why_and_changes_no_method(directory, name,
 
 def test_a_class_of_the_same_name_does_not_take_the_place_of_one_that_ships(directory):
     (directory / "own_yarn.py").write_text(HALVED.format(name="yarn").replace("Halved", "Yarn"))
-    with pytest.raises(ValueError, match="'yarn' is taken by Yarn of rope_patch"):
+    with pytest.raises(ValueError, match="rope_patch"):
         import_methods(["own_yarn"])

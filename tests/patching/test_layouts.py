@@ -164,7 +164,7 @@ def test_a_forward_pass_that_computes_something_else_is_of_no_known_layout():
     assert layout_of(original, None, 8) == RotaryLayout()  # whose numbers a check finds wrong
     model = model_of("cohere")
     model.model.rotary_emb = original
-    with pytest.raises(ValueError, match="CohereForCausalLM has a rotary embedding of another kind"):
+    with pytest.raises(ValueError, match="CohereForCausalLM"):
         rope_patch.apply(model, "yarn:factor=4")
 
 
@@ -314,7 +314,7 @@ def test_a_table_that_is_fitted_is_laid_out_alike(family):
 
 def test_angles_in_double_are_refused():
     model = model_of("cohere")
-    with pytest.raises(ValueError, match="precision='float64' is for the layout of Llama: CohereRotaryEmbedding"):
+    with pytest.raises(ValueError, match="CohereRotaryEmbedding"):
         rope_patch.apply(model, "pi:factor=2", precision="float64")
     assert type(module_of(model)).__name__ == "CohereRotaryEmbedding"
 

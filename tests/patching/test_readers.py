@@ -159,7 +159,7 @@ def test_a_class_that_reads_the_config_in_an_unknown_way_is_refused():
     model = tiny_model()
     model.model.layers[1].self_attn.__class__ = Reading
     before = logits(model)
-    with pytest.raises(ValueError, match=r"Reading reads config\.rope_parameters in a way that is not known"):
+    with pytest.raises(ValueError, match="Reading"):
         rope_patch.apply(model, "p_rope:p=0.5")
     assert torch.equal(logits(model), before)
     with rope_patch.patched(model, "default"):  # which changes no config
