@@ -146,7 +146,7 @@ def test_places_it_does_not_write_to(base, tmp_path):
     own = tmp_path / "own.gguf"
     own.write_bytes(base.read_bytes())
     for source, out, error in (
-        (own, own, FileExistsError),
+        (base, own, FileExistsError),
         (base, tmp_path / "folder", ValueError),
         (base, tmp_path / "nowhere" / "out.gguf", FileNotFoundError),
         (tmp_path / "missing.gguf", tmp_path / "out.gguf", FileNotFoundError),
