@@ -30,7 +30,7 @@ OLMO3 = Olmo3Config(**SIZE, layer_types=["sliding_attention", "full_attention"],
 BUNDLED = rope_patch.data_path("assets") / "llama"
 
 
-def written(folder: Path, family: str = "llama", **changes: Any) -> Path:
+def written(folder, family="llama", **changes):
     """A checkpoint as plain transformers saves it, with other keys in its config.json."""
     model = AutoModelForCausalLM.from_config(OLMO3) if family == "olmo3" else tiny_model(family)
     model.save_pretrained(folder)
@@ -40,22 +40,22 @@ def written(folder: Path, family: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def patched(folder: Path, method: str, family: str = "llama", **options: Any) -> Path:
+def patched(folder, method, family="llama", **options):
     model = tiny_model(family)
     rope_patch.apply(model, method, **options)
     rope_patch.save(model, folder)
     return folder
 
 
-def rows(source: Path, program: str) -> dict[str | None, Any]:
+def rows(source, program):
     return {row.layer_type: row for row in audit(source, [program]).rows if row.program == program}
 
 
-def verdicts(source: Path) -> dict[str, str]:
+def verdicts(source):
     return {row.program: row.verdict for row in audit(source).rows if row.layer_type is None}
 
 
-def says(verdict: str, reason: str = "", **numbers: float) -> tuple[str, str, dict[str, float]]:
+def says(verdict, reason="", **numbers):
     """What is expected of a row: its verdict, a part of its reasons, and numbers of its table."""
     return verdict, reason, numbers
 
@@ -68,7 +68,7 @@ WHOLE = {"max_position_embeddings": 256}
 TOP = {"rope_parameters": None, "rope_theta": 1e4}
 
 
-def without(parameters: dict[str, Any], *keys: str) -> dict[str, Any]:
+def without(parameters, *keys):
     return {key: value for key, value in parameters.items() if key not in keys}
 
 
@@ -380,7 +380,7 @@ def test_a_gguf_file_is_read_from_its_header(tmp_path):
     assert found.method == "yarn:factor=4"
 
 
-def invoke(*words: str | Path) -> Any:
+def invoke(*words):
     return CliRunner().invoke(cli.app, ["audit", *map(str, words)], catch_exceptions=False)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -41,7 +39,7 @@ PARTIAL = {
 }
 
 
-def strong_model(family: str, **changes: Any) -> Any:
+def strong_model(family, **changes):
     """A random model whose logits feel every weight, norms and biases included."""
     model = tiny_model(family, **changes)
     with torch.no_grad():
@@ -50,7 +48,7 @@ def strong_model(family: str, **changes: Any) -> Any:
     return model
 
 
-def saved(model: Any, folder: Path) -> Path:
+def saved(model, folder):
     model.save_pretrained(folder)
     return folder
 
@@ -70,7 +68,7 @@ def adapter(base, tmp_path):
     return tmp_path / "adapter", logits(model.eval())
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
@@ -161,7 +159,7 @@ def test_an_unknown_family_is_unverified(tmp_path):
     assert report["checked_against"] == UNVERIFIED and report["shown_by"] is None
 
 
-def tiny_neox() -> Any:
+def tiny_neox():
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(PARTIAL["gpt_neox"]).eval()
 
@@ -426,7 +424,7 @@ def test_force_replaces_and_an_error_leaves_the_old(base, tmp_path, monkeypatch)
     export(base, out, to="vllm", method="pi:factor=4")
     old = (out / "config.json").read_text()
 
-    def break_off(*_: Any) -> None:
+    def break_off(*_):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,29 +29,29 @@ METHODS = [
 
 
 @pytest.fixture
-def base(tmp_path) -> Path:
+def base(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
-def option(lines: tuple[str, ...], name: str) -> str:
+def option(lines, name):
     words = shlex.split(" ".join(lines))
     return words[words.index(name) + 1]
 
 
-def expected(method: str, family: str = "llama", **options: Any) -> dict[str | None, Any]:
+def expected(method, family="llama", **options):
     model = tiny_model(family)
     rope_patch.apply(model, method, target_length=256, **options)
     return {table.layer_type: table for table in inspect_model(model).tables}
 
 
-def read_by_transformers(config: Any) -> dict[str | None, Any]:
+def read_by_transformers(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {table.layer_type: table for table in inspect_model(model).tables}
 
 
-def assert_same(read: dict[str | None, Any], tables: dict[str | None, Any]) -> None:
+def assert_same(read, tables):
     assert set(read) == set(tables)
     for kind, table in tables.items():
         assert torch.allclose(read[kind].inv_freq, table.inv_freq, rtol=3e-7, atol=0.0)
@@ -159,9 +157,7 @@ def test_sglang_takes_the_scaling_of_olmo_3_at_the_top_of_its_config(tmp_path):
     settings = json.loads(option(written.lines, "--json-model-override-args"))
     assert (settings["rope_scaling"]["rope_type"], settings["rope_scaling"]["rope_theta"]) == ("yarn", 500000.0)
     assert "rope_parameters" not in settings
-    with pytest.raises(
-        ValueError, match="rope_theta"
-    ):
+    with pytest.raises(ValueError, match="rope_theta"):
         flags(tmp_path / "olmo3", "abf:rope_theta=1000000", "sglang", layer_types=["full_attention"])
 
 
