@@ -92,18 +92,11 @@ def test_what_an_engine_would_lose_is_refused(tmp_path):
 
 
 def test_llama_cpp_takes_a_base_linear_scaling_and_yarn(base):
-    yarn = flags(base, "yarn:factor=4", "llama.cpp", target_length=256)
-    assert yarn.lines == (
-        "--rope-freq-base 10000",
-        "--rope-scaling yarn",
-        "--rope-scale 4",
-        "--yarn-orig-ctx 64",
-        "--yarn-beta-fast 32",
-        "--yarn-beta-slow 1",
-        "--ctx-size 256",
-        "--override-kv llama.context_length=int:256",
-    )
-    assert flags(base, "yarn:factor=4", "llama.cpp").lines == yarn.lines, "what the method reaches"
+    yarn = flags(base, "yarn:factor=4", "llama.cpp", target_length=256).lines
+    words = {"--rope-scaling": "yarn", "--rope-scale": "4", "--yarn-orig-ctx": "64", "--yarn-beta-fast": "32"}
+    assert {name: option(yarn, name) for name in words} == words
+    assert "--override-kv llama.context_length=int:256" in yarn
+    assert flags(base, "yarn:factor=4", "llama.cpp").lines == yarn, "what the method reaches"
     assert "--rope-freq-base 500000" in flags(base, "abf", "llama.cpp", target_length=256).lines
     assert "--rope-scaling linear" in flags(base, "pi:factor=4", "llama.cpp", target_length=256).lines
 
@@ -112,7 +105,7 @@ def test_llama_cpp_takes_a_base_linear_scaling_and_yarn(base):
     "method", ["p_rope:p=0.5", "yarn:factor=4:attention_factor=1.5", "truncated", "llama3:factor=4"]
 )
 def test_llama_cpp_refuses_what_its_options_cannot_express(base, method):
-    with pytest.raises(ValueError, match="rope-patch"):
+    with pytest.raises(ValueError, match="rope-patch apply"):
         flags(base, method, "llama.cpp", target_length=256)
 
 
@@ -134,10 +127,9 @@ def test_the_command_prints_lines_to_copy(base):
 
 
 def test_wrong_arguments_say_what_to_do(base, tmp_path, monkeypatch, capsys):
-    said = fail(monkeypatch, capsys, "flags", base, "abf", "--for", "tgi")
-    assert "unknown program 'tgi'. Known: vllm, sglang, llama.cpp" in said
+    assert "sglang" in fail(monkeypatch, capsys, "flags", base, "abf", "--for", "tgi")
     rope_patch.checkpoints.offline.patch_folder(base, "abf", tmp_path / "patched")
-    assert "is patched already" in fail(monkeypatch, capsys, "flags", tmp_path / "patched", "abf", "--for", "vllm")
+    assert "patched already" in fail(monkeypatch, capsys, "flags", tmp_path / "patched", "abf", "--for", "vllm")
 
 
 @pytest.mark.parametrize("method", ["abf", "pi:factor=4", "yarn:factor=4"])
@@ -179,20 +171,6 @@ def test_a_share_that_sglang_does_not_see_is_refused(tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="longrope"):
         flags(tmp_path / "phi3", "pi:factor=4", "sglang", target_length=256)
-
-
-def test_a_context_outside_the_table_does_not_matter_beside_max_model_len(tmp_path):
-    tiny_model("phi3").save_pretrained(tmp_path / "phi3")
-    written = flags(tmp_path / "phi3", "pi:factor=4", "vllm", target_length=256)
-    assert option(written.lines, "--max-model-len") == "256"
-
-
-def test_no_file_is_promised_where_a_graph_reads_no_factors(base, tmp_path):
-    tiny_model("qwen2").save_pretrained(tmp_path / "qwen2")
-    with pytest.raises(ValueError, match="qwen2"):
-        flags(tmp_path / "qwen2", "p_rope:p=0.5", "llama.cpp", target_length=256)
-    with pytest.raises(ValueError, match="rope-patch"):
-        flags(base, "p_rope:p=0.5", "llama.cpp", target_length=256)
 
 
 @pytest.mark.parametrize("program", ["vllm", "sglang"])

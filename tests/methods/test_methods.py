@@ -143,8 +143,6 @@ def test_a_method_needs_no_parameters(method):
 def test_a_form_reads_back_in_every_notation(form):
     method = parse(form)
     assert str(method) == form
-    assert parse(str(method)) == method
-    assert from_dict(json.loads(json.dumps(method.to_dict(), allow_nan=False))) == method
     assert as_method(form) == as_method(method) == as_method(method.to_dict()) == as_method([method]) == method
     assert hash(parse(form)) == hash(method)
     assert eval(repr(method)) == method
@@ -152,11 +150,9 @@ def test_a_form_reads_back_in_every_notation(form):
 
 @ALL
 def test_a_method_cannot_be_changed(method):
-    instance = method()
-    for field in dataclasses.fields(instance):
+    for name in ("p", *(field.name for field in dataclasses.fields(method))):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(instance, field.name, 1)
-    assert {instance: "found"}[method()] == "found"
+            setattr(method(), name, 1)
 
 
 def test_methods_with_other_parameters_are_not_equal():
@@ -292,12 +288,8 @@ def test_p_rope_by_hand():
     [
         (0.7, 128, 1e4, 44),  # 0.7 * 128 = 89.6, // 2 = 44
         (0.25, 256, 1e4, 32),
-        (0.7, 96, 1e4, 33),
-        (0.99, 64, 1e4, 31),
         # In these shapes the beginning of the whole table differs from transformers' table in the last bit.
         (0.75, 128, 1e6, 48),
-        (0.9, 128, 1e6, 57),
-        (0.75, 80, 1e5, 30),
         (0.5, 96, 5e5, 24),
     ],
 )
@@ -376,9 +368,6 @@ def test_pi_divides_a_scaled_table_as_found():
     assert torch.equal(after.inv_freq, base_slot.inv_freq / 2)
     assert after.attention_scaling == base_slot.attention_scaling
     assert (after.rope_type, after.rope_parameters) == ("custom", None)
-    from_scratch = PI(factor=2, replace_scaling=True)(base_slot)
-    assert torch.equal(from_scratch.inv_freq, slot(head_dim=32).inv_freq / 2)
-    assert (from_scratch.attention_scaling, from_scratch.rope_type) == (1, "linear")
 
 
 def test_a_second_pi_is_refused_unless_it_replaces_the_first():
@@ -417,22 +406,6 @@ def test_yarn_ramps_over_the_context_before_scaling():
     assert dict(after.rope_parameters or {})["original_max_position_embeddings"] == 41
     short = dataclasses.replace(slot(), original_max_position_embeddings=41)
     assert same(Yarn(factor=4)(short), after)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"factor": 4.0},
-        {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0},
-        {"factor": 40.0, "mscale": 0.707},
-        {"factor": 1.0, "mscale": 2.0, "mscale_all_dim": 1.0},
-        {"factor": 8.0, "attention_factor": 1.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
-    ],
-    ids=str,
-)
-def test_yarn_is_transformers_own(options):
-    reference = slot("yarn", head_dim=128, rope_theta=5e5, original_max_position_embeddings=4096, **options)
-    assert same(Yarn(**options)(slot(head_dim=128, rope_theta=5e5)), reference)
 
 
 @pytest.mark.parametrize("method", [Yarn, MrRope])
@@ -478,18 +451,13 @@ def test_cope_by_hand():
     check_table(CoPE(share=0.75)(slot()), [1, 0.1, 0.005, 0])
     check_table(CoPE(share=1)(slot()), [1, 0.075, 0.0025, 0])
     check_table(CoPE(share=0.5)(slot()), [1, 0.1, 0.01, 0])
+    check_table(CoPE(share=0.3)(slot()), [1, 0.1, 0.01, 0.001])  # of one pair nothing fades
     check_table(CoPE(share=0.7)(slot()), [1, 0.1, 0.005, 0])  # 2.8 pairs are three
     # 20 of 64 pairs, as the paper fades: the middle two are pairs 53 and 54, at pi * 9/19 and pi * 10/19
     faded = (CoPE()(slot(head_dim=128)).inv_freq / slot(head_dim=128).inv_freq).tolist()
     assert faded[:45] == [1.0] * 45
     assert faded[53:55] == pytest.approx([0.5412897, 0.4587103], rel=1e-5)
     assert faded[63] == 0
-
-
-@pytest.mark.parametrize("share", [0, 0.25, 0.3])
-def test_cope_of_fewer_than_two_pairs_changes_nothing(share):
-    base_slot = slot()
-    assert CoPE(share=share)(base_slot) is base_slot
 
 
 def test_llama3_by_hand():
@@ -505,14 +473,6 @@ def test_longrope_by_hand():
     # sqrt(1 + ln 8 / ln 4096) = sqrt(1 + 3/12) = 1.118034
     check_table(LongRope(factor=8)(slot()), [1, 0.1, 0.01, 0.001], 1.118034)
     assert LongRope(factor=0.5)(slot()).attention_scaling == 1
-
-
-@pytest.mark.parametrize("factor", [1.0, 8.0])
-def test_longrope_is_transformers_own(factor):
-    factors = [1 + 0.37 * i for i in range(16)]
-    lists = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 4096}
-    reference = slot("longrope", head_dim=32, factor=factor, **lists)
-    assert same(LongRope(factors=factors, factor=factor)(slot(head_dim=32)), reference)
 
 
 def test_longrope_writes_one_list_and_one_length_so_that_nothing_switches():
@@ -537,11 +497,7 @@ def test_truncated_at_a_context_by_hand():
     # 2 pi / 100 = 0.0628: 0.01 and 0.001 never complete a turn. 2 pi / 4096 = 0.00153: 0.001 does not.
     check_table(Truncated(context=100)(slot()), [1, 0.1, 0, 0])
     check_table(Truncated()(slot()), [1, 0.1, 0.01, 0])
-    check_table(Truncated()(slot(context=100)), [1, 0.1, 0, 0])
-
-
-def test_truncated_starts_from_the_context_before_scaling():
-    # 2 pi / 100 again, whatever length the scaled checkpoint states
+    # the context before scaling, whatever length the scaled checkpoint states
     check_table(Truncated()(dataclasses.replace(slot(), original_max_position_embeddings=100)), [1, 0.1, 0, 0])
 
 
@@ -587,9 +543,10 @@ def test_replace_scaling_starts_from_the_plain_table(name, make_slot):
     assert same(after, create(name, **factor)(slot(head_dim=32, context=scaled.context)))
 
 
-def test_a_plain_table_with_an_attention_factor_counts_as_scaled():
+@pytest.mark.parametrize("text", ["table:attention_scaling=1.25+abf", "p_rope+abf"])
+def test_what_a_step_before_scaled_is_not_recomputed(text):
     with pytest.raises(ValueError, match="recomputes"):
-        parse("table:attention_scaling=1.25+abf")(slot())
+        parse(text)(slot())
 
 
 # --- chains ----------------------------------------------------------------------------------------------------------
@@ -599,11 +556,6 @@ def test_a_chain_applies_from_left_to_right():
     # The cut at 2 pi / 100 = 0.0628 leaves 1 and 0.1; interpolated first, only 0.25 is above it.
     check_table(parse("truncated:context=100+pi:factor=4")(slot()), [0.25, 0.025, 0, 0])
     check_table(parse("pi:factor=4+truncated:context=100")(slot()), [0.25, 0, 0, 0])
-
-
-def test_gemma_4s_fraction_with_gemma_3s_factor():
-    # one pair in four, slowed by 8
-    check_table(parse("p_rope:p=0.25+pi:factor=8")(slot()), [0.125, 0, 0, 0])
 
 
 def test_abf_then_p_rope_keeps_a_native_encoding():
@@ -620,22 +572,10 @@ def test_p_rope_twice_keeps_the_smaller_fraction():
     check_table(parse("p_rope:p=0.25+p_rope:p=0.75")(slot()), [1, 0, 0, 0])
 
 
-def test_yarn_then_p_rope_keeps_the_attention_scaling():
-    check_table(parse("yarn:factor=4+p_rope:p=0.5")(slot()), [1, 0.1, 0, 0], 1.138629)
-
-
-def test_p_rope_then_abf_is_refused():
-    with pytest.raises(ValueError, match="recomputes"):
-        parse("p_rope+abf")(slot())
-
-
 def test_sequences_flatten():
     chain = as_method(["abf+table", {"method": "p_rope", "p": 0.5}, parse("yarn+nope"), PI(factor=2)])
     assert isinstance(chain, Chain)
     assert chain.steps == (ABF(), Table(), PRope(p=0.5), Yarn(), NoPE(), PI(factor=2))
-    chain = inspect.unwrap(as_method)(["abf", ["pi", {"method": "p_rope", "p": 0.5}], ("table",)])
-    assert isinstance(chain, Chain)
-    assert chain.steps == (ABF(), PI(), PRope(p=0.5), Table())
 
 
 # --- method strings -------------------------------------------------------------------------------------------------
@@ -899,17 +839,13 @@ def test_nested_chains_are_flat():
     [
         ("yarn", 16384, "yarn:factor=4"),
         ("ntk", 16384, "ntk:factor=4"),
-        ("llama3", 32768, "llama3:factor=8"),
         ("pi", 10240, "pi:factor=2.5"),
-        ("pi", 4096, "pi:factor=1"),
         ("yarn:original_max_position_embeddings=2048", 16384, "yarn:factor=8:original_max_position_embeddings=2048"),
         ("yarn:factor=8", 16384, "yarn:factor=8"),  # further than asked is fine
         ("p_rope:p=0.25+pi", 32768, "p_rope:p=0.25+pi:factor=8"),
         ("pi:factor=2+yarn:replace_scaling=true", 32768, "pi:factor=2+yarn:factor=4:replace_scaling=true"),
         ("abf+pi:factor=2", 32768, "abf:rope_theta=500000+pi:factor=2"),  # how far a base reaches, nobody says
         ("table:values=1/0.5/0.25/0", 32768, "table:values=1/0.5/0.25/0"),
-        ("longrope:factors=1/2/3/4", 32768, "longrope:factors=1/2/3/4"),
-        ("p_rope:p=0.5", 32768, "p_rope:p=0.5"),
         ("pi:factor=3", None, "pi:factor=3"),
     ],
 )
