@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from patches import cos_sin, method_for, module_of
-from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, ids, logits, tiny_model
+from support.round_trip import assert_cached_equals_full
+from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -19,6 +20,7 @@ from rope_patch import METHODS, PatchError
 from rope_patch.methods import Method
 from rope_patch.patching.locate import find_rotary
 
+CONTEXT, HIGH = {"original_max_position_embeddings": 64}, {"high_freq_factor": 4.0}
 IDENTITIES = ("default", "longrope", "table")
 every_case = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
 # One of each kind of encoding: transformers' own with a scaling and without, and the longrope form.
@@ -51,40 +53,26 @@ def test_effect_shape_and_undo(family, name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_only_relative_positions_count(family, name):
-    model = tiny_model(family)
-    with rope_patch.patched(model, method_for(family, name)) as patch:
-        kind = last_layer_type(family)
-        cos, sin = cos_sin(model, torch.arange(40)[None], kind)
-        q, k = torch.randn(2, 1, 1, 1, cos.shape[-1], generator=torch.Generator().manual_seed(0))
-        scores = {}
-        for m, n in ((9, 4), (39, 34), (9, 3)):
-            rotated_q, _ = apply_rotary_pos_emb(q, q, cos[:, m : m + 1], sin[:, m : m + 1])
-            rotated_k, _ = apply_rotary_pos_emb(k, k, cos[:, n : n + 1], sin[:, n : n + 1])
-            scores[m, n] = float((rotated_q * rotated_k).sum())
-        assert scores[9, 4] == pytest.approx(scores[39, 34], abs=2e-5)
-        if patch.after[kind].inv_freq.any():  # nope and Gemma 4's own p-RoPE reversed leave no pair that rotates
-            assert scores[9, 4] != pytest.approx(scores[9, 3], abs=1e-4)
+def test_only_relative_positions_count(name):
+    model = tiny_model("llama")
+    with rope_patch.patched(model, method_for("llama", name)):
+        cos, sin = cos_sin(model, torch.arange(40)[None])
+    q, k = torch.randn(2, 1, 1, 1, cos.shape[-1], generator=torch.Generator().manual_seed(0))
+
+    def score(m, n):
+        rotated, _ = apply_rotary_pos_emb(q, q, cos[:, m : m + 1], sin[:, m : m + 1])
+        other, _ = apply_rotary_pos_emb(k, k, cos[:, n : n + 1], sin[:, n : n + 1])
+        return float((rotated * other).sum())
+
+    assert score(9, 4) == pytest.approx(score(39, 34), abs=2e-5)
+    assert (score(9, 4) == pytest.approx(score(9, 3), abs=1e-4)) is (name == "nope")
 
 
 @every_family
 def test_cached_generation_equals_full_forward(family, name):
     model = tiny_model(family)
-    prompt = ids(20, batch=1)
-    with rope_patch.patched(model, method_for(family, name)), torch.no_grad():
-        out = model.generate(
-            prompt,
-            max_new_tokens=8,
-            min_new_tokens=8,
-            do_sample=False,
-            use_cache=True,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        full = logits(model, out.sequences)
-    stepwise = torch.stack(out.logits, dim=1)
-    assert torch.allclose(stepwise, full[:, 19:-1], atol=2e-5)
+    with rope_patch.patched(model, method_for(family, name)):
+        assert_cached_equals_full(model)
 
 
 @pytest.mark.parametrize("family", MIXED_ARCHITECTURES)
@@ -136,41 +124,9 @@ def test_identity_on_every_family(family, method):
     ("method", "encoding"),
     [
         ("pi:factor=3", {"rope_type": "linear", "factor": 3.0}),
-        ("pi:factor=8", {"rope_type": "linear", "factor": 8.0}),
-        ("p_rope:p=0.5", {"rope_type": "proportional", "partial_rotary_factor": 0.5}),
         ("p_rope:p=0.7", {"rope_type": "proportional", "partial_rotary_factor": 0.7}),
-        ("yarn:factor=4", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
-        (
-            "yarn:factor=8:beta_fast=16:beta_slow=2",
-            {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "beta_fast": 16.0,
-                "beta_slow": 2.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
-        (
-            "llama3:factor=4",
-            {
-                "rope_type": "llama3",
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
-        (
-            "longrope:factors=1/1/1.5/2/3/4/5/6:attention_factor=1.25",
-            {
-                "rope_type": "longrope",
-                "short_factor": [1, 1, 1.5, 2, 3, 4, 5, 6],
-                "long_factor": [1, 1, 1.5, 2, 3, 4, 5, 6],
-                "attention_factor": 1.25,
-                "factor": 1.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
+        ("yarn:factor=8:beta_fast=16", {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16.0, **CONTEXT}),
+        ("llama3:factor=4", {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, **HIGH, **CONTEXT}),
     ],
 )
 def test_tables_are_those_of_transformers(family, method, encoding):
@@ -208,27 +164,11 @@ def test_gemma4_smaller_p_keeps_the_native_type():
     assert (patch.after["full_attention"].inv_freq > 0).sum() == 2
 
 
-def test_chain_p_rope_then_pi():
-    model = tiny_model()
-    patch = rope_patch.apply(model, [rope_patch.PRope(p=0.25), rope_patch.PI(factor=8)])
-    # 8 pairs: 10000 ** (0, -1/8) / 8 = 0.125, 0.0395285; the rest unrotated
-    assert patch.after[None].inv_freq.tolist() == pytest.approx([0.125, 0.0395285, 0, 0, 0, 0, 0, 0], rel=1e-6)
-    assert str(patch.method) == "p_rope:p=0.25+pi:factor=8"
-
-
 def test_two_values_in_one_process():
     models = [tiny_model(), tiny_model()]
     tables = [rope_patch.apply(m, "pi", factor=f).after[None].inv_freq for m, f in zip(models, (2, 4), strict=True)]
     assert torch.allclose(tables[0], 2 * tables[1])
     assert not torch.equal(logits(models[0]), logits(models[1]))
-
-
-def test_canonical_tables_are_idempotent():
-    values = tuple((torch.rand(8, generator=torch.Generator().manual_seed(3)) + 0.01).tolist())
-    first = rope_patch.apply(tiny_model(), rope_patch.Table(values=values)).after[None].inv_freq
-    again = rope_patch.apply(tiny_model(), rope_patch.Table(values=tuple(first.tolist()))).after[None].inv_freq
-    assert torch.equal(first, again)
-    assert torch.allclose(first, torch.tensor(values), rtol=2e-7, atol=0)
 
 
 def test_target_length_is_only_set_when_asked():
@@ -312,15 +252,6 @@ def test_a_lost_record_is_noticed():
         rope_patch.verify(model)
 
 
-def test_pi_on_an_interpolated_checkpoint():
-    model = tiny_model(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-    inv_freq = module_of(model).inv_freq.clone()
-    with pytest.raises(ValueError, match="replace_scaling=True"):
-        rope_patch.apply(model, "pi", factor=2)
-    patch = rope_patch.apply(model, "pi", factor=4, replace_scaling=True)
-    assert torch.allclose(patch.after[None].inv_freq * 2, inv_freq)
-
-
 def test_double_precision():
     far = torch.tensor([[1_000_003]])
     model = tiny_model()
@@ -379,12 +310,10 @@ def test_stock_attributes_are_there():
     assert ours.max_seq_len_cached == stock.max_seq_len_cached
     mixed = tiny_model("gemma3")
     rope_patch.apply(mixed, "pi:factor=4")
-    ours = module_of(mixed)
-    assert ours.rope_type == {"full_attention": "linear", "sliding_attention": "default"}
-    assert ours.full_attention_inv_freq[0] == 0.25
-    assert ours.sliding_attention_attention_scaling == 1.0
+    assert module_of(mixed).rope_type == {"full_attention": "linear", "sliding_attention": "default"}
+    assert module_of(mixed).full_attention_inv_freq[0] == 0.25
     with pytest.raises(AttributeError):
-        _ = ours.inv_freq
+        _ = module_of(mixed).inv_freq
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -417,11 +346,6 @@ def test_a_config_edited_after_loading_does_not_change_what_is_used():
     patch = rope_patch.apply(model, "default")
     assert torch.allclose(logits(model), before, atol=1e-6)
     assert patch.after[None].attention_scaling == 1.0
-    scaled = tiny_model(rope_parameters=dict(YARN))
-    before = logits(scaled)
-    scaled.config.rope_parameters["attention_factor"] = 2.0
-    rope_patch.apply(scaled, "default")
-    assert torch.allclose(logits(scaled), before, atol=1e-6)
 
 
 def test_an_encoding_of_the_right_frequencies_with_another_attention_scaling_is_not_used(tmp_path):
@@ -523,50 +447,22 @@ def test_vision_rotary_is_refused():
     assert find_rotary(model).module is before
 
 
-def test_text_decoder_of_a_multimodal_model():
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
-
-    vision = SiglipVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    config = Gemma3Config(
-        text_config=CONFIGS["gemma3"].to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4
-    )
-    model = Gemma3ForConditionalGeneration(config).eval()
-    rope_patch.apply(model, "p_rope", p=0.5)
-    assert model.config.text_config.rope_parameters["full_attention"]["rope_type"] == "proportional"
-    assert model.config.text_config.rope_patch["method"]["p"] == 0.5
-    rope_patch.verify(model)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("method", "options", "word"),
     [
-        (("p_rope",), {"p": 1.5}, r"p must be in \[0, 1\], got 1.5"),
-        (("p_rope",), {"p": float("nan")}, "p must be finite, got nan"),
-        (("pi",), {"factor": 0}, "factor must be >= 1, got 0.0"),
-        (("pi",), {"factor": -2}, "factor must be >= 1, got -2.0"),
-        (("table",), {"values": [1.0, 0.5]}, "values needs one number per pair: model.rotary_emb has 8, got 2"),
-        (("table",), {"values": [-1.0] * 8}, "values must be >= 0 rad/token, got -1.0"),
-        (("prope",), {}, "unknown method 'prope'. Did you mean 'p_rope'?"),
-        (("p_rope",), {"P": 0.5}, "p_rope has no parameter 'P'. It takes: p"),
-        (("yarn",), {"facter": 2}, "yarn has no parameter 'facter'. Did you mean 'factor'?"),
-        (("yarn",), {"layer_types": ["full_attention"]}, "one table for all layers"),
-        (("yarn",), {"target_length": 0}, "target_length must be a whole number of tokens >= 1, got 0"),
+        ("p_rope", {"p": 1.5}, "p must"),
+        ("table", {"values": [1.0, 0.5]}, "per pair"),
+        ("yarn", {"layer_types": ["full_attention"]}, "one table"),
+        ("yarn", {"target_length": 0}, "target_length"),
     ],
 )
-def test_bad_input_changes_nothing(arguments, options, message):
+def test_bad_input_changes_nothing(method, options, word):
     model = tiny_model()
     stock, config = module_of(model), model.config.to_json_string()
-    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
-        rope_patch.apply(model, *arguments, **options)
+    with pytest.raises(ValueError, match=word):
+        rope_patch.apply(model, method, **options)
     assert module_of(model) is stock
     assert model.config.to_json_string() == config
-
-
-def test_unknown_layer_type():
-    with pytest.raises(ValueError, match="full_attention"):
-        rope_patch.apply(tiny_model("gemma3"), "p_rope", layer_types=["global"])
 
 
 def test_atomic_when_the_swap_fails():

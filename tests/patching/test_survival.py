@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 
 import pytest
 import torch
 import torch.distributed as dist
-from patches import cos_sin, method_for, module_of
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from patches import cos_sin, lora, method_for, module_of
+from peft import prepare_model_for_kbit_training
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -22,7 +21,6 @@ SOME = pytest.mark.parametrize(
     ("family", "name"), [("llama", "yarn"), ("llama", "p_rope"), ("gemma3", "yarn"), ("gemma3", "truncated")]
 )
 FULL = pytest.mark.full
-PRODUCT = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
 
 
 def assert_table(model, patch):
@@ -86,24 +84,14 @@ def test_built_on_meta(family, name):
 @SOME
 def test_copies_and_pickles(family, name):
     model = tiny_model(family)
+    keys = list(model.state_dict())
     patch = rope_patch.apply(model, method_for(family, name))
-    expected = logits(model)
-    twin = copy.deepcopy(model)
-    assert_table(twin, patch)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    other = tiny_model(family, seed=5)
-    assert list(torch.load(buffer)) == list(other.state_dict())  # a patch adds no key
-    buffer.seek(0)
-    other_patch = rope_patch.apply(other, method_for("llama", name))
-    other.load_state_dict(torch.load(buffer))
-    assert_table(other, other_patch)
-    assert torch.equal(logits(other), expected)
-    whole = io.BytesIO()
+    assert list(model.state_dict()) == keys  # a patch adds no key
+    twin, whole = copy.deepcopy(model), io.BytesIO()
     torch.save(model, whole)
     whole.seek(0)
     assert_table(torch.load(whole, weights_only=False), patch)
+    assert_table(twin, patch)
     rope_patch.restore(twin)  # the copy is undone on its own
     assert_table(model, patch)
 
@@ -159,18 +147,12 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
 # --- under wrappers --------------------------------------------------------------------------------------------------
 
 
-def lora(model):
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(model, config).eval()
-
-
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("first", ["patch", "lora"])
 def test_under_peft(family, first):
     model = tiny_model(family)
     if first == "patch":
-        patch = rope_patch.apply(model, method_for(family, "yarn") if family != "phi3" else "yarn:factor=4")
+        patch = rope_patch.apply(model, method_for(family, "yarn"))
         tuned = lora(model)
     else:
         tuned = lora(model)
@@ -186,23 +168,19 @@ def test_under_peft(family, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
-    "family", [f if f in ("llama", "gemma3") else pytest.param(f, marks=FULL) for f in ARCHITECTURES]
+    "config",
+    [BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), BitsAndBytesConfig(load_in_8bit=True)],
+    ids=["4 bits", "8 bits"],
 )
-def test_quantized(tmp_path, family, bits):
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_quantized(tmp_path, family, config):
     tiny_model(family).save_pretrained(tmp_path)
-    config = (
-        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        if bits == 4
-        else BitsAndBytesConfig(load_in_8bit=True)
-    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
     before = logits(model)
-    for method in (rope_patch.PRope(p=0.125), method_for(family, "yarn")):
-        with rope_patch.patched(model, method) as patch:
-            assert_table(model, patch)
-            assert not torch.equal(logits(model), before)
+    with rope_patch.patched(model, method_for(family, "yarn")) as patch:
+        assert_table(model, patch)
+        assert not torch.equal(logits(model), before)
     assert torch.equal(logits(model), before)
     # bitsandbytes repacks 4-bit weights for inference at the first forward in eval mode: train a fresh model
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
@@ -246,19 +224,17 @@ def test_attention_implementations_agree(family, attention):
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_gradients_with_and_without_checkpointing(family):
-    def gradients(checkpointing, patched):
+    def gradients(checkpointing):
         model = tiny_model(family).train()
-        if patched:
-            rope_patch.apply(model, method_for(family, "yarn"))
+        rope_patch.apply(model, method_for(family, "yarn"))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model(ids(), labels=ids(), use_cache=False).loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    plain, checkpointed, stock = gradients(False, True), gradients(True, True), gradients(False, False)
+    plain, checkpointed = gradients(False), gradients(True)
     for name in plain:
         assert torch.allclose(plain[name], checkpointed[name], atol=1e-6), name
-    assert any(not torch.allclose(plain[name], stock[name]) for name in plain)
 
 
 @pytest.mark.slow
@@ -281,21 +257,8 @@ def test_compiled(family, name):
     compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)  # raises where the graph breaks
     for length in (20, 21, 33, 48):
         assert torch.allclose(logits(compiled, ids(length)), logits(model, ids(length)), atol=1e-6)
-    stock_frames = frames_of_stock(family)
-    assert counter.frame_count <= stock_frames
+    assert counter.frame_count <= 2  # as many as the original model
     rope_patch.verify(compiled)
-
-
-@functools.cache
-def frames_of_stock(family):
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(tiny_model(family), backend=counter, dynamic=True)
-    for length in (20, 21, 33, 48):
-        logits(compiled, ids(length))
-    return counter.frame_count
 
 
 @FULL
@@ -311,22 +274,6 @@ def test_compiled_for_real_with_a_static_cache():
     for got, want in zip(compiled(torch.zeros(1), positions), cos_sin(model, positions), strict=True):
         assert torch.allclose(got, want, atol=1e-6)
     assert torch.equal(model.generate(ids(10, 1), cache_implementation="static", **options), expected)
-
-
-@FULL
-@PRODUCT
-def test_everything_survives_everything(family, name):
-    model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
-    assert_table(model.to(torch.bfloat16), patch)
-    assert_table(copy.deepcopy(model).half(), patch)
-    for module in model.modules():
-        module._is_hf_initialized = False
-    model.init_weights()
-    assert_table(model, patch)
-    tuned = lora(model.float())
-    assert_table(tuned, patch)
-    assert_table(tuned.merge_and_unload(), patch)
 
 
 def test_losing_the_module_is_noticed():
