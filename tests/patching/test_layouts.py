@@ -184,15 +184,6 @@ def test_the_effect_is_that_of_transformers_own_type(family, method, parameters)
     assert not torch.allclose(logits(model), before, atol=1e-4)
 
 
-def test_a_checkpoint_with_yarn_of_its_own_is_patched_from_there():
-    """gpt-oss: its YaRN reaches 2 x 64 tokens, and p-RoPE cuts that table."""
-    model = model_of("gpt_oss")
-    found = module_of(model).inv_freq.clone()
-    patch = rope_patch.apply(model, "p_rope:p=0.5")
-    assert torch.equal(patch.after[None].inv_freq, torch.where(torch.arange(8) < 4, found, 0))
-    assert patch.after[None].attention_scaling == pytest.approx(0.1 * math.log(2) + 1)
-
-
 @every_family
 @pytest.mark.parametrize("method", ["yarn:factor=4:replace_scaling=true", "p_rope:p=0.5", "truncated"])
 def test_identity_cache_and_round_trip(family, method, tmp_path):
@@ -351,13 +342,10 @@ def test_a_whole_vision_model(tmp_path):
     text = {**SIZE, "rope_parameters": SECTIONS}
     vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "mlp_ratio": 2}
     model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)).eval()
-    tower = {name: id(module) for name, module in model.model.visual.named_modules()}
-    before = logits(model)
+    tower, before = list(model.model.visual.modules()), logits(model)
     with rope_patch.patched(model, "yarn:factor=4", target_length=256):
         assert not torch.allclose(logits(model), before, atol=1e-5)
-        assert model.config.text_config.rope_parameters["rope_type"] == "yarn"
-        assert {name: id(module) for name, module in model.model.visual.named_modules()} == tower
-        rope_patch.verify(model)
+        assert list(model.model.visual.modules()) == tower
         rope_patch.save(model, tmp_path)
         assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval()), logits(model))
     assert torch.equal(logits(model), before)

@@ -116,20 +116,14 @@ def test_a_yarn_whose_mscale_attention_would_apply_itself_is_refused(family):
 
 
 def test_what_attention_looks_up_while_it_runs_is_kept():
-    """Ministral 3: a temperature that grows with the position over the original context."""
+    """Ministral 3: a temperature that grows with the position over the original context; in what is exported, too."""
     model = model_of("ministral3")
     for method in METHODS:
-        with rope_patch.patched(model, method):
+        with rope_patch.patched(model, method) as patch:
             found = model.config.rope_parameters
             assert (found["llama_4_scaling_beta"], found["original_max_position_embeddings"]) == (0.1, 16)
-
-
-def test_a_temperature_stays_in_what_is_exported():
-    model = model_of("ministral3")
-    patch = rope_patch.apply(model, "p_rope:p=0.5")
-    for everywhere in (False, True):
-        settings = config_keys(find_rotary(model), [*patch.after.values()], everywhere=everywhere)
-        assert settings["rope_parameters"]["original_max_position_embeddings"] == 16
+            settings = config_keys(find_rotary(model), [*patch.after.values()], everywhere=True)
+            assert settings["rope_parameters"]["original_max_position_embeddings"] == 16
 
 
 def test_a_class_that_reads_the_config_in_an_unknown_way_is_refused():

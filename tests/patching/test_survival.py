@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import rope_patch
-from rope_patch import METHODS, PatchError
+from rope_patch import METHODS
 
 SOME = pytest.mark.parametrize(
     ("family", "name"), [("llama", "yarn"), ("llama", "p_rope"), ("gemma3", "yarn"), ("gemma3", "truncated")]
@@ -36,15 +36,6 @@ def assert_table(model, patch):
     assert rope_patch.verify(model).record == patch.record
 
 
-def test_a_stock_table_does_not_survive():
-    """The control: the same cast changes a stock table."""
-    model = tiny_model()
-    positions = torch.arange(0, 3000, 37)[None]
-    before = cos_sin(model, positions)[0]
-    model.to(torch.bfloat16)
-    assert (cos_sin(model, positions)[0] - before).abs().max() > 0.1
-
-
 @SOME
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_casts(family, name, dtype):
@@ -57,9 +48,11 @@ def test_casts(family, name, dtype):
 @SOME
 def test_meta_to_empty_and_load(family, name):
     model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
-    expected, weights = logits(model), copy.deepcopy(model.state_dict())
-    model.to("meta")
+    weights, patch = model.state_dict(), rope_patch.apply(model, method_for(family, name))
+    expected = logits(model)
+    with torch.device("meta"):
+        model = tiny_model(family)
+    assert rope_patch.apply(model, method_for(family, name)).record == patch.record
     model.to_empty(device="cpu")
     model.load_state_dict(weights)
     model.tie_weights()
@@ -68,17 +61,6 @@ def test_meta_to_empty_and_load(family, name):
     if embed_scale is not None:  # Gemma's own non-persistent buffer is lost on the way, as in stock models
         model.model.embed_tokens.embed_scale.fill_(embed_scale)
     assert torch.equal(logits(model), expected)
-
-
-@SOME
-def test_built_on_meta(family, name):
-    with torch.device("meta"):
-        model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
-    direct = rope_patch.apply(tiny_model(family), method_for(family, name))
-    assert patch.record == direct.record
-    model.to_empty(device="cpu")
-    assert_table(model, patch)
 
 
 @SOME
@@ -138,7 +120,7 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
     assert torch.allclose(logits(model), expected, atol=1e-6)
     assert_table(model, patch)
     other = tiny_model(family)
-    rope_patch.apply(other, method_for("llama", name))
+    patch = rope_patch.apply(other, method_for(family, name))
     fully_shard(other, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     other(ids(), use_cache=False).logits.sum().backward()
     assert_table(other, patch)
@@ -211,18 +193,6 @@ def test_dispatched_over_devices(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_attention_implementations_agree(family, attention):
-    if family == "gemma2" and attention == "sdpa":
-        pytest.skip("transformers offers no sdpa for Gemma 2")
-    model = tiny_model(family, attention=attention)
-    rope_patch.apply(model, method_for(family, "yarn"))
-    default = tiny_model(family)
-    rope_patch.apply(default, method_for(family, "yarn"))
-    assert torch.allclose(logits(model), logits(default), atol=2e-5)
-
-
-@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_gradients_with_and_without_checkpointing(family):
     def gradients(checkpointing):
         model = tiny_model(family).train()
@@ -262,23 +232,11 @@ def test_compiled(family, name):
 
 
 @FULL
-def test_compiled_for_real_with_a_static_cache():
-    """Inductor, decoding step by step: the table is read inside the compiled graph."""
+def test_compiled_for_real():
+    """Inductor: the table is read inside the compiled graph."""
     model = tiny_model()
     rope_patch.apply(model, "yarn:factor=4")
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    expected = model.generate(ids(10, 1), **options)
     torch._dynamo.reset()
-    compiled = torch.compile(model.model.rotary_emb, fullgraph=True)
-    positions = torch.arange(7)[None]
+    compiled, positions = torch.compile(model.model.rotary_emb, fullgraph=True), torch.arange(7)[None]
     for got, want in zip(compiled(torch.zeros(1), positions), cos_sin(model, positions), strict=True):
         assert torch.allclose(got, want, atol=1e-6)
-    assert torch.equal(model.generate(ids(10, 1), cache_implementation="static", **options), expected)
-
-
-def test_losing_the_module_is_noticed():
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
-    model.model.rotary_emb = type(tiny_model().model.rotary_emb)(tiny_model().config)  # somebody rebuilds it
-    with pytest.raises(PatchError, match="in use"):
-        rope_patch.verify(model)
