@@ -122,13 +122,6 @@ def test_an_adapter_is_not_saved_under_a_patch_put_in_later(two_adapters, tmp_pa
     assert checkpoints.read_record(tmp_path / "out").to_method().name == "abf"
 
 
-def test_an_adapter_that_is_trained_on_is_saved(two_adapters, tmp_path):
-    root, _ = two_adapters
-    base = rope_patch.load(root / "base", "yarn:factor=4")
-    rope_patch.save(PeftModel.from_pretrained(base, root / "one", is_trainable=True), tmp_path / "out")
-    assert checkpoints.read_record(tmp_path / "out").to_method() == rope_patch.parse("yarn:factor=4")
-
-
 def test_a_training_with_a_strange_adapter_is_refused_at_its_start(two_adapters):
     root, _ = two_adapters
     model = lora(rope_patch.load(root / "base", "yarn:factor=4"))
@@ -216,15 +209,21 @@ def test_other_weights_in_the_place_of_an_adapters_are_not_saved_as_its_own(two_
     assert rope_patch.load(tmp_path / "out").peft_config["default"].r == 4
 
 
-def test_an_adapter_loaded_for_training_is_trained_and_saved(two_adapters, tmp_path):
+def load_by_peft(folder, **options):
+    base = rope_patch.load(folder.parent / "base", "yarn:factor=4")
+    return PeftModel.from_pretrained(base, folder, **options)
+
+
+@pytest.mark.parametrize("loader", [rope_patch.load, load_by_peft])
+def test_an_adapter_loaded_for_training_is_trained_and_saved(two_adapters, tmp_path, loader):
     root, _ = two_adapters
-    model = rope_patch.load(root / "one", is_trainable=True, adapter_name="mine")
-    weights = [p for name, p in model.named_parameters() if ".mine." in name]
+    model = loader(root / "one", is_trainable=True)
+    weights = [p for name, p in model.named_parameters() if "lora" in name]
     assert weights and all(p.requires_grad for p in weights)
     for p in weights:
         p.data += 0.3
-    rope_patch.save(model.eval(), tmp_path / "out")
-    assert torch.equal(logits(rope_patch.load(tmp_path / "out" / "mine").eval()), logits(model))
+    rope_patch.save(model.eval(), tmp_path)
+    assert torch.equal(logits(rope_patch.load(tmp_path).eval()), logits(model))
 
 
 def test_a_compiled_peft_model_is_saved(two_adapters, tmp_path):

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from subsets import byte_level_llama
-from support.gguf_files import quantized, rewritten, saved, stated, write_toy
+from support.gguf_files import quantized, rewritten, stated, write_toy
 from tiny import LLAMA3, ids, logits, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch import PatchError
@@ -45,13 +45,10 @@ def base(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def llama3(tmp_path_factory):
-    """A folder with Llama 3.1's smoothing, and the GGUF that llama.cpp's converter writes of it: with factors."""
-    folder = tmp_path_factory.mktemp("llama3")
-    model = AutoModelForCausalLM.from_pretrained(
-        saved(folder / "model", rope_parameters=LLAMA3, max_position_embeddings=512)
-    )
+    """The GGUF that llama.cpp's converter writes of a model with Llama 3.1's smoothing: with factors."""
+    model = tiny_model(vocab_size=1024, rope_parameters=LLAMA3, max_position_embeddings=512)
     factors = geometric(1e4, 16) / model.model.rotary_emb.inv_freq
-    return folder / "model", write_toy(model, folder / "own.gguf", factors=factors)
+    return write_toy(model, tmp_path_factory.mktemp("llama3") / "own.gguf", factors=factors)
 
 
 @pytest.mark.parametrize("alignment", [32, 256])
@@ -90,10 +87,6 @@ def test_every_key_but_those_of_the_table_is_kept_in_its_place(base, tmp_path):
     }
     assert after["llama.context_length"] == 256
     assert [name for name in after if name in before] == list(before)
-
-
-def test_a_factor_that_is_left_out_is_taken_from_the_target(base, tmp_path):
-    assert patch_gguf(base, "yarn", tmp_path / "out.gguf", target_length=192).method == rope_patch.Yarn(factor=3)
 
 
 def test_a_patched_file_is_patched_anew_only_where_asked(base, tmp_path):
@@ -197,21 +190,18 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     assert (tmp_path / "out.gguf").stat().st_size > 48 * 2**20 > 3 * peak
 
 
-def test_an_interrupt_leaves_nothing(base, tmp_path):
-    def interrupt(written, total):
-        assert any(path.stat().st_size for path in tmp_path.iterdir())
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", on_bytes=interrupt)
-    assert not list(tmp_path.iterdir())
-
-
-def test_progress_ends_with_every_byte_of_the_tensors(base, tmp_path):
+def test_progress_ends_with_every_byte_and_an_interrupt_leaves_nothing(base, tmp_path):
     reports = []
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", on_bytes=lambda *counts: reports.append(counts))
     total = sum(tensor.n_bytes for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors)
     assert reports[-1] == (total, total) and reports == sorted(reports)
+
+    def interrupt(written, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        patch_gguf(base, "yarn:factor=4", tmp_path / "other.gguf", on_bytes=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
 def test_keys_that_ggufs_own_writer_refuses_are_kept(base, tmp_path):
@@ -235,23 +225,22 @@ def test_a_header_is_read_as_ggufs_own_reader_reads_it(base):
 # --- restore
 
 
-@pytest.mark.parametrize("method", ["yarn:factor=4", "p_rope:p=0.5", "abf"])
-def test_restoring_gives_the_original_file_to_the_last_byte(base, tmp_path, method):
-    patch_gguf(base, method, tmp_path / "out.gguf", target_length=256)
-    assert (tmp_path / "out.gguf").read_bytes() != base.read_bytes()
+@pytest.fixture(scope="module")
+def linear(base, tmp_path_factory):
+    """A file of another tool, with scaling keys of its own."""
+    keys = [Key.of("llama.rope.scaling.type", "linear", "STRING"), Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32")]
+    return rewritten(base, tmp_path_factory.mktemp("linear") / "linear.gguf", keys)
+
+
+@pytest.mark.parametrize(
+    ("own", "method"), [("base", "yarn:factor=8"), ("base", "abf"), ("llama3", "p_rope"), ("linear", "p_rope")]
+)
+def test_restoring_gives_the_original_file_to_the_last_byte(request, tmp_path, own, method):
+    own = request.getfixturevalue(own)
+    patch_gguf(own, method, tmp_path / "out.gguf", target_length=512)
+    assert (tmp_path / "out.gguf").read_bytes() != own.read_bytes()
     restore_gguf(tmp_path / "out.gguf", tmp_path / "back.gguf")
-    assert (tmp_path / "back.gguf").read_bytes() == base.read_bytes()
-
-
-def test_restoring_gives_back_factors_and_scaling_keys_of_other_tools(base, llama3, tmp_path):
-    linear = [
-        Key.of("llama.rope.scaling.type", "linear", "STRING"),
-        Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32"),
-    ]
-    for name, own in (("a", llama3[1]), ("b", rewritten(base, tmp_path / "linear.gguf", linear))):
-        patch_gguf(own, "p_rope:p=0.5", tmp_path / f"{name}.gguf")
-        restore_gguf(tmp_path / f"{name}.gguf", tmp_path / f"{name}-back.gguf")
-        assert (tmp_path / f"{name}-back.gguf").read_bytes() == own.read_bytes()
+    assert (tmp_path / "back.gguf").read_bytes() == own.read_bytes()
 
 
 def test_a_file_without_what_was_there_before_gets_its_recorded_base_table(base, tmp_path):
