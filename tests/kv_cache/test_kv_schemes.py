@@ -132,16 +132,13 @@ def test_schemes_made_in_python_are_checked(made, options, word):
     [
         ("none", {"head_dim": 128}, 16.0),
         ("int2.channel32", {"head_dim": 128}, 2 + 32 / 32),  # scale and zero point of 16 bits each, 32 tokens
-        ("int2.channel32.sym", {"head_dim": 128}, 2 + 16 / 32),
         ("int4.token64", {"head_dim": 16}, 4 + 32 / 16),  # no group is longer than the head
         ("int8.token64", {"head_dim": 80}, 8 + 32 / 40),  # two groups of 80 features, of 64 and 16
         ("nf4.token64", {"head_dim": 128}, 4 + 16 / 64),  # no zero point
-        ("fp8.token", {"head_dim": 64}, 8 + 16 / 64),
         ("fp8.tensor", {"head_dim": 64}, 8.0),  # no scale
         # 10 features of 4 bits and 32 bits of scale; 6 features of 8 bits and a scale of their own
         ("int4.token.keep8", {"head_dim": 16, "kept_pairs": 3}, (10 * 4 + 32 + 6 * 8 + 16) / 16),
         ("int4.channel8.keep8", {"head_dim": 16, "kept_pairs": 3}, (10 * (4 + 32 / 8) + 6 * 8 + 16) / 16),
-        ("int4.token4.keep8", {"head_dim": 16, "kept_pairs": 8}, 8 + 16 / 16),  # all do
     ],
 )
 def test_effective_bits_by_hand(text, shape, bits):
@@ -178,8 +175,6 @@ def test_integers_by_hand():
     assert fake_quantize(x, side("int2.token")).tolist() == [[[[-1.0, 0.0, 0.0, 2.0]]]]
     # symmetric, 2 bits: levels -2, 0, 2; half a step goes to the even one
     assert fake_quantize(x, side("int2.token.sym")).tolist() == [[[[0.0, 0.0, 0.0, 2.0]]]]
-    # symmetric, 3 bits: levels ±2, ±4/3, ±2/3, 0
-    assert fake_quantize(x, side("int3.token.sym"))[0, 0, 0].tolist() == pytest.approx([-4 / 3, 0, 2 / 3, 2])
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -196,13 +191,6 @@ def test_fp8_with_a_scale_of_one_is_a_cast_that_saturates():
     huge = torch.tensor([[[[1e6, -460.0, 1e-9, 0.0]]]])
     assert fake_quantize(huge, side("fp8.tensor")).tolist() == [[[[448.0, -448.0, 0.0, 0.0]]]]
     assert ORDERED[-1] == 448 and len(ORDERED) == 253  # 256 codes: two of NaN, two of zero
-
-
-def test_fp8_with_a_scale_is_a_cast_of_what_fills_the_range():
-    x = block((1, 1, 4, 32), dtype=torch.float32) * 1e-4
-    scale = x.abs().amax(-1, keepdim=True) / 448
-    expected = (x / scale).to(torch.float8_e4m3fn).float() * scale
-    assert torch.equal(fake_quantize(x, side("fp8.token")), expected)
 
 
 @pytest.mark.parametrize("text", ROUNDED)

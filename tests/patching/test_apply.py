@@ -148,15 +148,12 @@ def test_gemma4_smaller_p_keeps_the_native_type():
     assert (patch.after["full_attention"].inv_freq > 0).sum() == 2
 
 
-def test_target_length_is_only_set_when_asked():
+@pytest.mark.parametrize(("target", "stated"), [(None, 64), (256, 256)])
+def test_target_length_is_only_set_when_asked(target, stated):
     model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4").restore()
-    with rope_patch.patched(model, "yarn:factor=4"):
-        assert model.config.max_position_embeddings == 64
-    with rope_patch.patched(model, "yarn:factor=4", target_length=256):
-        assert model.config.max_position_embeddings == 256
+    with rope_patch.patched(model, "yarn:factor=4", target_length=target):
+        assert model.config.max_position_embeddings == stated
         assert model.config.rope_parameters["original_max_position_embeddings"] == 64
-        rope_patch.verify(model)
     assert model.config.max_position_embeddings == 64
 
 

@@ -252,15 +252,6 @@ def test_the_table_survives(family):
     assert same(module_of(model)) and not dict(module_of(model).named_buffers())
 
 
-@every_family
-def test_the_data_type_is_that_of_the_original(family):
-    model = model_of(family)
-    x, places = torch.zeros(1, dtype=torch.bfloat16), torch.arange(5)[None]
-    before = module_of(model)(x, places)
-    rope_patch.apply(model, "default")
-    assert equal(module_of(model)(x, places), before)
-
-
 @pytest.mark.slow
 @every_family
 def test_compiled_in_one_graph(family):

@@ -229,14 +229,3 @@ def test_compiled(family, name):
         assert torch.allclose(logits(compiled, ids(length)), logits(model, ids(length)), atol=1e-6)
     assert counter.frame_count <= 2  # as many as the original model
     rope_patch.verify(compiled)
-
-
-@FULL
-def test_compiled_for_real():
-    """Inductor: the table is read inside the compiled graph."""
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
-    torch._dynamo.reset()
-    compiled, positions = torch.compile(model.model.rotary_emb, fullgraph=True), torch.arange(7)[None]
-    for got, want in zip(compiled(torch.zeros(1), positions), cos_sin(model, positions), strict=True):
-        assert torch.allclose(got, want, atol=1e-6)
