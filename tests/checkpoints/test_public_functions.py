@@ -150,18 +150,13 @@ def test_save_leaves_the_tokenizer_out_when_told_so(tmp_path):
     assert not list((tmp_path / "out").glob("*token*"))
 
 
-def test_save_saves_a_tokenizer_that_is_given_in_place_of_the_known_one(tmp_path):
-    given = AutoTokenizer.from_pretrained(LLAMA)
-    given.add_tokens(["<given>"])
-    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out", tokenizer=given)
-    assert "<given>" in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
-
-
-def test_save_leaves_a_tokenizer_alone_that_is_in_the_folder_already(tmp_path):
+@pytest.mark.parametrize("given", [True, False], ids=["given", "in the folder already"])
+def test_save_keeps_a_tokenizer_that_is_given_or_in_the_folder_already(tmp_path, given):
     own = AutoTokenizer.from_pretrained(LLAMA)
     own.add_tokens(["<own>"])
-    own.save_pretrained(tmp_path / "out")
-    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out")
+    if not given:
+        own.save_pretrained(tmp_path / "out")
+    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out", tokenizer=own if given else None)
     assert "<own>" in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
 
 

@@ -286,12 +286,6 @@ def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path, mo
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_what_an_export_says_is_not_copied_along(base, tmp_path):
-    export(base, tmp_path / "one", to="vllm", method="pi:factor=4")
-    run("apply", tmp_path / "one", "abf", "--replace", "-o", tmp_path / "two")
-    assert not (tmp_path / "two" / "export.json").exists()
-
-
 # --- refusals and bad input
 
 
@@ -364,14 +358,9 @@ def test_force_replaces_and_an_error_leaves_the_old(base, tmp_path, monkeypatch)
     out = tmp_path / "out"
     export(base, out, to="vllm", method="pi:factor=4")
     old = (out / "config.json").read_text()
-
-    def break_off(*_):
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folders, "write_atomically", break_off)
-        with pytest.raises(OSError, match="space"):
-            export(base, out, to="vllm", method="abf", overwrite=True)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(folders, "write_atomically", None)
+        export(base, out, to="vllm", method="abf", overwrite=True)
     assert (out / "config.json").read_text() == old
     assert not list(out.glob(".*")) and not list(tmp_path.glob(".*"))
     export(base, out, to="vllm", method="abf", overwrite=True)

@@ -144,13 +144,12 @@ def test_options_that_reach_every_other_layer_are_refused(method, tmp_path):
 
 def test_sglang_takes_the_scaling_of_olmo_3_at_the_top_of_its_config(tmp_path):
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
-    AutoModelForCausalLM.from_config(Olmo3Config(**SIZE, **layers)).save_pretrained(tmp_path / "olmo3")
-    written = flags(tmp_path / "olmo3", "yarn:factor=4", "sglang", target_length=256)
-    settings = json.loads(option(written.lines, "--json-model-override-args"))
+    AutoModelForCausalLM.from_config(Olmo3Config(**SIZE, **layers)).save_pretrained(tmp_path)
+    settings = flags(tmp_path, "yarn:factor=4", "sglang", target_length=256).settings
     assert (settings["rope_scaling"]["rope_type"], settings["rope_scaling"]["rope_theta"]) == ("yarn", 500000.0)
     assert "rope_parameters" not in settings
     with pytest.raises(ValueError, match="rope_theta"):
-        flags(tmp_path / "olmo3", "abf:rope_theta=1000000", "sglang", layer_types=["full_attention"])
+        flags(tmp_path, "abf:rope_theta=1000000", "sglang", layer_types=["full_attention"])
 
 
 @pytest.mark.parametrize("program", OPTIONS)

@@ -71,7 +71,7 @@ def _packed(name, bits):
 
 @pytest.mark.parametrize(
     ("family", "name", "message"),
-    [("llama", "fp9", "quanto-2"), ("llama", "hqq-3", "hqq-3"), ("gemma3", "fp8", "sliding_attention")],
+    [("llama", "fp9", "quanto-2"), ("gemma3", "fp8", "sliding_attention")],
 )
 def test_limits_are_errors(family, name, message):
     with pytest.raises(ValueError, match=message):

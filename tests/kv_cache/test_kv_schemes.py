@@ -93,7 +93,6 @@ WRONG = [
     ("k=int4.token.token8", "token8"),
     ("k=int4;v=int4.pre", "int4.pre"),
     ("kivi-2;skip=0+", "skip=0+"),
-    ("kivi-2;sinks", "sinks"),
     ("k=int4;k=int2", "k=int2"),
     ("k=int4.token;v=int4.tok", "tok"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pickle
@@ -17,8 +18,7 @@ from rope_patch import PatchError, TwoTables
 from rope_patch.methods import Default, from_dict, parse
 from rope_patch.patching.apply import reapply
 from rope_patch.patching.cache_argument import cache_argument, cache_in
-from rope_patch.patching.locate import find_rotary
-from rope_patch.patching.two_tables import reach_of, stated_of
+from rope_patch.patching.two_tables import reach_of
 
 SWITCH, LONG, BOTH = 64, "yarn:factor=4", "yarn:factor=4@64"
 PLAIN = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -240,12 +240,14 @@ def test_a_length_is_a_whole_number_of_tokens(tokens):
 
 
 def test_what_is_stated_is_of_one_model_and_ends_in_any_order():
-    (model, patch), (other, _) = two(), two()
-    first, second = patch.reaching(200), patch.reaching(300)
-    first.__enter__(), second.__enter__()
-    assert stated_of(find_rotary(model).module).tokens == 300 and stated_of(find_rotary(other).module) is None
-    first.__exit__(None, None, None), second.__exit__(None, None, None)
-    assert stated_of(find_rotary(model).module) is None
+    (model, patch), other = two(), two()[0]
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(patch.reaching(200)), second.enter_context(patch.reaching(300))
+    first.close()
+    assert torch.equal(logits(model, ids(30)), logits(only_long(), ids(30)))
+    assert torch.equal(logits(other, ids(30)), logits(plain_model(), ids(30)))
+    second.close()
+    assert torch.equal(logits(model, ids(30)), logits(plain_model(), ids(30)))
 
 
 # --- the model around it
@@ -341,17 +343,18 @@ def test_method_strings_that_are_wrong(text):
         parse(text)
 
 
-@pytest.mark.parametrize("switch_at", [64.5, True])
-def test_a_switch_is_a_whole_number(switch_at):
-    with pytest.raises(ValueError, match="whole number"):
-        TwoTables(parse(LONG), switch_at=switch_at)
-
-
-def test_two_tables_are_no_part_of_others():
-    with pytest.raises(ValueError, match="has two"):
-        TwoTables(parse(BOTH), switch_at=8)
-    with pytest.raises(ValueError, match="chain"):
-        rope_patch.Chain((parse(BOTH), parse("nope")))
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: TwoTables(parse(LONG), switch_at=64.5),
+        lambda: TwoTables(parse(BOTH), switch_at=8),
+        lambda: rope_patch.Chain((parse(BOTH), parse("nope"))),
+    ],
+    ids=["half a token", "in another", "in a chain"],
+)
+def test_what_two_tables_cannot_be_made_of(build):
+    with pytest.raises(ValueError, match=r"whole|two|chain"):
+        build()
 
 
 @pytest.mark.parametrize(
