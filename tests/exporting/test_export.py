@@ -9,7 +9,6 @@ import tiny
 import torch
 from commands import fail, run
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from subsets import byte_level_llama, covering
 from support.gguf_files import write_toy
 from tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
@@ -171,13 +170,6 @@ def test_partial_form_is_p_rope(family, tmp_path, monkeypatch):
     slot, rests = inspect_model(plain).tables[0], patch.after[None].inv_freq == 0
     assert slot.pairs == int((~rests).sum()) and slot.rope_type == "default"  # fewer features are rotated
     assert torch.allclose(slot.inv_freq, patch.after[None].inv_freq[~rests], rtol=1e-5)
-    # and rows were moved: the new config over the old weights is another model
-    weights = load_file(first / "model.safetensors")
-    moved = load_file(tmp_path / "out" / "model.safetensors")
-    assert weights.keys() == moved.keys()
-    save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
-    wrong = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert not torch.allclose(logits(wrong), logits(model), atol=1e-3)
 
 
 def test_partial_form_in_shards_and_bfloat16_without_a_second_copy_of_the_weights(tmp_path, monkeypatch):

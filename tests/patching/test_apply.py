@@ -223,10 +223,9 @@ def test_a_lost_record_is_noticed():
     model = tiny_model()
     rope_patch.apply(model, "pi:factor=4")
     del model.config.rope_patch
-    with pytest.raises(PatchError, match="config"):
-        rope_patch.apply(model, "pi:factor=4")
-    with pytest.raises(PatchError, match="carries"):
-        rope_patch.verify(model)
+    for attempt in (rope_patch.verify, lambda model: rope_patch.apply(model, "pi:factor=4")):
+        with pytest.raises(PatchError, match="record"):
+            attempt(model)
 
 
 def test_double_precision():
@@ -359,15 +358,13 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 def test_dynamic_tables_are_refused_or_frozen():
     model = tiny_model(rope_parameters=DYNAMIC)
-    assert "changes with the length during generation" in str(rope_patch.inspect(model))
-    with pytest.raises(ValueError, match="freeze_at=LENGTH"):
+    with pytest.raises(ValueError, match="freeze_at"):
         rope_patch.apply(model, "default")
     reference, _ = ROPE_INIT_FUNCTIONS["dynamic"](model.config, seq_len=200)
     patch = rope_patch.apply(model, "default", freeze_at=200)
     assert torch.equal(patch.after[None].inv_freq, reference)
     assert patch.after[None].rope_type == "default"
-    rope_patch.verify(model)
-    with pytest.raises(ValueError, match="freeze_at"):
+    with pytest.raises(ValueError, match="dynamic"):
         rope_patch.apply(tiny_model(), "default", freeze_at=200)
 
 

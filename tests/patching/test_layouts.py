@@ -287,17 +287,6 @@ def test_angles_in_double_are_refused():
 
 
 @every_axes
-def test_identity_on_text_and_image_positions(family):
-    model = text_model(family)
-    text, image = hidden(model), hidden(model, image_positions())
-    assert not torch.allclose(text, image, atol=1e-5)
-    with rope_patch.patched(model, "default"):
-        assert module_of(model).layout.axes == 3
-        assert torch.equal(hidden(model), text) and torch.equal(hidden(model, image_positions()), image)
-    assert torch.equal(hidden(model, image_positions()), image)
-
-
-@every_axes
 @pytest.mark.parametrize(("method", "kind"), [("yarn:factor=4", "yarn"), ("pi:factor=4", "linear")])
 def test_scaled_tables_are_those_of_transformers_own_class_on_every_axis(family, method, kind):
     model = text_model(family)
@@ -312,9 +301,13 @@ def test_scaled_tables_are_those_of_transformers_own_class_on_every_axis(family,
 
 
 @every_axes
-def test_methods_keep_the_order_of_pairs_and_folders_reload(family, tmp_path):
+def test_identity_is_exact_methods_keep_the_order_of_pairs_and_folders_reload(family, tmp_path):
     model = text_model(family)
     before = hidden(model, image_positions())
+    assert not torch.allclose(hidden(model), before, atol=1e-5)
+    with rope_patch.patched(model, "default"):
+        assert module_of(model).layout.axes == 3
+        assert torch.equal(hidden(model, image_positions()), before)
     for method in ("p_rope:p=0.5", "abf:rope_theta=500000", "truncated", "nope"):
         with rope_patch.patched(model, method) as patch:
             after = hidden(model, image_positions())
