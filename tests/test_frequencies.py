@@ -1,5 +1,6 @@
 """The maths of a table, against transformers, scipy, brute force and the papers' printed numbers."""
 
+import functools
 import json
 import math
 from typing import Any
@@ -9,7 +10,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.special import sici
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -21,7 +21,7 @@ from rope_patch.frequencies import fingerprint, geometric, granularity, unrotate
 SHAPES = [(256, 1e4), (128, 5e5), (96, 1e6), (6, 1234.5), (2, 1e4)]
 
 
-def stock(rope_type: str, rotary_dim: int, rope_theta: float, *, context: int = 4096, **parameters: Any) -> Any:
+def stock(rope_type, rotary_dim, rope_theta, *, context=4096, **parameters):
     """What transformers computes for a rope type: (inv_freq, attention_scaling)."""
     seq_len = parameters.pop("seq_len", None)
     config = LlamaConfig(
@@ -34,7 +34,7 @@ def stock(rope_type: str, rotary_dim: int, rope_theta: float, *, context: int = 
     return ROPE_INIT_FUNCTIONS[rope_type](config, seq_len=seq_len)
 
 
-def ulps(a: Tensor, b: Tensor) -> Tensor:
+def ulps(a, b):
     """How many float32 numbers lie from a to b, elementwise; for numbers >= 0."""
     return (a.view(torch.int32) - b.view(torch.int32)).abs()
 
@@ -43,38 +43,34 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
-def test_geometric_is_transformers_own(rotary_dim: int, rope_theta: float) -> None:
+def test_geometric_is_transformers_own(rotary_dim, rope_theta):
     table = geometric(rope_theta, rotary_dim)
     assert table.dtype == torch.float32
     assert torch.equal(table, stock("default", rotary_dim, rope_theta)[0])
 
 
-def test_geometric_by_hand() -> None:
+def test_geometric_by_hand():
     # 10000 ** (-2i/8) = 10 ** -i; 16 ** (-2i/4) = 4 ** -i
     torch.testing.assert_close(geometric(1e4, 8), torch.tensor([1, 0.1, 0.01, 0.001]))
     assert geometric(16.0, 4).tolist() == [1, 0.25]
     # Barbero et al. print 500000 ** (-40/64) as 0.0001; it is 10 ** (-5.699 * 0.625) = 10 ** -3.562 = 2.74e-4
     assert geometric(5e5, 128)[40].item() == pytest.approx(2.74e-4, rel=1e-3)
-    # Xiong et al.: at d = 128 a base 50 times larger slows pair 1 by 50 ** (2/128) = 1.063, "only 6 %"
-    assert (geometric(1e4, 128)[1] / geometric(5e5, 128)[1]).item() == pytest.approx(1.063, abs=5e-4)
 
 
-@pytest.mark.parametrize("rotary_dim", [0, -2, 1, 7])
-def test_a_table_needs_whole_pairs(rotary_dim: int) -> None:
-    message = rf"rotary_dim must be even and positive \(features rotate in pairs\), got {rotary_dim}"
-    with pytest.raises(ValueError, match=message):
-        geometric(1e4, rotary_dim)
-    with pytest.raises(ValueError, match=message):
-        frequencies.yarn(1e4, rotary_dim, factor=2, context=64)
+@pytest.mark.parametrize("rotary_dim", [0, -2, 7])
+def test_a_table_needs_whole_pairs(rotary_dim):
+    for build in (geometric, functools.partial(frequencies.yarn, factor=2, context=64)):
+        with pytest.raises(ValueError, match="rotary_dim"):
+            build(1e4, rotary_dim)
 
 
 @pytest.mark.parametrize("rope_theta", [0.0, -1.0, math.inf, math.nan])
-def test_a_base_is_finite_and_positive(rope_theta: float) -> None:
-    with pytest.raises(ValueError, match=rf"rope_theta must be a finite number > 0, got {rope_theta}"):
+def test_a_base_is_finite_and_positive(rope_theta):
+    with pytest.raises(ValueError, match="rope_theta"):
         geometric(rope_theta, 8)
 
 
-def test_is_geometric() -> None:
+def test_is_geometric():
     table = geometric(1e4, 64)
     assert frequencies.is_geometric(table, 1e4)
     assert frequencies.is_geometric(torch.nextafter(table, torch.zeros(32)), 1e4)  # the last bit may differ
@@ -89,20 +85,20 @@ def test_is_geometric() -> None:
 # --- unrotated pairs, wavelengths, turns ------------------------------------------------------------------------------
 
 
-def test_pairs_below_1e20th_are_unrotated() -> None:
+def test_pairs_below_1e20th_are_unrotated():
     table = torch.tensor([1.0, 1.1e-20, 0.9e-20, 1e-32, 0.0])
     assert unrotated(table).tolist() == [False, False, True, True, True]
     assert zero_unrotated(table).tolist() == [*table[:2].tolist(), 0, 0, 0]
     assert table[2] > 0  # the argument is left alone
 
 
-def test_wavelength_is_the_period_in_tokens() -> None:
+def test_wavelength_is_the_period_in_tokens():
     # 2 pi / 0.5 = 4 pi; pi/4 rad/token comes round after 8 tokens; unrotated pairs never do, 1e-32 included
     lengths = frequencies.wavelength(torch.tensor([0.5, math.pi / 4, 0.0, 1e-32]))
     assert lengths.tolist() == pytest.approx([4 * math.pi, 8, math.inf, math.inf])
 
 
-def test_turns_against_the_numbers_of_the_paper() -> None:
+def test_turns_against_the_numbers_of_the_paper():
     # Barbero et al.: 128000 * 1e-4 / 2 pi = 2.04 turns of the slowest conceivable pair
     assert frequencies.turns(torch.tensor([1e-4]), 128000).item() == pytest.approx(2.0372, abs=1e-4)
     # Barbero et al.: g_119 (counted from 1) of Gemma 7B, head_dim 256, is 10000 ** (-2*118/256)
@@ -116,23 +112,7 @@ def test_turns_against_the_numbers_of_the_paper() -> None:
 # --- tables of the methods -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
-@pytest.mark.parametrize("factor", [2.0, 3.7])
-def test_linear_is_transformers_own(rotary_dim: int, rope_theta: float, factor: float) -> None:
-    assert torch.equal(
-        geometric(rope_theta, rotary_dim) / factor, stock("linear", rotary_dim, rope_theta, factor=factor)[0]
-    )
-
-
-@pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
-@pytest.mark.parametrize("p", [0.0, 0.25, 0.7, 1.0])
-def test_proportional_is_a_cut_plain_table(rotary_dim: int, rope_theta: float, p: float) -> None:
-    table = geometric(rope_theta, rotary_dim)
-    table[int(p * rotary_dim // 2) :] = 0
-    assert torch.equal(table, stock("proportional", rotary_dim, rope_theta, partial_rotary_factor=p)[0])
-
-
-def test_ntk_base_by_hand() -> None:
+def test_ntk_base_by_hand():
     # d = 8: factor ** (8/6); 8 ** (4/3) = 16 and 1000 ** (4/3) = 10000
     assert frequencies.ntk_theta(1e4, 8, 8) == pytest.approx(16e4)
     assert frequencies.ntk_theta(1e4, 1000, 8) == pytest.approx(1e8)
@@ -140,20 +120,6 @@ def test_ntk_base_by_hand() -> None:
     # what the exponent is for: the slowest pair is slowed by exactly the factor, the fastest not at all
     slowed = geometric(1e4, 128) / geometric(frequencies.ntk_theta(1e4, 4.0, 128), 128)
     assert slowed[[0, -1]].tolist() == pytest.approx([1, 4])
-
-
-def test_ntk_needs_two_pairs() -> None:
-    with pytest.raises(ValueError, match=r"NTK scaling needs rotary_dim >= 4, got 2"):
-        frequencies.ntk_theta(1e4, 4, 2)
-
-
-@pytest.mark.parametrize(("rotary_dim", "rope_theta"), [s for s in SHAPES if s[0] >= 4])
-@pytest.mark.parametrize("seq_len", [4097, 10000])
-@pytest.mark.parametrize("factor", [1.0, 2.5])
-def test_dynamic_at_a_fixed_length_is_ntk(rotary_dim: int, rope_theta: float, seq_len: int, factor: float) -> None:
-    grown = factor * seq_len / 4096 - (factor - 1)
-    table = geometric(frequencies.ntk_theta(rope_theta, grown, rotary_dim), rotary_dim)
-    assert torch.equal(table, stock("dynamic", rotary_dim, rope_theta, factor=factor, seq_len=seq_len)[0])
 
 
 YARNS: dict[str, dict[str, Any]] = {
@@ -173,7 +139,7 @@ YARNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", YARNS.values(), ids=YARNS)
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
 @pytest.mark.parametrize("context", [64, 4096])
-def test_yarn_is_transformers_own(rotary_dim: int, rope_theta: float, context: int, options: dict[str, Any]) -> None:
+def test_yarn_is_transformers_own(rotary_dim, rope_theta, context, options):
     table = frequencies.yarn(rope_theta, rotary_dim, context=context, **options)
     # the trained context is the original one: the stated one, 7 times longer here, plays no part
     reference, scaling = stock(
@@ -183,7 +149,7 @@ def test_yarn_is_transformers_own(rotary_dim: int, rope_theta: float, context: i
     assert frequencies.yarn_scaling(options["factor"]) == scaling
 
 
-def test_yarn_by_hand() -> None:
+def test_yarn_by_hand():
     # d = 8, base 1e4, L = 4096: pair i turns 651.9 / 10**i times, so one that turns b times sits at log10(651.9 / b):
     # 1.309 for b = 32 and 2.814 for b = 1. Outwards to 1 and 3: ramp 0 0 1/2 1.
     # pair 2: 0.01 * (1/2 + 1/2 / 4) = 0.00625; pair 3: 0.001 / 4
@@ -194,7 +160,7 @@ def test_yarn_by_hand() -> None:
     torch.testing.assert_close(table, torch.tensor([1, 0.1, 0.00656, 0.00025]), rtol=1e-3, atol=0)
 
 
-def test_yarn_ramp_is_not_the_papers() -> None:
+def test_yarn_ramp_is_not_the_papers():
     # The paper's is linear in turns, gamma = (turns - 1) / (32 - 1). At factor 4 the tables differ up to 1.73 times.
     plain = geometric(1e4, 128).double()
     gamma = ((4096 * plain / (2 * math.pi) - 1) / 31).clamp(0, 1)
@@ -205,33 +171,23 @@ def test_yarn_ramp_is_not_the_papers() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0, 40.0])
 @pytest.mark.parametrize("mscales", [(None, None), (1.0, None), (None, 1.0), (1.0, 0.5), (0.707, 1.0), (0.0, 1.0)])
-def test_yarn_scaling_is_transformers_own(factor: float, mscales: tuple[float | None, float | None]) -> None:
+def test_yarn_scaling_is_transformers_own(factor, mscales):
     given_keys = {k: v for k, v in zip(("mscale", "mscale_all_dim"), mscales, strict=True) if v is not None}
     _, scaling = stock("yarn", 64, 1e4, original_max_position_embeddings=1024, factor=factor, **given_keys)
     assert frequencies.yarn_scaling(factor, *mscales) == scaling
 
 
-def test_yarn_scaling_by_hand() -> None:
-    # ln 4 = 1.38629, ln 40 = 3.68888
-    assert frequencies.yarn_scaling(4.0) == pytest.approx(1.138629)
-    assert frequencies.yarn_scaling(40.0, 1.0, 0.5) == pytest.approx(1.368888 / 1.184444, abs=1e-6)
-    assert frequencies.yarn_scaling(1.0) == frequencies.yarn_scaling(0.25) == 1
-    assert frequencies.yarn_scaling(0.25, 1.0, 0.5) == 1
-
-
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
 @pytest.mark.parametrize(("factor", "low", "high"), [(8.0, 1.0, 4.0), (32.0, 1.0, 4.0), (3.0, 0.5, 17.0)])
 @pytest.mark.parametrize("context", [64, 8192])
-def test_llama3_is_transformers_own(
-    rotary_dim: int, rope_theta: float, factor: float, low: float, high: float, context: int
-) -> None:
+def test_llama3_is_transformers_own(rotary_dim, rope_theta, factor, low, high, context):
     smoothing = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
     table = frequencies.llama3(geometric(rope_theta, rotary_dim), context=context, **smoothing)
     reference, _ = stock("llama3", rotary_dim, rope_theta, original_max_position_embeddings=context, **smoothing)
     assert torch.equal(table, reference)
 
 
-def test_llama3_by_hand() -> None:
+def test_llama3_by_hand():
     # d = 8, base 1e4: wavelengths 6.283 * 10**i. Kept below 1024/4 = 256: pairs 0 and 1; an eighth above 1024: pair 3.
     # Pair 2: (1024/628.3 - 1) / (4 - 1) = 0.2099, and 0.01 * ((1 - 0.2099) / 8 + 0.2099) = 0.0030866
     table = frequencies.llama3(geometric(1e4, 8), factor=8, low_freq_factor=1, high_freq_factor=4, context=1024)
@@ -242,19 +198,19 @@ def test_llama3_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), SHAPES)
-def test_longrope_is_transformers_own(rotary_dim: int, rope_theta: float) -> None:
+def test_longrope_is_transformers_own(rotary_dim, rope_theta):
     for factors in ([1.0] * (rotary_dim // 2), [1 + 0.37 * i for i in range(rotary_dim // 2)]):
         assert torch.equal(frequencies.longrope(rope_theta, factors), rebuilt(factors, rope_theta))
 
 
-def rebuilt(factors: list[float], rope_theta: float) -> Tensor:
+def rebuilt(factors, rope_theta):
     """The table that transformers makes of factors that went through a config.json."""
     factors = json.loads(json.dumps(factors, allow_nan=False))
     pair = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 4096}
     return stock("longrope", 2 * len(factors), rope_theta, factor=1.0, attention_factor=1.0, **pair)[0]
 
 
-def smallest_error(target: Tensor, rope_theta: float) -> Tensor:
+def smallest_error(target, rope_theta):
     """The smallest error that any float32 factor within 30 ulps of the exact quotient leaves."""
     base = rope_theta ** (torch.arange(0, 2 * len(target), 2).float() / (2 * len(target)))
     quotient = (1 / (target.double() * base.double())).float().view(torch.int32)
@@ -275,18 +231,10 @@ TABLES = {
 
 
 @pytest.mark.parametrize(("table", "rope_theta"), TABLES.values(), ids=TABLES)
-def test_real_tables_survive_a_config_to_the_last_bit_but_one(table: Tensor, rope_theta: float) -> None:
+def test_real_tables_survive_a_config_to_the_last_bit_but_one(table, rope_theta):
     canonical = rebuilt(frequencies.longrope_factors(table, rope_theta), rope_theta)
     assert ulps(canonical, table).max() <= 1
     assert torch.equal((canonical - table).abs(), smallest_error(table, rope_theta))
-
-
-def test_the_quotient_itself_would_move_last_bits() -> None:
-    # Why the neighbours are searched: plain float32 quotients lose the last bit of some pairs of the plain table.
-    table = geometric(1e4, 64)
-    quotient = 1.0 / (table * 1e4 ** (torch.arange(0, 64, 2).float() / 64))
-    assert not torch.equal(rebuilt(quotient.tolist(), 1e4), table)
-    assert torch.equal(rebuilt(frequencies.longrope_factors(table, 1e4), 1e4), table)
 
 
 # Down to 2 ** -63 = 1.1e-19: at the boundary of 1e-20 the last bit decides whether a pair rotates.
@@ -298,7 +246,7 @@ any_table = st.lists(turning | resting, min_size=1, max_size=48).map(torch.tenso
 @settings(deadline=None, database=None, max_examples=60)
 @given(any_table, st.floats(2, 1e7) | st.sampled_from([1e4, 5e5, 1e6]))
 @example(torch.tensor([0.0, 1e-32, 9e-21, 1e-19, 1.0]), 1e4)
-def test_any_table_survives_a_config(table: Tensor, rope_theta: float) -> None:
+def test_any_table_survives_a_config(table, rope_theta):
     canonical = zero_unrotated(rebuilt(frequencies.longrope_factors(table, rope_theta), rope_theta))
     rests = table < 1e-20
     assert (canonical[rests] == 0).all()
@@ -311,7 +259,7 @@ def test_any_table_survives_a_config(table: Tensor, rope_theta: float) -> None:
     assert torch.equal(again, canonical)
 
 
-def test_unrotated_pairs_rebuild_as_exactly_zero() -> None:
+def test_unrotated_pairs_rebuild_as_exactly_zero():
     # 1e30, which llama.cpp uses, would rebuild as 1e-30 / base, not as 0. JSON has no Infinity.
     factors = frequencies.longrope_factors(torch.tensor([1.0, 0.0, 1e-32]), 1e4)
     assert factors[1:] == [1e39, 1e39]
@@ -323,7 +271,7 @@ def test_unrotated_pairs_rebuild_as_exactly_zero() -> None:
 # --- fingerprint -----------------------------------------------------------------------------------------------------
 
 
-def test_a_fingerprint_is_the_same_on_every_machine_and_in_every_version() -> None:
+def test_a_fingerprint_is_the_same_on_every_machine_and_in_every_version():
     # Little-endian float32 1, float32 0, float64 1, by hand:
     # printf '\x00\x00\x80\x3f\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\xf0\x3f' | sha256sum
     assert fingerprint(torch.tensor([1.0, 0.0]), 1.0) == "3d837f0a913b0fd0"
@@ -331,7 +279,7 @@ def test_a_fingerprint_is_the_same_on_every_machine_and_in_every_version() -> No
     assert fingerprint(torch.tensor([1.0, 0.0], dtype=torch.float64), 1.0) == "3d837f0a913b0fd0"
 
 
-def test_a_fingerprint_sees_the_last_bit_the_order_and_the_scaling() -> None:
+def test_a_fingerprint_sees_the_last_bit_the_order_and_the_scaling():
     table = geometric(1e4, 64)
     nudged = table.clone()
     nudged[17] = torch.nextafter(nudged[17], torch.tensor(0.0))
@@ -342,7 +290,7 @@ def test_a_fingerprint_sees_the_last_bit_the_order_and_the_scaling() -> None:
 # --- granularity -----------------------------------------------------------------------------------------------------
 
 
-def si_limit(alpha: float, base: float) -> float:
+def si_limit(alpha, base):
     """The mean of sin over alpha * base ** -u, u uniform on [0, 1], by scipy."""
     return float(sici(alpha)[0] - sici(alpha / base)[0]) / math.log(base)
 
@@ -356,51 +304,33 @@ GRANULARITIES = {
 
 
 @pytest.mark.parametrize(("options", "by_scipy", "limit", "table", "mean"), GRANULARITIES.values(), ids=GRANULARITIES)
-def test_granularity_golden(
-    options: dict[str, float], by_scipy: tuple[float, float], limit: float, table: Tensor, mean: float
-) -> None:
+def test_granularity_golden(options, by_scipy, limit, table, mean):
     assert frequencies.granularity_limit(1e4, **options) == pytest.approx(limit, abs=6e-6)
     assert frequencies.granularity_limit(1e4, **options) == pytest.approx(si_limit(*by_scipy), rel=1e-13)
     assert granularity(table) == pytest.approx(mean, abs=6e-6)
-    assert granularity(table) == pytest.approx(sum(map(math.sin, table.tolist())) / 64, rel=1e-12)
 
 
-def test_granularity_converges_to_its_limit() -> None:
+def test_granularity_converges_to_its_limit():
     # The mean does; the bare sum that the paper prints as C_d doubles with d.
     gaps = [abs(granularity(geometric(1e4, d) / 4) - si_limit(0.25, 1e4)) for d in (2**8, 2**12, 2**16)]
     assert gaps[0] > 10 * gaps[1] > 100 * gaps[2]
     assert gaps[2] < 1e-5
 
 
-def test_the_papers_approximations_of_the_limits() -> None:
-    # a / ln b = 0.25 / 9.2103 = 0.02714 and 1 / (ln b + ln beta) = 1 / (9.2103 + 3.9120) = 0.07621, printed 0.027 and
-    # 0.076: the exact limits are 0.4 % and 5.4 % lower (the latter approximation is 5.7 % high)
-    assert 0.25 / 9.2103 / frequencies.granularity_limit(1e4, factor=4.0) == pytest.approx(1.0036, abs=1e-4)
-    assert 1 / 13.1224 / frequencies.granularity_limit(1e4, beta=50.0) == pytest.approx(1.057, abs=1e-3)
-
-
 @pytest.mark.parametrize("factor", [0.125, 0.2, 0.5, 3.0, 1000.0])
 @pytest.mark.parametrize("base", [2.0, 1e6])
-def test_sine_integral_over_its_whole_range(factor: float, base: float) -> None:
+def test_sine_integral_over_its_whole_range(factor, base):
     # factor 1/8 is Si(8), the far end of the power series
     assert frequencies.granularity_limit(base, factor=factor) == pytest.approx(si_limit(1 / factor, base), rel=1e-11)
 
 
-@pytest.mark.parametrize("factor", [0.0, -1.0])
-def test_granularity_limit_needs_a_positive_factor(factor: float) -> None:
-    with pytest.raises(ValueError, match=f"factor must be > 0, got {factor}"):
-        frequencies.granularity_limit(1e4, factor=factor)
-
-
-@pytest.mark.parametrize("options", [{"factor": 0.1}, {"beta": 1e-4}, {"beta": 1e-5}])
-def test_granularity_limit_outside_its_range(options: dict[str, float]) -> None:
-    beta, factor = options.get("beta", 1.0), options.get("factor", 1.0)
-    message = rf"needs rope_theta \* beta > 1 and factor >= 1/8, got 10000.0 \* {beta} and {factor}"
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"factor": 0.0}, {"factor": 0.1}, {"beta": 1e-4}])
+def test_granularity_limit_outside_its_range(options):
+    with pytest.raises(ValueError, match="factor"):
         frequencies.granularity_limit(1e4, **options)
 
 
-def images(x: Tensor, rope_theta: float) -> Tensor:
+def images(x, rope_theta):
     """Rotate ``x`` to positions 6 and 7 with transformers' own modules; rows of complex pairs."""
     config = LlamaConfig(head_dim=len(x), rope_parameters={"rope_type": "default", "rope_theta": rope_theta})
     cos, sin = LlamaRotaryEmbedding(config)(x, torch.tensor([[6, 7]]))
@@ -409,7 +339,7 @@ def images(x: Tensor, rope_theta: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("rotary_dim", "rope_theta"), [(8, 1e4), (64, 1e4), (64, 5e5)])
-def test_granularity_is_the_sine_between_consecutive_images(rotary_dim: int, rope_theta: float) -> None:
+def test_granularity_is_the_sine_between_consecutive_images(rotary_dim, rope_theta):
     x = torch.randn(rotary_dim, generator=torch.Generator().manual_seed(0)) * torch.arange(1, rotary_dim + 1)
     image, next_image = images(x, rope_theta)
     product = (next_image * image.conj()).sum() / (image.abs().square().sum() * next_image.abs().square().sum()).sqrt()
@@ -420,46 +350,35 @@ def test_granularity_is_the_sine_between_consecutive_images(rotary_dim: int, rop
     assert float((share * table.double().cos()).sum()) == pytest.approx(product.real.item(), rel=1e-6)
 
 
-def test_granularity_of_equal_pairs_is_the_mean() -> None:
-    table = geometric(1e4, 8)
-    assert granularity(table, torch.tensor([3.0, 5, 0, 4, 4, 0, -5, 3])) == pytest.approx(granularity(table), rel=1e-12)
-    # all of x in pair 1, that is features 1 and 5: sin 0.1
-    one_pair = torch.tensor([0.0, 2, 0, 0, 0, 1, 0, 0])
-    assert granularity(table, one_pair) == pytest.approx(0.0998334, abs=1e-6)
+def test_granularity_of_one_pair_is_its_sine():
+    one_pair = torch.tensor([0.0, 2, 0, 0, 0, 1, 0, 0])  # pair 1, that is features 1 and 5: sin 0.1
+    assert granularity(geometric(1e4, 8), one_pair) == pytest.approx(0.0998334, abs=1e-6)
 
 
-vectors = st.lists(st.floats(-100, 100, width=32).filter(lambda v: abs(v) > 1e-3), min_size=16, max_size=16)
-
-
-def test_x_has_two_features_per_pair() -> None:
-    with pytest.raises(ValueError, match="x must hold 2 features per pair: expected 8, got 7"):
+def test_x_has_two_features_per_pair():
+    with pytest.raises(ValueError, match="features"):
         granularity(geometric(1e4, 8), torch.ones(7))
 
 
 # --- rotary offset features ------------------------------------------------------------------------------------------
 
-# Jonasson: context, rotary_dim, layers * heads, features, share under the bound, first such pair, mean lower bound
+# Jonasson: context, rotary_dim, layers * share under the bound, first such pair, mean lower bound
 JONASSON = {
-    "phi-1": (2048, 32, 24 * 32, 12288, 0.31, 11, 3.93),
-    "llama-2-7b": (4096, 128, 32 * 32, 65536, 0.28, 46, 4.19),
+    "phi-1": (2048, 32, 0.31, 11, 3.93),
+    "llama-2-7b": (4096, 128, 0.28, 46, 4.19),
 }
 
 
-@pytest.mark.parametrize(
-    ("context", "rotary_dim", "heads", "features", "share", "first", "angle"), JONASSON.values(), ids=JONASSON
-)
-def test_offset_bounds_against_the_table_of_the_paper(
-    context: int, rotary_dim: int, heads: int, features: int, share: float, first: int, angle: float
-) -> None:
+@pytest.mark.parametrize(("context", "rotary_dim", "share", "first", "angle"), JONASSON.values(), ids=JONASSON)
+def test_offset_bounds_against_the_table_of_the_paper(context, rotary_dim, share, first, angle):
     table = geometric(1e4, rotary_dim)
     under = table < frequencies.offset_frequency_bound(context)
-    assert heads * len(table) == features
     assert under.tolist() == [i >= first for i in range(len(table))]
     assert under.float().mean().item() == pytest.approx(share, abs=5e-3)
     assert frequencies.offset_angle_bound(table, context)[under].mean().item() == pytest.approx(angle, abs=5e-3)
 
 
-def test_offset_bounds_by_hand() -> None:
+def test_offset_bounds_by_hand():
     # Phi-1, L = 2048: f_10 = 10 ** -2.5 gives 6.476 rad (Jonasson prints 6.38), just above 2 pi; f_11 = 10 ** -2.75,
     # 3.642.
     # Angle bounds pi + L f / 2: 3.1416 + 3.238 = 6.380, beyond 2 pi so that no angle can exceed it, and 4.963.
@@ -467,34 +386,11 @@ def test_offset_bounds_by_hand() -> None:
     assert (2048 * table[10:12]).tolist() == pytest.approx([6.476, 3.642], abs=1e-3)
     assert frequencies.offset_angle_bound(table, 2048)[10:12].tolist() == pytest.approx([6.380, 4.963], abs=1e-3)
     assert frequencies.offset_angle_bound(torch.tensor([0.0, 1e-32]), 2048).tolist() == pytest.approx([math.pi] * 2)
-    # a pair below the bound never completes a turn, one above does
-    assert frequencies.turns(torch.tensor([0.99, 1.01]) * frequencies.offset_frequency_bound(2048), 2048).tolist() == (
-        pytest.approx([0.99, 1.01])
-    )
-
-
-def test_the_offset_bound_is_of_the_table_found() -> None:
-    # Llama-2 stretched to 131072 by YaRN: the table in use still has its 18 partial-cycle pairs, while the plain one
-    # has none, since its slowest pair turns 131072 * 1.155e-4 = 15.1 rad.
-    bound = frequencies.offset_frequency_bound(131072)
-    inv_freq, _ = stock("yarn", 128, 1e4, factor=32.0, original_max_position_embeddings=4096)
-    assert int((inv_freq < bound).sum()) == 18
-    assert int((geometric(1e4, 128) < bound).sum()) == 0
 
 
 @pytest.mark.parametrize("context", [0, -1])
-def test_offset_bounds_need_a_context(context: int) -> None:
-    with pytest.raises(ValueError, match=f"context must be positive, got {context}"):
+def test_offset_bounds_need_a_context(context):
+    with pytest.raises(ValueError, match="context"):
         frequencies.offset_frequency_bound(context)
-    with pytest.raises(ValueError, match=f"context must be positive, got {context}"):
+    with pytest.raises(ValueError, match="context"):
         frequencies.offset_angle_bound(geometric(1e4, 8), context)
-
-
-# --- once defects -----------------------------------------------------------------------------------------------------
-
-
-def test_longrope_factors_on_another_ambient_device() -> None:
-    table = geometric(777.0, 34)
-    with torch.device("meta"):
-        factors = frequencies.longrope_factors(table, 777.0)
-    assert factors == frequencies.longrope_factors(table, 777.0)

@@ -227,12 +227,6 @@ KV_CACHE = (
         "",
     ),
     Mutation(
-        "scale_of_a_tensor_is_one_for_each_head",
-        "rope_patch/kv_cache/schemes.py",
-        '"tensor": side.group * heads * max(features, 1)',
-        '"tensor": side.group * max(features, 1)',
-    ),
-    Mutation(
         "sliding_window_is_a_token_too_long",
         "rope_patch/kv_cache/attention.py",
         "hidden = (apart < 0) | (apart >= window)",

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import struct
 import tracemalloc
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from fresh import stock_logits
 from subsets import byte_level_llama
-from support.gguf_files import quantized, rewritten, saved, stated, write_toy
+from support.gguf_files import quantized, rewritten, stated, write_toy
 from tiny import LLAMA3, ids, logits, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch import PatchError
@@ -45,13 +45,10 @@ def base(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def llama3(tmp_path_factory):
-    """A folder with Llama 3.1's smoothing, and the GGUF that llama.cpp's converter writes of it: with factors."""
-    folder = tmp_path_factory.mktemp("llama3")
-    model = AutoModelForCausalLM.from_pretrained(
-        saved(folder / "model", rope_parameters=LLAMA3, max_position_embeddings=512)
-    )
+    """The GGUF that llama.cpp's converter writes of a model with Llama 3.1's smoothing: with factors."""
+    model = tiny_model(vocab_size=1024, rope_parameters=LLAMA3, max_position_embeddings=512)
     factors = geometric(1e4, 16) / model.model.rotary_emb.inv_freq
-    return folder / "model", write_toy(model, folder / "own.gguf", factors=factors)
+    return write_toy(model, tmp_path_factory.mktemp("llama3") / "own.gguf", factors=factors)
 
 
 @pytest.mark.parametrize("alignment", [32, 256])
@@ -92,39 +89,9 @@ def test_every_key_but_those_of_the_table_is_kept_in_its_place(base, tmp_path):
     assert [name for name in after if name in before] == list(before)
 
 
-def test_the_patched_file_computes_as_transformers_does_with_the_method(base, tmp_path):
-    patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf")
-    reference = AutoModelForCausalLM.from_pretrained(base.parent, gguf_file=base.name).eval()
-    plain = logits(reference, TOKENS)
-    rope_patch.apply(reference, "yarn:factor=4")
-    model = rope_patch.load(tmp_path / "out.gguf").eval()
-    assert torch.equal(logits(model, TOKENS), logits(reference, TOKENS))
-    assert not torch.allclose(plain, logits(reference, TOKENS), atol=1e-3)
-
-
-def test_a_factor_that_is_left_out_is_taken_from_the_target(base, tmp_path):
-    change = patch_gguf(base, "yarn", tmp_path / "out.gguf", target_length=192)
-    assert change.method == rope_patch.Yarn(factor=3)
-    with pytest.raises(ValueError, match="target_length 32 is shorter"):
-        patch_gguf(base, "yarn", tmp_path / "short.gguf", target_length=32)
-
-
-def test_a_method_on_llama_3s_own_factors_keeps_them(llama3, tmp_path):
-    """Zeroing pairs leaves the others smoothed, and the file knows which table it had."""
-    folder, own = llama3
-    patch_gguf(own, "p_rope:p=0.5", tmp_path / "out.gguf")
-    assert rope_patch.verify(tmp_path / "out.gguf").method == "p_rope:p=0.5"
-    smoothed = AutoModelForCausalLM.from_pretrained(folder)
-    rope_patch.apply(smoothed, "p_rope:p=0.5")
-    model = rope_patch.load(tmp_path / "out.gguf").eval()
-    assert torch.allclose(logits(model, TOKENS), logits(smoothed.eval(), TOKENS), atol=1e-5)
-    with pytest.raises(ValueError, match="yarn"):  # as on the checkpoint itself
-        patch_gguf(own, "yarn:factor=2", tmp_path / "no.gguf")
-
-
 def test_a_patched_file_is_patched_anew_only_where_asked(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "yarn.gguf")
-    with pytest.raises(PatchError, match="already patched with yarn:factor=4"):
+    with pytest.raises(PatchError, match="yarn:factor=4"):
         patch_gguf(tmp_path / "yarn.gguf", "pi:factor=2", tmp_path / "pi.gguf")
     patch_gguf(tmp_path / "yarn.gguf", "pi:factor=2", tmp_path / "pi.gguf", replace=True)
     patch_gguf(base, "pi:factor=2", tmp_path / "direct.gguf")
@@ -133,7 +100,7 @@ def test_a_patched_file_is_patched_anew_only_where_asked(base, tmp_path):
 
 def test_graphs_without_factors_take_another_base_alone(tmp_path):
     own = stated(tmp_path / "qwen3.gguf", "qwen3")
-    with pytest.raises(ValueError, match=r"graph for qwen3 reads no rotary factors .* base alone can be applied"):
+    with pytest.raises(ValueError, match="qwen3"):
         patch_gguf(own, "yarn:factor=4", tmp_path / "out.gguf")
     patch_gguf(own, "abf:rope_theta=50000", tmp_path / "out.gguf")
     assert keys(tmp_path / "out.gguf")["qwen3.rope.freq_base"] == 50000.0
@@ -161,7 +128,7 @@ def test_phi3_has_its_factors_in_two_tensors(tmp_path):
 
 @pytest.mark.parametrize("option", [{"layer_types": ["full_attention"]}, {"freeze_at": 64}, {"keep_edits": True}])
 def test_options_that_a_file_has_no_use_for(base, tmp_path, option):
-    with pytest.raises(ValueError, match="is patched as the one table it holds, without options such as --"):
+    with pytest.raises(ValueError, match="patched"):
         patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", **option)
 
 
@@ -171,16 +138,16 @@ def test_options_that_a_file_has_no_use_for(base, tmp_path, option):
 def test_places_it_does_not_write_to(base, tmp_path):
     own = tmp_path / "own.gguf"
     own.write_bytes(base.read_bytes())
-    with pytest.raises(ValueError, match="is the GGUF file itself"):
+    for source, out, error in (
+        (base, own, FileExistsError),
+        (base, tmp_path / "folder", ValueError),
+        (base, tmp_path / "nowhere" / "out.gguf", FileNotFoundError),
+        (tmp_path / "missing.gguf", tmp_path / "out.gguf", FileNotFoundError),
+    ):
+        with pytest.raises(error):
+            patch_gguf(source, "nope", out)
+    with pytest.raises(ValueError, match="itself"):
         patch_gguf(own, "nope", own, overwrite=True)
-    with pytest.raises(FileExistsError, match="--force"):
-        patch_gguf(base, "nope", own)
-    with pytest.raises(ValueError, match=r"must be a file \*\.gguf, got"):
-        patch_gguf(base, "nope", tmp_path / "folder")
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        patch_gguf(base, "nope", tmp_path / "nowhere" / "out.gguf")
-    with pytest.raises(FileNotFoundError, match="no file"):
-        patch_gguf(tmp_path / "missing.gguf", "nope", tmp_path / "out.gguf")
     assert own.read_bytes() == base.read_bytes() and [path.name for path in tmp_path.iterdir()] == ["own.gguf"]
 
 
@@ -188,16 +155,13 @@ def test_places_it_does_not_write_to(base, tmp_path):
 def test_a_truncated_file_is_refused(base, tmp_path, share):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(base.read_bytes()[: int(share * base.stat().st_size)])
-    with pytest.raises(ValueError, match="truncated or damaged"):
+    with pytest.raises(ValueError, match="truncated"):
         patch_gguf(cut, "nope", tmp_path / "out.gguf")
 
 
-def test_a_disk_that_is_full_or_fills_up_leaves_the_output_as_it_was(base, tmp_path, monkeypatch):
-    out, usage = tmp_path / "out.gguf", shutil.disk_usage(tmp_path)
+def test_a_disk_that_fills_up_leaves_the_output_as_it_was(base, tmp_path):
+    out = tmp_path / "out.gguf"
     out.write_bytes(b"precious")
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="needs"):
-        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
-        patch_gguf(base, "nope", out, overwrite=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (base.stat().st_size // 2, hard))
@@ -206,6 +170,12 @@ def test_a_disk_that_is_full_or_fills_up_leaves_the_output_as_it_was(base, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert out.read_bytes() == b"precious" and [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def test_a_disk_without_room_is_noticed_first(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    with pytest.raises(OSError, match="needs"):
+        patch_gguf(base, "nope", tmp_path / "out.gguf")
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
@@ -220,38 +190,28 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     assert (tmp_path / "out.gguf").stat().st_size > 48 * 2**20 > 3 * peak
 
 
-def test_an_interrupt_leaves_nothing(base, tmp_path):
-    def interrupt(written, total):
-        assert any(path.stat().st_size for path in tmp_path.iterdir())
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", on_bytes=interrupt)
-    assert not list(tmp_path.iterdir())
-
-
-def test_progress_ends_with_every_byte_of_the_tensors(base, tmp_path):
+def test_progress_ends_with_every_byte_and_an_interrupt_leaves_nothing(base, tmp_path):
     reports = []
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", on_bytes=lambda *counts: reports.append(counts))
     total = sum(tensor.n_bytes for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors)
     assert reports[-1] == (total, total) and reports == sorted(reports)
 
+    def interrupt(written, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        patch_gguf(base, "yarn:factor=4", tmp_path / "other.gguf", on_bytes=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
 
 def test_keys_that_ggufs_own_writer_refuses_are_kept(base, tmp_path):
-    """An empty array, and an array of arrays."""
-    import struct
-
-    def array(name, *content):
-        raw = struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", 9) + b"".join(content)
-        return Key.read(raw)
-
-    empty = array("some.empty", struct.pack("<IQ", 8, 0))
-    nested = array("some.nested", struct.pack("<IQ", 9, 2), *(struct.pack("<IQ2h", 3, 2, i, i + 1) for i in (1, 5)))
-    assert (empty.value, nested.value) == ([], [[1, 2], [5, 6]])
-    own = rewritten(base, tmp_path / "own.gguf", [empty, nested])
-    patch_gguf(own, "yarn:factor=4", tmp_path / "out.gguf")
-    assert open_gguf(tmp_path / "out.gguf").value("some.nested") == [[1, 2], [5, 6]]
-    assert empty.raw + nested.raw in (tmp_path / "out.gguf").read_bytes()
+    """An array of arrays: the name, the type 9, arrays of 2 numbers of the type 3."""
+    name, parts = "some.nested", [struct.pack("<IQ2h", 3, 2, i, i + 1) for i in (1, 5)]
+    nested = Key.read(struct.pack("<Q", len(name)) + name.encode() + struct.pack("<IIQ", 9, 9, 2) + b"".join(parts))
+    assert nested.value == [[1, 2], [5, 6]]
+    patch_gguf(rewritten(base, tmp_path / "own.gguf", [nested]), "yarn:factor=4", tmp_path / "out.gguf")
+    assert open_gguf(tmp_path / "out.gguf").value(name) == [[1, 2], [5, 6]]
+    assert nested.raw in (tmp_path / "out.gguf").read_bytes()
 
 
 def test_a_header_is_read_as_ggufs_own_reader_reads_it(base):
@@ -265,23 +225,22 @@ def test_a_header_is_read_as_ggufs_own_reader_reads_it(base):
 # --- restore
 
 
-@pytest.mark.parametrize("method", ["yarn:factor=4", "p_rope:p=0.5", "abf"])
-def test_restoring_gives_the_original_file_to_the_last_byte(base, tmp_path, method):
-    patch_gguf(base, method, tmp_path / "out.gguf", target_length=256)
-    assert (tmp_path / "out.gguf").read_bytes() != base.read_bytes()
+@pytest.fixture(scope="module")
+def linear(base, tmp_path_factory):
+    """A file of another tool, with scaling keys of its own."""
+    keys = [Key.of("llama.rope.scaling.type", "linear", "STRING"), Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32")]
+    return rewritten(base, tmp_path_factory.mktemp("linear") / "linear.gguf", keys)
+
+
+@pytest.mark.parametrize(
+    ("own", "method"), [("base", "yarn:factor=8"), ("base", "abf"), ("llama3", "p_rope"), ("linear", "p_rope")]
+)
+def test_restoring_gives_the_original_file_to_the_last_byte(request, tmp_path, own, method):
+    own = request.getfixturevalue(own)
+    patch_gguf(own, method, tmp_path / "out.gguf", target_length=512)
+    assert (tmp_path / "out.gguf").read_bytes() != own.read_bytes()
     restore_gguf(tmp_path / "out.gguf", tmp_path / "back.gguf")
-    assert (tmp_path / "back.gguf").read_bytes() == base.read_bytes()
-
-
-def test_restoring_gives_back_factors_and_scaling_keys_of_other_tools(base, llama3, tmp_path):
-    linear = [
-        Key.of("llama.rope.scaling.type", "linear", "STRING"),
-        Key.of("llama.rope.scaling.factor", 2.0, "FLOAT32"),
-    ]
-    for name, own in (("a", llama3[1]), ("b", rewritten(base, tmp_path / "linear.gguf", linear))):
-        patch_gguf(own, "p_rope:p=0.5", tmp_path / f"{name}.gguf")
-        restore_gguf(tmp_path / f"{name}.gguf", tmp_path / f"{name}-back.gguf")
-        assert (tmp_path / f"{name}-back.gguf").read_bytes() == own.read_bytes()
+    assert (tmp_path / "back.gguf").read_bytes() == own.read_bytes()
 
 
 def test_a_file_without_what_was_there_before_gets_its_recorded_base_table(base, tmp_path):
@@ -294,7 +253,7 @@ def test_a_file_without_what_was_there_before_gets_its_recorded_base_table(base,
 
 
 def test_a_file_that_is_not_patched_has_nothing_to_restore(base, tmp_path):
-    with pytest.raises(PatchError, match="carries no patch record: nothing to restore"):
+    with pytest.raises(PatchError, match="carries"):
         restore_gguf(base, tmp_path / "back.gguf")
 
 
@@ -302,7 +261,7 @@ def test_damage_to_what_was_there_before_is_named(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf")
     for text in ("no JSON", json.dumps({"keys": [[0, "AAAA"]], "tensors": []})):
         bad = rewritten(tmp_path / "out.gguf", tmp_path / "bad.gguf", [Key.of(BEFORE_KEY, text, "STRING")])
-        with pytest.raises(PatchError, match="what its patch kept of the table before it is damaged"):
+        with pytest.raises(PatchError, match="damaged"):
             restore_gguf(bad, tmp_path / "back.gguf")
 
 
@@ -312,20 +271,19 @@ def test_damage_to_what_was_there_before_is_named(base, tmp_path):
 def test_a_patched_file_is_verified(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf", target_length=256)
     verified = rope_patch.verify(tmp_path / "out.gguf")
-    assert verified.method == "yarn:factor=4" and "as recorded" in str(verified)
-    assert verified.weights == open_gguf(base).weights and str(verified).endswith(f"; {verified.weights} weights")
-    with pytest.raises(PatchError, match="carries no patch record: it is not patched"):
+    assert (verified.method, verified.weights) == ("yarn:factor=4", "Q4_1")
+    assert rope_patch.inspect(tmp_path / "out.gguf").checked
+    with pytest.raises(PatchError, match="record"):
         rope_patch.verify(base)
 
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        (Key.of("llama.rope.freq_base", 2e4, "FLOAT32"), "its patch record says another table"),
-        (Key.of("llama.rope.scaling.attn_factor", 1.2, "FLOAT32"), "its patch record says another table"),
-        (Key.of("llama.context_length", 128, "UINT32"), "context_length is 128, the record says 256"),
-        (Key.of("llama.context_length", 512, "UINT32"), "context_length is 512, the record says 256"),
-        (Key.of(RECORD_KEY, "{}", "STRING"), "its patch record cannot be read"),
+        (Key.of("llama.rope.freq_base", 2e4, "FLOAT32"), "another table"),
+        (Key.of("llama.rope.scaling.attn_factor", 1.2, "FLOAT32"), "another table"),
+        (Key.of("llama.context_length", 512, "UINT32"), "512"),
+        (Key.of(RECORD_KEY, "{}", "STRING"), "read"),
     ],
 )
 def test_a_changed_key_is_found(base, tmp_path, key, message):
@@ -342,7 +300,7 @@ def test_a_changed_factor_is_found(base, tmp_path):
         for p in open_gguf(tmp_path / "out.gguf").pieces
     ]
     changed = rewritten(tmp_path / "out.gguf", tmp_path / "changed.gguf", pieces=pieces)
-    with pytest.raises(PatchError, match="its patch record says another table: yarn:factor=4"):
+    with pytest.raises(PatchError, match="yarn:factor=4"):
         rope_patch.verify(changed)
     assert not rope_patch.inspect(changed).checked
 
@@ -352,31 +310,11 @@ def test_another_table_before_the_patch_is_found(base, tmp_path):
     patch_gguf(base, "yarn:factor=4", tmp_path / "out.gguf")
     patch_gguf(other, "yarn:factor=4", tmp_path / "out2.gguf")
     kept = open_gguf(tmp_path / "out2.gguf").keys[BEFORE_KEY]
-    with pytest.raises(PatchError, match="base table: the file keeps"):
+    with pytest.raises(PatchError, match="table"):
         rope_patch.verify(rewritten(tmp_path / "out.gguf", tmp_path / "mixed.gguf", [kept]))
 
 
-@pytest.mark.parametrize(("method", "kind"), [("yarn:factor=4", "yarn"), ("p_rope:p=0.5", "proportional")])
-def test_inspect_says_that_the_table_is_the_recorded_one(base, tmp_path, method, kind):
-    change = patch_gguf(base, method, tmp_path / "out.gguf")
-    shown = str(rope_patch.inspect(tmp_path / "out.gguf"))
-    assert "the table is equal to the recorded table within 1e-6" in shown
-    assert f"GGUF: {kind}, " in shown and change.record.tables["all"].hash in shown and "Q4_1 weights" in shown
-
-
 # --- models that came from a file
-
-
-def test_a_model_of_transformers_own_reader_is_saved_as_a_plain_folder(base, tmp_path):
-    """Which transformers itself refuses to save; another process, without this package, loads it."""
-    model = AutoModelForCausalLM.from_pretrained(base.parent, gguf_file=base.name).eval()
-    rope_patch.apply(model, "yarn:factor=4")
-    expected = logits(model, TOKENS)
-    with pytest.raises(ValueError, match="not serializable"):
-        model.save_pretrained(tmp_path / "refused")
-    rope_patch.save(model, tmp_path / "saved")
-    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), "hf_quantizer")
-    assert torch.equal(stock_logits(tmp_path, TOKENS, "saved")["saved"], expected)
 
 
 @byte_level_llama

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 import rope_patch
 from rope_patch.checkpoints.gguf_file import Key, write_gguf
 from rope_patch.checkpoints.gguf_reader import read_once
-from rope_patch.checkpoints.reading import load_config, read_tokenizer
 from rope_patch.exporting import export
 
 
@@ -46,12 +45,6 @@ def headers(monkeypatch):
 )
 def test_a_header_is_read_once(file, tmp_path, headers, use):
     use(file, tmp_path / "out")
-    assert len(headers) == 1
-
-
-def test_a_config_a_model_and_a_tokenizer_in_one_block_share_a_header(file, headers):
-    with read_once(file):
-        load_config(file), rope_patch.load(file), read_tokenizer(file)
     assert len(headers) == 1
 
 

@@ -31,52 +31,30 @@ def saved(tmp_path_factory):
 # --- what is no checkpoint --------------------------------------------------------------------------------------------
 
 
-EXPECTED = (
-    "give a folder with config.json, an adapter's folder with adapter_config.json, a GGUF file, or a hub id such as "
-    "org/name"
-)
-
-
 @pytest.mark.parametrize("call", [rope_patch.load, rope_patch.inspect, rope_patch.verify])
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("script.py", "script.py is a file"),
-        ("empty", "empty has no config.json or adapter_config.json"),
-        *((name, f"no folder {name}") for name in ("./nowhere", "~/nowhere", "/no/where", "no/where/else", "nowhere/")),
-    ],
-)
-def test_what_is_no_checkpoint_on_this_disk_is_refused_without_asking_the_hub(
-    call, source, reason, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("source", ["script.py", "empty", "./nowhere", "~/nowhere", "no/where/else", "nowhere/"])
+def test_what_is_no_checkpoint_on_this_disk_is_refused_without_asking_the_hub(call, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").touch()
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr("rope_patch.checkpoints.adapters.cached_file", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=source):
         call(source)
-    assert str(error.value) == f"{reason}: {EXPECTED}"
-
-
-def test_a_folder_without_an_adapter_is_refused_as_one(tmp_path, saved):
-    with pytest.raises(ValueError) as error:
-        rope_patch.load_adapter(rope_patch.load(saved / "base"), tmp_path)
-    expected = "an adapter's folder with adapter_config.json, or a hub id such as org/name"
-    assert str(error.value) == f"{tmp_path} has no adapter_config.json: give {expected}"
 
 
 def test_a_name_with_one_slash_is_looked_up_on_the_hub(monkeypatch):
     asked = []
     monkeypatch.setattr("rope_patch.checkpoints.adapters.cached_file", lambda name, *_, **__: asked.append(name))
-    with pytest.raises(OSError, match="cannot load no/where from the hub"):
+    with pytest.raises(OSError, match="no/where"):
         rope_patch.inspect("no/where")
     assert asked == ["no/where"]
 
 
-def test_a_gguf_file_in_the_place_of_an_adapter_is_named_one(tmp_path, saved):
+@pytest.mark.parametrize("name", [".", "model.gguf"])
+def test_what_is_no_adapter_is_refused_as_one(tmp_path, saved, name):
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(ValueError, match=r"model.gguf is a GGUF file: give an adapter's folder with"):
-        rope_patch.load_adapter(rope_patch.load(saved / "patched"), tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match="adapter"):
+        rope_patch.load_adapter(rope_patch.load(saved / "patched"), tmp_path / name)
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
@@ -91,12 +69,9 @@ def test_load_takes_the_options_of_apply_by_name(saved):
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("yarn", {"target_lenght": 4}, r"load takes no target_lenght=\. Did you mean target_length=\?"),
-        ("yarn", {"factor": 4}, r"load takes no factor=: .*Write it into the method: load\(source, 'yarn:factor=4'\)"),
-        ("yarn:factor=4", {"beta_fast": 16.0}, r"load\(source, 'METHOD:beta_fast=16'\)"),
-        ("p_rope", {"p": 0.5}, r"a method \(p_rope, p_rope_reversed, partial\)\. .*load\(source, 'p_rope:p=0.5'\)"),
-        (None, {"factor": 4}, r"longrope\)\. .*load\(source, 'METHOD:factor=4'\)"),
-        (None, {"values": [1.0, 0.5]}, r"load\(source, 'METHOD:values=1/0.5'\)"),
+        ("yarn", {"target_lenght": 4}, "target_length"),
+        ("yarn", {"factor": 4}, "yarn:factor=4"),
+        (None, {"values": [1.0, 0.5]}, "METHOD:values=1/0.5"),
     ],
 )
 def test_load_refuses_a_parameter_of_a_method(saved, method, options, message):
@@ -110,12 +85,12 @@ def test_load_passes_every_option_of_from_pretrained_on(saved):
 
 
 def test_load_refuses_options_of_a_patch_without_a_method(saved):
-    with pytest.raises(ValueError, match=r"target_length goes with a method: load\(source, 'yarn', target_length="):
+    with pytest.raises(ValueError, match="target_length="):
         rope_patch.load(saved / "base", target_length=128)
 
 
 def test_load_refuses_a_bad_method_before_it_reads_the_model():
-    with pytest.raises(ValueError, match="unknown method 'prope'"):
+    with pytest.raises(ValueError, match="unknown"):
         rope_patch.load("nowhere", "prope")
 
 
@@ -131,34 +106,24 @@ def test_inspect_finds_the_same_in_a_model_its_folder_and_an_adapter(saved):
     assert rope_patch.inspect(saved / "base").tables[0].fingerprint not in tables
 
 
-def test_inspect_prints_nothing_has_a_short_repr_and_shows_its_tables_when_printed(saved, capsys):
-    inspection = rope_patch.inspect(saved / "patched")
-    assert capsys.readouterr().out == ""
-    assert repr(inspection) == "<Inspection of LlamaForCausalLM: patched with yarn:factor=4, 1 table, 1 warning>"
-    assert str(inspection).startswith("LlamaForCausalLM: patched, yarn:factor=4\n  model.rotary_emb: yarn, 8 pairs")
-    assert repr(rope_patch.inspect(saved / "base")) == "<Inspection of LlamaForCausalLM: not patched, 1 table>"
-
-
-def test_a_repr_is_one_short_line_for_a_table_of_any_length(saved):
+def test_results_have_a_repr_of_one_short_line_and_show_their_tables_when_printed(saved):
     values = "/".join(str(1 / (i + 1)) for i in range(8))
     model = rope_patch.load(saved / "base", f"table:values={values}")
     for result in (rope_patch.inspect(model), rope_patch.verify(model)):
         assert len(repr(result)) < 150 and "\n" not in repr(result)
+    assert "8 pairs" in str(rope_patch.inspect(saved / "patched"))
 
 
 def test_verify_takes_a_model_a_folder_and_an_adapter(saved):
-    model = rope_patch.load(saved / "patched")
-    records = [rope_patch.verify(source).record for source in (model, saved / "patched", saved / "adapter")]
-    assert records[0] == records[1] == records[2]
-    verification = rope_patch.verify(saved / "patched")
-    assert repr(verification) == f"<Verification of {saved / 'patched'}: patched with yarn:factor=4, as recorded>"
-    assert str(verification).endswith(f"as recorded (tables: all {verification.tables['all'].hash})")
+    sources = (rope_patch.load(saved / "patched"), saved / "patched", saved / "adapter")
+    first, *others = (rope_patch.verify(source).record for source in sources)
+    assert others == [first, first]
 
 
 def test_verify_refuses_what_carries_no_patch(saved):
-    with pytest.raises(PatchError, match="carries no patch record"):
+    with pytest.raises(PatchError, match="carries"):
         rope_patch.verify(saved / "base")
-    with pytest.raises(ValueError, match="record= goes with a model in memory"):
+    with pytest.raises(ValueError, match="record="):
         rope_patch.verify(saved / "base", rope_patch.verify(saved / "patched").record)
 
 
@@ -185,45 +150,39 @@ def test_save_leaves_the_tokenizer_out_when_told_so(tmp_path):
     assert not list((tmp_path / "out").glob("*token*"))
 
 
-def test_save_saves_a_tokenizer_that_is_given_in_place_of_the_known_one(tmp_path):
-    given = AutoTokenizer.from_pretrained(LLAMA)
-    given.add_tokens(["<given>"])
-    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out", tokenizer=given)
-    assert "<given>" in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
-
-
-def test_save_leaves_a_tokenizer_alone_that_is_in_the_folder_already(tmp_path):
+@pytest.mark.parametrize("given", [True, False], ids=["given", "in the folder already"])
+def test_save_keeps_a_tokenizer_that_is_given_or_in_the_folder_already(tmp_path, given):
     own = AutoTokenizer.from_pretrained(LLAMA)
     own.add_tokens(["<own>"])
-    own.save_pretrained(tmp_path / "out")
-    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out")
+    if not given:
+        own.save_pretrained(tmp_path / "out")
+    rope_patch.save(rope_patch.load(LLAMA, "pi:factor=2"), tmp_path / "out", tokenizer=own if given else None)
     assert "<own>" in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
 
 
 def test_save_takes_no_tokenizer_of_another_vocabulary(tmp_path):
     model = rope_patch.load(LLAMA, "pi:factor=2")
     model.resize_token_embeddings(model.config.vocab_size + 8)
-    with pytest.warns(UserWarning, match=r"is not saved beside it. Give the model's own with tokenizer="):
+    with pytest.warns(UserWarning, match="tokenizer="):
         rope_patch.save(model, tmp_path / "out")
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_save_takes_the_tokenizer_of_a_hub_model_from_the_local_cache_alone(tmp_path, monkeypatch):
-    commit = "0" * 40
-    snapshot = tmp_path / "cache" / "models--someone--llama" / "snapshots" / commit
+    snapshot = tmp_path / "cache" / "models--someone--llama" / "snapshots" / ("0" * 40)
     shutil.copytree(LLAMA, snapshot)
     (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(commit)
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     model = rope_patch.load(LLAMA, "pi:factor=2")
-    for name, expected in (("someone/llama", True), ("someone/unknown", False), ("", False)):
-        model.config.name_or_path = name
-        rope_patch.save(model, tmp_path / f"out-{expected}-{len(name)}")
-        assert (tmp_path / f"out-{expected}-{len(name)}" / "tokenizer.json").exists() == expected
+    for name in ("llama", "unknown"):
+        model.config.name_or_path = f"someone/{name}"
+        rope_patch.save(model, tmp_path / name)
+        assert (tmp_path / name / "tokenizer.json").exists() == (name == "llama")
 
 
 def test_save_refuses_what_is_no_tokenizer_before_it_writes(saved, tmp_path):
-    with pytest.raises(TypeError, match="tokenizer must be a tokenizer of transformers, False, or left out"):
+    with pytest.raises(TypeError, match="transformers"):
         rope_patch.save(rope_patch.load(saved / "patched"), tmp_path / "out", tokenizer="llama")
     assert not (tmp_path / "out").exists()
 

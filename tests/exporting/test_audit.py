@@ -30,7 +30,7 @@ OLMO3 = Olmo3Config(**SIZE, layer_types=["sliding_attention", "full_attention"],
 BUNDLED = rope_patch.data_path("assets") / "llama"
 
 
-def written(folder: Path, family: str = "llama", **changes: Any) -> Path:
+def written(folder, family="llama", **changes):
     """A checkpoint as plain transformers saves it, with other keys in its config.json."""
     model = AutoModelForCausalLM.from_config(OLMO3) if family == "olmo3" else tiny_model(family)
     model.save_pretrained(folder)
@@ -40,22 +40,22 @@ def written(folder: Path, family: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def patched(folder: Path, method: str, family: str = "llama", **options: Any) -> Path:
+def patched(folder, method, family="llama", **options):
     model = tiny_model(family)
     rope_patch.apply(model, method, **options)
     rope_patch.save(model, folder)
     return folder
 
 
-def rows(source: Path, program: str) -> dict[str | None, Any]:
+def rows(source, program):
     return {row.layer_type: row for row in audit(source, [program]).rows if row.program == program}
 
 
-def verdicts(source: Path) -> dict[str, str]:
+def verdicts(source):
     return {row.program: row.verdict for row in audit(source).rows if row.layer_type is None}
 
 
-def says(verdict: str, reason: str = "", **numbers: float) -> tuple[str, str, dict[str, float]]:
+def says(verdict, reason="", **numbers):
     """What is expected of a row: its verdict, a part of its reasons, and numbers of its table."""
     return verdict, reason, numbers
 
@@ -68,7 +68,7 @@ WHOLE = {"max_position_embeddings": 256}
 TOP = {"rope_parameters": None, "rope_theta": 1e4}
 
 
-def without(parameters: dict[str, Any], *keys: str) -> dict[str, Any]:
+def without(parameters, *keys):
     return {key: value for key, value in parameters.items() if key not in keys}
 
 
@@ -97,11 +97,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
         "llama",
         {"rope_parameters": YARN | {"factor": 3.0}, **WHOLE},
         {"vllm": says("differs", difference=0.0, positions=192)},
-    ),
-    "positions are rounded up": (
-        "llama",
-        {"rope_parameters": YARN | {"factor": 3.7}, "max_position_embeddings": 236},
-        {"vllm": says("agrees", positions=237)},
     ),
     "a context that is multiplied": (
         "llama",
@@ -157,11 +152,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
         {"rope_parameters": LINEAR | {"factor": 4}},
         dict.fromkeys(("vllm", "vllm-0.29", "sglang"), says("refuses", "write 4.0")),
     ),
-    "two names of a type that disagree": (
-        "llama",
-        {"rope_parameters": YARN | {"type": "linear"}},
-        {"vllm": says("refuses")},
-    ),
     "YaRN without its original context": (
         "llama",
         {"rope_parameters": without(YARN, "original_max_position_embeddings")},
@@ -171,11 +161,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
         "llama",
         TOP | {"rope_scaling": without(LLAMA3, "rope_theta", "original_max_position_embeddings")},
         {"transformers-4": says("refuses", "original_max_position_embeddings")},
-    ),
-    "longrope without its original context": (
-        "llama",
-        TOP | {"rope_scaling": without(LISTS, "rope_type", "rope_theta") | {"type": "longrope"}},
-        {"transformers-4": says("refuses")},
     ),
     "a key of YaRN that only some engines know": (
         "llama",
@@ -187,11 +172,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[str, str, dict[str, 
             "sglang": says("differs", fastest=0.5 * 1 + 0.5 / 4),
             "llama.cpp": says("agrees"),
         },
-    ),
-    "llama.cpp reads the older name of a type": (
-        "llama",
-        {"rope_parameters": without(LLAMA3, "rope_type") | {"type": "llama3"}},
-        {"llama.cpp": says("agrees")},
     ),
     "llama.cpp's converter writes factors for Llama, not for Qwen": (
         "qwen3",
@@ -291,24 +271,18 @@ def test_a_gemma_3_file_whose_sliding_layers_are_scaled_too_is_caught(tmp_path):
 
 
 def test_a_share_on_which_attention_fails_is_said(tmp_path):
-    """transformers builds YaRN for a share of each head, and attention of these families turns whole heads."""
-    for family in ("llama", "qwen2"):
-        folder = written(tmp_path / family, family, rope_parameters=YARN | {"partial_rotary_factor": 0.5})
-        with pytest.raises(RuntimeError, match="size of tensor"):
-            AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
-        first = audit(folder).rows[0]
-        assert (first.program, first.verdict, len(first.built.inv_freq)) == ("transformers-5", "refuses", 4)
-        assert "builds 4 of 8 pairs for partial_rotary_factor" in first.reasons[0]
-    printed = invoke(folder)
-    assert printed.exit_code == 3
-    assert "take partial_rotary_factor out of config.json" in printed.stdout
-    AutoModelForCausalLM.from_config(PhiConfig(**SIZE)).save_pretrained(
-        tmp_path / "phi"
-    )  # whose attention turns a share
-    assert audit(tmp_path / "phi").rows[0].verdict == "reference"
+    """transformers builds YaRN for a share of each head, and attention of Llama turns whole heads."""
+    folder = written(tmp_path / "llama", rope_parameters=YARN | {"partial_rotary_factor": 0.5})
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
+    first = audit(folder).rows[0]
+    assert (first.program, first.verdict, len(first.built.inv_freq)) == ("transformers-5", "refuses", 4)
+    assert invoke(folder).exit_code == 3
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
-    AutoConfig.for_model("glm4_moe", **SIZE, **experts).save_pretrained(tmp_path / "experts")
-    assert audit(tmp_path / "experts").rows[0].verdict == "reference"  # whose experts cannot run without weights
+    AutoModelForCausalLM.from_config(PhiConfig(**SIZE)).save_pretrained(tmp_path / "phi")  # it turns a share
+    AutoConfig.for_model("glm4_moe", **SIZE, **experts).save_pretrained(tmp_path / "experts")  # cannot run on meta
+    for name in ("phi", "experts"):
+        assert audit(tmp_path / name).rows[0].verdict == "reference"
 
 
 def test_sglang_reads_olmo_3_at_the_top_of_its_config(tmp_path):
@@ -333,20 +307,16 @@ def test_sglang_reads_olmo_3_at_the_top_of_its_config(tmp_path):
 
 def test_olmo_3_is_exported_to_sglang_with_one_base(tmp_path):
     base = written(tmp_path / "base", "olmo3")
-    written_as = export(base, tmp_path / "out", to="sglang", method="yarn:factor=4", target_length=256)
-    assert written_as["checked_against"] == PROGRAMS["sglang"].version
+    export(base, tmp_path / "out", to="sglang", method="yarn:factor=4", target_length=256)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["rope_theta"], config["rope_scaling"]["rope_type"]) == (500000.0, "yarn")  # the base of OLMo 3
-    for program in ("sglang", "transformers-4"):
-        assert {row.verdict for row in rows(tmp_path / "out", program).values()} == {"agrees"}, program
-    assert rope_patch.inspect(rope_patch.load(tmp_path / "out")).method == "yarn:factor=4"
     both = ("full_attention", "sliding_attention")
     export(base, tmp_path / "abf", to="sglang", method="abf:rope_theta=1000000", layer_types=both)
-    assert {row.verdict for row in rows(tmp_path / "abf", "sglang").values()} == {"agrees"}
-    with pytest.raises(ValueError, match="has one rope_theta for all layers of olmo3"):
-        export(base, tmp_path / "no", to="sglang", method="abf:rope_theta=1000000", layer_types=both[:1])
-    with pytest.raises(ValueError, match="nothing but rope_theta on the sliding_attention table of olmo3"):
-        export(base, tmp_path / "no", to="sglang", method="pi:factor=4", layer_types=both)
+    for folder, program in (("out", "sglang"), ("out", "transformers-4"), ("abf", "sglang")):
+        assert {row.verdict for row in rows(tmp_path / folder, program).values()} == {"agrees"}, program
+    for method, kinds in (("abf:rope_theta=1000000", both[:1]), ("pi:factor=4", both)):
+        with pytest.raises(ValueError, match="rope_theta"):
+            export(base, tmp_path / "no", to="sglang", method=method, layer_types=kinds)
 
 
 def test_a_family_that_was_not_compared_is_unverified(tmp_path):
@@ -371,16 +341,14 @@ def test_a_gguf_file_is_read_from_its_header(tmp_path):
     patch_gguf(plain, "yarn:factor=4", tmp_path / "yarn.gguf")
     found = audit(tmp_path / "yarn.gguf")
     read = {row.program: row for row in found.rows}
-    assert read["llama.cpp"].verdict == "reference"
-    assert read["transformers-5"].verdict == "differs" and "takes the base" in read["transformers-5"].reasons[0]
-    assert found.agrees
+    told = {name: read[name].verdict for name in ("llama.cpp", "transformers-5", "vllm")}
+    assert told == {"llama.cpp": "reference", "transformers-5": "differs", "vllm": "unverified"}
+    assert found.agrees and found.method == "yarn:factor=4"
+    assert read["llama.cpp"].built.attention_scaling == pytest.approx(YARN_SCALING)
     assert [row.verdict for row in audit(plain, ["llama.cpp"]).rows] == ["reference", "agrees"]
-    assert read["llama.cpp"].built.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
-    assert read["vllm"].verdict == "unverified"
-    assert found.method == "yarn:factor=4"
 
 
-def invoke(*words: str | Path) -> Any:
+def invoke(*words):
     return CliRunner().invoke(cli.app, ["audit", *map(str, words)], catch_exceptions=False)
 
 
@@ -388,40 +356,26 @@ def test_the_exit_status_says_whether_they_agree(tmp_path):
     folder = patched(tmp_path / "p", "p_rope:p=0.5", "qwen2")
     assert invoke(folder, "--engine", "vllm").exit_code == 0
     differs = invoke(folder, "--engine", "vllm", "--engine", "sglang")
-    assert differs.exit_code == 3
-    assert f"fix: rope-patch export {folder} --to sglang -o FOLDER" in differs.stdout
+    assert differs.exit_code == 3 and f"export {folder} --to sglang" in differs.stdout
 
 
 def test_the_side_of_a_change_that_a_version_stands_on_is_printed(tmp_path):
     yarn = YARN | {"attention_factor": 1.5}
     folder = written(tmp_path, rope_parameters=yarn, rope_scaling=yarn, rope_theta=1e4, max_position_embeddings=256)
     printed = invoke(folder, "--engine", "vllm", "--engine", "vllm-0.29").stdout
-    assert "note: vLLM (0.29.0): before PR #56446" in printed
-    assert "vLLM (0.33.0): after" not in printed  # which agrees
-    sides = [row["about_version"] for row in json.loads(invoke(folder, "--json").stdout)["rows"]]
-    assert sides[0] is None
-    assert any((side or "").startswith("after PR #56446") for side in sides)
+    assert "before PR #56446" in printed and "after PR" not in printed  # vllm agrees
 
 
 def test_json_holds_every_row(tmp_path):
     found = json.loads(invoke(patched(tmp_path / "p", "p_rope:p=0.5"), "--json").stdout)
     assert [row["program"] for row in found["rows"]] == ["transformers-5", *PROGRAMS]
-    assert found["agrees"] is False
     first = found["rows"][0]
     assert (first["pairs"], first["unrotated"], first["context"], first["layers"]) == (8, 4, 64, [0, 1])
-    assert first["table"] == rope_patch.inspect(tmp_path / "p").tables[0].fingerprint
-
-
-def test_layers_are_printed_as_ranges(tmp_path):
-    printed = invoke(patched(tmp_path / "g", "abf", "gemma3", target_length=256), "--engine", "vllm").stdout
-    assert "full_attention (layer 1)" in printed
-    assert "sliding_attention (layer 0)" in printed
+    assert found["agrees"] is False
 
 
 def test_wrong_arguments_say_what_to_do(tmp_path, monkeypatch, capsys):
-    assert "unknown engine 'tgi'. Known: transformers-4, vllm" in fail(
-        monkeypatch, capsys, "audit", BUNDLED, "--engine", "tgi"
-    )
+    assert "vllm" in fail(monkeypatch, capsys, "audit", BUNDLED, "--engine", "tgi")
     assert "nowhere" in fail(monkeypatch, capsys, "audit", tmp_path / "nowhere")
 
 

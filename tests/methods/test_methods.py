@@ -6,15 +6,10 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from lm_eval.utils import simple_parse_args_string
 from transformers import LlamaConfig, PhiConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -76,13 +71,13 @@ EVERY_FORM = [form for forms in FORMS.values() for form in forms]
 
 
 def slot(
-    rope_type: str = "default",
+    rope_type="default",
     *,
-    head_dim: int = 8,
-    rope_theta: float = 1e4,
-    context: int = 4096,
-    **parameters: Any,
-) -> RotaryTable:
+    head_dim=8,
+    rope_theta=1e4,
+    context=4096,
+    **parameters,
+):
     """A table as transformers builds it. By default 1, 0.1, 0.01, 0.001 rad/token, trained on 4096 tokens."""
     encoded = {"rope_type": rope_type, "rope_theta": rope_theta, **parameters}
     rotary = LlamaRotaryEmbedding(
@@ -100,79 +95,68 @@ def slot(
     )
 
 
-def llama3_slot(head_dim: int = 32) -> RotaryTable:
+def llama3_slot(head_dim=32):
     smoothing = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return slot("llama3", head_dim=head_dim, original_max_position_embeddings=512, **smoothing)
 
 
-def yarn_slot(head_dim: int = 32) -> RotaryTable:
+def yarn_slot(head_dim=32):
     return slot("yarn", head_dim=head_dim, factor=4.0, original_max_position_embeddings=1024)
 
 
-def linear_slot(head_dim: int = 32) -> RotaryTable:
+def linear_slot(head_dim=32):
     return slot("linear", head_dim=head_dim, factor=2.0)
 
 
 SCALED = pytest.mark.parametrize("make_slot", [llama3_slot, yarn_slot, linear_slot], ids=["llama3", "yarn", "linear"])
 
 
-def check_table(after: RotaryTable, by_hand: list[float], scaling: float = 1.0) -> None:
+def check_table(after, by_hand, scaling=1.0):
     """Compare with numbers worked out by hand; zeros are exact."""
     torch.testing.assert_close(after.inv_freq, torch.tensor(by_hand, dtype=torch.float32), rtol=1e-5, atol=0)
     assert after.attention_scaling == pytest.approx(scaling, rel=1e-6)
 
 
-def same(a: RotaryTable, b: RotaryTable) -> bool:
+def same(a, b):
     return torch.equal(a.inv_freq, b.inv_freq) and a.attention_scaling == b.attention_scaling
 
 
 # --- every method ----------------------------------------------------------------------------------------------------
 
 
-def test_every_method_has_its_forms() -> None:
+def test_every_method_has_its_forms():
     assert list(FORMS) == list(METHODS)
 
 
 @ALL
-def test_a_method_needs_no_parameters(method: type[Method]) -> None:
+def test_a_method_needs_no_parameters(method):
     assert METHODS[method.name] is method
     assert type(parse(method.name)) is method
     assert parse(method.name) == create(method.name) == from_dict({"method": method.name}) == method()
 
 
 @pytest.mark.parametrize("form", EVERY_FORM)
-def test_a_form_reads_back_in_every_notation(form: str) -> None:
+def test_a_form_reads_back_in_every_notation(form):
     method = parse(form)
     assert str(method) == form
-    assert parse(str(method)) == method
-    assert from_dict(json.loads(json.dumps(method.to_dict(), allow_nan=False))) == method
     assert as_method(form) == as_method(method) == as_method(method.to_dict()) == as_method([method]) == method
     assert hash(parse(form)) == hash(method)
     assert eval(repr(method)) == method
 
 
 @ALL
-def test_defaults_read_back_too(method: type[Method]) -> None:
-    assert parse(str(method())) == method()
-    assert from_dict(json.loads(json.dumps(method().to_dict()))) == method()
-    assert method().to_dict()["method"] == method.name
-
-
-@ALL
-def test_a_method_cannot_be_changed(method: type[Method]) -> None:
-    instance = method()
-    for field in dataclasses.fields(instance):
+def test_a_method_cannot_be_changed(method):
+    for name in ("p", *(field.name for field in dataclasses.fields(method))):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(instance, field.name, 1)
-    assert {instance: "found"}[method()] == "found"
+            setattr(method(), name, 1)
 
 
-def test_methods_with_other_parameters_are_not_equal() -> None:
+def test_methods_with_other_parameters_are_not_equal():
     assert len({parse(form) for form in EVERY_FORM}) == len(EVERY_FORM)
 
 
 @pytest.mark.parametrize("form", EVERY_FORM + [name for name in METHODS if name not in SCALING])
-def test_a_method_leaves_a_float32_table_of_the_same_length_and_the_argument_alone(form: str) -> None:
+def test_a_method_leaves_a_float32_table_of_the_same_length_and_the_argument_alone(form):
     base_slot = slot()
     before = base_slot.inv_freq.clone()
     after = parse(form)(base_slot)
@@ -184,7 +168,7 @@ def test_a_method_leaves_a_float32_table_of_the_same_length_and_the_argument_alo
 
 
 @pytest.mark.parametrize(("one", "other"), [forms for forms in FORMS.values() if len(forms) == 2])
-def test_two_parameter_values_in_one_process(one: str, other: str) -> None:
+def test_two_parameter_values_in_one_process(one, other):
     base_slot = slot()
     first, second = parse(one)(base_slot), parse(other)(base_slot)
     assert not torch.equal(first.inv_freq, second.inv_freq)
@@ -207,7 +191,7 @@ NATIVE = {
 
 
 @pytest.mark.parametrize("form", EVERY_FORM)
-def test_the_native_encoding_is_what_transformers_builds_the_same_table_from(form: str) -> None:
+def test_the_native_encoding_is_what_transformers_builds_the_same_table_from(form):
     method = parse(form)
     after = method(slot())
     encoded = after.rope_parameters
@@ -220,15 +204,7 @@ def test_the_native_encoding_is_what_transformers_builds_the_same_table_from(for
     assert (after.rope_type, after.rope_theta) == (encoded["rope_type"], encoded["rope_theta"])
 
 
-@pytest.mark.parametrize("form", [*(FORMS[name][0] for name in SCALING if name in NATIVE), "abf", "longrope", "p_rope"])
-@pytest.mark.parametrize(("head_dim", "rope_theta", "context"), [(64, 1e4, 2048), (128, 5e5, 8192), (96, 1e6, 32768)])
-def test_native_encodings_of_larger_tables(form: str, head_dim: int, rope_theta: float, context: int) -> None:
-    after = parse(form)(slot(head_dim=head_dim, rope_theta=rope_theta, context=context))
-    assert after.rope_parameters is not None
-    assert same(slot(head_dim=head_dim, context=context, **after.rope_parameters), after)
-
-
-def test_keys_of_the_models_own_are_kept_in_an_encoding() -> None:
+def test_keys_of_the_models_own_are_kept_in_an_encoding():
     base_slot = dataclasses.replace(slot(), other_keys={"partial_rotary_factor": 0.4, "mrope_section": [1, 2, 1]})
     assert PI(factor=2.0)(base_slot).rope_parameters == {
         "partial_rotary_factor": 0.4,
@@ -247,22 +223,15 @@ def test_keys_of_the_models_own_are_kept_in_an_encoding() -> None:
 @pytest.mark.parametrize(
     "form", ["default", "p_rope:p=1", "p_rope_reversed:p=1", "table", "truncated:context=1000000", "cope:share=0"]
 )
-def test_identities_return_the_very_slot(form: str, make_slot: Callable[..., RotaryTable]) -> None:
+def test_identities_return_the_very_slot(form, make_slot):
     base_slot = make_slot(head_dim=32)
     assert parse(form)(base_slot) is base_slot
-
-
-@pytest.mark.parametrize("make_slot", [slot, llama3_slot, yarn_slot, linear_slot])
-def test_longrope_and_table_as_identities_are_bit_exact(make_slot: Callable[..., RotaryTable]) -> None:
-    base_slot = make_slot(head_dim=32)
-    assert same(LongRope()(base_slot), base_slot)
-    assert same(Table(values=base_slot.inv_freq.tolist())(base_slot), base_slot)
 
 
 @pytest.mark.parametrize(
     "form", ["partial:p=1", "abf:factor=1", "pi:factor=1", "ntk:factor=1", "mrrope:factor=1", "abf:rope_theta=10000"]
 )
-def test_identities_of_a_plain_table(form: str) -> None:
+def test_identities_of_a_plain_table(form):
     base_slot = slot(head_dim=64)
     assert same(parse(form)(base_slot), base_slot)
 
@@ -270,28 +239,25 @@ def test_identities_of_a_plain_table(form: str) -> None:
 # --- each method -----------------------------------------------------------------------------------------------------
 
 
-def test_nope_zeroes_every_frequency() -> None:
+def test_nope_zeroes_every_frequency():
     after = NoPE()(slot())
     check_table(after, [0, 0, 0, 0])
-    check_table(NoPE()(slot(head_dim=256)), [0] * 128)
     assert NoPE()(after) is after
     assert same(PRope(p=0)(slot()), after)
 
 
-def test_the_temperature_of_nope_multiplies_logits() -> None:
+def test_the_temperature_of_nope_multiplies_logits():
     # logits are multiplied by 1 + 0.5 ln 8 = 2.0397208, cos and sin by its root 1.4281879
     after = NoPE(factor=8, temperature=0.5)(slot())
     check_table(after, [0, 0, 0, 0], 1.4281879)
     assert (after.rope_type, after.rope_parameters) == ("custom", None)
     check_table(parse("yarn:factor=4+nope:factor=8:temperature=0.5")(slot()), [0, 0, 0, 0], 1.4281879 * 1.138629)
-    message = "factor and temperature come together: .*, got factor 8.0 and temperature 0"
-    with pytest.raises(ValueError, match=message):
-        NoPE(factor=8)
-    with pytest.raises(ValueError, match=r"got factor None and temperature 0\.5"):
-        NoPE(temperature=0.5)
+    for wrong in ({"factor": 8}, {"temperature": 0.5}):
+        with pytest.raises(ValueError, match="together"):
+            NoPE(**wrong)
 
 
-def test_p_rope_by_hand() -> None:
+def test_p_rope_by_hand():
     # int(0.75 * 8 // 2) = 3 and int(0.5 * 8 // 2) = 2 of the four pairs turn, the fastest
     check_table(PRope()(slot()), [1, 0.1, 0.01, 0])
     check_table(PRope(p=0.5)(slot()), [1, 0.1, 0, 0])
@@ -303,18 +269,12 @@ def test_p_rope_by_hand() -> None:
     [
         (0.7, 128, 1e4, 44),  # 0.7 * 128 = 89.6, // 2 = 44
         (0.25, 256, 1e4, 32),
-        (0.7, 96, 1e4, 33),
-        (0.99, 64, 1e4, 31),
         # In these shapes the beginning of the whole table differs from transformers' table in the last bit.
         (0.75, 128, 1e6, 48),
-        (0.9, 128, 1e6, 57),
-        (0.75, 80, 1e5, 30),
         (0.5, 96, 5e5, 24),
     ],
 )
-def test_p_rope_is_the_table_of_transformers_to_the_last_bit(
-    p: float, head_dim: int, theta: float, rotating: int
-) -> None:
+def test_p_rope_is_the_table_of_transformers_to_the_last_bit(p, head_dim, theta, rotating):
     config = LlamaConfig(
         head_dim=head_dim,
         rope_parameters={"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": p},
@@ -324,7 +284,7 @@ def test_p_rope_is_the_table_of_transformers_to_the_last_bit(
     assert int((after.inv_freq > 0).sum()) == rotating
 
 
-def test_p_rope_of_a_scaled_table_keeps_the_scaling() -> None:
+def test_p_rope_of_a_scaled_table_keeps_the_scaling():
     base_slot = yarn_slot()
     after = PRope(p=0.5)(base_slot)
     assert torch.equal(after.inv_freq[:8], base_slot.inv_freq[:8])
@@ -333,13 +293,13 @@ def test_p_rope_of_a_scaled_table_keeps_the_scaling() -> None:
     assert (after.rope_type, after.rope_parameters) == ("custom", None)  # proportional has no scaling
 
 
-def test_p_rope_reversed_by_hand() -> None:
+def test_p_rope_reversed_by_hand():
     check_table(PRopeReversed()(slot()), [0, 0.1, 0.01, 0.001])
     check_table(PRopeReversed(p=0.49)(slot()), [0, 0, 0, 0.001])  # floor, as in p_rope
     check_table(PRopeReversed(p=0)(slot()), [0, 0, 0, 0])
 
 
-def test_partial_by_hand() -> None:
+def test_partial_by_hand():
     # p = 0.5: two pairs over 4 features, 10000 ** -0 and 10000 ** (-2/4) = 0.01
     check_table(Partial(p=0.5)(slot()), [1, 0.01, 0, 0])
     # p = 0.75: 10000 ** (-2i/6) = 1, 0.0464159, 0.00215443
@@ -349,7 +309,7 @@ def test_partial_by_hand() -> None:
 
 
 @pytest.mark.parametrize("p", [0.25, 0.5])
-def test_partial_turns_as_phi_does(p: float) -> None:
+def test_partial_turns_as_phi_does(p):
     config = PhiConfig(
         hidden_size=64,
         num_attention_heads=1,
@@ -363,14 +323,14 @@ def test_partial_turns_as_phi_does(p: float) -> None:
 
 
 @pytest.mark.parametrize("p", [0.25, 0.7])
-def test_p_rope_is_partial_rotary_of_a_smaller_base(p: float) -> None:
+def test_p_rope_is_partial_rotary_of_a_smaller_base(p):
     # MATH.md: base theta ** (2r/d), r = int(p * d // 2)
     rotating = int(p * 64 // 2)
     smaller = slot(head_dim=64, rope_theta=1e4 ** (2 * rotating / 64))
     torch.testing.assert_close(Partial(p=p)(smaller).inv_freq, PRope(p=p)(slot(head_dim=64)).inv_freq)
 
 
-def test_abf_by_hand() -> None:
+def test_abf_by_hand():
     # base 1e8: 10 ** (-2i); ten thousand times the base found is the same
     check_table(ABF(rope_theta=1e8)(slot()), [1, 1e-2, 1e-4, 1e-6])
     check_table(ABF(factor=1e4)(slot()), [1, 1e-2, 1e-4, 1e-6])
@@ -378,47 +338,39 @@ def test_abf_by_hand() -> None:
     assert ABF(factor=50)(slot()).rope_theta == ABF()(slot()).rope_theta == 500000
 
 
-def test_pi_by_hand() -> None:
+def test_pi_by_hand():
     check_table(PI(factor=4)(slot()), [0.25, 0.025, 0.0025, 0.00025])
     check_table(PI(factor=1)(slot()), [1, 0.1, 0.01, 0.001])
 
 
-def test_pi_divides_a_scaled_table_as_found() -> None:
+def test_pi_divides_a_scaled_table_as_found():
     base_slot = yarn_slot()
     after = PI(factor=2)(base_slot)
     assert torch.equal(after.inv_freq, base_slot.inv_freq / 2)
     assert after.attention_scaling == base_slot.attention_scaling
     assert (after.rope_type, after.rope_parameters) == ("custom", None)
-    from_scratch = PI(factor=2, replace_scaling=True)(base_slot)
-    assert torch.equal(from_scratch.inv_freq, slot(head_dim=32).inv_freq / 2)
-    assert (from_scratch.attention_scaling, from_scratch.rope_type) == (1, "linear")
 
 
-def test_a_second_pi_is_refused_unless_it_replaces_the_first() -> None:
-    message = re.escape(
-        "model.rotary_emb is already interpolated (rope_type 'linear', factor 2.0): a second pi would multiply the "
-        "factors. Pass replace_scaling=True with the whole factor."
-    )
-    with pytest.raises(ValueError, match=message):
-        PI(factor=4)(linear_slot())
-    with pytest.raises(ValueError, match=message):
-        parse("pi:factor=2+pi:factor=4")(slot())
+def test_a_second_pi_is_refused_unless_it_replaces_the_first():
+    for call in (lambda: PI(factor=4)(linear_slot()), lambda: parse("pi:factor=2+pi:factor=4")(slot())):
+        with pytest.raises(ValueError, match="replace_scaling"):
+            call()
     assert torch.equal(PI(factor=4, replace_scaling=True)(linear_slot()).inv_freq, slot(head_dim=32).inv_freq / 4)
 
 
-def test_pairs_slower_than_1e20th_become_unrotated() -> None:
+def test_pairs_slower_than_1e20th_become_unrotated():
     # 2e18 slows 1, 0.1, 0.01, 0.001 to 5e-19, 5e-20 and two below 1e-20
     check_table(PI(factor=2e18)(slot()), [5e-19, 5e-20, 0, 0])
 
 
-def test_ntk_by_hand() -> None:
+def test_ntk_by_hand():
     # base 10000 * 8 ** (8/6) = 160000 = 20 ** 4: 20 ** -i; the slowest is slowed by 8
     check_table(NTK(factor=8)(slot()), [1, 0.05, 0.0025, 0.001 / 8])
     # 1000 ** (4/3) = 10000: base 1e8
     check_table(NTK(factor=1000)(slot()), [1, 1e-2, 1e-4, 1e-6])
 
 
-def test_yarn_by_hand() -> None:
+def test_yarn_by_hand():
     # tests/test_frequencies.py works the table out; 0.1 ln 4 + 1 = 1.138629
     check_table(Yarn(factor=4)(slot()), [1, 0.1, 0.00625, 0.00025], 1.138629)
     check_table(Yarn(factor=1)(slot()), [1, 0.1, 0.01, 0.001], 1)  # no scaling at factor 1
@@ -427,7 +379,7 @@ def test_yarn_by_hand() -> None:
     assert Yarn(factor=40, mscale=1, mscale_all_dim=0.5)(slot()).attention_scaling == pytest.approx(1.155722, rel=1e-6)
 
 
-def test_yarn_ramps_over_the_context_before_scaling() -> None:
+def test_yarn_ramps_over_the_context_before_scaling():
     # In 41 tokens pair i turns 6.525 / 10**i times. The ramp's ends, log10(6.525 / 32) = -0.69 and log10(6.525) = 0.81,
     # become 0 and 1, rounded outwards and clamped: all but pair 0 are divided by 4.
     after = Yarn(factor=4, original_max_position_embeddings=41)(slot())
@@ -437,29 +389,13 @@ def test_yarn_ramps_over_the_context_before_scaling() -> None:
     assert same(Yarn(factor=4)(short), after)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"factor": 4.0},
-        {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0},
-        {"factor": 40.0, "mscale": 0.707},
-        {"factor": 1.0, "mscale": 2.0, "mscale_all_dim": 1.0},
-        {"factor": 8.0, "attention_factor": 1.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
-    ],
-    ids=str,
-)
-def test_yarn_is_transformers_own(options: dict[str, Any]) -> None:
-    reference = slot("yarn", head_dim=128, rope_theta=5e5, original_max_position_embeddings=4096, **options)
-    assert same(Yarn(**options)(slot(head_dim=128, rope_theta=5e5)), reference)
-
-
 @pytest.mark.parametrize("method", [Yarn, MrRope])
-def test_yarn_and_mrrope_need_a_base_above_one(method: type[Yarn | MrRope]) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{method.name} needs rope_theta > 1, got 1.0")):
+def test_yarn_and_mrrope_need_a_base_above_one(method):
+    with pytest.raises(ValueError, match="rope_theta"):
         method(factor=4)(slot(rope_theta=1.0))
 
 
-def test_mrrope_by_hand() -> None:
+def test_mrrope_by_hand():
     # In 4096 tokens pair i turns 651.9 / 10**i times. The ends, log10(651.9 / 32) = 1.31 and log10(651.9) = 2.81,
     # become 1 and 3: pair 2 is divided by 8 ** (1*2 / (2*3)) = 2, pair 3 by 8. 0.1 ln 8 + 1 = 1.2079442
     check_table(MrRope(factor=8)(slot()), [1, 0.1, 0.005, 0.000125], 1.2079442)
@@ -468,34 +404,35 @@ def test_mrrope_by_hand() -> None:
     check_table(wider, [1, 0.057735027, 0.0019245009, 0.001 / 27], 1.5)
 
 
-def test_mrrope_whose_ends_meet_divides_what_lies_behind() -> None:
+def test_mrrope_whose_ends_meet_divides_what_lies_behind():
     # In 41 tokens pair i turns 6.525 / 10**i times: both ends, clamped, are 0 for turns of 32 and 7.
     check_table(MrRope(factor=4, beta_slow=7)(slot(context=41)), [1, 0.025, 0.0025, 0.00025], 1.138629)
 
 
-def test_mrrope_of_a_published_shape() -> None:
+def test_mrrope_of_a_published_shape():
     # Llama-2, 4096 tokens: ends floor(20.94) = 20 and ceil(45.03) = 46, n = 26, n (n + 1) = 702. Pair 33: t = 13
     divisors = slot(head_dim=128).inv_freq / MrRope(factor=16)(slot(head_dim=128)).inv_freq
     expected = [1.0, 16 ** (1 * 2 / 702), 16 ** (13 * 14 / 702), 16 ** (25 * 26 / 702), 16.0, 16.0]
     torch.testing.assert_close(divisors[[20, 21, 33, 45, 46, 63]], torch.tensor(expected), rtol=1e-6, atol=0)
 
 
-def test_resonance_by_hand() -> None:
+def test_resonance_by_hand():
     # wavelengths 6.28, 62.8, 628.3, 6283.2 become 6, 63, 628, 6283
     check_table(Resonance()(slot()), [2 * math.pi / n for n in (6, 63, 628, 6283)])
     assert Resonance()(Resonance()(slot())).inv_freq.tolist() == Resonance()(slot()).inv_freq.tolist()
 
 
-def test_resonance_keeps_unrotated_pairs_and_the_scaling() -> None:
+def test_resonance_keeps_unrotated_pairs_and_the_scaling():
     check_table(parse("p_rope:p=0.5+resonance")(slot()), [2 * math.pi / 6, 2 * math.pi / 63, 0, 0])
     assert parse("yarn:factor=4+resonance")(slot()).attention_scaling == Yarn(factor=4)(slot()).attention_scaling
 
 
-def test_cope_by_hand() -> None:
+def test_cope_by_hand():
     # three of four pairs: (1 + cos 0) / 2 = 1, (1 + cos(pi / 2)) / 2 = 1/2, (1 + cos pi) / 2 = 0
     check_table(CoPE(share=0.75)(slot()), [1, 0.1, 0.005, 0])
     check_table(CoPE(share=1)(slot()), [1, 0.075, 0.0025, 0])
     check_table(CoPE(share=0.5)(slot()), [1, 0.1, 0.01, 0])
+    check_table(CoPE(share=0.3)(slot()), [1, 0.1, 0.01, 0.001])  # of one pair nothing fades
     check_table(CoPE(share=0.7)(slot()), [1, 0.1, 0.005, 0])  # 2.8 pairs are three
     # 20 of 64 pairs, as the paper fades: the middle two are pairs 53 and 54, at pi * 9/19 and pi * 10/19
     faded = (CoPE()(slot(head_dim=128)).inv_freq / slot(head_dim=128).inv_freq).tolist()
@@ -504,20 +441,14 @@ def test_cope_by_hand() -> None:
     assert faded[63] == 0
 
 
-@pytest.mark.parametrize("share", [0, 0.25, 0.3])
-def test_cope_of_fewer_than_two_pairs_changes_nothing(share: float) -> None:
-    base_slot = slot()
-    assert CoPE(share=share)(base_slot) is base_slot
-
-
-def test_llama3_by_hand() -> None:
+def test_llama3_by_hand():
     # L = 4096: wavelengths 6.28, 62.8, 628 < 1024 are kept, 6283 > 4096 is stretched by 8
     check_table(Llama3(factor=8)(slot()), [1, 0.1, 0.01, 0.000125])
     # L = 1024: see tests/test_frequencies.py
     check_table(Llama3(factor=8, original_max_position_embeddings=1024)(slot()), [1, 0.1, 0.003086761, 0.000125])
 
 
-def test_longrope_by_hand() -> None:
+def test_longrope_by_hand():
     check_table(LongRope(factors=(1, 2, 4, 1e39))(slot()), [1, 0.05, 0.0025, 0])
     check_table(LongRope(factors=(2, 2, 4, 1), attention_factor=1.5)(slot()), [0.5, 0.05, 0.0025, 0.001], 1.5)
     # sqrt(1 + ln 8 / ln 4096) = sqrt(1 + 3/12) = 1.118034
@@ -525,15 +456,7 @@ def test_longrope_by_hand() -> None:
     assert LongRope(factor=0.5)(slot()).attention_scaling == 1
 
 
-@pytest.mark.parametrize("factor", [1.0, 8.0])
-def test_longrope_is_transformers_own(factor: float) -> None:
-    factors = [1 + 0.37 * i for i in range(16)]
-    lists = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": 4096}
-    reference = slot("longrope", head_dim=32, factor=factor, **lists)
-    assert same(LongRope(factors=factors, factor=factor)(slot(head_dim=32)), reference)
-
-
-def test_longrope_writes_one_list_and_one_length_so_that_nothing_switches() -> None:
+def test_longrope_writes_one_list_and_one_length_so_that_nothing_switches():
     encoded = dict(LongRope(factors=(1, 2, 4, 8), attention_factor=1.5)(slot()).rope_parameters or {})
     assert encoded["short_factor"] == encoded["long_factor"] == [1, 2, 4, 8]
     assert encoded["original_max_position_embeddings"] == 4096
@@ -541,7 +464,7 @@ def test_longrope_writes_one_list_and_one_length_so_that_nothing_switches() -> N
     assert not {"short_mscale", "long_mscale"} & dict(LongRope()(slot()).rope_parameters or {}).keys()
 
 
-def test_longrope_of_a_scaled_table_divides_it_as_found() -> None:
+def test_longrope_of_a_scaled_table_divides_it_as_found():
     base_slot = yarn_slot()
     after = LongRope(factors=[2.0] * 16, factor=8)(base_slot)
     assert torch.equal(after.inv_freq, base_slot.inv_freq / 2)
@@ -551,19 +474,15 @@ def test_longrope_of_a_scaled_table_divides_it_as_found() -> None:
     assert LongRope(attention_factor=1.5)(base_slot).attention_scaling == 1.5
 
 
-def test_truncated_at_a_context_by_hand() -> None:
+def test_truncated_at_a_context_by_hand():
     # 2 pi / 100 = 0.0628: 0.01 and 0.001 never complete a turn. 2 pi / 4096 = 0.00153: 0.001 does not.
     check_table(Truncated(context=100)(slot()), [1, 0.1, 0, 0])
     check_table(Truncated()(slot()), [1, 0.1, 0.01, 0])
-    check_table(Truncated()(slot(context=100)), [1, 0.1, 0, 0])
-
-
-def test_truncated_starts_from_the_context_before_scaling() -> None:
-    # 2 pi / 100 again, whatever length the scaled checkpoint states
+    # the context before scaling, whatever length the scaled checkpoint states
     check_table(Truncated()(dataclasses.replace(slot(), original_max_position_embeddings=100)), [1, 0.1, 0, 0])
 
 
-def test_truncated_at_cutoffs_by_hand() -> None:
+def test_truncated_at_cutoffs_by_hand():
     check_table(Truncated(cutoff_low=0.005, cutoff_high=0.05, floor=0.02)(slot()), [1, 0.1, 0.02, 0])
     check_table(Truncated(cutoff_low=0.005, cutoff_high=0.05)(slot()), [1, 0.1, 0, 0])
     # exactly at the cutoffs: f = high is kept, f = low is zeroed
@@ -572,7 +491,7 @@ def test_truncated_at_cutoffs_by_hand() -> None:
     check_table(Truncated(cutoff_low=0.25, cutoff_high=0.25, floor=0.2)(base_slot), [1, 0.5, 0.25, 0])
 
 
-def test_table_by_hand() -> None:
+def test_table_by_hand():
     check_table(Table(values=(1, 0.5, 1e-21, 0))(slot()), [1, 0.5, 0, 0])
     check_table(Table(attention_scaling=1.25)(slot()), [1, 0.1, 0.01, 0.001], 1.25)
     base_slot = yarn_slot(head_dim=8)
@@ -584,151 +503,72 @@ def test_table_by_hand() -> None:
 REPLACING = ["partial", "abf", "ntk", "yarn", "mrrope", "llama3"]
 
 
-def test_replace_scaling_is_a_parameter_of_these_and_of_pi() -> None:
+def test_replace_scaling_is_a_parameter_of_these_and_of_pi():
     takes = [name for name, cls in METHODS.items() if "replace_scaling" in {f.name for f in dataclasses.fields(cls)}]
     assert sorted(takes) == sorted([*REPLACING, "pi"])
 
 
 @SCALED
 @pytest.mark.parametrize("name", REPLACING)
-def test_a_scaled_table_is_not_recomputed_unasked(name: str, make_slot: Callable[..., RotaryTable]) -> None:
-    message = (
-        f"{name} recomputes the table from rope_theta, but model.rotary_emb is already scaled or not geometric "
-        f"(rope_type {make_slot().rope_type!r}). Pass replace_scaling=True to drop that scaling first."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_a_scaled_table_is_not_recomputed_unasked(name, make_slot):
+    with pytest.raises(ValueError, match="replace_scaling"):
         create(name)(make_slot())
 
 
 @SCALED
 @pytest.mark.parametrize("name", REPLACING)
-def test_replace_scaling_starts_from_the_plain_table(name: str, make_slot: Callable[..., RotaryTable]) -> None:
+def test_replace_scaling_starts_from_the_plain_table(name, make_slot):
     scaled = make_slot()
     factor = {"factor": 4} if name in SCALING else {}
     after = create(name, replace_scaling=True, **factor)(scaled)
     assert same(after, create(name, **factor)(slot(head_dim=32, context=scaled.context)))
 
 
-def test_a_plain_table_with_an_attention_factor_counts_as_scaled() -> None:
-    with pytest.raises(ValueError, match=r"abf recomputes the table .* \(rope_type 'custom'\)"):
-        parse("table:attention_scaling=1.25+abf")(slot())
+@pytest.mark.parametrize("text", ["table:attention_scaling=1.25+abf", "p_rope+abf"])
+def test_what_a_step_before_scaled_is_not_recomputed(text):
+    with pytest.raises(ValueError, match="recomputes"):
+        parse(text)(slot())
 
 
 # --- chains ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_applies_from_left_to_right() -> None:
+def test_a_chain_applies_from_left_to_right():
     # The cut at 2 pi / 100 = 0.0628 leaves 1 and 0.1; interpolated first, only 0.25 is above it.
     check_table(parse("truncated:context=100+pi:factor=4")(slot()), [0.25, 0.025, 0, 0])
     check_table(parse("pi:factor=4+truncated:context=100")(slot()), [0.25, 0, 0, 0])
 
 
-def test_gemma_4s_fraction_with_gemma_3s_factor() -> None:
-    # one pair in four, slowed by 8
-    check_table(parse("p_rope:p=0.25+pi:factor=8")(slot()), [0.125, 0, 0, 0])
-
-
-def test_abf_then_p_rope_keeps_a_native_encoding() -> None:
+def test_abf_then_p_rope_keeps_a_native_encoding():
     after = parse("abf:rope_theta=100000000+p_rope:p=0.5")(slot())
     check_table(after, [1, 0.01, 0, 0])
     assert after.rope_parameters == {"rope_type": "proportional", "rope_theta": 1e8, "partial_rotary_factor": 0.5}
     assert same(slot(**after.rope_parameters), after)
 
 
-def test_p_rope_twice_keeps_the_smaller_fraction() -> None:
+def test_p_rope_twice_keeps_the_smaller_fraction():
     after = parse("p_rope:p=0.75+p_rope:p=0.25")(slot())
     check_table(after, [1, 0, 0, 0])
     assert after.rope_parameters == {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     check_table(parse("p_rope:p=0.25+p_rope:p=0.75")(slot()), [1, 0, 0, 0])
 
 
-def test_yarn_then_p_rope_keeps_the_attention_scaling() -> None:
-    check_table(parse("yarn:factor=4+p_rope:p=0.5")(slot()), [1, 0.1, 0, 0], 1.138629)
-
-
-def test_p_rope_then_abf_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"abf recomputes the table .* \(rope_type 'proportional'\)"):
-        parse("p_rope+abf")(slot())
-
-
-@pytest.mark.parametrize("text", ["abf:rope_theta=500000+p_rope:p=0.5", "p_rope:p=0.25+pi:factor=8+truncated"])
-def test_a_chain_reads_back_in_every_notation(text: str) -> None:
-    chain = parse(text)
-    assert isinstance(chain, Chain)
-    assert str(chain) == text
-    assert parse(str(chain)) == chain
-    assert from_dict(json.loads(json.dumps(chain.to_dict()))) == chain
-    assert as_method(text.split("+")) == as_method(chain.to_dict()) == as_method(tuple(chain.steps)) == chain
-    assert {chain: "found"}[parse(text)] == "found"
-
-
-def test_sequences_flatten() -> None:
+def test_sequences_flatten():
     chain = as_method(["abf+table", {"method": "p_rope", "p": 0.5}, parse("yarn+nope"), PI(factor=2)])
     assert isinstance(chain, Chain)
     assert chain.steps == (ABF(), Table(), PRope(p=0.5), Yarn(), NoPE(), PI(factor=2))
-    chain = inspect.unwrap(as_method)(["abf", ["pi", {"method": "p_rope", "p": 0.5}], ("table",)])
-    assert isinstance(chain, Chain)
-    assert chain.steps == (ABF(), PI(), PRope(p=0.5), Table())
 
 
 # --- method strings -------------------------------------------------------------------------------------------------
 
-numbers = (
-    st.floats(0, 1)
-    | st.floats(1e-12, 1e20)
-    | st.sampled_from([1e-12, 1e20, 5e-324, 1.7976931348623157e308, 1e15, 123456789012345680.0, 1 / 3, -0.5])
-)
-VALUES: dict[Any, st.SearchStrategy[Any]] = {
-    bool: st.booleans(),
-    int: st.integers(1, 2**53),
-    float: numbers,
-    tuple[float, ...]: st.lists(numbers, min_size=1, max_size=5).map(tuple),
-    str: st.sampled_from(["full_attention", "sliding_attention"]),
-}
-
-
-@st.composite
-def any_method(draw: st.DrawFn, method: type[Method]) -> Method:
-    """A method with random values for a random choice of its parameters."""
-    kinds = typing.get_type_hints(method)
-    given_values = {}
-    for field in dataclasses.fields(method):
-        if draw(st.booleans()):
-            options = [kind for kind in typing.get_args(kinds[field.name]) if kind in VALUES] or [kinds[field.name]]
-            given_values[field.name] = draw(VALUES[options[0]])
-    try:
-        return method(**given_values)
-    except ValueError:  # the values break the method's rules: tested below
-        hypothesis.reject()
-
-
-@ALL
-@settings(deadline=None, database=None, max_examples=25, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_any_parameters_read_back_in_every_notation(method: type[Method], data: st.DataObject) -> None:
-    drawn = data.draw(any_method(method))
-    text = str(drawn)
-    assert re.fullmatch(r"[\w.:=/-]+", text)  # no comma, no space, no plus
-    assert parse(text) == drawn
-    assert repr(parse(text)) == repr(drawn)  # in type, too
-    assert parse(f"{text}+nope") == Chain((drawn, NoPE()))
-    assert from_dict(json.loads(json.dumps(drawn.to_dict(), allow_nan=False))) == drawn
-    assert through_lm_eval(text) == text
-
-
-def through_lm_eval(text: str) -> Any:
-    """What lm-eval's own parser of ``--model_args`` hands on."""
-    args = simple_parse_args_string(f"pretrained=x,method={text},dtype=float32")
-    assert args.keys() == {"pretrained", "method", "dtype"}
-    return args["method"]
-
 
 @pytest.mark.parametrize("text", [*METHODS, *EVERY_FORM, "+".join(EVERY_FORM)])
-def test_every_form_passes_through_lm_eval(text: str) -> None:
-    assert through_lm_eval(text) == text
+def test_every_form_passes_through_lm_eval(text):
+    """Its own parser of ``--model_args``."""
+    assert simple_parse_args_string(f"pretrained=x,method={text}") == {"pretrained": "x", "method": text}
 
 
-def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default() -> None:
+def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default():
     assert str(PI()) == "pi"
     assert str(PI(factor=4)) == "pi:factor=4"
     assert str(PI(factor=1e20, replace_scaling=True)) == "pi:factor=1e20:replace_scaling=true"
@@ -750,18 +590,18 @@ def test_the_grammar_writes_the_leading_parameter_and_what_is_not_default() -> N
     ],
     ids=str,
 )
-def test_method_strings_may_be_written_in_other_ways(text: str, method: Method) -> None:
+def test_method_strings_may_be_written_in_other_ways(text, method):
     assert parse(text) == method
 
 
-def test_values_become_the_declared_types() -> None:
+def test_values_become_the_declared_types():
     yarn = create("yarn", factor="8", truncate="false", original_max_position_embeddings="4096", mscale="none")
     assert yarn == Yarn(factor=8.0, truncate=False, original_max_position_embeddings=4096)
     assert [type(v) for v in (yarn.factor, yarn.truncate, yarn.original_max_position_embeddings)] == [float, bool, int]
     assert Table(values=torch.tensor([1.0, 0.5])).values == Table(values="1/0.5").values == (1.0, 0.5)
 
 
-def test_field_help_shows_the_default_as_the_grammar_writes_it() -> None:
+def test_field_help_shows_the_default_as_the_grammar_writes_it():
     assert [field_help(f) for f in dataclasses.fields(PI)] == ["factor=…", "replace_scaling=false"]
     assert [field_help(f) for f in dataclasses.fields(ABF)] == ["rope_theta=…", "factor=…", "replace_scaling=false"]
 
@@ -782,15 +622,15 @@ POSITIVE = {
 
 @pytest.mark.parametrize(("name", "parameter"), [(name, key) for name, keys in POSITIVE.items() for key in keys])
 @pytest.mark.parametrize("value", [0, -2])
-def test_these_parameters_are_positive(name: str, parameter: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"^{parameter} must be > 0, got {value}(\.0)?$"):
+def test_these_parameters_are_positive(name, parameter, value):
+    with pytest.raises(ValueError, match=parameter):
         create(name, **{parameter: value})
 
 
 @pytest.mark.parametrize("name", SCALING)
 @pytest.mark.parametrize("factor", [0, -2, 0.999])
-def test_a_factor_does_not_shorten_the_context(name: str, factor: float) -> None:
-    with pytest.raises(ValueError, match=rf"^factor must be >= 1, got {factor}(\.0)?$"):
+def test_a_factor_does_not_shorten_the_context(name, factor):
+    with pytest.raises(ValueError, match="factor"):
         create(name, factor=factor)
 
 
@@ -803,161 +643,87 @@ FLOATS = [
 
 
 @pytest.mark.parametrize(("name", "parameter"), FLOATS)
-def test_every_number_is_finite(name: str, parameter: str) -> None:
+def test_every_number_is_finite(name, parameter):
     for value in (math.nan, math.inf, -math.inf, "nan", "-inf"):
-        with pytest.raises(ValueError, match=rf"^{parameter} must be finite, got {value}$"):
+        with pytest.raises(ValueError, match="finite"):
             create(name, **{parameter: value})
 
 
 @pytest.mark.parametrize("name", ["p_rope", "p_rope_reversed", "partial"])
 @pytest.mark.parametrize("p", [-0.01, 1.5])
-def test_p_is_a_fraction(name: str, p: float) -> None:
-    with pytest.raises(ValueError, match=rf"^p must be in \[0, 1\], got {p}$"):
+def test_p_is_a_fraction(name, p):
+    with pytest.raises(ValueError, match="p must"):
         create(name, p=p)
 
 
-# a call that goes wrong, and all of its message
-ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
-    "unknown method": (
-        lambda: parse("prope"),
-        f"unknown method 'prope'. Did you mean 'p_rope'? Known: {KNOWN}",
-    ),
-    "unknown method, nothing near": (lambda: parse("xyzzy"), f"unknown method 'xyzzy'. Known: {KNOWN}"),
-    "no method": (lambda: parse(""), f"unknown method ''. Known: {KNOWN}"),
-    "no method after +": (lambda: parse("pi+"), f"unknown method ''. Known: {KNOWN}"),
-    "unknown parameter": (
-        lambda: parse("pi:facter=8"),
-        "pi has no parameter 'facter'. Did you mean 'factor'? It takes: factor, replace_scaling",
-    ),
-    "unknown parameter, nothing near": (
-        lambda: PRope(p=0.5) and create("p_rope", xyzzy=1),
-        "p_rope has no parameter 'xyzzy'. It takes: p",
-    ),
-    "no parameters": (lambda: parse("default:p=0"), "default has no parameter 'p'. It takes: no parameters"),
-    "no equals sign": (lambda: parse("pi:8"), "expected key=value after 'pi', got '8' in 'pi:8'"),
-    "no key": (lambda: parse("pi:=8"), "expected key=value after 'pi', got '=8' in 'pi:=8'"),
-    "no value": (lambda: parse("pi:factor="), "expected key=value after 'pi', got 'factor=' in 'pi:factor='"),
-    "nothing after colon": (lambda: parse("nope+pi:"), "expected key=value after 'pi', got '' in 'pi:'"),
-    "duplicate": (lambda: parse("pi:factor=2:factor=4"), "'factor' is given twice in 'pi:factor=2:factor=4'"),
-    "not a number": (lambda: parse("pi:factor=four"), "factor must be a number, got 'four'"),
-    "two equals signs": (lambda: parse("pi:factor=2=4"), "factor must be a number, got '2=4'"),
-    "truth is not a number": (lambda: PI(factor=True), "factor must be a number, got True"),
-    "None where a number is needed": (lambda: LongRope(factor=None), "factor must be a number, got None"),
-    "not a whole number": (lambda: Truncated(context=0.5), "context must be a whole number, got 0.5"),
-    "not a whole number, infinite": (lambda: Truncated(context=math.inf), "context must be finite, got inf"),
-    "truth is not a whole number": (lambda: Truncated(context=True), "context must be a whole number, got True"),
-    "not true or false": (lambda: Yarn(truncate="no"), "truncate must be true or false, got 'no'"),
-    "a number is not true or false": (lambda: Yarn(truncate=1), "truncate must be true or false, got 1"),
-    "not a share": (lambda: CoPE(share=1.5), "share must be in [0, 1], got 1.5"),
-    "a wavelength below half a token": (
-        lambda: Resonance()(Table(values=(13, 1, 1, 1))(slot())),
-        "a wavelength of 0.483 tokens rounds to 0: frequencies must be below 4 pi rad/token",
-    ),
-    "not a list": (lambda: Table(values=3.0), "values must be numbers joined by '/', got 3.0"),
-    "not a list of numbers": (lambda: parse("table:values=1/x"), "values must be a number, got 'x'"),
-    "both styles": (
-        lambda: as_method("pi:factor=8", replace_scaling=True),
-        "give parameters in the string or as keywords, not both: 'pi:factor=8' and ['replace_scaling']",
-    ),
-    "keywords for a chain": (
-        lambda: as_method("pi+nope", factor=8),
-        "give parameters in the string or as keywords, not both: 'pi+nope' and ['factor']",
-    ),
-    "dict without a method": (
-        lambda: from_dict({"p": 0.5}),
-        "expected a 'method' key with a name, got {'p': 0.5}",
-    ),
-    "dict with a nameless method": (
-        lambda: from_dict({"method": 3}),
-        "expected a 'method' key with a name, got {'method': 3}",
-    ),
-    "dict with an unknown key": (
-        lambda: from_dict({"method": "pi", "facter": 8}),
-        "pi has no parameter 'facter'. Did you mean 'factor'? It takes: factor, replace_scaling",
-    ),
-    "chain dict with an unknown key": (
-        lambda: from_dict({"method": "chain", "steps": [], "p": 0.5}),
-        "a chain has no parameter 'p'. It takes: steps",
-    ),
-    "chain dict without steps": (lambda: from_dict({"method": "chain"}), "a chain needs at least two methods, got 0"),
-    "chain of one": (lambda: Chain((PI(),)), "a chain needs at least two methods, got 1"),
-    "abf with both": (
-        lambda: ABF(rope_theta=5e5, factor=8),
-        "abf takes rope_theta or factor, not both: got 500000.0 and 8.0",
-    ),
-    "yarn's betas": (
-        lambda: Yarn(beta_fast=1, beta_slow=1),
-        "beta_fast must exceed beta_slow, got 1.0 and 1.0",
-    ),
-    "llama3's factors": (
-        lambda: Llama3(low_freq_factor=4),
-        "high_freq_factor must exceed low_freq_factor, got 4.0 and 4.0",
-    ),
-    "longrope's factors": (lambda: LongRope(factors=(1, 0, 1, 1)), "factors must be > 0, got 0.0"),
-    "longrope's length": (
-        lambda: LongRope(factors=(1, 2, 3))(slot()),
-        "factors needs one number per pair: model.rotary_emb has 4, got 3",
-    ),
-    "table's length": (
-        lambda: Table(values=(1, 2, 3, 4, 5))(slot()),
-        "values needs one number per pair: model.rotary_emb has 4, got 5",
-    ),
-    "negative frequency": (lambda: Table(values=(1, -0.5)), "values must be >= 0 rad/token, got -0.5"),
-    "one cutoff": (
-        lambda: Truncated(cutoff_low=0.1),
-        "cutoff_low and cutoff_high come together, got 0.1 and None",
-    ),
-    "other cutoff": (
-        lambda: Truncated(cutoff_high=0.1),
-        "cutoff_low and cutoff_high come together, got None and 0.1",
-    ),
-    "cutoffs and context": (
-        lambda: Truncated(context=100, cutoff_low=0.1, cutoff_high=0.2),
-        "truncated takes context or the two cutoffs, not both",
-    ),
-    "cutoffs in order": (
-        lambda: Truncated(cutoff_low=0.2, cutoff_high=0.1),
-        "cutoffs must satisfy 0 <= cutoff_low <= cutoff_high, got 0.2 and 0.1",
-    ),
-    "negative cutoff": (
-        lambda: Truncated(cutoff_low=-0.1, cutoff_high=0.1),
-        "cutoffs must satisfy 0 <= cutoff_low <= cutoff_high, got -0.1 and 0.1",
-    ),
-    "negative floor": (
-        lambda: Truncated(cutoff_low=0.1, cutoff_high=0.2, floor=-0.1),
-        "floor must be >= 0 rad/token, got -0.1",
-    ),
-    "floor alone": (lambda: Truncated(floor=0.1), "floor needs cutoff_low and cutoff_high"),
-    "ntk of one pair": (lambda: NTK(factor=4)(slot(head_dim=2)), "NTK scaling needs rotary_dim >= 4, got 2"),
-}
+# a call that goes wrong, and a word of its message
+ERRORS = [
+    (lambda: parse("prope"), "p_rope"),
+    (lambda: parse("pi+"), "unknown"),
+    (lambda: parse("pi:facter=8"), "factor"),
+    (lambda: parse("pi:name=3"), "name"),
+    (lambda: parse("default:p=0"), "no parameters"),
+    (lambda: parse("pi:8"), "key=value"),
+    (lambda: parse("pi:factor="), "key=value"),
+    (lambda: parse("nope+pi:"), "key=value"),
+    (lambda: parse("pi:factor=2:factor=4"), "twice"),
+    (lambda: parse("pi:factor=four"), "four"),
+    (lambda: PI(factor=True), "True"),
+    (lambda: LongRope(factor=None), "None"),
+    (lambda: Truncated(context=0.5), "whole"),
+    (lambda: Truncated(context=True), "True"),
+    (lambda: Yarn(truncate=1), "true or false"),
+    (lambda: CoPE(share=1.5), "share"),
+    (lambda: Resonance()(Table(values=(13, 1, 1, 1))(slot())), "wavelength"),
+    (lambda: Table(values=3.0), "numbers"),
+    (lambda: Table(values=()), "values"),
+    (lambda: LongRope(factors=()), "factors"),
+    (lambda: as_method("pi:factor=8", replace_scaling=True), "not both"),
+    (lambda: as_method("pi+nope", factor=8), "not both"),
+    (lambda: from_dict({"p": 0.5}), "'method'"),
+    (lambda: from_dict({"method": 3}), "'method'"),
+    (lambda: from_dict({"method": "pi", "facter": 8}), "factor"),
+    (lambda: from_dict({"method": "chain", "steps": [], "p": 0.5}), "steps"),
+    (lambda: Chain((PI(),)), "two"),
+    (lambda: ABF(rope_theta=5e5, factor=8), "not both"),
+    (lambda: Yarn(beta_fast=1, beta_slow=1), "exceed"),
+    (lambda: Llama3(low_freq_factor=4), "exceed"),
+    (lambda: LongRope(factors=(1, 0, 1, 1)), "> 0"),
+    (lambda: LongRope(factors=(1, 2, 3))(slot()), "per pair"),
+    (lambda: Table(values=(1, 2, 3, 4, 5))(slot()), "per pair"),
+    (lambda: Table(values=(1, -0.5)), ">= 0"),
+    (lambda: Truncated(cutoff_low=0.1), "together"),
+    (lambda: Truncated(context=100, cutoff_low=0.1, cutoff_high=0.2), "not both"),
+    (lambda: Truncated(cutoff_low=0.2, cutoff_high=0.1), "cutoff_low <= cutoff_high"),
+    (lambda: Truncated(cutoff_low=0.1, cutoff_high=0.2, floor=-0.1), "floor"),
+    (lambda: Truncated(floor=0.1), "floor"),
+    (lambda: NTK(factor=4)(slot(head_dim=2)), "rotary_dim"),
+]
 
 
-@pytest.mark.parametrize(("call", "message"), ERRORS.values(), ids=ERRORS)
-def test_an_error_names_the_rule_and_the_value(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+@pytest.mark.parametrize(("call", "word"), ERRORS)
+def test_wrong_input_is_refused(call, word):
+    with pytest.raises(ValueError, match=re.escape(word)):
         call()
 
 
 @pytest.mark.parametrize("nothing", [[], (), 3, None], ids=str)
-def test_as_method_takes_no_other_form(nothing: Any) -> None:
-    message = f"expected a method's name, object, dict, or a non-empty sequence of them, got {nothing!r}"
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+def test_as_method_takes_no_other_form(nothing):
+    with pytest.raises(TypeError, match="expected"):
         inspect.unwrap(as_method)(nothing)  # the types of its arguments are not what is checked here
 
 
 @pytest.mark.parametrize("form", [PI(), {"method": "pi"}, ["pi"]], ids=["PI", "dict", "list"])
-def test_keywords_only_go_with_a_name(form: Any) -> None:
-    message = f"keywords ['factor'] only go with a method's name, not with {type(form).__name__}"
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+def test_keywords_only_go_with_a_name(form):
+    with pytest.raises(TypeError, match="factor"):
         as_method(form, factor=8)
-    assert as_method("pi", factor=8) == PI(factor=8)
 
 
 # --- methods of the user's own ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def registry() -> Iterator[None]:
+def registry():
     """Forget the methods a test defines."""
     before = dict(METHODS)
     yield
@@ -966,39 +732,28 @@ def registry() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_method_of_the_users_own() -> None:
+def test_a_method_of_the_users_own():
     @dataclass(frozen=True)
     class Slowed(Method, name="slowed"):
-        """Every pair from ``first`` on slowed by ``by``."""
+        """Every pair slowed by ``by``; it returns a whole table."""
 
         by: float = 2.0
-        first: int = 0
 
-        def check(self) -> None:
-            if self.first < 0:
-                raise ValueError(f"first must be >= 0, got {self.first}")
+        def check(self):
+            if self.by < 1:
+                raise ValueError(f"by must be >= 1, got {self.by}")
 
-        def __call__(self, slot: RotaryTable) -> RotaryTable:
-            table = slot.inv_freq.clone()
-            table[self.first :] /= self.by
-            return slot.becomes(table)
+        def __call__(self, slot):
+            return slot.becomes(slot.inv_freq / self.by)
 
-    method = parse("slowed:by=4:first=2")
-    assert method == Slowed(by=4, first=2)
-    check_table(method(slot()), [1, 0.1, 0.0025, 0.00025])
+    assert parse("slowed:by=4") == Slowed(by=4) == from_dict(json.loads(json.dumps(Slowed(by=4).to_dict())))
     check_table(parse("slowed:by=10+p_rope:p=0.5")(slot()), [0.1, 0.01, 0, 0])
-    assert str(Slowed()) == "slowed:by=2"
-    assert from_dict(json.loads(json.dumps(method.to_dict()))) == method
-    with pytest.raises(ValueError, match=r"slowed has no parameter 'form'. It takes: by, first"):
-        parse("slowed:form=2")
-    with pytest.raises(ValueError, match=r"unknown method 'slowd'. Did you mean 'slowed'\?"):
-        parse("slowd")
-    with pytest.raises(ValueError, match="first must be >= 0, got -1"):
-        create("slowed", first=-1)
+    with pytest.raises(ValueError, match="by must"):
+        create("slowed", by=0.5)
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_subclass_without_a_name_is_not_registered() -> None:
+def test_a_subclass_without_a_name_is_not_registered():
     class Base(Method):
         """Stand for what two methods share."""
 
@@ -1010,64 +765,14 @@ def test_a_subclass_without_a_name_is_not_registered() -> None:
 # --- once defects -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [lambda: parse("pi:name=3"), lambda: from_dict({"method": "pi", "name": 3})])
-def test_name_is_an_unknown_parameter_like_any_other(call: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match="pi has no parameter 'name'"):
-        call()
-
-
-@pytest.mark.parametrize("instance", [Default(), NoPE()], ids=str)
-def test_a_method_without_parameters_cannot_be_changed_either(instance: Method) -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        instance.p = 0.5  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("call", [lambda: Table(values=()), lambda: LongRope(factors=())], ids=["table", "longrope"])
-def test_an_empty_list_is_refused_at_once(call: Callable[[], Method]) -> None:
-    with pytest.raises(ValueError):
-        call()
-
-
-@pytest.mark.parametrize("form", ["partial:p=0.5", "table:values=1/0.5/0.25/0", "pi:factor=4+longrope:factors=1/2/3/4"])
-def test_the_ambient_device_plays_no_part(form: str) -> None:
-    base_slot = slot()
-    with torch.device("meta"):
-        after = parse(form)(base_slot)
-    assert same(after, parse(form)(base_slot))
-
-
-def test_the_ambient_dtype_plays_no_part() -> None:
-    base_slot = slot()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        after = Partial()(base_slot)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert same(after, Partial()(base_slot))
-
-
 # --- the slot --------------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_tells_its_shape_and_its_trained_context() -> None:
-    base_slot = yarn_slot(head_dim=32)
-    assert (base_slot.pairs, base_slot.rotary_dim, base_slot.context) == (16, 32, 1024)
-    assert (slot().context, slot().is_geometric, base_slot.is_geometric) == (4096, True, False)
-    cut = PRope(p=0.5)(slot())
-    assert str(cut) == (
-        "model.rotary_emb: proportional, 4 pairs (2 unrotated), rope_theta 10000, attention_scaling 1, "
-        f"table {cut.fingerprint}"
-    )
-    assert str(dataclasses.replace(cut, layer_type="full_attention")).startswith("model.rotary_emb [full_attention]: ")
-
-
-def test_nested_chains_are_flat_and_python_numbers_parse() -> None:
+def test_nested_chains_are_flat():
     nested = Chain((Chain((PI(), NTK())), NoPE()))
-    assert nested == parse(str(nested))
-    assert from_dict(nested.to_dict()) == nested
-    assert hash(Chain([PI(), NTK()])) == hash(Chain((PI(), NTK())))  # type: ignore[arg-type]
-    assert parse("abf:rope_theta=1e+20+p_rope:p=0.5") == Chain((ABF(rope_theta=1e20), PRope(p=0.5)))
+    assert nested == parse(str(nested)) == from_dict(json.loads(json.dumps(nested.to_dict())))
     assert from_dict({"method": "chain", "steps": ["pi", "ntk"]}) == Chain((PI(), NTK()))
+    assert {nested: "found"}[parse("pi+ntk+nope")] == "found"
 
 
 # --- the target ------------------------------------------------------------------------------------------------------
@@ -1078,60 +783,44 @@ def test_nested_chains_are_flat_and_python_numbers_parse() -> None:
     [
         ("yarn", 16384, "yarn:factor=4"),
         ("ntk", 16384, "ntk:factor=4"),
-        ("llama3", 32768, "llama3:factor=8"),
         ("pi", 10240, "pi:factor=2.5"),
-        ("pi", 4096, "pi:factor=1"),
         ("yarn:original_max_position_embeddings=2048", 16384, "yarn:factor=8:original_max_position_embeddings=2048"),
         ("yarn:factor=8", 16384, "yarn:factor=8"),  # further than asked is fine
         ("p_rope:p=0.25+pi", 32768, "p_rope:p=0.25+pi:factor=8"),
         ("pi:factor=2+yarn:replace_scaling=true", 32768, "pi:factor=2+yarn:factor=4:replace_scaling=true"),
         ("abf+pi:factor=2", 32768, "abf:rope_theta=500000+pi:factor=2"),  # how far a base reaches, nobody says
         ("table:values=1/0.5/0.25/0", 32768, "table:values=1/0.5/0.25/0"),
-        ("longrope:factors=1/2/3/4", 32768, "longrope:factors=1/2/3/4"),
-        ("p_rope:p=0.5", 32768, "p_rope:p=0.5"),
         ("pi:factor=3", None, "pi:factor=3"),
     ],
 )
-def test_a_factor_left_out_is_taken_from_the_target(text: str, target: int | None, resolved: str) -> None:
+def test_a_factor_left_out_is_taken_from_the_target(text, target, resolved):
     assert str(parse(text).for_target(slot(), target)) == resolved  # of a table of 4096 tokens
 
 
 @pytest.mark.parametrize(
-    ("text", "target", "message"),
+    ("text", "target", "word"),
     [
-        ("yarn", None, "yarn needs a factor, or a target_length to take it from: yarn:factor=4"),
-        ("p_rope+pi", None, "pi needs a factor, or a target_length to take it from: pi:factor=4"),
-        (
-            "yarn:factor=4",
-            32768,
-            "yarn:factor=4 reaches 16384 tokens of the target_length 32768: give factor=8, or leave the factor out",
-        ),
-        (
-            "p_rope:p=0.5+pi:factor=2",
-            32768,
-            "pi:factor=2 reaches 8192 tokens of the target_length 32768: give factor=8, or leave the factor out",
-        ),
-        ("yarn+pi", 32768, "at most one method of a chain may leave its factor out: yarn+pi"),
-        (
-            "longrope",
-            8192,
-            "longrope without factors leaves the table as it is: it is not made for target_length 8192",
-        ),
-        ("table", 8192, "table without values leaves the table as it is: it is not made for target_length 8192"),
+        ("yarn", None, "target_length"),
+        ("p_rope+pi", None, "target_length"),
+        ("yarn:factor=4", 32768, "factor=8"),
+        ("p_rope:p=0.5+pi:factor=2", 32768, "factor=8"),
+        ("yarn+pi", 32768, "one"),
+        ("longrope", 8192, "factors"),
+        ("table", 8192, "values"),
     ],
 )
-def test_a_target_out_of_reach_is_refused(text: str, target: int | None, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+def test_a_target_out_of_reach_is_refused(text, target, word):
+    with pytest.raises(ValueError, match=word):
         parse(text).for_target(slot(), target)
 
 
-def test_a_target_that_the_short_table_serves_is_refused() -> None:
-    with pytest.raises(ValueError, match="switch_at 8192 is not below the target_length 8192"):
+def test_a_target_that_the_short_table_serves_is_refused():
+    with pytest.raises(ValueError, match="target_length"):
         parse("yarn@8k").for_target(slot(), 8192)
     assert str(parse("yarn@8k").for_target(slot(), 8193)) == "yarn:factor=2.000244140625@8192"
 
 
-def test_the_advised_factor_is_taken() -> None:
+def test_the_advised_factor_is_taken():
     with pytest.raises(ValueError, match="give factor=") as caught:
         parse("yarn:factor=2").for_target(slot(context=6144), 131071)
     advised = re.search(r"give (factor=[\d.]+),", str(caught.value))
@@ -1139,7 +828,7 @@ def test_the_advised_factor_is_taken() -> None:
     parse(f"yarn:{advised[1]}").for_target(slot(context=6144), 131071)
 
 
-def test_pi_divides_what_the_table_found_states_and_the_others_start_from_the_first_context() -> None:
+def test_pi_divides_what_the_table_found_states_and_the_others_start_from_the_first_context():
     # Llama 3.1 states 131072 tokens over 8192: interpolated to 262144 it is stretched by 2, recomputed by 32.
     base_slot = dataclasses.replace(
         llama3_slot(), max_position_embeddings=131072, original_max_position_embeddings=8192
@@ -1162,5 +851,5 @@ def test_pi_divides_what_the_table_found_states_and_the_others_start_from_the_fi
         ("nope", None),
     ],
 )
-def test_how_far_a_method_says_it_reaches(text: str, reach: int | None) -> None:
+def test_how_far_a_method_says_it_reaches(text, reach):
     assert parse(text).reach(slot()) == reach

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -61,10 +60,10 @@ def test_an_installed_package_offers_a_method_and_is_imported_when_it_is_needed(
 
 
 BROKEN = {
-    "fails": ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-    "clashes": (HALVED.format(name="yarn"), "the method name 'yarn' is taken by Yarn of rope_patch.methods.interp"),
-    "empty": ("", "it defines no method"),
-    "halfway": (HALVED.format(name="halfway") + "1 / 0\n", "ZeroDivisionError: division by zero"),
+    "fails": ("import nothing_of_this_name", "ModuleNotFoundError"),
+    "clashes": (HALVED.format(name="yarn"), "taken"),
+    "empty": ("", "no method"),
+    "halfway": (HALVED.format(name="halfway") + "1 / 0\n", "ZeroDivisionError"),
 }
 
 
@@ -85,8 +84,9 @@ def test_a_package_that_cannot_be_loaded_is_named_and_leaves_the_other_methods(t
     )
     assert done.returncode == 0, done.stderr
     for name, (_, reason) in BROKEN.items():
-        assert f"the method '{name}' cannot be loaded from {name} 1.5 (entry point {name}): {reason}" in done.stdout
-        assert done.stderr.count(f"the method '{name}' is missing") == 1
+        (line,) = (line for line in done.stdout.splitlines() if f"'{name}'" in line)
+        assert reason in line and f"{name} 1.5" in line
+        assert done.stderr.count(f"'{name}' is missing") == 1
 
 
 @pytest.fixture
@@ -103,17 +103,11 @@ def directory(tmp_path, monkeypatch):
     sys.path[:] = path
 
 
-def test_a_module_of_the_current_directory_is_imported_by_name(directory):
-    (directory / "own_methods.py").write_text(HALVED.format(name="own_halved"))
-    import_methods(["own_methods"])
-    assert str(parse("own_halved")) == "own_halved:by=2"
-    import_methods(["own_methods"])  # again: it is imported already
-
-
-def test_a_module_in_a_package_is_imported_by_its_dotted_name(directory):
+def test_a_module_below_the_current_directory_is_imported_by_its_dotted_name(directory):
     (directory / "own_package").mkdir()
     (directory / "own_package" / "methods.py").write_text(HALVED.format(name="own_inner"))
-    import_methods(["own_package.methods"])
+    for _ in range(2):  # the second time it is imported already
+        import_methods(["own_package.methods"])
     assert str(parse("own_inner")) == "own_inner:by=2"
 
 
@@ -124,29 +118,27 @@ def test_the_current_directory_does_not_come_before_installed_packages_afterward
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "message"),
+    ("name", "code", "word"),
     [
-        ("own_absent", None, "found no module 'own_absent' to import: give the dotted name"),
-        ("own_methods.py", "", "by its dotted name, such as my_methods, got 'own_methods.py'"),
-        ("./own_methods", "", "by its dotted name"),
-        ("own_broken", "import own_absent", "'own_broken' fails at import: ModuleNotFoundError: No module named"),
-        ("own_broken", "1 / 0", "'own_broken' fails at import: ZeroDivisionError: division by zero"),
-        ("own_broken", "def", "'own_broken' fails at import: SyntaxError"),
-        ("own_empty", "from rope_patch import Yarn", "the module 'own_empty' defines no method"),
-        ("own_clash", HALVED.format(name="pi"), "the method name 'pi' is taken by PI of rope_patch.methods.interp"),
-        ("own_late", HALVED.format(name="own_late") + "\n1 / 0", "'own_late' fails at import: ZeroDivisionError"),
+        ("own_absent", None, "found no module"),
+        ("own_methods.py", "", "dotted"),
+        ("./own_methods", "", "dotted"),
+        ("own_broken", "def", "SyntaxError"),
+        ("own_empty", "from rope_patch import Yarn", "defines no method"),
+        ("own_clash", HALVED.format(name="pi"), "taken"),
+        ("own_late", HALVED.format(name="own_late") + "\n1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_what_cannot_be_imported_says_why_and_changes_no_method(directory, name, code, message):
+def test_what_cannot_be_imported_says_why_and_changes_no_method(directory, name, code, word):
     before = dict(METHODS)
     if code is not None:
         (directory / f"{name.removesuffix('.py').removeprefix('./')}.py").write_text(code)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=word):
         import_methods([name])
     assert dict(METHODS) == before
 
 
 def test_a_class_of_the_same_name_does_not_take_the_place_of_one_that_ships(directory):
     (directory / "own_yarn.py").write_text(HALVED.format(name="yarn").replace("Halved", "Yarn"))
-    with pytest.raises(ValueError, match="'yarn' is taken by Yarn of rope_patch"):
+    with pytest.raises(ValueError, match="rope_patch"):
         import_methods(["own_yarn"])

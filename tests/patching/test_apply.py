@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from patches import cos_sin, method_for, module_of
-from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, ids, logits, tiny_model
+from support.round_trip import assert_cached_equals_full
+from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, logits, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -19,6 +20,7 @@ from rope_patch import METHODS, PatchError
 from rope_patch.methods import Method
 from rope_patch.patching.locate import find_rotary
 
+CONTEXT, HIGH = {"original_max_position_embeddings": 64}, {"high_freq_factor": 4.0}
 IDENTITIES = ("default", "longrope", "table")
 every_case = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
 # One of each kind of encoding: transformers' own with a scaling and without, and the longrope form.
@@ -51,80 +53,50 @@ def test_effect_shape_and_undo(family, name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_only_relative_positions_count(family, name):
-    model = tiny_model(family)
-    with rope_patch.patched(model, method_for(family, name)) as patch:
-        kind = last_layer_type(family)
-        cos, sin = cos_sin(model, torch.arange(40)[None], kind)
-        q, k = torch.randn(2, 1, 1, 1, cos.shape[-1], generator=torch.Generator().manual_seed(0))
-        scores = {}
-        for m, n in ((9, 4), (39, 34), (9, 3)):
-            rotated_q, _ = apply_rotary_pos_emb(q, q, cos[:, m : m + 1], sin[:, m : m + 1])
-            rotated_k, _ = apply_rotary_pos_emb(k, k, cos[:, n : n + 1], sin[:, n : n + 1])
-            scores[m, n] = float((rotated_q * rotated_k).sum())
-        assert scores[9, 4] == pytest.approx(scores[39, 34], abs=2e-5)
-        if patch.after[kind].inv_freq.any():  # nope and Gemma 4's own p-RoPE reversed leave no pair that rotates
-            assert scores[9, 4] != pytest.approx(scores[9, 3], abs=1e-4)
+def test_only_relative_positions_count(name):
+    model = tiny_model("llama")
+    with rope_patch.patched(model, method_for("llama", name)):
+        cos, sin = cos_sin(model, torch.arange(40)[None])
+    q, k = torch.randn(2, 1, 1, 1, cos.shape[-1], generator=torch.Generator().manual_seed(0))
+
+    def score(m, n):
+        rotated, _ = apply_rotary_pos_emb(q, q, cos[:, m : m + 1], sin[:, m : m + 1])
+        other, _ = apply_rotary_pos_emb(k, k, cos[:, n : n + 1], sin[:, n : n + 1])
+        return float((rotated * other).sum())
+
+    assert score(9, 4) == pytest.approx(score(39, 34), abs=2e-5)
+    assert (score(9, 4) == pytest.approx(score(9, 3), abs=1e-4)) is (name == "nope")
 
 
 @every_family
 def test_cached_generation_equals_full_forward(family, name):
     model = tiny_model(family)
-    prompt = ids(20, batch=1)
-    with rope_patch.patched(model, method_for(family, name)), torch.no_grad():
-        out = model.generate(
-            prompt,
-            max_new_tokens=8,
-            min_new_tokens=8,
-            do_sample=False,
-            use_cache=True,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        full = logits(model, out.sequences)
-    stepwise = torch.stack(out.logits, dim=1)
-    assert torch.allclose(stepwise, full[:, 19:-1], atol=2e-5)
+    with rope_patch.patched(model, method_for(family, name)):
+        assert_cached_equals_full(model)
 
 
 @pytest.mark.parametrize("family", MIXED_ARCHITECTURES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["yarn", "p_rope", "truncated"])
 def test_other_layer_types_are_left_alone(family, name):
-    model = tiny_model(family)
-    positions = torch.arange(50)[None]
+    model, positions = tiny_model(family), torch.arange(50)[None]
     before = cos_sin(model, positions, "sliding_attention")
     with rope_patch.patched(model, method_for(family, name)) as patch:
         assert patch.after["sliding_attention"] is patch.before["sliding_attention"]
         after = cos_sin(model, positions, "sliding_attention")
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert model.config.rope_parameters["sliding_attention"] == CONFIGS[family].rope_parameters["sliding_attention"]
-    if name not in (*IDENTITIES, "p_rope", "truncated"):
-        with rope_patch.patched(model, method_for(family, name), layer_types=["sliding_attention"]):
-            assert not torch.equal(cos_sin(model, positions, "sliding_attention")[0], before[0])
-
-
-def scaled_base(family, parameters):
-    if family not in MIXED_ARCHITECTURES:
-        return tiny_model(family, rope_parameters=parameters)
-    nested = copy.deepcopy(CONFIGS[family].rope_parameters)
-    return tiny_model(family, rope_parameters={**nested, "full_attention": parameters})
-
-
-@pytest.mark.parametrize("family", [f for f in ARCHITECTURES if f != "phi3"])  # Phi3 takes longrope only
-@pytest.mark.parametrize("parameters", [LLAMA3, YARN], ids=["llama3", "yarn"])
-@pytest.mark.parametrize("method", ["default", "p_rope:p=1"])
-def test_identity_on_scaled_bases(family, parameters, method):
-    model = scaled_base(family, dict(parameters))
-    before, rope_parameters = logits(model), copy.deepcopy(model.config.rope_parameters)
-    with rope_patch.patched(model, method):
-        assert torch.equal(logits(model), before)
-        assert model.config.rope_parameters == rope_parameters
+    with rope_patch.patched(model, "pi:factor=4", layer_types=["sliding_attention"]):
+        assert not torch.equal(cos_sin(model, positions, "sliding_attention")[0], before[0])
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("scaling", [None, LLAMA3, YARN], ids=["plain", "llama3", "yarn"])
 @pytest.mark.parametrize("method", ["default", "p_rope:p=1", "p_rope_reversed:p=1"])
-def test_identity_on_every_family(family, method):
-    model = tiny_model(family)
+def test_identity_on_every_family_and_scaled_bases(family, scaling, method):
+    config, kind = tiny_config(family), last_layer_type(family)
+    if scaling and family != "phi3":  # which takes longrope alone
+        config.rope_parameters = dict(scaling) if kind is None else {**config.rope_parameters, kind: dict(scaling)}
+    model = AutoModelForCausalLM.from_config(config).eval()
     before, rope_parameters = logits(model), copy.deepcopy(model.config.rope_parameters)
     with rope_patch.patched(model, method):
         assert torch.equal(logits(model), before)
@@ -136,41 +108,9 @@ def test_identity_on_every_family(family, method):
     ("method", "encoding"),
     [
         ("pi:factor=3", {"rope_type": "linear", "factor": 3.0}),
-        ("pi:factor=8", {"rope_type": "linear", "factor": 8.0}),
-        ("p_rope:p=0.5", {"rope_type": "proportional", "partial_rotary_factor": 0.5}),
         ("p_rope:p=0.7", {"rope_type": "proportional", "partial_rotary_factor": 0.7}),
-        ("yarn:factor=4", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
-        (
-            "yarn:factor=8:beta_fast=16:beta_slow=2",
-            {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "beta_fast": 16.0,
-                "beta_slow": 2.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
-        (
-            "llama3:factor=4",
-            {
-                "rope_type": "llama3",
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
-        (
-            "longrope:factors=1/1/1.5/2/3/4/5/6:attention_factor=1.25",
-            {
-                "rope_type": "longrope",
-                "short_factor": [1, 1, 1.5, 2, 3, 4, 5, 6],
-                "long_factor": [1, 1, 1.5, 2, 3, 4, 5, 6],
-                "attention_factor": 1.25,
-                "factor": 1.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
+        ("yarn:factor=8:beta_fast=16", {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16.0, **CONTEXT}),
+        ("llama3:factor=4", {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, **HIGH, **CONTEXT}),
     ],
 )
 def test_tables_are_those_of_transformers(family, method, encoding):
@@ -208,38 +148,12 @@ def test_gemma4_smaller_p_keeps_the_native_type():
     assert (patch.after["full_attention"].inv_freq > 0).sum() == 2
 
 
-def test_chain_p_rope_then_pi():
+@pytest.mark.parametrize(("target", "stated"), [(None, 64), (256, 256)])
+def test_target_length_is_only_set_when_asked(target, stated):
     model = tiny_model()
-    patch = rope_patch.apply(model, [rope_patch.PRope(p=0.25), rope_patch.PI(factor=8)])
-    # 8 pairs: 10000 ** (0, -1/8) / 8 = 0.125, 0.0395285; the rest unrotated
-    assert patch.after[None].inv_freq.tolist() == pytest.approx([0.125, 0.0395285, 0, 0, 0, 0, 0, 0], rel=1e-6)
-    assert str(patch.method) == "p_rope:p=0.25+pi:factor=8"
-
-
-def test_two_values_in_one_process():
-    models = [tiny_model(), tiny_model()]
-    tables = [rope_patch.apply(m, "pi", factor=f).after[None].inv_freq for m, f in zip(models, (2, 4), strict=True)]
-    assert torch.allclose(tables[0], 2 * tables[1])
-    assert not torch.equal(logits(models[0]), logits(models[1]))
-
-
-def test_canonical_tables_are_idempotent():
-    values = tuple((torch.rand(8, generator=torch.Generator().manual_seed(3)) + 0.01).tolist())
-    first = rope_patch.apply(tiny_model(), rope_patch.Table(values=values)).after[None].inv_freq
-    again = rope_patch.apply(tiny_model(), rope_patch.Table(values=tuple(first.tolist()))).after[None].inv_freq
-    assert torch.equal(first, again)
-    assert torch.allclose(first, torch.tensor(values), rtol=2e-7, atol=0)
-
-
-def test_target_length_is_only_set_when_asked():
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4").restore()
-    with rope_patch.patched(model, "yarn:factor=4"):
-        assert model.config.max_position_embeddings == 64
-    with rope_patch.patched(model, "yarn:factor=4", target_length=256):
-        assert model.config.max_position_embeddings == 256
+    with rope_patch.patched(model, "yarn:factor=4", target_length=target):
+        assert model.config.max_position_embeddings == stated
         assert model.config.rope_parameters["original_max_position_embeddings"] == 64
-        rope_patch.verify(model)
     assert model.config.max_position_embeddings == 64
 
 
@@ -256,12 +170,12 @@ def test_patching_twice():
     model = tiny_model()
     base = logits(model)
     first = rope_patch.apply(model, "pi", factor=2)
-    with pytest.raises(PatchError, match=r"already patched with pi:factor=2: restore it first, or pass replace=True"):
+    with pytest.raises(PatchError, match="replace=True"):
         rope_patch.apply(model, "pi", factor=2)
     interpolated = logits(model)
     second = rope_patch.apply(model, "pi", factor=4, replace=True)
     assert torch.allclose(second.after[None].inv_freq * 2, first.after[None].inv_freq)
-    with pytest.raises(PatchError, match="no longer in place"):
+    with pytest.raises(PatchError, match="longer"):
         first.restore()
     second.restore()
     assert torch.equal(logits(model), interpolated)
@@ -270,18 +184,21 @@ def test_patching_twice():
     assert torch.equal(logits(model), interpolated)
     rope_patch.restore(model)
     assert torch.equal(logits(model), base)
-    with pytest.raises(PatchError, match="carries no patch record"):
+    with pytest.raises(PatchError, match="carries"):
         rope_patch.restore(model)
 
 
 def test_models_that_share_a_config_object():
     first = tiny_model()
     second = type(first)(first.config)
-    rope_patch.apply(first, "pi", factor=2)
-    with pytest.raises(PatchError, match="says it is patched with pi:factor=2, but it does not use that table"):
+    patch = rope_patch.apply(first, "pi", factor=2)
+    with pytest.raises(PatchError, match="pi:factor=2"):
         rope_patch.apply(second, "pi", factor=2)
     with pytest.raises(PatchError, match="in use"):
         rope_patch.verify(second)
+    rope_patch.apply(second, "ntk:factor=4", replace=True)
+    with pytest.raises(PatchError, match="shared"):
+        patch.restore()
 
 
 def test_configs_that_are_apart_share_nothing_of_a_patch():
@@ -298,7 +215,7 @@ def test_a_table_off_by_a_hundred_thousandth_is_noticed():
     plain = type(model)(model.config)
     rope_patch.verify(plain)
     module_of(plain).inv_freq.mul_(1 + 1e-5)
-    with pytest.raises(PatchError, match="is off by"):
+    with pytest.raises(PatchError, match="off"):
         rope_patch.verify(plain)
 
 
@@ -306,19 +223,9 @@ def test_a_lost_record_is_noticed():
     model = tiny_model()
     rope_patch.apply(model, "pi:factor=4")
     del model.config.rope_patch
-    with pytest.raises(PatchError, match="its config has lost the record"):
-        rope_patch.apply(model, "pi:factor=4")
-    with pytest.raises(PatchError, match="carries no patch record"):
-        rope_patch.verify(model)
-
-
-def test_pi_on_an_interpolated_checkpoint():
-    model = tiny_model(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-    inv_freq = module_of(model).inv_freq.clone()
-    with pytest.raises(ValueError, match=r"already interpolated .*factor 2.0.*replace_scaling=True"):
-        rope_patch.apply(model, "pi", factor=2)
-    patch = rope_patch.apply(model, "pi", factor=4, replace_scaling=True)
-    assert torch.allclose(patch.after[None].inv_freq * 2, inv_freq)
+    for attempt in (rope_patch.verify, lambda model: rope_patch.apply(model, "pi:factor=4")):
+        with pytest.raises(PatchError, match="record"):
+            attempt(model)
 
 
 def test_double_precision():
@@ -329,7 +236,7 @@ def test_double_precision():
     with rope_patch.patched(model, "default", precision="float64"):
         double = cos_sin(model, far)[0][..., :8]
     assert (double - exact).abs().max() < 1e-7 < 1e-4 < (single - exact).abs().max()
-    with pytest.raises(ValueError, match="precision must be 'float32' or 'float64', got 'bf16'"):
+    with pytest.raises(ValueError, match="float32"):
         rope_patch.apply(model, "default", precision="bf16")
 
 
@@ -379,12 +286,10 @@ def test_stock_attributes_are_there():
     assert ours.max_seq_len_cached == stock.max_seq_len_cached
     mixed = tiny_model("gemma3")
     rope_patch.apply(mixed, "pi:factor=4")
-    ours = module_of(mixed)
-    assert ours.rope_type == {"full_attention": "linear", "sliding_attention": "default"}
-    assert ours.full_attention_inv_freq[0] == 0.25
-    assert ours.sliding_attention_attention_scaling == 1.0
+    assert module_of(mixed).rope_type == {"full_attention": "linear", "sliding_attention": "default"}
+    assert module_of(mixed).full_attention_inv_freq[0] == 0.25
     with pytest.raises(AttributeError):
-        _ = ours.inv_freq
+        _ = module_of(mixed).inv_freq
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -417,11 +322,6 @@ def test_a_config_edited_after_loading_does_not_change_what_is_used():
     patch = rope_patch.apply(model, "default")
     assert torch.allclose(logits(model), before, atol=1e-6)
     assert patch.after[None].attention_scaling == 1.0
-    scaled = tiny_model(rope_parameters=dict(YARN))
-    before = logits(scaled)
-    scaled.config.rope_parameters["attention_factor"] = 2.0
-    rope_patch.apply(scaled, "default")
-    assert torch.allclose(logits(scaled), before, atol=1e-6)
 
 
 def test_an_encoding_of_the_right_frequencies_with_another_attention_scaling_is_not_used(tmp_path):
@@ -453,29 +353,18 @@ def test_p_is_not_read_as_the_shape_of_attention(tmp_path):
     assert torch.equal(logits(PhiForCausalLM.from_pretrained(tmp_path)), logits(model))
 
 
-def test_restoring_a_shared_config_that_says_another_patch():
-    first = tiny_model()
-    second = type(first)(first.config)
-    patch = rope_patch.apply(first, "pi", factor=2)
-    rope_patch.apply(second, "ntk:factor=4", replace=True)
-    with pytest.raises(PatchError, match="is it shared with another model"):
-        patch.restore()
-
-
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def test_dynamic_tables_are_refused_or_frozen():
     model = tiny_model(rope_parameters=DYNAMIC)
-    assert "changes with the length during generation" in str(rope_patch.inspect(model))
-    with pytest.raises(ValueError, match=r"dynamic table \(rope_type 'dynamic'\).*Pass freeze_at=LENGTH"):
+    with pytest.raises(ValueError, match="freeze_at"):
         rope_patch.apply(model, "default")
     reference, _ = ROPE_INIT_FUNCTIONS["dynamic"](model.config, seq_len=200)
     patch = rope_patch.apply(model, "default", freeze_at=200)
     assert torch.equal(patch.after[None].inv_freq, reference)
     assert patch.after[None].rope_type == "default"
-    rope_patch.verify(model)
-    with pytest.raises(ValueError, match="freeze_at is for dynamic tables"):
+    with pytest.raises(ValueError, match="dynamic"):
         rope_patch.apply(tiny_model(), "default", freeze_at=200)
 
 
@@ -506,9 +395,9 @@ def test_two_longrope_tables_are_frozen_at_one(length, expected):
 
 def test_models_without_a_table_of_this_kind():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32))
-    with pytest.raises(ValueError, match="found no rotary table in GPT2LMHeadModel: rope_patch needs a module with"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
         rope_patch.apply(gpt2, "p_rope")
-    with pytest.raises(TypeError, match="expected a transformers model, got Linear"):
+    with pytest.raises(TypeError, match="transformers"):
         rope_patch.apply(torch.nn.Linear(2, 2), "p_rope")
 
 
@@ -518,55 +407,27 @@ def test_vision_rotary_is_refused():
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = Gemma4VisionModel(Gemma4VisionConfig(**size, num_key_value_heads=4, head_dim=16))
     before = find_rotary(model).module
-    with pytest.raises(ValueError, match="Gemma4VisionModel has a rotary embedding of another kind"):
+    with pytest.raises(ValueError, match="Gemma4VisionModel"):
         rope_patch.apply(model, "p_rope")
     assert find_rotary(model).module is before
 
 
-def test_text_decoder_of_a_multimodal_model():
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
-
-    vision = SiglipVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    config = Gemma3Config(
-        text_config=CONFIGS["gemma3"].to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4
-    )
-    model = Gemma3ForConditionalGeneration(config).eval()
-    rope_patch.apply(model, "p_rope", p=0.5)
-    assert model.config.text_config.rope_parameters["full_attention"]["rope_type"] == "proportional"
-    assert model.config.text_config.rope_patch["method"]["p"] == 0.5
-    rope_patch.verify(model)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("method", "options", "word"),
     [
-        (("p_rope",), {"p": 1.5}, r"p must be in \[0, 1\], got 1.5"),
-        (("p_rope",), {"p": float("nan")}, "p must be finite, got nan"),
-        (("pi",), {"factor": 0}, "factor must be >= 1, got 0.0"),
-        (("pi",), {"factor": -2}, "factor must be >= 1, got -2.0"),
-        (("table",), {"values": [1.0, 0.5]}, "values needs one number per pair: model.rotary_emb has 8, got 2"),
-        (("table",), {"values": [-1.0] * 8}, "values must be >= 0 rad/token, got -1.0"),
-        (("prope",), {}, "unknown method 'prope'. Did you mean 'p_rope'?"),
-        (("p_rope",), {"P": 0.5}, "p_rope has no parameter 'P'. It takes: p"),
-        (("yarn",), {"facter": 2}, "yarn has no parameter 'facter'. Did you mean 'factor'?"),
-        (("yarn",), {"layer_types": ["full_attention"]}, "one table for all layers"),
-        (("yarn",), {"target_length": 0}, "target_length must be a whole number of tokens >= 1, got 0"),
+        ("p_rope", {"p": 1.5}, "p must"),
+        ("table", {"values": [1.0, 0.5]}, "per pair"),
+        ("yarn", {"layer_types": ["full_attention"]}, "one table"),
+        ("yarn", {"target_length": 0}, "target_length"),
     ],
 )
-def test_bad_input_changes_nothing(arguments, options, message):
+def test_bad_input_changes_nothing(method, options, word):
     model = tiny_model()
     stock, config = module_of(model), model.config.to_json_string()
-    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
-        rope_patch.apply(model, *arguments, **options)
+    with pytest.raises(ValueError, match=word):
+        rope_patch.apply(model, method, **options)
     assert module_of(model) is stock
     assert model.config.to_json_string() == config
-
-
-def test_unknown_layer_type():
-    with pytest.raises(ValueError, match=r"no table for layer type 'global'\. Known: full_attention, slid"):
-        rope_patch.apply(tiny_model("gemma3"), "p_rope", layer_types=["global"])
 
 
 def test_atomic_when_the_swap_fails():
@@ -591,30 +452,26 @@ def test_atomic_when_the_swap_fails():
 
 def test_verify_names_what_differs():
     model = tiny_model()
-    with pytest.raises(PatchError, match="carries no patch record"):
+    with pytest.raises(PatchError, match="carries"):
         rope_patch.verify(model)
     patch = rope_patch.apply(model, "pi", factor=4)
     rope_patch.verify(model)
     model.config.rope_parameters["factor"] = 2.0
-    with pytest.raises(PatchError, match=r"config: \[all\] cos is off"):
+    with pytest.raises(PatchError, match="config"):
         rope_patch.verify(model)
     model.config.rope_parameters["factor"] = 4.0
     find_rotary(model).put(patch._state.location.module)
-    with pytest.raises(PatchError, match=r"in use: \[all\] cos is off by up to .*: pair \d turns \S+ rad/token"):
+    with pytest.raises(PatchError, match="rad/token"):
         rope_patch.verify(model)
 
 
-@pytest.mark.parametrize(
-    ("p", "head_dim", "theta"), [(0.75, 128, 1e6), (0.9, 128, 1e6), (0.5, 96, 5e5), (0.1, 256, 1e7)]
-)
+@pytest.mark.parametrize(("p", "head_dim", "theta"), [(0.75, 128, 1e6), (0.5, 96, 5e5)])
 def test_p_rope_is_encoded_natively_in_every_shape(p, head_dim, theta):
-    """In the first three the beginning of the whole table differs from transformers' proportional in the last bit."""
+    """Here the beginning of the whole table differs from transformers' proportional in the last bit."""
     model = tiny_model("qwen3", head_dim=head_dim, rope_parameters={"rope_type": "default", "rope_theta": theta})
     rope_patch.apply(model, "p_rope", p=p)
     expected = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": p}
     assert model.config.rope_parameters == expected
-    rope_patch.apply(model, "p_rope", p=p / 2, replace=True)
-    assert model.config.rope_parameters == expected | {"partial_rotary_factor": p / 2}
 
 
 def test_the_keys_that_vllm_needs_are_no_reason_for_a_warning(tmp_path, caplog):

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 
 import pytest
 import torch
 import torch.distributed as dist
-from patches import cos_sin, method_for, module_of
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from patches import cos_sin, lora, method_for, module_of
+from peft import prepare_model_for_kbit_training
 from tiny import ARCHITECTURES, ids, logits, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import rope_patch
-from rope_patch import METHODS, PatchError
+from rope_patch import METHODS
 
 SOME = pytest.mark.parametrize(
     ("family", "name"), [("llama", "yarn"), ("llama", "p_rope"), ("gemma3", "yarn"), ("gemma3", "truncated")]
 )
 FULL = pytest.mark.full
-PRODUCT = pytest.mark.parametrize(("family", "name"), [(f, n) for f in ARCHITECTURES for n in METHODS])
 
 
 def assert_table(model, patch):
@@ -38,15 +36,6 @@ def assert_table(model, patch):
     assert rope_patch.verify(model).record == patch.record
 
 
-def test_a_stock_table_does_not_survive():
-    """The control: the same cast changes a stock table."""
-    model = tiny_model()
-    positions = torch.arange(0, 3000, 37)[None]
-    before = cos_sin(model, positions)[0]
-    model.to(torch.bfloat16)
-    assert (cos_sin(model, positions)[0] - before).abs().max() > 0.1
-
-
 @SOME
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_casts(family, name, dtype):
@@ -59,9 +48,11 @@ def test_casts(family, name, dtype):
 @SOME
 def test_meta_to_empty_and_load(family, name):
     model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
-    expected, weights = logits(model), copy.deepcopy(model.state_dict())
-    model.to("meta")
+    weights, patch = model.state_dict(), rope_patch.apply(model, method_for(family, name))
+    expected = logits(model)
+    with torch.device("meta"):
+        model = tiny_model(family)
+    assert rope_patch.apply(model, method_for(family, name)).record == patch.record
     model.to_empty(device="cpu")
     model.load_state_dict(weights)
     model.tie_weights()
@@ -73,37 +64,16 @@ def test_meta_to_empty_and_load(family, name):
 
 
 @SOME
-def test_built_on_meta(family, name):
-    with torch.device("meta"):
-        model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
-    direct = rope_patch.apply(tiny_model(family), method_for(family, name))
-    assert patch.record == direct.record
-    model.to_empty(device="cpu")
-    assert_table(model, patch)
-
-
-@SOME
 def test_copies_and_pickles(family, name):
     model = tiny_model(family)
+    keys = list(model.state_dict())
     patch = rope_patch.apply(model, method_for(family, name))
-    expected = logits(model)
-    twin = copy.deepcopy(model)
-    assert_table(twin, patch)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    other = tiny_model(family, seed=5)
-    assert list(torch.load(buffer)) == list(other.state_dict())  # a patch adds no key
-    buffer.seek(0)
-    other_patch = rope_patch.apply(other, method_for("llama", name))
-    other.load_state_dict(torch.load(buffer))
-    assert_table(other, other_patch)
-    assert torch.equal(logits(other), expected)
-    whole = io.BytesIO()
+    assert list(model.state_dict()) == keys  # a patch adds no key
+    twin, whole = copy.deepcopy(model), io.BytesIO()
     torch.save(model, whole)
     whole.seek(0)
     assert_table(torch.load(whole, weights_only=False), patch)
+    assert_table(twin, patch)
     rope_patch.restore(twin)  # the copy is undone on its own
     assert_table(model, patch)
 
@@ -150,7 +120,7 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
     assert torch.allclose(logits(model), expected, atol=1e-6)
     assert_table(model, patch)
     other = tiny_model(family)
-    rope_patch.apply(other, method_for("llama", name))
+    patch = rope_patch.apply(other, method_for(family, name))
     fully_shard(other, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     other(ids(), use_cache=False).logits.sum().backward()
     assert_table(other, patch)
@@ -159,18 +129,12 @@ def test_fsdp2_on_a_cpu_mesh(family, name, one_process_group):
 # --- under wrappers --------------------------------------------------------------------------------------------------
 
 
-def lora(model):
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(model, config).eval()
-
-
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("first", ["patch", "lora"])
 def test_under_peft(family, first):
     model = tiny_model(family)
     if first == "patch":
-        patch = rope_patch.apply(model, method_for(family, "yarn") if family != "phi3" else "yarn:factor=4")
+        patch = rope_patch.apply(model, method_for(family, "yarn"))
         tuned = lora(model)
     else:
         tuned = lora(model)
@@ -186,23 +150,19 @@ def test_under_peft(family, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
-    "family", [f if f in ("llama", "gemma3") else pytest.param(f, marks=FULL) for f in ARCHITECTURES]
+    "config",
+    [BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), BitsAndBytesConfig(load_in_8bit=True)],
+    ids=["4 bits", "8 bits"],
 )
-def test_quantized(tmp_path, family, bits):
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_quantized(tmp_path, family, config):
     tiny_model(family).save_pretrained(tmp_path)
-    config = (
-        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        if bits == 4
-        else BitsAndBytesConfig(load_in_8bit=True)
-    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
     before = logits(model)
-    for method in (rope_patch.PRope(p=0.125), method_for(family, "yarn")):
-        with rope_patch.patched(model, method) as patch:
-            assert_table(model, patch)
-            assert not torch.equal(logits(model), before)
+    with rope_patch.patched(model, method_for(family, "yarn")) as patch:
+        assert_table(model, patch)
+        assert not torch.equal(logits(model), before)
     assert torch.equal(logits(model), before)
     # bitsandbytes repacks 4-bit weights for inference at the first forward in eval mode: train a fresh model
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
@@ -233,32 +193,18 @@ def test_dispatched_over_devices(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_attention_implementations_agree(family, attention):
-    if family == "gemma2" and attention == "sdpa":
-        pytest.skip("transformers offers no sdpa for Gemma 2")
-    model = tiny_model(family, attention=attention)
-    rope_patch.apply(model, method_for(family, "yarn"))
-    default = tiny_model(family)
-    rope_patch.apply(default, method_for(family, "yarn"))
-    assert torch.allclose(logits(model), logits(default), atol=2e-5)
-
-
-@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_gradients_with_and_without_checkpointing(family):
-    def gradients(checkpointing, patched):
+    def gradients(checkpointing):
         model = tiny_model(family).train()
-        if patched:
-            rope_patch.apply(model, method_for(family, "yarn"))
+        rope_patch.apply(model, method_for(family, "yarn"))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model(ids(), labels=ids(), use_cache=False).loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    plain, checkpointed, stock = gradients(False, True), gradients(True, True), gradients(False, False)
+    plain, checkpointed = gradients(False), gradients(True)
     for name in plain:
         assert torch.allclose(plain[name], checkpointed[name], atol=1e-6), name
-    assert any(not torch.allclose(plain[name], stock[name]) for name in plain)
 
 
 @pytest.mark.slow
@@ -281,57 +227,5 @@ def test_compiled(family, name):
     compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)  # raises where the graph breaks
     for length in (20, 21, 33, 48):
         assert torch.allclose(logits(compiled, ids(length)), logits(model, ids(length)), atol=1e-6)
-    stock_frames = frames_of_stock(family)
-    assert counter.frame_count <= stock_frames
+    assert counter.frame_count <= 2  # as many as the original model
     rope_patch.verify(compiled)
-
-
-@functools.cache
-def frames_of_stock(family):
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(tiny_model(family), backend=counter, dynamic=True)
-    for length in (20, 21, 33, 48):
-        logits(compiled, ids(length))
-    return counter.frame_count
-
-
-@FULL
-def test_compiled_for_real_with_a_static_cache():
-    """Inductor, decoding step by step: the table is read inside the compiled graph."""
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    expected = model.generate(ids(10, 1), **options)
-    torch._dynamo.reset()
-    compiled = torch.compile(model.model.rotary_emb, fullgraph=True)
-    positions = torch.arange(7)[None]
-    for got, want in zip(compiled(torch.zeros(1), positions), cos_sin(model, positions), strict=True):
-        assert torch.allclose(got, want, atol=1e-6)
-    assert torch.equal(model.generate(ids(10, 1), cache_implementation="static", **options), expected)
-
-
-@FULL
-@PRODUCT
-def test_everything_survives_everything(family, name):
-    model = tiny_model(family)
-    patch = rope_patch.apply(model, method_for(family, name))
-    assert_table(model.to(torch.bfloat16), patch)
-    assert_table(copy.deepcopy(model).half(), patch)
-    for module in model.modules():
-        module._is_hf_initialized = False
-    model.init_weights()
-    assert_table(model, patch)
-    tuned = lora(model.float())
-    assert_table(tuned, patch)
-    assert_table(tuned.merge_and_unload(), patch)
-
-
-def test_losing_the_module_is_noticed():
-    model = tiny_model()
-    rope_patch.apply(model, "yarn:factor=4")
-    model.model.rotary_emb = type(tiny_model().model.rotary_emb)(tiny_model().config)  # somebody rebuilds it
-    with pytest.raises(PatchError, match="in use"):
-        rope_patch.verify(model)

@@ -1,0 +1,38 @@
+"""One patch from the model to a folder that plain transformers loads, through generation, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import ids, logits
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+
+STATED_BY_SAVING = ("dtype", "architectures")
+
+
+def assert_round_trip(model: Any, folder: Path, method: str, **options: Any) -> None:
+    """Apply a method; save, load plainly and through us, generate with a cache, undo: each gives the same logits."""
+    before, config = logits(model), model.config.to_dict()
+    patch = rope_patch.apply(model, method, **options)
+    patched = logits(model)
+    assert not torch.allclose(patched, before, atol=1e-5)
+    rope_patch.save(model, folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert torch.equal(logits(plain), patched)
+    assert torch.equal(logits(rope_patch.load(folder).eval()), patched)
+    patch.restore()
+    assert torch.equal(logits(model), before)
+    left = {key: value for key, value in model.config.to_dict().items() if key not in STATED_BY_SAVING}
+    assert left == {key: value for key, value in config.items() if key not in STATED_BY_SAVING}
+
+
+def assert_cached_equals_full(model: Any) -> None:
+    """Generation token by token through a cache gives the logits of one pass over the whole text."""
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True}
+    done = model.generate(ids(20), **options, return_dict_in_generate=True)
+    full = logits(model, done.sequences)[:, 19:-1]
+    torch.testing.assert_close(torch.stack(done.logits, 1), full, rtol=1e-4, atol=1e-4)
