@@ -14,12 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from fresh import run_code
+from support.fresh import run_code
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
+
+collect_ignore = ["support"]  # no tests; pytest would import each file again under another name
 
 
 def build_the_thread_pool_anew() -> None:

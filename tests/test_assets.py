@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from reference_recipe import load_recipe
+from support.reference_recipe import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from forks import forked
+from support.forks import forked
 
 
 def test_a_fork_of_a_process_that_has_computed_computes_in_four_threads_at_once():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from fresh import run_code, stock_logits
 from safetensors.torch import load_file
+from support.fresh import run_code, stock_logits
 
 # Everywhere else the modules and functions that Windows lacks are taken away, as far as rope_patch might use them.
 PROGRAM = """

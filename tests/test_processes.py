@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from forks import together
-from tiny import ids, logits, tiny_model
+from support.forks import together
+from support.tiny import ids, logits, tiny_model
 
 import rope_patch
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from subsets import full
+from support.subsets import full
 from typer.testing import CliRunner
 
 from rope_patch.cli.app import app
@@ -36,8 +36,8 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 def instead_of_the_hub(folder):
     """A tiny model with the rotary table of SmolLM2 and a bundled tokenizer, in a folder whose path is its hub id."""
-    from prompting import TOKENIZER
-    from tiny import tiny_model
+    from support.prompting import TOKENIZER
+    from support.tiny import tiny_model
 
     rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "max_position_embeddings": 8192}
     tiny_model(head_dim=64, vocab_size=1024, **rotary).save_pretrained(folder)
@@ -46,7 +46,7 @@ def instead_of_the_hub(folder):
 
 def put_a_tiny_model_into(folder):
     """A model that reads the bundled tokenizer's ids, in a third of the time."""
-    from tiny import tiny_model
+    from support.tiny import tiny_model
 
     one_layer = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     tiny_model(vocab_size=1024, max_position_embeddings=256, **one_layer).save_pretrained(folder)
@@ -128,9 +128,9 @@ def contributed(mark):
 @pytest.fixture
 def tiny_suite():
     """A tiny model, its tokenizer, and what a small evaluation takes."""
-    from evaluated import suite_of
-    from prompting import HAY
-    from scored import bold_model
+    from support.evaluated import suite_of
+    from support.prompting import HAY
+    from support.scored import bold_model
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "rope_patch" / "assets" / "llama")
@@ -203,7 +203,7 @@ def test_contributing_adds_a_method():
     exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), space)
     (name,) = set(METHODS) - before
     method = METHODS[name]()
-    from tiny import tiny_model
+    from support.tiny import tiny_model
 
     import rope_patch
 

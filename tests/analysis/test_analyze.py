@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from subsets import full
-from tiny import YARN, small
+from support.subsets import full
+from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 

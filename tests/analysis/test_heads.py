@@ -17,10 +17,10 @@ import numpy
 import peft
 import pytest
 import torch
-from scored import bold_model
-from states import INTERLEAVED, model_of, stored, text
 from support.largest import Largest
-from tiny import SIZE, YARN, ids, tiny_model
+from support.scored import bold_model
+from support.states import INTERLEAVED, model_of, stored, text
+from support.tiny import SIZE, YARN, ids, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
-from states import model_of, stored, text
-from tiny import LLAMA3, ids, tiny_model
+from support.states import model_of, stored, text
+from support.tiny import LLAMA3, ids, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

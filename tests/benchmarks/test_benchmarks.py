@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from forks import forked
+from support.forks import forked
 
 import rope_patch
 from rope_patch.evaluation.text import builtin_text

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh import run_code
-from subsets import needs_transformers
+from support.fresh import run_code
+from support.subsets import needs_transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[2]

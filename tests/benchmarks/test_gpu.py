@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from forks import run_script
+from support.forks import run_script
 
 from rope_patch.planning import plan, shape_of
 

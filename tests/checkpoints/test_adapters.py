@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
-from patches import edit_json, lora
 from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
-from tiny import logits, tiny_model
+from support.patches import edit_json, lora
+from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch

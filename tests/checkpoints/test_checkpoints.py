@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from fresh import stock_logits
-from patches import edit_json, lora, method_for, module_of
 from peft import LoraConfig, PeftModel
-from tiny import ARCHITECTURES, ids, logits, tiny_model
+from support.fresh import stock_logits
+from support.patches import edit_json, lora, method_for, module_of
+from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import rope_patch

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from support.gguf_files import rewritten, saved, write_toy
-from tiny import LLAMA3, ids, logits, tiny_model
+from support.tiny import LLAMA3, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch

@@ -15,9 +15,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from subsets import byte_level_llama
 from support.gguf_files import quantized, rewritten, stated, write_toy
-from tiny import LLAMA3, ids, logits, tiny_model
+from support.subsets import byte_level_llama
+from support.tiny import LLAMA3, ids, logits, tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch

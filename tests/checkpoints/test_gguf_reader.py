@@ -7,7 +7,7 @@ import threading
 import gguf
 import pytest
 from support.gguf_files import write_toy
-from tiny import tiny_model
+from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch

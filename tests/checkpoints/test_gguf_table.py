@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.gguf_files import rewritten, stated, write_toy
-from tiny import YARN, tiny_model
+from support.tiny import YARN, tiny_model
 from transformers import AutoModelForCausalLM
 
 from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf

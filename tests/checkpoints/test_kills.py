@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 import torch
-from forks import forked
-from tiny import logits, tiny_model
+from support.forks import forked
+from support.tiny import logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch

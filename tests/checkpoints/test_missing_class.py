@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
-from forks import forked
-from tiny import ids, logits
+from support.forks import forked
+from support.tiny import ids, logits
 
 import rope_patch
 from rope_patch import METHODS
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import ids, logits, tiny_model
+from support.tiny import ids, logits, tiny_model
 
 import rope_patch
 from rope_patch.methods import Method

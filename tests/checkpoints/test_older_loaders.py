@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from patches import lora
-from tiny import ids, logits, tiny_model
+from support.patches import lora
+from support.tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
+from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch

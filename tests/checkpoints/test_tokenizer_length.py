@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny import tiny_model
+from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch

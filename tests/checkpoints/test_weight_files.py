@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, tiny_model
+from support.tiny import ARCHITECTURES, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     LlamaForSequenceClassification,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from commands import fail
+from support.commands import fail
 from typer.testing import CliRunner
 
 import rope_patch

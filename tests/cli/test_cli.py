@@ -11,10 +11,10 @@ import sys
 
 import pytest
 import torch
-from commands import fail, run
-from forks import forked
 from peft import LoraConfig, get_peft_model
-from tiny import YARN, logits, tiny_model
+from support.commands import fail, run
+from support.forks import forked
+from support.tiny import YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 import rope_patch
 from rope_patch.cli import app as cli

@@ -7,11 +7,11 @@ import json
 import gguf
 import pytest
 import torch
-from commands import fail, run
-from fresh import run_code
-from subsets import byte_level_llama
+from support.commands import fail, run
+from support.fresh import run_code
 from support.gguf_files import quantized, write_toy
-from tiny import ids, logits, tiny_model
+from support.subsets import byte_level_llama
+from support.tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 

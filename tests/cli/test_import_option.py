@@ -6,9 +6,9 @@ import json
 import sys
 
 import pytest
-from commands import fail
-from fresh import run_module
-from tiny import tiny_model
+from support.commands import fail
+from support.fresh import run_module
+from support.tiny import tiny_model
 from typer.main import get_command
 
 import rope_patch

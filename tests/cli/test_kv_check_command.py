@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluated import check_cache
-from report_pages import Page
-from tiny import small
+from support.evaluated import check_cache
+from support.report_pages import Page
+from support.tiny import small
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 

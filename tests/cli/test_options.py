@@ -11,8 +11,8 @@ import sys
 
 import pytest
 import torch
-from commands import fail, run
-from tiny import tiny_model
+from support.commands import fail, run
+from support.tiny import tiny_model
 from typer.main import get_command
 
 import rope_patch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from report_pages import row
+from support.report_pages import row
 
 from rope_patch.cli.compare import print_table
 from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from report_pages import Page, accessible, loads_nothing
+from support.report_pages import Page, accessible, loads_nothing
 from typer.testing import CliRunner
 
 import rope_patch

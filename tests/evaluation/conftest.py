@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prompting import TOKENIZER
+from support.prompting import TOKENIZER
 from transformers import AutoModelForCausalLM
 
 import rope_patch

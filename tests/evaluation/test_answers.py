@@ -7,9 +7,9 @@ import hashlib
 import json
 
 import pytest
-from evaluated import result_of, retrieval_of
-from number_tokenizers import KINDS, tokenizer_of
-from prompting import HAY, ROOM, TOKENIZER, bold, hay_of
+from support.evaluated import result_of, retrieval_of
+from support.number_tokenizers import KINDS, tokenizer_of
+from support.prompting import HAY, ROOM, TOKENIZER, bold, hay_of
 
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.prompts import PromptMaker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 from rope_patch.evaluation import budget
 from rope_patch.evaluation.budget import MEASURING, SAFETY, default_tokens, tokens_per_second, tokens_within

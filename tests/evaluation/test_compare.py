@@ -10,12 +10,12 @@ import sys
 
 import pytest
 import torch
-from evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
-from forks import forked
-from patches import module_of
-from prompting import HAY
 from scipy import stats
-from scored import spy_ids
+from support.evaluated import compared, perplexity_of, result_of, retrieval_of, suite_of
+from support.forks import forked
+from support.patches import module_of
+from support.prompting import HAY
+from support.scored import spy_ids
 from typer.testing import CliRunner
 
 import rope_patch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import pytest
 import torch
-from prompting import TOKENIZER, bold
+from support.prompting import TOKENIZER, bold
 from transformers import PreTrainedTokenizerFast
 
 from rope_patch.evaluation.documents import Document, TokenDocument, documents, encode

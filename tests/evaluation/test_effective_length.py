@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evaluated import perplexity_of, result_of, retrieval_of
+from support.evaluated import perplexity_of, result_of, retrieval_of
 
 from rope_patch.evaluation.effective_length import effective_lengths
 

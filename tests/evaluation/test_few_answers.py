@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evaluated import answered, result_of
+from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.answers import (
     ShownAnswer,

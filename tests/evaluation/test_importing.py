@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from commands import run
+from support.commands import run
 
 import rope_patch
 from rope_patch import METHODS

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from scored import bold_model, naive
-from tiny import ids
+from support.scored import bold_model, naive
+from support.tiny import ids
 
 import rope_patch
 from rope_patch.evaluation.compare import compare

@@ -9,10 +9,10 @@ import statistics
 
 import pytest
 import torch
-from patches import method_for
-from scored import Caches, bold_model, naive, spy_ids
 from support.largest import Largest
-from tiny import ARCHITECTURES, ids, tiny_model
+from support.patches import method_for
+from support.scored import Caches, bold_model, naive, spy_ids
+from support.tiny import ARCHITECTURES, ids, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig
 
 import rope_patch

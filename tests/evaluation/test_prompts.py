@@ -7,9 +7,9 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompting import HAY, MAKER, ROOM, TOKENIZER, hay_of
-from reference_recipe import recipe
-from subsets import examples
+from support.prompting import HAY, MAKER, ROOM, TOKENIZER, hay_of
+from support.reference_recipe import recipe
+from support.subsets import examples
 from transformers import PreTrainedTokenizerFast
 
 from rope_patch.evaluation.haystack import NOISE, Haystack

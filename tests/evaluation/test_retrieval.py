@@ -11,11 +11,11 @@ import sys
 
 import pytest
 import torch
-from evaluated import retrieval_of
-from prompting import ANSWER, HAY, MAKER, TOKENIZER, bold
-from reference_recipe import recipe
-from scored import Caches, spy, spy_ids
-from tiny import tiny_model
+from support.evaluated import retrieval_of
+from support.prompting import ANSWER, HAY, MAKER, TOKENIZER, bold
+from support.reference_recipe import recipe
+from support.scored import Caches, spy, spy_ids
+from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import rope_patch

@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from commands import run
-from evaluated import check_cache, compared
-from forks import together
-from prompting import HAY
-from scored import spy_ids
+from support.commands import run
+from support.evaluated import check_cache, compared
+from support.forks import together
+from support.prompting import HAY
+from support.scored import spy_ids
 
 import rope_patch
 from rope_patch.cli.app import main

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prompting import TOKENIZER
+from support.prompting import TOKENIZER
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 

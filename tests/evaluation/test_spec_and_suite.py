@@ -7,10 +7,10 @@ import math
 import statistics
 
 import pytest
-from evaluated import check_cache, compared, suite_of
-from kv_rows import BASE, by_hand, off
-from prompting import HAY
-from scored import bold_model, spy_ids
+from support.evaluated import check_cache, compared, suite_of
+from support.kv_rows import BASE, by_hand, off
+from support.prompting import HAY
+from support.scored import bold_model, spy_ids
 
 import rope_patch
 from rope_patch.evaluation.documents import encode

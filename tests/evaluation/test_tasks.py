@@ -10,8 +10,8 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompting import MAKER, TOKENIZER
 from scipy.special import zeta
+from support.prompting import MAKER, TOKENIZER
 
 from rope_patch.evaluation.haystack import NOISE, Haystack
 from rope_patch.evaluation.prompts import PromptMaker

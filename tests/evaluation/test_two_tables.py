@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import ids, small
+from support.tiny import ids, small
 
 import rope_patch
 from rope_patch.evaluation.compare import compare

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import fail
+from support.commands import fail
 from support.gguf_files import write_toy
-from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
+from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
 from typer.testing import CliRunner
 

@@ -15,9 +15,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from fits import fitted
+from support.fits import fitted
 from support.gguf_files import rewritten, write_toy
-from tiny import tiny_model
+from support.tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 

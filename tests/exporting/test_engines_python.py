@@ -19,7 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, ids, logits, tiny_model
+from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -102,7 +102,7 @@ def test_transformers_4_gives_equal_logits(family, tmp_path, monkeypatch):
         model = AutoModelForCausalLM.from_pretrained(base)
         rope_patch.apply(model, method, target_length=256)
         expected_logits[str(number)] = logits(model, tokens)
-    script = Path(__file__).parents[1] / "stock_reload.py"
+    script = Path(__file__).parents[1] / "support" / "stock_reload.py"
     environment = os.environ | {"PYTHONPATH": os.environ["TRANSFORMERS_4"]}
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), *expected_logits],

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny
 import torch
-from commands import fail, run
 from peft import LoraConfig, get_peft_model
-from subsets import byte_level_llama, covering
+from support import tiny
+from support.commands import fail, run
 from support.gguf_files import write_toy
-from tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
+from support.subsets import byte_level_llama, covering
+from support.tiny import ARCHITECTURES, SIZE, YARN, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, PhiConfig, StableLmConfig
 
 import rope_patch

@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 import torch
-from commands import fail, run
+from support.commands import fail, run
 from support.gguf_files import write_toy
-from tiny import SIZE, tiny_model
+from support.tiny import SIZE, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Olmo3Config
 
 import rope_patch

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import fail, run
 from peft import LoraConfig, get_peft_model
+from support.commands import fail, run
 from support.gguf_files import saved
-from tiny import LLAMA3, ids, logits, tiny_model
+from support.tiny import LLAMA3, ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, StableLmConfig
 
 import rope_patch

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from evaluated import answered, result_of
+from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Comparison, Row
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fresh import stock_logits
-from prompting import TOKENIZER, bold
 from safetensors.torch import load_file
+from support.fresh import stock_logits
 from support.gguf_files import write_toy
-from tiny import tiny_model
+from support.prompting import TOKENIZER, bold
+from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
 from typer.testing import CliRunner
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fits import TEXT, candidate
-from prompting import TOKENIZER
+from support.fits import TEXT, candidate
+from support.prompting import TOKENIZER
 
 from rope_patch.evaluation.text import builtin_kind, builtin_text
 from rope_patch.fitting.candidates import best

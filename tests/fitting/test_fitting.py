@@ -8,9 +8,9 @@ import math
 
 import pytest
 import torch
-from fits import ASSETS, TEXT, Verdicts, fitted, run_of
-from prompting import TOKENIZER
-from tiny import ids, small
+from support.fits import ASSETS, TEXT, Verdicts, fitted, run_of
+from support.prompting import TOKENIZER
+from support.tiny import ids, small
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

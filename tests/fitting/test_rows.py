@@ -8,11 +8,11 @@ import re
 
 import pytest
 import torch
-from fits import TEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompting import HAY, MAKER, TOKENIZER
-from subsets import examples
+from support.fits import TEXT
+from support.prompting import HAY, MAKER, TOKENIZER
+from support.subsets import examples
 
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.fitting.positions import stretched_positions

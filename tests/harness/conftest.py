@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from lm_eval.tasks._index import TaskIndex
-from task_index import read_once
+from support.task_index import read_once
 
 from rope_patch.harness import command
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from prompting import bold
+from support.prompting import bold
 from transformers import AutoTokenizer
 
 import rope_patch

@@ -8,9 +8,9 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from number_tokenizers import KINDS, tokenizer_of
-from prompting import bold
-from scored import naive, spy_ids
+from support.number_tokenizers import KINDS, tokenizer_of
+from support.prompting import bold
+from support.scored import naive, spy_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch

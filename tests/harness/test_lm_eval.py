@@ -29,9 +29,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 from peft import LoraConfig, get_peft_model
-from subsets import covering
-from task_index import build, defaults
-from tiny import tiny_model
+from support.subsets import covering
+from support.task_index import build, defaults
+from support.tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 from typer.testing import CliRunner

@@ -11,7 +11,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from scored import spy_ids
+from support.scored import spy_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch

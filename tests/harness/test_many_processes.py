@@ -6,9 +6,9 @@ import json
 
 import lm_eval
 import pytest
-from forks import together
 from lm_eval.tasks import TaskManager
-from scored import spy_ids
+from support.forks import together
+from support.scored import spy_ids
 
 import rope_patch
 from rope_patch.harness.model import RopePatchLM

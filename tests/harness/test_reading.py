@@ -7,7 +7,7 @@ import json
 
 import pytest
 from lm_eval.api.instance import Instance
-from prompting import TOKENIZER, bold
+from support.prompting import TOKENIZER, bold
 from tqdm import tqdm
 
 import rope_patch

@@ -13,12 +13,12 @@ import weakref
 import peft
 import pytest
 import torch
-from prompting import MAKER, TOKENIZER, bold
-from rounding import naive
-from scored import bold_model, spy_ids
-from states import INTERLEAVED, model_of, refused
-from subsets import covering
-from tiny import MIXED, SIZE, ids, tiny_config, tiny_model
+from support.prompting import MAKER, TOKENIZER, bold
+from support.rounding import naive
+from support.scored import bold_model, spy_ids
+from support.states import INTERLEAVED, model_of, refused
+from support.subsets import covering
+from support.tiny import MIXED, SIZE, ids, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,

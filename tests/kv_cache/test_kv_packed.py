@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 import torch
-from states import model_of
-from tiny import ids, tiny_model
+from support.states import model_of
+from support.tiny import ids, tiny_model
 from transformers import DynamicCache, QuantizedCache
 
 import rope_patch

@@ -9,8 +9,8 @@ import pytest
 import torch
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import simple_parse_args_string
-from rounding import ORDERED, naive
 from scipy.linalg import hadamard
+from support.rounding import ORDERED, naive
 
 from rope_patch.kv_cache.quantizers import fake_quantize, mix
 from rope_patch.kv_cache.schemes import PRESETS, Scheme, Side, effective_bits

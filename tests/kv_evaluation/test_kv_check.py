@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from evaluated import check_cache, compared
-from kv_rows import BASE, by_hand, error, off
-from scored import watched
-from subsets import full
-from tiny import YARN, small
+from support.evaluated import check_cache, compared
+from support.kv_rows import BASE, by_hand, error, off
+from support.scored import watched
+from support.subsets import full
+from support.tiny import YARN, small
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import rope_patch

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fresh import run_code
+from support.fresh import run_code
 
 from rope_patch import METHODS, parse
 from rope_patch.methods import import_methods

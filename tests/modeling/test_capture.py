@@ -12,9 +12,9 @@ import peft
 import pytest
 import scipy.stats
 import torch
-from scored import spy
-from states import FAMILIES, INTERLEAVED, TOKENS, model_of, refused, stored, text
-from tiny import SIZE, ids, tiny_config, tiny_model
+from support.scored import spy
+from support.states import FAMILIES, INTERLEAVED, TOKENS, model_of, refused, stored, text
+from support.tiny import SIZE, ids, tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DeepseekV3Config,

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from scored import bold_model
-from tiny import tiny_model
+from support.scored import bold_model
+from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from rope_patch.modeling import scoring

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prompting import TOKENIZER, bold
-from tiny import ARCHITECTURES, ids, tiny_model
+from support.prompting import TOKENIZER, bold
+from support.tiny import ARCHITECTURES, ids, tiny_model
 
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval

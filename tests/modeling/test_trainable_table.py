@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from states import model_of
-from tiny import ids, tiny_model
+from support.states import model_of
+from support.tiny import ids, tiny_model
 
 import rope_patch
 from rope_patch.frequencies import table_of, unrotated

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from tiny import tiny_model
+from support.tiny import tiny_model
 from typer.testing import CliRunner
 
 import rope_patch

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from subsets import full
 from support.gguf_files import write_toy
+from support.subsets import full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 

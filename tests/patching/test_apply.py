@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from patches import cos_sin, method_for, module_of
+from support.patches import cos_sin, method_for, module_of
 from support.round_trip import assert_cached_equals_full
-from tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, logits, tiny_config, tiny_model
+from support.tiny import ARCHITECTURES, CONFIGS, LLAMA3, MIXED_ARCHITECTURES, YARN, logits, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

@@ -8,9 +8,9 @@ import pickle
 
 import pytest
 import torch
-from patches import cos_sin, module_of
+from support.patches import cos_sin, module_of
 from support.round_trip import assert_cached_equals_full, assert_round_trip
-from tiny import SIZE, YARN, ids, logits
+from support.tiny import SIZE, YARN, ids, logits
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from patches import module_of
-from subsets import needs_transformers
+from support.patches import module_of
 from support.round_trip import assert_round_trip
-from tiny import LLAMA3, SIZE, ids, logits, tiny_config, tiny_model
+from support.subsets import needs_transformers
+from support.tiny import LLAMA3, SIZE, ids, logits, tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,

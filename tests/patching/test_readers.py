@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from patches import module_of
+from support.patches import module_of
 from support.round_trip import assert_cached_equals_full, assert_round_trip
-from tiny import SIZE, YARN, logits, tiny_model
+from support.tiny import SIZE, YARN, logits, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,

@@ -8,9 +8,9 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from patches import cos_sin, lora, method_for, module_of
 from peft import prepare_model_for_kbit_training
-from tiny import ARCHITECTURES, ids, logits, tiny_model
+from support.patches import cos_sin, lora, method_for, module_of
+from support.tiny import ARCHITECTURES, ids, logits, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import ids, logits, tiny_model
+from support.tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 import rope_patch

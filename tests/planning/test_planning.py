@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import fail, run
 from peft import LoraConfig, get_peft_model
-from subsets import covering
-from tiny import SIZE as TINY
-from tiny import tiny_config, tiny_model
+from support.commands import fail, run
+from support.subsets import covering
+from support.tiny import SIZE as TINY
+from support.tiny import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, MixtralConfig

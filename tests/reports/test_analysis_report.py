@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy
 import pytest
-import tiny
 import torch
-from report_pages import Page, accessible, loads_nothing
+from support import tiny
+from support.report_pages import Page, accessible, loads_nothing
 
 from rope_patch import frequencies
 from rope_patch.analysis.decomposition import decompose

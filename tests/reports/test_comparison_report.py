@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from report_pages import DEPTHS, LENGTHS, Page, accessible, loads_nothing, row
+from support.report_pages import DEPTHS, LENGTHS, Page, accessible, loads_nothing, row
 
 from rope_patch.evaluation.compare import Comparison
 from rope_patch.plots import base as plots

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluated import check_cache
-from kv_rows import BASE, by_hand, error, off
-from report_pages import Page, accessible, loads_nothing
-from tiny import small
+from support.evaluated import check_cache
+from support.kv_rows import BASE, by_hand, error, off
+from support.report_pages import Page, accessible, loads_nothing
+from support.tiny import small
 from transformers import AutoTokenizer
 
 import rope_patch

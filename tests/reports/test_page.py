@@ -6,8 +6,8 @@ import itertools
 import re
 
 import pytest
-from report_pages import Page as Parsed
-from report_pages import accessible, loads_nothing
+from support.report_pages import Page as Parsed
+from support.report_pages import accessible, loads_nothing
 
 import rope_patch
 from rope_patch.reports.page import Cell, DataTable, Figure, Note, Page, Section, render, short_names, write

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from tiny import tiny_model
+from support.tiny import tiny_model
 
 import rope_patch
 from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf

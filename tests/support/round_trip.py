@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import ids, logits
+from support.tiny import ids, logits
 from transformers import AutoModelForCausalLM
 
 import rope_patch

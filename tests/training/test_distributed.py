@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-import distributed_child as child
 import pytest
 import torch
 from accelerate import ParallelismConfig
@@ -13,10 +12,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
-from distributed_child import COLLATOR, rows
-from forks import together
-from scored import bold_model
-from tiny import ids
+from support import distributed_child as child
+from support.distributed_child import COLLATOR, rows
+from support.forks import together
+from support.scored import bold_model
+from support.tiny import ids
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from transformers import TrainingArguments
 

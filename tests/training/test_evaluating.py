@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from evaluated import answered
-from recipe_runs import LLAMA
+from support.evaluated import answered
+from support.recipe_runs import LLAMA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult

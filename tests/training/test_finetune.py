@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import forked
 from peft import PeftModel
-from recipe_runs import LLAMA, SMALL, losses
 from safetensors.torch import load_file
+from support.forks import forked
 from support.gguf_files import write_toy
-from tiny import ids
+from support.recipe_runs import LLAMA, SMALL, losses
+from support.tiny import ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
 import rope_patch

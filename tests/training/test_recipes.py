@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from reference_recipe import SCRIPT, recipe
+from support.reference_recipe import SCRIPT, recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.evaluation import text as corpora

@@ -13,8 +13,8 @@ import warnings
 import datasets
 import pytest
 import torch
-from scored import bold_model
-from tiny import ARCHITECTURES, ids, logits, tiny_config
+from support.scored import bold_model
+from support.tiny import ARCHITECTURES, ids, logits, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, TrainingArguments
 
 import rope_patch

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scored import CAPPED, bold_model, spy
-from tiny import ARCHITECTURES, ids
+from support.scored import CAPPED, bold_model, spy
+from support.tiny import ARCHITECTURES, ids
 from transformers import Trainer, TrainingArguments
 
 from rope_patch.evaluation.documents import TokenDocument

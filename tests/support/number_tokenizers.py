@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prompting import HAY
+from support.prompting import HAY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

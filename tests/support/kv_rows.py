@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from report_pages import row as scored
+from support.report_pages import row as scored
 
 from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence

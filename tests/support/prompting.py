@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from reference_recipe import recipe
-from tiny import tiny_model
+from support.reference_recipe import recipe
+from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch

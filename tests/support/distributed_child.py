@@ -1,7 +1,7 @@
 """What test_distributed.py runs in one process and in two: the same figures must come out.
 
-The two are forked; ``torchrun --nproc_per_node 2 tests/distributed_child.py FOLDER`` does the same. Either writes
-``rank-0.pt`` and ``rank-1.pt`` there.
+The two are forked; ``torchrun --nproc_per_node 2 tests/support/distributed_child.py FOLDER`` does the same. Either
+writes ``rank-0.pt`` and ``rank-1.pt`` there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from scored import bold_model
-from tiny import ids
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, TrainingArguments
@@ -34,6 +32,8 @@ from rope_patch.patching.locate import PatchError
 from rope_patch.training.collators import PoSECollator
 from rope_patch.training.sharding import ShardedCollator, weight_of
 from rope_patch.training.trainer import LongTrainer
+from support.scored import bold_model
+from support.tiny import ids
 
 PROCESSES = 2
 TEXT = ids(96, batch=1, seed=7)[0]

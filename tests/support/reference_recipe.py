@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-SCRIPT = Path(__file__).parents[1] / "recipes" / "pretrain_reference.py"
+SCRIPT = Path(__file__).parents[2] / "recipes" / "pretrain_reference.py"
 
 
 def load_recipe() -> ModuleType:

@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import torch
-from evaluated import answered, result_of
+from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Row
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult

@@ -11,7 +11,7 @@ import copy
 import sys
 
 import torch
-from tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_config, tiny_model
+from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evaluated import answered, result_of
-from tiny import small
+from support.evaluated import answered, result_of
+from support.tiny import small
 
 import rope_patch
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult

@@ -6,7 +6,7 @@ import functools
 from contextlib import contextmanager
 
 import torch
-from tiny import tiny_model
+from support.tiny import tiny_model
 from transformers import DynamicCache
 
 CAPPED = ("gemma2", "gemma3", "gemma4")
