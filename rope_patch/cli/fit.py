@@ -20,7 +20,7 @@ from rope_patch.cli.loading import (
     prepare,
     progress_bar,
 )
-from rope_patch.cli.options import Checkpoint, Device, Dtype, Import, NewFolder, Seed, command_line, tokens
+from rope_patch.cli.options import Checkpoint, Device, Dtype, Import, Seed, command_line, tokens
 
 if TYPE_CHECKING:
     from rope_patch.fitting import FittedPatch
@@ -39,7 +39,10 @@ def fit(
     target_length: Annotated[
         int, tokens("--target-length", "The context length to fit the table to, such as 8k.", show_default=False)
     ],
-    output: NewFolder,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FOLDER", help="The folder to write, new or empty.", show_default=False),
+    ],
     text: Annotated[
         Path | None,
         typer.Option(
@@ -87,15 +90,16 @@ def fit(
     Example: **rope-patch fit ./llama --target-length 8k --text ./books -o ./llama-8k**
     """
     from rope_patch import fitting
-    from rope_patch.checkpoints.offline import check_free, patch_folder
+    from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.evaluation.compare import environment
-    from rope_patch.files import claimed, write_atomically
+    from rope_patch.files import claimed, holds_files, write_atomically
     from rope_patch.fitting.estimate import FitCost
 
     check_dtype(dtype)
     check_device(device)
     _check_source(model)
-    check_free(output, overwrite=False)
+    if holds_files(output):
+        raise FileExistsError(f"{output} is not empty: give a new folder")
     check_paths(text)
     prepare(None)
     with claimed(output):
