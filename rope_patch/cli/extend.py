@@ -141,7 +141,7 @@ def extend(
         bool,
         typer.Option(
             "--dry-run",
-            help="Load the model, measure its speed where --budget is given, print the steps with their tokens, and stop.",
+            help="Load the model, measure its speed if --budget is given, print the steps with their tokens, and stop.",
         ),
     ] = False,
     finish_now: Annotated[

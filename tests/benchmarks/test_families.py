@@ -63,7 +63,7 @@ def test_a_type_works_only_if_no_check_fails(report: dict[str, Any]) -> None:
         assert row["reason"] or row["result"] == "works", row["type"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # they are no part of the result
 def test_three_types_do_what_the_page_says(
     report: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -136,6 +136,7 @@ def test_analyze_records_that_weights_are_dequantized(file, tmp_path):
     assert json.loads((tmp_path / "analysis.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
 
 
+@pytest.mark.full
 def test_the_card_of_an_extended_file_says_that_weights_are_dequantized(file, tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.extending.run.default_tokens", lambda model: 1)
     words = ("--length", "1k", "--methods", "yarn", "--tolerance", "1")

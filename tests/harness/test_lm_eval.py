@@ -716,6 +716,7 @@ def test_without_lm_eval_one_line_says_what_to_install():
     assert 'pip install "rope_patch[eval]"' in done.stderr
 
 
+@pytest.mark.full
 def test_other_model_types_are_those_of_lm_eval():
     """In a process of its own: the tests have imported what names them."""
     command = [sys.executable, "-m", "rope_patch.harness.command", "--model", "nothing", "--tasks", "rope_passkey"]
