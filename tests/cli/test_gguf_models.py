@@ -152,6 +152,7 @@ def test_plan_reads_the_shape_of_a_file(file):
 
 
 @byte_level_llama
+@pytest.mark.full
 def test_fit_writes_a_plain_folder_of_a_file(file, tmp_path):
     out = tmp_path / "fitted"
     words = ("--target-length", "1k", "--steps", "0")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
 from support.prompting import TOKENIZER, bold
+from support.subsets import full
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
 from typer.testing import CliRunner
@@ -248,7 +249,9 @@ def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("better", "others"), [(True, ["yarn", "ntk"]), (False, ["yarn", "ntk"]), (False, ["ntk"])])
+@pytest.mark.parametrize(
+    ("better", "others"), [(True, ["yarn", "ntk"]), full(False, ["yarn", "ntk"]), full(False, ["ntk"])]
+)
 def test_a_fitted_table_is_a_candidate_and_so_is_the_start_that_nothing_beat(
     llama, tmp_path, monkeypatch, better, others
 ):

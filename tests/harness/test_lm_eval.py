@@ -369,6 +369,7 @@ def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
 # --- tasks
 
 
+@pytest.mark.full
 def test_our_names_are_ours_alone():
     ours = index()
     assert all(name.startswith("rope_") for name in (*ours.all_tasks, *ours.all_tags))
