@@ -11,13 +11,6 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli.app import app
-from rope_patch.cli.demo import METHODS
-from rope_patch.methods import METHODS as ALL
-
-
-def test_every_method_that_needs_no_list_is_in_the_demo():
-    named = {part.split(":")[0] for method in METHODS for part in method.split("+")}
-    assert named == set(ALL) - {"table", "longrope"} - {"default"}
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ import importlib
 import inspect
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -133,20 +131,6 @@ def test_auto_is_the_gpu_of_this_process_or_else_the_cpu(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert choose_device("auto") == choose_device("cuda") == "cuda:3"
     assert choose_device("cuda:1") == "cuda:1"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
-def test_auto_needs_no_accelerate_where_there_is_no_gpu(tmp_path):
-    tiny_model().bfloat16().save_pretrained(tmp_path / "tiny")
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(['accelerate', 'peft', 'bitsandbytes', 'datasets']))\n"
-        "from rope_patch.cli.loading import check_device, load_model\n"
-        "check_device('auto')\n"
-        "parameter = next(load_model(sys.argv[1]).parameters())\n"
-        "print(parameter.device, parameter.dtype)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "tiny")], capture_output=True, text=True)
-    assert done.stdout.strip() == f"cpu {cpu_type(torch.bfloat16, torch.cpu.get_capabilities())}", done.stderr
 
 
 @pytest.mark.parametrize(

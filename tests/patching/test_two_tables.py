@@ -272,6 +272,7 @@ def test_a_copied_model_has_its_own_generate(copied):
     assert "generate" not in other.__dict__
 
 
+@pytest.mark.full
 def test_under_torch_compile():
     model, _ = two()
     compiled = torch.compile(model, backend="eager")

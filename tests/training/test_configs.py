@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.subsets import full
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.packaged import data_path
@@ -32,7 +33,8 @@ PAIRS = [
 ]
 NAMED = [path for path in FILES if re.search(r"-\d+k$", path.stem)]
 ALONE = [(path,) for path in FILES if path not in {second for _, second in PAIRS}]  # the others go after one of these
-every_run = pytest.mark.parametrize("files", ALONE + PAIRS, ids=lambda files: "+".join(path.stem for path in files))
+LONG = [full(files) if files[1].stem == "long_lora" else files for files in PAIRS]  # seconds each
+every_run = pytest.mark.parametrize("files", ALONE + LONG, ids=lambda files: "+".join(path.stem for path in files))
 every_named_config = pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
 
 
