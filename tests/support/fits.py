@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.evaluated import answered, result_of
-from support.tiny import small
-
 import rope_patch
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
@@ -15,6 +12,8 @@ from rope_patch.fitting import Candidate, fit, held_out_spec
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.running import FitRun
 from rope_patch.methods import Default
+from support.evaluated import answered, result_of
+from support.tiny import small
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ASSETS / "domains").glob("*.txt")))

@@ -8,10 +8,10 @@ from typing import Any
 
 import gguf
 import numpy as np
-from support.tiny import tiny_model
 
 import rope_patch
 from rope_patch.checkpoints.gguf_file import Key, Piece, open_gguf, write_gguf
+from support.tiny import tiny_model
 
 
 def saved(folder: Path, method: str | None = None, family: str = "llama", **changes: Any) -> Path:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from support.report_pages import row as scored
 
 from rope_patch.kv_evaluation.errors import LayerErrors
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
+from support.report_pages import row as scored
 
 
 def error(layer, output, logit=(1.0, 1.0), pair=None, direct=math.nan, induced=math.nan):

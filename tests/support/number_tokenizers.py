@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from support.prompting import HAY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from support.prompting import HAY
 
 
 def trained(pre_tokenizer, decoder, alphabet=()):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from support.reference_recipe import recipe
-from support.tiny import tiny_model
 from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation.haystack import Haystack
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.text import builtin_text
+from support.reference_recipe import recipe
+from support.tiny import tiny_model
 
 TOKENIZER = AutoTokenizer.from_pretrained(rope_patch.data_path("assets") / "llama")
 

@@ -7,12 +7,12 @@ import re
 from html.parser import HTMLParser
 
 import torch
-from support.evaluated import answered, result_of
 
 from rope_patch.evaluation.compare import Row
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult
 from rope_patch.tables import RotaryTable
+from support.evaluated import answered, result_of
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 

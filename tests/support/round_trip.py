@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.tiny import ids, logits
 from transformers import AutoModelForCausalLM
 
 import rope_patch
+from support.tiny import ids, logits
 
 STATED_BY_SAVING = ("dtype", "architectures")
 

@@ -6,8 +6,9 @@ import functools
 from contextlib import contextmanager
 
 import torch
-from support.tiny import tiny_model
 from transformers import DynamicCache
+
+from support.tiny import tiny_model
 
 CAPPED = ("gemma2", "gemma3", "gemma4")
 

@@ -11,7 +11,6 @@ import copy
 import sys
 
 import torch
-from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -27,6 +26,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch.modeling.sources import ROLES
+from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_config, tiny_model
 
 GEMMA4 = {
     **{**SIZE, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
