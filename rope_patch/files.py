@@ -120,7 +120,8 @@ def claimed(out: str | Path) -> Iterator[Path]:
     temporary, lock = prefix.with_name(f"{prefix.name}.tmp"), prefix.with_name(f"{prefix.name}.lock")
     with _parents(out), _locked(lock, out) as first:
         if first:
-            for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.*"):
+            # Of the output itself, and of small files within it.
+            for path in (*prefix.parent.glob(f"{glob.escape(prefix.name)}.*"), *out.glob(f".*{MARK}.tmp")):
                 if path != lock:
                     remove(path)
         yield temporary

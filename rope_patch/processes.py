@@ -96,9 +96,6 @@ def from_first(make: Callable[[], T]) -> T:
 
 def gather(value: Any) -> list[Any]:
     """Return the JSON values of all processes, in the order of their ranks; every process has to call it."""
-    _, size = processes()
-    if size == 1:
-        return [json.loads(json.dumps(value))]
-    texts: list[Any] = [None] * size
+    texts: list[Any] = [None] * processes()[1]
     torch.distributed.all_gather_object(texts, json.dumps(value))
     return [json.loads(text) for text in texts]

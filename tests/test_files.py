@@ -179,6 +179,9 @@ write_atomically(args[0] / "record.json", "half")""",
         tmp_path,
     )
     assert (tmp_path / "record.json").read_text() == "old" and holds_files(tmp_path)
+    assert len(names(tmp_path)) == 2
+    with folder_to_write(tmp_path, []):
+        assert names(tmp_path) == ["record.json"], "the next run of the folder deletes what was begun"
     killed(
         """
 with file_in_one_move(args[0] / "model.gguf") as path:

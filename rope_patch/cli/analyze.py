@@ -222,7 +222,7 @@ def analyze(
             read, reading, chosen(command), tokens_read, total, budget is not None
         )
         total = reading.tokens(rows.ids.numel(), sweep_tokens)
-        print(f"reads {total:,} tokens{AIM * (budget is None)}", file=sys.stderr)
+        print(f"reads {total:,} tokens{AIM if budget is None else ''}", file=sys.stderr)
         with resumable(output), progress_bar(total, name_of(model), hidden=as_json) as (bar, on_progress):
             analysis = engine.analyze_rows(
                 loaded,

@@ -84,6 +84,7 @@ def audit(
 
 def _print_options(model: str, method: str, engines: list[str] | None, patch: dict[str, Any], as_json: bool) -> None:
     """Print the options by which each program runs an unchanged checkpoint under a method, or why there are none."""
+    from rope_patch.exporting.engines import UNVERIFIED
     from rope_patch.exporting.flags import WRITERS, flags
 
     written, refused = {}, {}
@@ -91,25 +92,18 @@ def _print_options(model: str, method: str, engines: list[str] | None, patch: di
         try:
             written[program] = flags(model, method, program, **patch)
         except ValueError as error:
-            if engines is not None and len(engines) == 1:
-                raise
             refused[program] = str(error)
     if not written:
         raise ValueError("; ".join(f"{program}: {why}" for program, why in refused.items()))
     if as_json:
-        print_json(
-            [one.to_dict() for one in written.values()] + [{"program": p, "refused": w} for p, w in refused.items()]
-        )
+        without = [{"program": program, "refused": why} for program, why in refused.items()]
+        print_json([one.to_dict() for one in written.values()] + without)
     else:
         for program, one in written.items():
+            shown = one.shown_by if UNVERIFIED in one.shown_by else f"checked against {one.shown_by}"
             print(f"{program}:")
-            for line in one.lines:
+            for line in (*one.lines, f"# {shown}", *(f"# {note}" for note in one.notes)):
                 print(f"  {line}")
-            for note in (
-                f"checked against {one.shown_by}".replace("checked against unverified", "unverified"),
-                *one.notes,
-            ):
-                print(f"  # {note}")
         for program, why in refused.items():
             print(f"{program}: {why}")
     if refused:

@@ -235,7 +235,7 @@ def _planned(suite: Any, model: Any, methods: list[Any], budget: int | None, giv
 
         suite = suite_within(suite, most, SCALABLE, cost, "--budget")
     tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
-    print(f"reads {tokens:,} tokens{AIM * (budget is None)}", file=sys.stderr)
+    print(f"reads {tokens:,} tokens{AIM if budget is None else ''}", file=sys.stderr)
     return suite
 
 

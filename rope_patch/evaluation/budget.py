@@ -47,8 +47,8 @@ def tokens_within(model: nn.Module, seconds: float, length: int, finished: Path,
 
     def measure() -> float:
         cache = ResultCache(finished)
-        told = {name: value for name, value in options.items() if name != "read"}
-        name = key(what="speed", model=fingerprint(model), seconds=seconds, length=length, **told)
+        described = {name: value if name != "read" else "other than scoring" for name, value in options.items()}
+        name = key(what="speed", model=fingerprint(model), seconds=seconds, length=length, **described)
         if name not in cache:
             cache[name] = tokens_per_second(model, length, **options)
         return float(cache[name])

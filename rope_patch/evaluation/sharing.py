@@ -77,10 +77,8 @@ def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableM
     """
     if not isinstance(resume, str | Path):
         return resume
-    path, (rank, size) = Path(resume), processes()
-    if size == 1:
-        return ResultCache(path)
-    values = from_first(lambda: _merge_parts(path))
+    path, (rank, _) = Path(resume), processes()
+    values = from_first(lambda: _merge_parts(path))  # one process alone may go on where several were stopped
     return _Part(path.with_name(f"{path.name}.rank{rank}"), values) if rank else ResultCache(path)
 
 

@@ -20,6 +20,8 @@ from support.scored import spy_ids
 import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.perplexity import perplexity
+from rope_patch.evaluation.result_cache import ResultCache
+from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.processes import alone, from_first
 
@@ -127,6 +129,13 @@ def test_each_reads_a_part_of_what_is_not_finished_and_the_first_writes_it_all(o
     assert sorted(shared) == sorted(own)
     assert "cache.jsonl.rank1" in several[1][1]["kept"], "each keeps what it finishes, until all have finished"
     assert [process["files"] for _, process in several] == [["cache.jsonl", "kv.jsonl", "spread.jsonl"]] * 2
+
+
+def test_one_process_goes_on_where_several_were_stopped(tmp_path):
+    ResultCache(tmp_path / "cache.jsonl")["a"] = 1.0
+    ResultCache(tmp_path / "cache.jsonl.rank3")["b"] = 2.0
+    assert dict(open_cache(tmp_path / "cache.jsonl")) == {"a": 1.0, "b": 2.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.jsonl"]
 
 
 def test_what_the_first_process_does_by_itself_disturbs_nobody(outcomes):
