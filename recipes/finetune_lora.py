@@ -10,12 +10,14 @@ Options come from YAML files and `key=value` overrides; recipes/configs/lora.yam
 launchers of several processes, such as `accelerate launch`, can start it.
 """
 
+import sys
+
 import typer
 
-from rope_patch.cli.app import run
+from rope_patch.cli.app import guarded
 from rope_patch.cli.finetune import finetune
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     app.command()(finetune)
-    run(app)
+    sys.exit(guarded(app))

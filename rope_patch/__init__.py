@@ -24,7 +24,7 @@ _HOME = {
     "evaluation.perplexity": "perplexity",
     "evaluation.retrieval": "retrieval",
     "evaluation.compare": "compare",
-    "evaluation.spec": "EvalSpec",
+    "options.evaluation": "EvalSpec",
     "evaluation.suite": "EvalSuite",
     "kv_evaluation.run": "kv_check",
     "planning": "Plan plan",
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.compare import compare as compare
     from rope_patch.evaluation.perplexity import perplexity as perplexity
     from rope_patch.evaluation.retrieval import retrieval as retrieval
-    from rope_patch.evaluation.spec import EvalSpec as EvalSpec
     from rope_patch.evaluation.suite import EvalSuite as EvalSuite
     from rope_patch.exporting.run import export as export
     from rope_patch.extending.run import extend as extend
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
     from rope_patch.methods import TwoTables as TwoTables
     from rope_patch.methods import Yarn as Yarn
     from rope_patch.methods import parse as parse
+    from rope_patch.options.evaluation import EvalSpec as EvalSpec
     from rope_patch.packaged import data_path as data_path
     from rope_patch.patching.apply import apply as apply
     from rope_patch.patching.apply import patched as patched

@@ -22,19 +22,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rope_patch"
 ROOT = "rope_patch"
 MODULES = {"errors", "files", "frequencies", "packaged", "processes", "study", "tables", "theory", "words"}
 FOLDERS = (
-    *(ROOT, "methods", "patching", "checkpoints", "modeling", "kv_cache", "evaluation", "harness", "analysis"),
-    *(
-        "kv_evaluation",
-        "planning",
-        "fitting",
-        "training",
-        "exporting",
-        "extending",
-        "plots",
-        "reports",
-        "cli",
-    ),
-    *("recipes", "eval_tasks", "benchmarks"),
+    *(ROOT, "options", "methods", "patching", "checkpoints", "modeling", "kv_cache", "evaluation", "harness"),
+    *("analysis", "kv_evaluation", "planning", "fitting", "training", "exporting", "extending", "plots", "reports"),
+    *("cli", "recipes", "eval_tasks", "benchmarks"),
 )
 LEVEL = {folder: level for level, folder in enumerate(FOLDERS)}
 APART = {("training", "fitting")}  # what both need is in modeling; the command joins them

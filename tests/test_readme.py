@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import invoke
 from support.subsets import full
-from typer.testing import CliRunner
 
-from rope_patch.cli.app import app
 from rope_patch.evaluation.metrics import METRICS as EVALUATED
 from rope_patch.methods import METHODS
 
@@ -88,7 +87,7 @@ def test_the_code_of_the_pages_gives_its_output_and_their_commands_run(tmp_path,
         elif program == "rope-patch-eval":
             continue  # run in tests/harness/test_lm_eval.py, where lm-eval is loaded
         elif program == "rope-patch":
-            result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+            result = invoke(*arguments)
             assert result.exit_code == 0, command
             ran += 1
         else:

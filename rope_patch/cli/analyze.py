@@ -46,6 +46,7 @@ from rope_patch.cli.options import (
     tokens,
     value_of,
 )
+from rope_patch.options.shared import Machine
 from rope_patch.packaged import name_of
 
 LAYERS = 10_000  # more than any model has: a range is not made longer than this
@@ -212,7 +213,7 @@ def analyze(
     reading = AnalysisReading(rows.ids.shape[1], options["p_values"], context, available)
     names = ["analysis.json", "capture.npz", "heads.npz"]
     with folder_to_write(output, [*names, *["analysis.html"] * report]):
-        loaded = load_model(model, device=device, dtype=dtype, method=method, **patch)
+        loaded = load_model(model, Machine(device, dtype), method, **patch)
         inspect_model(loaded)  # a table that cannot be read is refused before anything is measured with it
         if budget is None:
             total = default_tokens(loaded)

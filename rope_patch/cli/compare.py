@@ -2,213 +2,94 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from rope_patch.cli.loading import (
     AIM,
     check_device,
-    check_dtype,
-    check_paths,
+    check_texts,
     load_model,
     load_tokenizer,
     prepare,
     progress_bar,
-    read_haystack,
     read_methods,
     suite_within,
 )
-from rope_patch.cli.options import (
-    RESULT_CACHE,
-    Budget,
-    ChatTemplate,
-    Chunk,
-    Depths,
-    Device,
-    Dtype,
-    FreezeAt,
-    Haystack,
-    Import,
-    Json,
-    LayerTypes,
-    Lengths,
-    LongPPL,
-    Methods,
-    Mode,
-    Model,
-    Output,
-    Report,
-    Samples,
-    Seed,
-    ShortContext,
-    Tasks,
-    Text,
-    Threads,
-    Windows,
-    chosen,
-    command_line,
-    resumable,
-    tokens,
-)
+from rope_patch.cli.options import RESULT_CACHE, command_line, resumable
+from rope_patch.cli.parsing import parse_given
 from rope_patch.cli.processes import working_together
+from rope_patch.options import CompareOptions
+from rope_patch.options.shared import Machine
 from rope_patch.packaged import name_of
 
 
-# Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
-def compare(
-    command: typer.Context,
-    model: Model,
-    methods: Methods,
-    lengths: Lengths,
-    output: Output = Path("rope-patch-compare"),
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="A PEFT adapter to put on MODEL. It is measured under every method.",
-            show_default=False,
-        ),
-    ] = None,
-    tasks: Tasks = ("passkey",),
-    mode: Mode = "single",
-    depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0),
-    samples: Samples = 4,
-    windows: Windows = None,
-    bucket: Annotated[
-        int | None,
-        tokens(
-            "--bucket",
-            "The width of the position ranges that perplexity is averaged over. By default a sixteenth of the longest "
-            "length.",
-            show_default=False,
-        ),
-    ] = None,
-    text: Text = None,
-    haystack: Haystack = "noise",
-    chat_template: ChatTemplate = "auto",
-    longppl: LongPPL = False,
-    short_context: ShortContext = None,
-    evaluator: Annotated[
-        str | None,
-        typer.Option(
-            "--longppl-evaluator",
-            metavar="MODEL",
-            help="For LongPPL: another model that chooses the tokens, of the same tokenizer and a longer context. By "
-            "default it is MODEL without a patch, within its own context.",
-            show_default=False,
-        ),
-    ] = None,
-    layer_types: LayerTypes = None,
-    freeze_at: FreezeAt = None,
-    chunk: Chunk = None,
-    budget: Budget = None,
-    batch_tokens: Annotated[
-        int, tokens("--batch-tokens", "The largest number of tokens that are read as one batch.")
-    ] = 16384,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    seed: Seed = 0,
-    threads: Threads = None,
-    report: Report = True,
-    imports: Import = None,
-    as_json: Json = False,
-) -> None:
-    """Compare methods on one model: perplexity by position in the text, and retrieval by prompt length.
-
-    Every method reads the same texts and prompts. The command writes **comparison.json** and **report.html**. If it is
-    interrupted, run it again to continue: finished work is saved in the output folder.
-
-    Example: **rope-patch compare ./llama --methods "default yarn:factor=4" --lengths "4k 16k" -o ./compared**
-    """
+def compare(words: Sequence[str]) -> None:
+    """Run ``rope-patch compare`` with the words behind it."""
+    options, given = parse_given(CompareOptions, words)
     from dataclasses import replace
 
     from rope_patch.evaluation import compare as engine
-    from rope_patch.evaluation.spec import EvalSpec
+    from rope_patch.evaluation.spec import check_tasks
     from rope_patch.evaluation.suite import EvalSuite
     from rope_patch.patching.targets import for_target
     from rope_patch.patching.verify import trained_length
 
-    if report:  # an error without matplotlib comes first
-        importlib.import_module("rope_patch.reports.comparison")
-    compared = read_methods(methods)
-    check_dtype(dtype)
-    check_device(device)
-    check_paths(text)
-    spec = EvalSpec(
-        lengths,
-        depths=depths,
-        samples=samples,
-        windows=windows,
-        tasks=tasks,
-        mode=mode,
-        text=None if text is None else str(text),
-        haystack=str(read_haystack(haystack)),
-        chat_template=chat_template,
-        longppl=longppl,
-        short_context=short_context,
-        bucket=bucket,
-        chunk=chunk,
-        batch_tokens=batch_tokens,
-        seed=seed,
-    )
-    if evaluator is not None and not longppl:
-        raise ValueError("--longppl-evaluator chooses the tokens of LongPPL: give --longppl too")
-    _check_adapter(adapter, model)
-    prepare(threads)
-    with working_together(output, ["comparison.json", RESULT_CACHE, *["report.html"] * report]) as first:
-        tokenizer = load_tokenizer(model)
-        loaded, notes = _with_adapter(load_model(model, None, device, dtype), model, adapter)
-        suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
+    if options.report:  # an error without matplotlib comes first
+        pass
+    spec, machine = check_tasks(options.evaluation), options.machine
+    compared = read_methods(options.methods)
+    check_device(machine.device)
+    check_texts(spec)
+    _check_adapter(options.adapter, options.model)
+    prepare(machine.threads)
+    finished = options.output / RESULT_CACHE
+    files = ["comparison.json", RESULT_CACHE, *["report.html"] * options.report]
+    with working_together(options.output, files) as first:
+        tokenizer = load_tokenizer(options.model)
+        loaded, notes = _with_adapter(load_model(options.model, machine), options.model, options.adapter)
+        patch: dict[str, Any] = {"layer_types": options.patching.layer_types, "freeze_at": options.patching.freeze_at}
         # A factor that is left out comes from the longest length that was asked for, whatever the budget leaves.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
-        suite = _planned(suite, loaded, compared, budget, chosen(command), output / RESULT_CACHE)
-        chooser = loaded if evaluator is None else _evaluator(evaluator, tokenizer, device, dtype)
-        choosing = suite.tokens_to_choose(trained_length(chooser))
-        total, stage = choosing + len(compared) * suite.tokens, ", ".join(tasks)
-        hidden = as_json or not first
-        with resumable(output / RESULT_CACHE), progress_bar(total, stage, hidden=hidden) as (_, on_progress):
-            if evaluator is not None:
+        suite = _planned(EvalSuite(spec, tokenizer), loaded, compared, options.budget, given, finished)
+        chooser = loaded if options.evaluator is None else _evaluator(options.evaluator, tokenizer, machine)
+        total = suite.tokens_to_choose(trained_length(chooser)) + len(compared) * suite.tokens
+        hidden = options.as_json or not first
+        with resumable(finished), progress_bar(total, ", ".join(spec.tasks), hidden=hidden) as (_bar, on_progress):
+            if chooser is not loaded:
                 suite.choose_key_tokens(
-                    chooser,
-                    resume=output / RESULT_CACHE,
-                    on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens),
+                    chooser, resume=finished, on_progress=lambda tokens: on_progress("LongPPL, key tokens", tokens)
                 )
             del chooser
             comparison = engine.compare(
-                loaded.eval(),
-                tokenizer,
-                compared,
-                suite,
-                **patch,
-                resume=output / RESULT_CACHE,
-                on_progress=on_progress,
+                loaded.eval(), tokenizer, compared, suite, **patch, resume=finished, on_progress=on_progress
             )
-    if not first:
-        return
-    _show(replace(comparison, environment=comparison.environment | notes), output, report, as_json)
+    if first:
+        _show(replace(comparison, environment=comparison.environment | notes), options)
 
 
-def _show(comparison: Any, output: Path, report: bool, as_json: bool) -> None:
+def _show(comparison: Any, options: CompareOptions) -> None:
     """Write a comparison, and print it."""
     from rope_patch.files import write_atomically
 
+    output = options.output
     write_atomically(output / "comparison.json", comparison.to_json())
-    if report:
+    if options.report:
         from rope_patch.reports import comparison as page
 
         page.write(output / "report.html", [comparison], command=command_line())
-    if as_json:
+    if options.as_json:
         print(comparison.to_json())
         return
     print_table(comparison)
-    print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if report else ""))
+    print(f"wrote {output / 'comparison.json'}" + (f" and {output / 'report.html'}" if options.report else ""))
 
 
-def _planned(suite: Any, model: Any, methods: list[Any], budget: int | None, given: set[str], finished: Path) -> Any:
+def _planned(
+    suite: Any, model: Any, methods: list[Any], budget: int | None, given: Collection[str], finished: Path
+) -> Any:
     """Return a suite that reads what fits into the time, or suits the size of the model, and say how much that is.
 
     Without a time, what was chosen on the command line stays as it is.
@@ -217,21 +98,21 @@ def _planned(suite: Any, model: Any, methods: list[Any], budget: int | None, giv
 
     from rope_patch.evaluation.budget import default_tokens, tokens_within
     from rope_patch.evaluation.key_tokens import tokens_of_spec
-    from rope_patch.evaluation.spec import SCALABLE
+    from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_computed, tokens_to_read
     from rope_patch.patching.verify import trained_length
 
     context, spec = trained_length(model), replace(suite.spec, windows=len(suite.windows))
     if budget is None:
         scalable = [name for name in SCALABLE if name not in given]
-        least = spec.smallest(scalable).tokens_to_read()
+        least = tokens_to_read(smallest(spec, scalable))
         each = max(default_tokens(model) / len(methods), least)
-        suite = suite_within(suite, each, scalable, lambda one: float(one.tokens_to_read()), "for a model of this size")
+        suite = suite_within(suite, each, scalable, tokens_to_read, "for a model of this size")
     else:
         rows = min(spec.rows, max(1, len(suite.windows)))
         most = tokens_within(model, budget, spec.longest, finished, rows=rows, chunk=spec.chunk)
 
         def cost(one: Any) -> float:
-            return float(tokens_of_spec(one, context) + len(methods) * one.tokens_computed())
+            return float(tokens_of_spec(one, context) + len(methods) * tokens_computed(one))
 
         suite = suite_within(suite, most, SCALABLE, cost, "--budget")
     tokens = suite.tokens_to_choose(context) + len(methods) * suite.tokens
@@ -239,11 +120,11 @@ def _planned(suite: Any, model: Any, methods: list[Any], budget: int | None, giv
     return suite
 
 
-def _evaluator(source: str, tokenizer: Any, device: str, dtype: str) -> Any:
+def _evaluator(source: str, tokenizer: Any, machine: Machine) -> Any:
     """Load another model that chooses the tokens of LongPPL."""
     if load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"--longppl-evaluator {source} has another vocabulary than MODEL: choose one of the same")
-    return load_model(source, None, device, dtype)
+    return load_model(source, machine)
 
 
 def _check_adapter(adapter: str | None, model: str) -> None:

@@ -46,6 +46,7 @@ from rope_patch.cli.options import (
     value_of,
 )
 from rope_patch.cli.processes import working_together
+from rope_patch.options.shared import Machine
 
 NOTHING = 4
 """Exit status where no method can be chosen and nothing is written."""
@@ -210,7 +211,7 @@ def extend(
         def say(sentence: str) -> None:
             print(sentence, file=sys.stderr)  # the other processes have none
 
-        loaded = load_model(model, None, device, dtype)
+        loaded = load_model(model, Machine(device, dtype))
         if hasattr(loaded, "peft_config"):
             say(f"{model} is an adapter: merged into its base")
             loaded = loaded.merge_and_unload().eval()

@@ -21,6 +21,7 @@ from rope_patch.cli.loading import (
     progress_bar,
 )
 from rope_patch.cli.options import Checkpoint, Device, Dtype, Import, Seed, command_line, tokens
+from rope_patch.options.shared import Machine
 
 if TYPE_CHECKING:
     from rope_patch.fitting import FittedPatch
@@ -103,7 +104,7 @@ def fit(
     check_paths(text)
     prepare(None)
     with claimed(output):
-        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
+        tokenizer, loaded = load_tokenizer(model), load_model(model, Machine(device, dtype))
         spec = fitting.held_out_spec(loaded, target_length, seed=seed)
         cost = _planned(FitCost(spec, spec.lengths[0], steps, positions), loaded)
         settings: dict[str, Any] = {"init": init, "retrieval": retrieval, "positions": positions, "steps": steps}
@@ -149,10 +150,11 @@ def described(patch: FittedPatch) -> Iterator[str]:
 def _planned(cost: FitCost, model: Any) -> FitCost:
     """Return the fit that suits the size of the model, and print what it reads."""
     from rope_patch.evaluation.budget import default_tokens
+    from rope_patch.evaluation.spec import cost_of
 
     smaller = cost.within(default_tokens(model))
     if smaller != cost:
-        print(cost.spec.cost_of(smaller.spec), file=sys.stderr)
+        print(cost_of(cost.spec, smaller.spec), file=sys.stderr)
     print(f"reads {smaller.tokens:,} tokens", file=sys.stderr)
     return smaller
 

@@ -54,6 +54,7 @@ from rope_patch.cli.options import (
     value_of,
 )
 from rope_patch.cli.processes import working_together
+from rope_patch.options.shared import Machine
 from rope_patch.packaged import name_of
 
 
@@ -173,7 +174,7 @@ def kv_check(
     prepare(threads)
     files = ["kv-check.json", "kv-check.csv", *["kv-check.html"] * report]
     with working_together(output, [*files, RESULT_CACHE]) as first:
-        tokenizer, loaded = load_tokenizer(model), load_model(model, None, device, dtype)
+        tokenizer, loaded = load_tokenizer(model), load_model(model, Machine(device, dtype))
         suite, patch = EvalSuite(spec, tokenizer), dict[str, Any](layer_types=layer_types, freeze_at=freeze_at)
         # A factor that is left out comes from the longest length that was asked for.
         compared = [for_target(loaded, method, spec.longest, **patch) for method in compared]
@@ -237,7 +238,7 @@ def _planned(suite: Any, reading: Any, model: Any, given: set[str]) -> tuple[Any
     from dataclasses import replace
 
     from rope_patch.evaluation.budget import default_tokens
-    from rope_patch.evaluation.spec import SCALABLE
+    from rope_patch.evaluation.spec import SCALABLE, smallest, tokens_to_read
     from rope_patch.kv_evaluation.setting import COMPARED
 
     whole, why, most = (
@@ -247,8 +248,8 @@ def _planned(suite: Any, reading: Any, model: Any, given: set[str]) -> tuple[Any
     )
     attributed = COMPARED if reading.attribution(whole, COMPARED) <= most else 1
     scalable = [name for name in SCALABLE if name not in given]
-    each = max(most / reading.methods / len(reading.schemes), whole.smallest(scalable).tokens_to_read())
-    suite = suite_within(suite, each, scalable, lambda spec: float(spec.tokens_to_read()), why)
+    each = max(most / reading.methods / len(reading.schemes), tokens_to_read(smallest(whole, scalable)))
+    suite = suite_within(suite, each, scalable, tokens_to_read, why)
     if attributed < min(COMPARED, len(suite.windows)):
         print(f"{why}: what each layer of an unsafe scheme costs alone is measured on 1 window", file=sys.stderr)
     spec = replace(suite.spec, windows=len(suite.windows))

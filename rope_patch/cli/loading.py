@@ -9,6 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rope_patch.options.evaluation import EvalSpec
+from rope_patch.options.shared import Machine
+
 TYPES = ("auto", "float32", "bfloat16", "float16")
 BALANCED = "balanced"
 """The device that stands for all GPUs, among which accelerate divides the layers."""
@@ -112,6 +115,17 @@ def read_haystack(haystack: str) -> str | Path:
     return chosen
 
 
+def check_texts(spec: EvalSpec) -> None:
+    """Raise where a text of an evaluation is not there.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+    """
+    for text in (spec.text, spec.haystack):
+        if text not in (None, "builtin", "noise"):
+            check_paths(Path(text))
+
+
 def read_methods(methods: Sequence[str]) -> list[Any]:
     """Return the methods of a list of method strings.
 
@@ -165,16 +179,14 @@ def load_tokenizer(source: str) -> Any:
         raise FileNotFoundError(f"no folder {source}, and the hub gives no tokenizer of that name: {reason}") from None
 
 
-def load_model(
-    source: str, method: str | None = None, device: str = "auto", dtype: str = "auto", **apply_options: Any
-) -> Any:
+def load_model(source: str, machine: Machine = Machine(), method: str | None = None, **apply_options: Any) -> Any:
     """Load a checkpoint, or an adapter over its base, with its patch in place.
 
     Args:
         source: folder or hub id, or a GGUF file, of which the type of its weights is printed.
+        machine: where the model runs and in which type; ``dtype="auto"`` is that of the checkpoint, or on a CPU what
+            :func:`cpu_type` says.
         method: patch to apply, as a method string.
-        device: as :func:`check_device` takes it.
-        dtype: one of ``TYPES``; ``"auto"`` for that of the checkpoint, or on a CPU what :func:`cpu_type` says.
         **apply_options: of :func:`rope_patch.apply`, for ``method``.
 
     Raises:
@@ -186,6 +198,7 @@ def load_model(
     from rope_patch.checkpoints.gguf import weights_in_file
     from rope_patch.checkpoints.save_load import load
 
+    device, dtype = machine.device, machine.dtype
     spread: dict[str, Any] = {"device_map": BALANCED} if device == BALANCED else {}
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     loaded: Any = load(source, method, dtype=kind, **apply_options, **spread)
@@ -260,13 +273,14 @@ def suite_within(suite: Any, most: float, scalable: Collection[str], cost: Calla
     """
     from dataclasses import replace
 
+    from rope_patch.evaluation.spec import cost_of, within
     from rope_patch.evaluation.suite import EvalSuite
 
     whole = replace(suite.spec, windows=len(suite.windows))  # as many as the text has room for
-    smaller = whole.within(most, scalable, cost)
+    smaller = within(whole, most, scalable, cost)
     if smaller == whole:
         return suite
-    print(f"{why}: {whole.cost_of(smaller)}", file=sys.stderr)
+    print(f"{why}: {cost_of(whole, smaller)}", file=sys.stderr)
     return EvalSuite(smaller, suite.tokenizer)
 
 

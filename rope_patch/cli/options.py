@@ -22,7 +22,7 @@ RESULT_CACHE = "finished.jsonl"
 
 
 class OptionError(TypeError):
-    """A wrong value of an option; typer lets it pass, and :func:`rope_patch.cli.app.run` prints it in one line."""
+    """A wrong value of an option; typer lets it pass, and :func:`rope_patch.cli.app.guarded` prints it in one line."""
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

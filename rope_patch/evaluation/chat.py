@@ -9,8 +9,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-CHAT_TEMPLATES = ("auto", "on", "off")
-
 DATE = datetime.datetime(2024, 7, 26, 12)
 """The day that prompts state where a chat template prints today's date: the one that Llama's template falls back on."""
 

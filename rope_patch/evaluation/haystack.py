@@ -7,10 +7,7 @@ from pathlib import Path
 
 from rope_patch.evaluation.documents import documents, text_digest
 from rope_patch.evaluation.text import builtin_text
-
-HAYSTACK = "noise"
-"""The default. SmolLM2-135M-Instruct finds 6 of 6 passkeys in 1024 tokens of it, and 3 of 6 in ``"builtin"``, mostly
-code (``benchmarks/results/answers_smollm2.json``)."""
+from rope_patch.options.evaluation import HAYSTACK as HAYSTACK
 
 NOISE = "The road goes on and on. The hill is far away. We walk all day. Then we rest a while, and walk on again. "
 """What a haystack of noise repeats."""

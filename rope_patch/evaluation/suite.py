@@ -25,7 +25,7 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.prompts import CachedPromptMaker
 from rope_patch.evaluation.retrieval import RetrievalResult, retrieval
 from rope_patch.evaluation.sharing import open_cache
-from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.spec import EvalSpec, check_tasks, tokens_to_read
 from rope_patch.evaluation.text import Corpus, builtin_text
 from rope_patch.modeling.scoring import CacheFactory, name_of
 from rope_patch.patching.two_tables import switch_of
@@ -153,7 +153,7 @@ class EvalSuite:
     def __init__(
         self, spec: EvalSpec, tokenizer: Any, *, text: Source | None = None, haystack: Haystack | None = None
     ) -> None:
-        self.spec, self.tokenizer = spec, tokenizer
+        self.spec, self.tokenizer = check_tasks(spec), tokenizer
         source = text
         if source is None:
             source = builtin_text("heldout") if spec.text is None else Path(spec.text)
@@ -178,7 +178,7 @@ class EvalSuite:
     @property
     def tokens(self) -> int:
         """Tokens that one run reads, for a progress bar."""
-        return self.spec.tokens_to_read(len(self.windows))
+        return tokens_to_read(self.spec, len(self.windows))
 
     def smaller(self, windows: int, samples: int) -> EvalSuite:
         """Return a suite that measures a part of this one, with the same windows and prompts.

@@ -13,7 +13,7 @@ from torch import nn
 from rope_patch.evaluation.budget import default_tokens, tokens_within
 from rope_patch.evaluation.compare import Comparison, Row, compare
 from rope_patch.evaluation.effective_length import UNPATCHED
-from rope_patch.evaluation.spec import LEAST_WINDOWS
+from rope_patch.evaluation.spec import LEAST_WINDOWS, tokens_computed, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.extending.adapting import Training, plan_training, train
 from rope_patch.extending.choosing import Choice, MethodEvaluator
@@ -234,12 +234,12 @@ class Run:
 
     def tokens_of(self, windows: int, samples: int) -> float:
         """Return the tokens that one method reads of so many windows and haystacks, as a progress bar counts them."""
-        prompts = replace(self.suite.spec, samples=max(samples, 1)).tokens_to_read(0) if samples else 0
+        prompts = tokens_to_read(replace(self.suite.spec, samples=max(samples, 1)), 0) if samples else 0
         return windows * self.suite.spec.longest + prompts
 
     def tokens_computed(self, windows: int, samples: int) -> float:
         """Return the tokens that the model computes for one method: fewer, since prompts share most of theirs."""
-        prompts = replace(self.suite.spec, windows=0, samples=max(samples, 1)).tokens_computed() if samples else 0.0
+        prompts = tokens_computed(replace(self.suite.spec, windows=0, samples=max(samples, 1))) if samples else 0.0
         return windows * self.suite.spec.longest + prompts
 
     def describe(self, rounds: Sequence[Round], training: Training | None) -> list[str]:

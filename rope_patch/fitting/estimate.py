@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rope_patch.evaluation.spec import SCALABLE, WINDOWS, EvalSpec
+from rope_patch.evaluation.spec import SCALABLE, WINDOWS, EvalSpec, smaller, tokens_to_read
 from rope_patch.fitting.rows import tokens_of_step
 from rope_patch.fitting.running import checks
 
@@ -41,10 +41,10 @@ class FitCost:
     @property
     def tokens(self) -> int:
         """The tokens of all steps and evaluations; the windows of the second domain are as many as of the first."""
-        once = self.spec.tokens_to_read() + (self.spec.windows or WINDOWS) * self.spec.longest
+        once = tokens_to_read(self.spec) + (self.spec.windows or WINDOWS) * self.spec.longest
         return self.fitted + self.evaluations * once
 
     def within(self, most: int) -> FitCost:
         """Return a fit with as many windows and samples as a number of tokens allows, and at least the fewest."""
-        fits = [replace(self, spec=spec) for spec in self.spec.smaller(SCALABLE)]
+        fits = [replace(self, spec=spec) for spec in smaller(self.spec, SCALABLE)]
         return next((fit for fit in fits if fit.tokens <= most), fits[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.spec import EvalSpec, tokens_to_read
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.kv_evaluation.measuring import readings
 from rope_patch.kv_evaluation.noise import PASSES
@@ -28,7 +28,7 @@ def tokens_to_measure(spec: EvalSpec, schemes: Collection[Scheme]) -> int:
     quantizing = sum(scheme != Scheme() for scheme in schemes)
     compared = min(COMPARED, spec.windows or 0) * spec.longest
     each = compared + min(ERRORS, spec.longest) + PASSES * min(1, spec.windows or 0) * spec.longest
-    return len(schemes) * spec.tokens_to_read() + quantizing * each + bool(quantizing) * compared
+    return len(schemes) * tokens_to_read(spec) + quantizing * each + bool(quantizing) * compared
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.commands import fail
-from typer.testing import CliRunner
+from support.commands import fail, invoke
 
 import rope_patch
-from rope_patch.cli.app import app
 
 BUNDLED = str(rope_patch.data_path("assets") / "llama")
 DOMAINS = str(rope_patch.data_path("assets") / "domains")  # shorter than the built-in text
@@ -17,7 +15,7 @@ FEW = ("--samples", "1", "--depths", "0.5", "--no-report", "--text", DOMAINS, "-
 
 
 def said(*words):
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    result = invoke(*words)
     assert result.exit_code == 0, result.output
     return result.stderr
 

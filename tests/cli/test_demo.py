@@ -6,17 +6,17 @@ import json
 import shlex
 
 import pytest
+from support.commands import invoke
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app
+from rope_patch.cli.legacy import app
 
 
 @pytest.mark.slow
 def test_quick_demo(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["demo", "--quick"], catch_exceptions=False)
+    result = invoke("demo", "--quick")
     assert result.exit_code == 0
     assert "plain transformers gives the same logits, bit for bit" in result.stderr
     shown = shlex.split(result.stderr.splitlines()[0])

@@ -7,16 +7,14 @@ import json
 import gguf
 import pytest
 import torch
-from support.commands import fail, run
+from support.commands import fail, invoke, run
 from support.fresh import run_code
 from support.gguf_files import quantized, write_toy
 from support.subsets import byte_level_llama
 from support.tiny import ids, logits, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
 EVALUATION = ("--samples", "1", "--windows", "1", "--depths", "0.5", "--no-report", "--device", "cpu")
@@ -121,7 +119,7 @@ def test_export_says_that_apply_writes_files(file, tmp_path, monkeypatch, capsys
 
 def test_compare_says_and_records_that_weights_are_dequantized(file, tmp_path):
     words = ["compare", str(file), "--methods", "default yarn:factor=2", "--lengths", "128", *EVALUATION]
-    result = CliRunner().invoke(app, [*words, "-o", str(tmp_path)], catch_exceptions=False)
+    result = invoke(*words, "-o", str(tmp_path))
     assert result.stderr.count(f"{file}: the weights are dequantized Q8_0\n") == 1
     assert json.loads((tmp_path / "comparison.json").read_text())["environment"]["weights"] == "dequantized Q8_0"
 

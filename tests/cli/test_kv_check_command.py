@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import invoke
 from support.evaluated import check_cache
 from support.report_pages import Page
 from support.tiny import small
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app as cli
@@ -43,7 +43,7 @@ def checked(folder):
 
 
 def command(*arguments):
-    result = CliRunner().invoke(cli.app, ["kv-check", *map(str, arguments)], catch_exceptions=False)
+    result = invoke("kv-check", *map(str, arguments))
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -91,8 +91,8 @@ def test_packed_caches_are_shown(folder, tmp_path):
     page_text = "".join(Page((tmp_path / "kv-check.html").read_text()).text)
     assert "Packed caches" in page_text and "at 168 tokens" in page_text
     (tmp_path / "kv-check.json").unlink()
-    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked), "--packed", "fp9"])
-    assert "unknown packed cache 'fp9'" in str(result.exception) and not (tmp_path / "kv-check.json").exists()
+    result = invoke("kv-check", str(folder), *map(str, asked), "--packed", "fp9")
+    assert "unknown packed cache 'fp9'" in result.stderr and not (tmp_path / "kv-check.json").exists()
 
 
 def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
@@ -101,11 +101,11 @@ def test_a_page_that_fails_costs_nothing(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(kv_report, "write", fail)
     asked = ("--schemes", "fp8", "--lengths", "40", "--windows", 2, "--samples", 1, "--depths", "0", "-o", tmp_path)
-    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked)])
-    assert str(result.exception) == "no such figure" and "default at 40 tokens: fp8" in result.stdout
+    result = invoke("kv-check", str(folder), *map(str, asked))
+    assert "no such figure" in result.stderr and "default at 40 tokens: fp8" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"finished.jsonl", "kv-check.csv", "kv-check.json"}
-    result = CliRunner().invoke(cli.app, ["kv-check", str(folder), *map(str, asked), "--json"])
-    assert result.exception is not None and json.loads(result.stdout)["lengths"] == [40]
+    result = invoke("kv-check", str(folder), *map(str, asked), "--json")
+    assert result.exit_code == 2 and json.loads(result.stdout)["lengths"] == [40]
 
 
 def test_the_command_asks_in_the_mode_that_it_is_given(folder, tmp_path):

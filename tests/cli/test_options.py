@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import shutil
 
@@ -11,63 +9,12 @@ import pytest
 import torch
 from support.commands import fail, run
 from support.tiny import tiny_model
-from typer.main import get_command
 
 import rope_patch
-from rope_patch.cli.app import app
 from rope_patch.cli.loading import check_device, choose_device, cpu_type, load_model
-from rope_patch.planning.options import Options
+from rope_patch.options.shared import Machine
 
 BUNDLED = rope_patch.data_path("assets") / "llama"
-COMMANDS = get_command(app).commands
-TOKENS = {
-    *("--length", "--lengths", "--trained-length", "--target-length", "--freeze-at", "--chunk", "--batch-tokens"),
-    *("--context", "--window", "--tokens", "--bucket", "--short-context"),
-}
-OWN = {  # what a command says of an option in words of its own, because it is about something else there
-    "--length": {"plan", "theory", "extend"},
-    "--target-length": {"fit"},
-    "--batch-tokens": {"compare"},
-    "--text": {"analyze", "fit"},
-    "--method": {"theory", "audit"},
-    "--dtype": {"plan", "export"},
-    "--tolerance": {"analyze", "kv-check", "extend"},
-    "--output": {"apply", "restore", "fit", "export", "extend"},
-    "--dry-run": {"extend", "finetune"},
-}
-
-
-def options(command: str) -> dict[str, object]:
-    return {option: param for param in COMMANDS[command].params for option in param.opts if option.startswith("--")}
-
-
-SHARED = sorted({option for name in COMMANDS for option in options(name)} - {"--help"})
-
-
-@pytest.mark.parametrize("option", SHARED)
-def test_an_option_of_several_commands_is_defined_once(option):
-    owners = {name for name in COMMANDS if option in options(name)} - OWN.get(option, set())
-    assert len({options(name)[option].help for name in owners}) <= 1, owners
-
-
-def test_every_option_that_counts_tokens_says_so():
-    documented = {
-        (o, p.metavar) for name in COMMANDS for o, p in options(name).items() if p.metavar == "TOKENS" or o in TOKENS
-    }
-    assert documented == {(option, "TOKENS") for option in TOKENS}
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    sorted((name, option) for name in COMMANDS for option, p in options(name).items() if p.metavar == "TOKENS"),
-)
-def test_a_wrong_number_of_tokens_is_the_same_error_everywhere(monkeypatch, capsys, tmp_path, command, option):
-    monkeypatch.chdir(tmp_path)
-    required = [o for o, p in options(command).items() if p.required and o not in (option, "-o")]
-    arguments = ["x" for p in COMMANDS[command].params if p.param_type_name == "argument" and p.required]
-    words = [command, *arguments, *(word for o in required for word in (o, "1")), option, "8kk"]
-    error = fail(monkeypatch, capsys, *words)
-    assert error == f"error: {option}: a length is a number of tokens such as 4096 or 4k, got '8kk'\n"
 
 
 def test_lengths_are_written_in_thousands_or_in_full(tmp_path):
@@ -79,48 +26,7 @@ def test_lengths_are_written_in_thousands_or_in_full(tmp_path):
         assert config["rope_parameters"]["factor"] == 1024 / 64
 
 
-SPEC = "rope_patch.evaluation.spec.EvalSpec"
-PYTHON = [  # a command, what is behind it, how many defaults they share, and parameters that have another name there
-    ("compare", ["rope_patch.evaluation.compare.compare", SPEC], 12, {}),
-    ("kv_check", ["rope_patch.kv_evaluation.run.kv_check", SPEC, "rope_patch.kv_evaluation.verdicts.Limits"], 13, {}),
-    ("fit", ["rope_patch.fitting.fit"], 5, {}),
-    ("analyze", ["rope_patch.analysis.run.analyze"], 6, {"p": "p_values"}),
-    ("export", ["rope_patch.exporting.run.export"], 2, {}),
-]
-
-
-@pytest.mark.parametrize(("command", "behind", "count", "names"), PYTHON)
-def test_defaults_are_those_of_python(command, behind, count, names):
-    ours = inspect.signature(getattr(importlib.import_module(f"rope_patch.cli.{command}"), command)).parameters
-    theirs = {}
-    for path in behind:
-        module, _, name = path.rpartition(".")
-        theirs |= inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    shared = [
-        (key, parameter.default, theirs[names.get(key, key)].default)
-        for key, parameter in ours.items()
-        if names.get(key, key) in theirs
-    ]
-    assert len(shared) >= count, [key for key, *_ in shared]
-    assert [entry for entry in shared if entry[1] != entry[2]] == []
-
-
-def test_defaults_of_a_plan_are_those_of_python():
-    command = inspect.signature(importlib.import_module("rope_patch.cli.plan").plan).parameters
-    python = {name: p.default for name, p in inspect.signature(Options).parameters.items()}
-    shared = {name: p.default for name, p in command.items() if name in python}
-    assert len(shared) > 10
-    assert shared == {name: python[name] for name in shared} | {"target_modules": "all-linear"}
-
-
 # --- the machine -----------------------------------------------------------------------------------------------------
-
-
-def test_models_run_on_auto_in_their_own_data_type_by_default():
-    loading = [name for name in COMMANDS if "--device" in options(name)]
-    assert set(loading) == {"compare", "kv-check", "fit", "analyze", "extend"}
-    assert {options(name)["--device"].default for name in loading} == {"auto"}
-    assert {options(name)["--dtype"].default for name in loading} == {"auto"}
 
 
 def test_auto_is_the_gpu_of_this_process_or_else_the_cpu(monkeypatch):
@@ -156,7 +62,7 @@ def test_a_data_type_that_is_not_the_checkpoints_is_said(tmp_path, capsys):
     assert dtype == cpu_type(torch.float16, torch.cpu.get_capabilities())
     said = "read in float32, which this CPU computes faster than the checkpoint's float16" in capsys.readouterr().err
     assert said == (dtype == torch.float32)
-    assert next(load_model(str(tmp_path), dtype="float16").parameters()).dtype == torch.float16
+    assert next(load_model(str(tmp_path), Machine(dtype="float16")).parameters()).dtype == torch.float16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
@@ -230,6 +136,6 @@ def test_options_of_a_patch_need_a_method(tmp_path, monkeypatch, capsys, command
 
 
 def test_a_patch_of_an_option_is_in_place_when_a_command_measures():
-    model = load_model(str(BUNDLED), "pi", "cpu", "float32", target_length=1024)
+    model = load_model(str(BUNDLED), Machine("cpu", "float32"), "pi", target_length=1024)
     assert str(rope_patch.verify(model).record.to_method()) == "pi:factor=4"
     assert next(model.parameters()).dtype == torch.float32

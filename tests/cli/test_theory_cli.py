@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import invoke
 from support.report_pages import Page, accessible, loads_nothing
-from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app as cli
@@ -20,7 +20,7 @@ SMALL = ("--head-dim", "16", "--trained-length", "64", "--length", "256")
 
 
 def run(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(cli.app, ["theory", *map(str, arguments)], catch_exceptions=False)
+    result = invoke("theory", *map(str, arguments))
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -7,7 +7,7 @@ from support.tiny import tiny_model
 
 from rope_patch.evaluation import budget
 from rope_patch.evaluation.budget import MEASURING, SAFETY, default_tokens, tokens_per_second, tokens_within
-from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.spec import EvalSpec, cost_of, tokens_computed, tokens_to_read, within
 from rope_patch.words import parse_duration
 
 
@@ -57,56 +57,56 @@ def test_what_prompts_share_is_computed_once():
     spec = EvalSpec([64, 128], windows=3, samples=2, depths=(0.0, 0.25, 1.0), tasks=["passkey", "vt"])
     # 3 windows of 128; passkey: the prompt at depth 1, three quarters of the second, all of the first; vt: one.
     per_sample = 1 + 0.75 + 1 + 1
-    assert spec.tokens_computed() == 3 * 128 + 2 * per_sample * (64 + 128)
-    assert EvalSpec([64], windows=0, samples=2, depths=(0.0, 0.25, 1.0), mode="multikey").tokens_computed() == 2 * 64
+    assert tokens_computed(spec) == 3 * 128 + 2 * per_sample * (64 + 128)
+    assert tokens_computed(EvalSpec([64], windows=0, samples=2, depths=(0.0, 0.25, 1.0), mode="multikey")) == 2 * 64
 
 
 @pytest.mark.parametrize("tokens", [500_000, 100_000])
 def test_a_spec_within_a_number_of_tokens_reads_no_more_and_as_much_as_it_can(tokens):
     spec = EvalSpec([4096, 8192], windows=16)
-    smaller = spec.within(tokens)
-    assert smaller.tokens_to_read() <= tokens and smaller.lengths == spec.lengths
-    assert smaller.tokens_to_read() > tokens / 2 or smaller == spec
+    smaller = within(spec, tokens)
+    assert tokens_to_read(smaller) <= tokens and smaller.lengths == spec.lengths
+    assert tokens_to_read(smaller) > tokens / 2 or smaller == spec
     assert smaller.windows >= 4 and smaller.samples >= 1 and smaller.depths == spec.depths
 
 
 def test_what_was_chosen_is_not_lowered():
     spec = EvalSpec([4096], windows=16)
-    smaller = spec.within(120_000, ["samples"])
+    smaller = within(spec, 120_000, ["samples"])
     assert smaller.windows == 16 and smaller.samples < spec.samples
-    assert spec.within(120_000, ["windows"]) == EvalSpec([4096], windows=9)
+    assert within(spec, 120_000, ["windows"]) == EvalSpec([4096], windows=9)
 
 
 def test_a_smaller_spec_says_how_much_wider_intervals_get():
     spec = EvalSpec([4096], windows=16)
-    assert spec.cost_of(spec) == ""
-    assert "3.0 times" in spec.cost_of(EvalSpec([4096], windows=4, samples=2))
+    assert cost_of(spec, spec) == ""
+    assert "3.0 times" in cost_of(spec, EvalSpec([4096], windows=4, samples=2))
 
 
 def test_the_longest_lengths_are_left_out_before_a_time_is_too_short():
     spec = EvalSpec([1024, 4096, 8192], windows=16)
 
     def least(lengths):
-        return EvalSpec(lengths, windows=4, samples=1).tokens_to_read()
+        return tokens_to_read(EvalSpec(lengths, windows=4, samples=1))
 
-    assert spec.within(least([1024, 4096, 8192])).lengths == (1024, 4096, 8192)
-    smaller = spec.within(least([1024, 4096, 8192]) - 1)
+    assert within(spec, least([1024, 4096, 8192])).lengths == (1024, 4096, 8192)
+    smaller = within(spec, least([1024, 4096, 8192]) - 1)
     assert smaller.lengths == (1024, 4096) and smaller.windows > 4, "what is left is read as precisely as time allows"
     assert smaller.edges == [edge for edge in spec.edges if edge <= 4096], "positions are averaged over as before"
-    alone = spec.within(least([1024]))
-    assert alone.lengths == (1024,) and "4096 and 8192" in spec.cost_of(alone)
+    alone = within(spec, least([1024]))
+    assert alone.lengths == (1024,) and "4096 and 8192" in cost_of(spec, alone)
 
 
 def test_a_time_that_is_too_short_for_the_shortest_length_says_how_much_is_needed():
     with pytest.raises(ValueError, match="36864"):
-        EvalSpec([4096, 8192]).within(1000)
+        within(EvalSpec([4096, 8192]), 1000)
 
 
 def test_without_windows_prompts_alone_get_fewer():
     spec = EvalSpec([1024], windows=0)
-    smaller = spec.within(11_000)
+    smaller = within(spec, 11_000)
     assert (smaller.windows, smaller.samples) == (0, 2)
-    assert "windows" not in spec.cost_of(smaller)
+    assert "windows" not in cost_of(spec, smaller)
 
 
 @pytest.mark.parametrize("duration", ["5", "m", "0m", "-5m", "5d", ""])

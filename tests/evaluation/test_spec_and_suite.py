@@ -17,7 +17,7 @@ from rope_patch.evaluation.documents import encode
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
-from rope_patch.evaluation.spec import EvalSpec
+from rope_patch.evaluation.spec import EvalSpec, tokens_to_read
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.kv_evaluation.verdicts import Limits, find_verdict
 from rope_patch.reports import comparison as report
@@ -54,8 +54,7 @@ def test_every_field_of_a_spec_is_part_of_its_digest():
     [
         {"lengths": []}, {"lengths": "4k"}, {"lengths": [1]}, {"lengths": 256}, {"lengths": ["256"]},
         {"lengths": [64.5]}, {"lengths": [64, 64]},
-        {"tasks": "passkey"}, {"tasks": ["niah", "niah"]}, {"tasks": ["niahs"]}, {"tasks": None},
-        {"mode": "multikey", "tasks": ["vt"]},
+        {"tasks": "passkey"}, {"tasks": ["niah", "niah"]}, {"tasks": None},
         {"depths": [1.5]}, {"depths": [math.nan]}, {"depths": (0.5, 0.5)},
         {"bucket": 0}, {"batch_tokens": 0}, {"windows": -1}, {"windows": "2"}, {"samples": 0}, {"samples": 1.5},
         {"seed": None}, {"text": ["a"]}, {"chat_template": "yes"},
@@ -66,6 +65,12 @@ def test_every_field_of_a_spec_is_part_of_its_digest():
 def test_a_spec_that_cannot_be_measured_is_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes)).partition("_")[0].rstrip("s")):
         EvalSpec(**{"lengths": [256], **changes})
+
+
+@pytest.mark.parametrize("changes", [{"tasks": ["niahs"]}, {"mode": "multikey", "tasks": ["vt"]}], ids=str)
+def test_a_suite_of_an_unknown_task_is_refused(tokenizer, changes):
+    with pytest.raises(ValueError, match="task"):
+        EvalSuite(EvalSpec([64], windows=0, **changes), tokenizer)
 
 
 def test_without_a_haystack_needles_are_hidden_in_the_text(tokenizer):
@@ -83,7 +88,7 @@ def test_a_suite_gives_what_its_parts_give(tokenizer):
     for task in ("niah", "vt"):
         alone = retrieval(model, tokenizer, task, lengths=(96, 128), depths=(0.2, 0.8), samples=2, haystack=HAY)
         assert result.retrieval[task] == alone
-    assert sum(read) == suite.tokens == suite.spec.tokens_to_read()
+    assert sum(read) == suite.tokens == tokens_to_read(suite.spec)
     assert suite.tokens == 3 * 128 + 2 * (96 + 128) * (2 + 1)  # niah asks at each depth, vt once
     prompts_alone = suite_of(tokenizer, **{**ASKED, "windows": 0})
     assert prompts_alone.run(model).perplexity is None and prompts_alone.text_sha256 == ""

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import fail
+from support.commands import fail, invoke
 from support.gguf_files import write_toy
 from support.tiny import ARCHITECTURES, LLAMA3, SIZE, YARN, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, Olmo3Config, PhiConfig
-from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.checkpoints.gguf_patch import patch_gguf
-from rope_patch.cli import app as cli
 from rope_patch.exporting import export
 from rope_patch.exporting.audit import OTHER_KEYS, audit
 from rope_patch.exporting.readings import PROGRAMS
@@ -277,7 +275,7 @@ def test_a_share_on_which_attention_fails_is_said(tmp_path):
         AutoModelForCausalLM.from_pretrained(folder)(torch.zeros(1, 4, dtype=torch.long))
     first = audit(folder).rows[0]
     assert (first.program, first.verdict, len(first.built.inv_freq)) == ("transformers-5", "refuses", 4)
-    assert invoke(folder).exit_code == 3
+    assert audited(folder).exit_code == 3
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
     AutoModelForCausalLM.from_config(PhiConfig(**SIZE)).save_pretrained(tmp_path / "phi")  # it turns a share
     AutoConfig.for_model("glm4_moe", **SIZE, **experts).save_pretrained(tmp_path / "experts")  # cannot run on meta
@@ -348,26 +346,26 @@ def test_a_gguf_file_is_read_from_its_header(tmp_path):
     assert [row.verdict for row in audit(plain, ["llama.cpp"]).rows] == ["reference", "agrees"]
 
 
-def invoke(*words):
-    return CliRunner().invoke(cli.app, ["audit", *map(str, words)], catch_exceptions=False)
+def audited(*words):
+    return invoke("audit", *words)
 
 
 def test_the_exit_status_says_whether_they_agree(tmp_path):
     folder = patched(tmp_path / "p", "p_rope:p=0.5", "qwen2")
-    assert invoke(folder, "--engine", "vllm").exit_code == 0
-    differs = invoke(folder, "--engine", "vllm", "--engine", "sglang")
+    assert audited(folder, "--engine", "vllm").exit_code == 0
+    differs = audited(folder, "--engine", "vllm", "--engine", "sglang")
     assert differs.exit_code == 3 and f"export {folder} --to sglang" in differs.stdout
 
 
 def test_the_side_of_a_change_that_a_version_stands_on_is_printed(tmp_path):
     yarn = YARN | {"attention_factor": 1.5}
     folder = written(tmp_path, rope_parameters=yarn, rope_scaling=yarn, rope_theta=1e4, max_position_embeddings=256)
-    printed = invoke(folder, "--engine", "vllm", "--engine", "vllm-0.29").stdout
+    printed = audited(folder, "--engine", "vllm", "--engine", "vllm-0.29").stdout
     assert "before PR #56446" in printed and "after PR" not in printed  # vllm agrees
 
 
 def test_json_holds_every_row(tmp_path):
-    found = json.loads(invoke(patched(tmp_path / "p", "p_rope:p=0.5"), "--json").stdout)
+    found = json.loads(audited(patched(tmp_path / "p", "p_rope:p=0.5"), "--json").stdout)
     assert [row["program"] for row in found["rows"]] == ["transformers-5", *PROGRAMS]
     first = found["rows"][0]
     assert (first["pairs"], first["unrotated"], first["context"], first["layers"]) == (8, 4, 64, [0, 1])

@@ -11,16 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.commands import invoke
 from support.fresh import stock_logits
 from support.gguf_files import write_toy
 from support.prompting import TOKENIZER, bold
 from support.subsets import full
 from support.tiny import tiny_model
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM, Trainer
-from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app
 from rope_patch.cli.extend import extend as extend_command
 from rope_patch.evaluation.answers import EXACT_MATCH, FIRST_CHOICE, few_answers
 from rope_patch.extending import extend
@@ -195,7 +194,7 @@ def test_a_recipe_says_what_no_option_does(tmp_path):
         options = ExtendOptions(str(LLAMA), 512, methods=["yarn"], **values)
         (tmp_path / "extend.yaml").write_text(options.to_yaml())
         arguments = ["extend", "--recipe", str(tmp_path / "extend.yaml"), "-o", str(tmp_path / "out"), "--dry-run"]
-        result = CliRunner().invoke(app, [*arguments, "--threads", "1"])
+        result = invoke(*arguments, "--threads", "1")
         assert result.exit_code == 0, result.output
         assert "methods: yarn:factor=2\n" in result.output and "dry run: nothing" in result.output
         assert not (tmp_path / "out.work").exists()
@@ -239,9 +238,7 @@ def test_where_nothing_will_do_nothing_is_written(tmp_path):
 def test_the_command_says_no_with_a_status_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 1000.0)
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "nope"]
-    result = CliRunner().invoke(
-        app, [*arguments, "--budget", "6s", "--no-report", "--dtype", "float32", "--threads", "1"]
-    )
+    result = invoke(*arguments, "--budget", "6s", "--no-report", "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 4, result.output
     assert "nothing was written. What would help:\n  training: --train\n" in result.output
     assert f"{EXACT_MATCH}, as in:\n  nope, passkey, 256 tokens, " in result.output
@@ -303,7 +300,7 @@ def test_bad_options_are_refused_before_anything_is_read(llama, tmp_path, change
 
 def test_the_command_says_first_how_much_it_reads(tmp_path):
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "yarn", "--fit"]
-    result = CliRunner().invoke(app, [*arguments, "--dry-run", "--dtype", "float32", "--threads", "1"])
+    result = invoke(*arguments, "--dry-run", "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 0, result.output
     assert "fitting a table: " in result.output
     assert "all rounds: " in result.output and not list(tmp_path.iterdir())
@@ -313,7 +310,7 @@ def test_the_command_says_first_how_much_it_reads(tmp_path):
 def test_a_dry_run_says_where_one_window_and_haystack_hardly_tell_methods_apart(tmp_path, monkeypatch, budget, warned):
     monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 1000.0)
     arguments = ["extend", str(LLAMA), "--length", "512", "-o", str(tmp_path / "out"), "--methods", "yarn", *budget]
-    result = CliRunner().invoke(app, [*arguments, "--dry-run", "--dtype", "float32", "--threads", "1"])
+    result = invoke(*arguments, "--dry-run", "--dtype", "float32", "--threads", "1")
     assert result.exit_code == 0, result.output
     assert ("one window and one haystack for each length hardly tell methods apart" in result.output) == warned
 

@@ -29,15 +29,14 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 from peft import LoraConfig, get_peft_model
+from support.commands import invoke
 from support.subsets import covering
 from support.task_index import build, defaults
 from support.tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
-from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli import app as cli
 from rope_patch.evaluation.prompts import PromptMaker
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.evaluation.text import builtin_text
@@ -345,7 +344,7 @@ def test_answers_of_another_model_are_not_reused(tmp_path):
 def test_stock_hf_on_a_patched_folder_is_our_model_with_the_method(tmp_path):
     folder = tmp_path / "patched"
     arguments = ["apply", LLAMA, "yarn", "factor=4", "--target-length", "1024", "-o", str(folder)]
-    assert CliRunner().invoke(cli.app, arguments, catch_exceptions=False).exit_code == 0
+    assert invoke(*arguments).exit_code == 0
     options = {"device": "cpu", "dtype": "float32", "batch_size": 4, "logits_cache": False}
     text = builtin_text("heldout").documents[0]
     asked = requests("loglikelihood", (text[:1200].rstrip(), text[len(text[:1200].rstrip()) : 2000]), *PAIRS)
@@ -636,7 +635,7 @@ def test_the_commands_of_the_page_run(shell, capsys):
         said = shlex.split(line.replace("$(rope-patch tasks --folder)", str(TASKS)).replace("MODEL", LLAMA))
         match said[0]:
             case "rope-patch":
-                assert CliRunner().invoke(cli.app, said[1:], catch_exceptions=False).exit_code == 0, line
+                assert invoke(*said[1:]).exit_code == 0, line
                 continue
             case "rope-patch-eval":
                 shell(said)
@@ -646,9 +645,9 @@ def test_the_commands_of_the_page_run(shell, capsys):
 
 
 def test_the_command_that_lists_tasks_names_their_folder():
-    listed = CliRunner().invoke(cli.app, ["tasks"]).output.splitlines()
+    listed = invoke("tasks").output.splitlines()
     assert sum(line.startswith("rope_") for line in listed) == len(list(TASKS.glob("*.yaml")))
-    folder = CliRunner().invoke(cli.app, ["tasks", "--folder"]).output.strip()
+    folder = invoke("tasks", "--folder").output.strip()
     assert Path(folder) == TASKS == Path(listed[-1])
 
 

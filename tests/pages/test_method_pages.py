@@ -9,11 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from support.commands import invoke
 from support.tiny import tiny_model
-from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app
 from rope_patch.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,4 +65,4 @@ def test_the_commands_of_the_pages_run(tmp_path, monkeypatch):
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "rope-patch"
-        assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0, command
+        assert invoke(*arguments).exit_code == 0, command

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import invoke
 from support.gguf_files import write_toy
 from support.subsets import full
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -52,7 +51,7 @@ def in_this_process(commands: str) -> str:
             subprocess.run([program, *arguments], check=True)
             continue
         assert program == "rope-patch"
-        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        result = invoke(*arguments)
         assert result.exit_code == 0, line
         printed += result.stdout
     return printed

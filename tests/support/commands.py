@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from rope_patch.cli import app as cli
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a command printed, and its exit status."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def invoke(*arguments: str | Path) -> Result:
+    """Run a command to its end as the console script does; errors of the user's making are lines on stderr."""
+    out, err, words = io.StringIO(), io.StringIO(), [str(argument) for argument in arguments]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["rope-patch", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    return Result(int(stop.value.code or 0), out.getvalue(), err.getvalue())
+
+
 def run(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(cli.app, [*map(str, arguments)], catch_exceptions=False)
+    """Run a command that succeeds; return what it printed on stdout."""
+    result = invoke(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def fail(monkeypatch, capsys, *arguments: str | Path) -> str:
-    """Run as the console script does; return the error line."""
-    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    return captured.err
+    """Run a command that the user's words make fail; return what it printed on stderr."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.stderr
+    return result.stderr

@@ -1,0 +1,166 @@
+"""What an evaluation measures: a value that can be written down, compared and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from rope_patch.options.fields import OptionSet, flag, name_or_path, number, tokens, whole, word
+
+CHAT_TEMPLATES = ("auto", "on", "off")
+"""Whether prompts go through the chat template of the tokenizer; ``"auto"`` means: where it has one."""
+
+HAYSTACK = "noise"
+"""The text that retrieval prompts hide their answers in by default. SmolLM2-135M-Instruct finds 6 of 6 passkeys in 1024
+tokens of it, and 3 of 6 in ``"builtin"``, mostly code (``benchmarks/results/answers_smollm2.json``)."""
+
+
+@dataclass(frozen=True)
+class EvalSpec(OptionSet):
+    """What is measured: perplexity by position, and retrieval at every length and depth.
+
+    ``compare``, ``extend``, ``kv_check``, ``fit`` and the fine-tuning recipe take one, so that the same numbers mean
+    the same measurement everywhere. Lengths and depths are put in order. The tasks are looked up where they are asked,
+    since a module of the user's own may add some.
+
+    Raises:
+        ValueError: a value out of its range.
+
+    Example:
+        >>> EvalSpec(lengths=[512, 256]).lengths
+        (256, 512)
+    """
+
+    lengths: Sequence[int] = tokens(
+        'The prompt lengths of the retrieval task, for example "4k 16k 32k". Perplexity is measured on text as long as '
+        "the longest.",
+        several=True,
+        least=2,
+    )
+    depths: Sequence[float] = number(
+        "Where in the prompt the answer is hidden, separated by spaces: 0 is the start, 1 the end.",
+        (0.0, 0.25, 0.5, 0.75, 1.0),
+        metavar="DEPTHS",
+        several=True,
+        least=0,
+        most=1,
+    )
+    samples: int = whole("The number of haystacks for each task and length.", 4, least=1)
+    windows: int | None = whole(
+        "The number of pieces of text that perplexity is measured on, each as long as the longest length. By default "
+        "16, or fewer if the text is too short or the model is large. 0 leaves perplexity out.",
+        None,
+        least=0,
+    )
+    tasks: Sequence[str] = word(
+        "The retrieval tasks, separated by spaces: passkey (one number), niah (a number for a word), multivalue, "
+        "multiquery, vt (variable tracking), niah_multikey_2, niah_multikey_3, json_kv, passage_retrieval, cwe and fwe "
+        "(common and frequent words), or qa1, qa2 and qa3 (facts of a story).",
+        ("passkey",),
+        metavar="TASKS",
+        several=True,
+    )
+    mode: str = word(
+        "single (each prompt hides one answer) or multikey (one at every depth).", "single", metavar="MODE"
+    )
+    text: str | None = name_or_path(
+        "The text for perplexity: a file, or a folder of .txt files. By default, text that ships with Python.",
+        None,
+        metavar="PATH",
+    )
+    haystack: str | None = name_or_path(
+        "The text that the retrieval task hides its answers in: noise (a few sentences repeated), builtin (text that "
+        "ships with Python, mostly code), a file or folder of yours, or null for the text of perplexity itself.",
+        HAYSTACK,
+        optional=True,
+    )
+    chat_template: str = word(
+        "Whether retrieval prompts go through the chat template of the tokenizer. auto means: if it has one.",
+        "auto",
+        metavar="auto|on|off",
+        choices=CHAT_TEMPLATES,
+    )
+    longppl: bool = flag(
+        "Measure LongPPL too (arXiv:2410.23771): the perplexity over the tokens that the unpatched model predicts well "
+        "only with a long context. They are chosen once, which takes several times as long as reading the text."
+    )
+    short_context: int | None = tokens(
+        "For LongPPL: the context that the model's own is compared with, an eighth to a half of it. By default 4096, "
+        "or a quarter of the model's context if that is less, but at least an eighth.",
+        None,
+    )
+    bucket: int | None = tokens(
+        "The width of the position ranges that perplexity is averaged over. By default a sixteenth of the longest "
+        "length.",
+        None,
+    )
+    chunk: int | None = tokens(
+        "Read long inputs in chunks of this size: slower, but memory holds little more than the KV cache. By default "
+        "each input is read at once.",
+        None,
+    )
+    batch_tokens: int = tokens("The largest number of tokens that are read as one batch.", 16384)
+    seed: int = whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
+
+    def __post_init__(self) -> None:
+        """Check the values, and put lengths and depths in order."""
+        super().__post_init__()
+        for name in ("lengths", "depths", "tasks"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} must differ from each other, got {list(values)}")
+        if self.short_context is not None and not self.longppl:
+            raise ValueError("short_context is of LongPPL: give longppl=True (--longppl) too, or leave it out")
+        if self.longppl and self.windows == 0:
+            raise ValueError("LongPPL is measured on windows of text: give windows >= 1")
+        object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
+        object.__setattr__(self, "depths", tuple(sorted(self.depths)))
+
+    @property
+    def longest(self) -> int:
+        """The longest prompt, and the window of text [tokens]."""
+        return self.lengths[-1]
+
+    def edge_at(self, position: int) -> int:
+        """Return the last edge between buckets at or before a position [tokens]."""
+        return max(edge for edge in self.edges if edge <= position)
+
+    @property
+    def edges(self) -> list[int]:
+        """Edges of the position buckets of perplexity; every length is among them [tokens]."""
+        return sorted({*range(0, self.longest, self.bucket_width), *self.lengths, 0} - {1})
+
+    @property
+    def bucket_width(self) -> int:
+        """Width of the position buckets [tokens]."""
+        return max(2, self.longest // 16) if self.bucket is None else self.bucket
+
+    @property
+    def rows(self) -> int:
+        """Windows of text that are read side by side."""
+        return 1 if self.chunk is not None else max(1, self.batch_tokens // self.longest)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the whole spec. The texts themselves have digests of their own in the results."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the spec as JSON values."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EvalSpec:
+        """Return the spec that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        unknown = set(values) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"EvalSpec has no {', '.join(sorted(unknown))}")
+        return cls(**values)

@@ -1,0 +1,341 @@
+"""What is said of an option, in the field that it is: help, unit, bounds, and how a word of the command line is read.
+
+A dataclass that inherits from :class:`OptionSet` declares its fields with the functions below. The command line, YAML
+files, the pages of documentation and the checks of values follow from that; no name, default or help is written again.
+
+>>> @dataclass(frozen=True)
+... class Reading(OptionSet):
+...     lengths: tuple[int, ...] = tokens("How much is read.", several=True)
+...     samples: int = whole("How often.", 4, least=1)
+>>> Reading(lengths=[512]).lengths
+(512,)
+>>> Reading(lengths=[512], samples=0)
+Traceback (most recent call last):
+ValueError: samples must be >= 1, got 0
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rope_patch.words import did_you_mean, parse_duration, parse_length
+
+_KEY = "option"
+"""The key of an :class:`Option` in the metadata of its field."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is said of one option.
+
+    Attributes:
+        help: a description for users; the default is added to it.
+        metavar: what stands for the value in the help; "" for a flag, which has none.
+        read: turns a word into a value, and raises a ValueError that says what is wrong with the word.
+        kind: the type of a value: numbers are stored as Python's own, whatever library they are of, a ``Path`` as one,
+            and a ``PathLike`` as text.
+        least: the smallest value.
+        most: the largest value.
+        unit: of the value, for the messages of the bounds.
+        choices: all values; empty where there are no fixed ones.
+        several: the option holds a tuple, which is written as one word, separated by commas or spaces.
+        repeated: the option holds a tuple, and is given once for each item.
+        empty: a tuple may have no items although the default has some.
+        optional: the value may be None although the default is not.
+        positional: on the command line the value stands without a name.
+        name: on the command line; by default that of the field.
+        short: other names on the command line, such as ``-o``.
+    """
+
+    help: str
+    metavar: str
+    read: Callable[[str], Any] = str
+    kind: type = str
+    least: float | None = None
+    most: float | None = None
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    several: bool = False
+    repeated: bool = False
+    empty: bool = False
+    optional: bool = False
+    positional: bool = False
+    name: str = ""
+    short: tuple[str, ...] = ()
+
+    def read_word(self, word: str) -> Any:
+        """Return what a word of the command line means; ``null`` is None, as in YAML."""
+        if word == "null":
+            return None
+        if self.several:
+            return tuple(self.read(item) for item in word.replace(",", " ").split())
+        return self.read(word)
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Return a value as it is stored: a list as a tuple, a whole number as Python's own.
+
+        Args:
+            name: of the option, for the message.
+            value: as a user of Python gives it.
+
+        Raises:
+            ValueError: a value of another kind, or out of its bounds.
+        """
+        if not (self.several or self.repeated):
+            return self._one(name, value)
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError(f"{name} must be a list, got {value!r}")
+        return tuple(self._one(name, item) for item in value)
+
+    def _one(self, name: str, value: Any) -> Any:
+        if self.kind is int:
+            try:
+                value = operator.index(value)
+            except TypeError:
+                raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+        elif self.kind is float:
+            if not (isinstance(value, Real) and math.isfinite(value)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+            value = float(value)
+        elif self.kind in (Path, PathLike):
+            if not isinstance(value, str | PathLike):
+                raise ValueError(f"{name} must be a path or a name, got {value!r}")
+            value = Path(value) if self.kind is Path else str(value)
+        unit = f" {self.unit}" if self.unit else ""
+        if self.least is not None and value < self.least:
+            raise ValueError(f"{name} must be >= {self.least:g}{unit}, got {value}")
+        if self.most is not None and value > self.most:
+            raise ValueError(f"{name} must be <= {self.most:g}{unit}, got {value}")
+        if self.choices and value not in self.choices:
+            known = ", ".join(self.choices)
+            raise ValueError(f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), self.choices)}")
+        return value
+
+
+COMMANDS: dict[str, type[OptionSet]] = {}
+"""The options of every command by its name, in the order of the help."""
+
+
+@dataclass(frozen=True)
+class OptionSet:
+    """A dataclass whose fields are options; the values are checked when it is made.
+
+    ``class TasksOptions(OptionSet, command="tasks")`` are the options of a command, and its docstring is the command's
+    help.
+    """
+
+    command: ClassVar[str] = ""
+
+    def __init_subclass__(cls, command: str = "") -> None:
+        """Enter the options of a command into :data:`COMMANDS`."""
+        super().__init_subclass__()
+        cls.command = command
+        if command:
+            COMMANDS[command] = cls
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for one in fields(self):
+            option, value = one.metadata.get(_KEY), getattr(self, one.name)
+            if option is None or (value is None and (option.optional or one.default is None)):
+                continue
+            checked = option.checked(one.name, value)
+            if checked == () and not option.empty and one.default != ():
+                raise ValueError(f"{one.name} is empty: give at least one")
+            object.__setattr__(self, one.name, checked)
+
+
+# --- the vocabulary --------------------------------------------------------------------------------------------------
+
+
+def option(help: str, default: Any = MISSING, **more: Any) -> Any:
+    """Return a field for an option that no other function describes; ``more`` are attributes of :class:`Option`."""
+    return field(default=default, metadata={_KEY: Option(help, **more)})
+
+
+def tokens(help: str, default: Any = MISSING, *, least: int = 1, **more: Any) -> Any:
+    """Return a field for a number of tokens, written as 8192 or 8k."""
+    what: dict[str, Any] = {"metavar": "TOKENS", "kind": int, "unit": "tokens", **more}
+    return option(help, default, read=parse_length, least=least, **what)
+
+
+def whole(help: str, default: Any = MISSING, *, metavar: str = "COUNT", **more: Any) -> Any:
+    """Return a field for a whole number."""
+    return option(help, default, metavar=metavar, read=_int, kind=int, **more)
+
+
+def number(help: str, default: Any = MISSING, *, metavar: str = "NUMBER", **more: Any) -> Any:
+    """Return a field for a number."""
+    return option(help, default, metavar=metavar, read=_float, kind=float, **more)
+
+
+def share(help: str, default: Any = MISSING, **more: Any) -> Any:
+    """Return a field for a share: 0.01 is 1 %."""
+    return number(help, default, metavar="SHARE", least=0, **more)
+
+
+def duration(help: str, default: Any = MISSING, **more: Any) -> Any:
+    """Return a field for a time in seconds, written as 90s, 30m or 2h."""
+    return option(help, default, metavar="TIME", read=parse_duration, kind=int, least=1, unit="s", **more)
+
+
+def word(help: str, default: Any = MISSING, *, metavar: str = "NAME", **more: Any) -> Any:
+    """Return a field for a word or a sentence."""
+    return option(help, default, metavar=metavar, **more)
+
+
+def path(help: str, default: Any = MISSING, *, metavar: str = "PATH", **more: Any) -> Any:
+    """Return a field for a file or a folder."""
+    return option(help, default, metavar=metavar, read=Path, kind=Path, **more)
+
+
+def name_or_path(help: str, default: Any = MISSING, *, metavar: str = "NAME|PATH", **more: Any) -> Any:
+    """Return a field for a file or folder, or the name of something; it holds text."""
+    return option(help, default, metavar=metavar, kind=PathLike, **more)
+
+
+def flag(help: str, default: bool = False, **more: Any) -> Any:
+    """Return a field for what is either on or off."""
+    return option(help, default, metavar="", read=_bool, kind=bool, **more)
+
+
+def contained(kind: type[OptionSet], *, without: Sequence[str] = (), section: bool = False, **values: Any) -> Any:
+    """Return a field for options that others contain, under names of their own on the command line.
+
+    Args:
+        kind: the options.
+        without: fields that are no options here: they keep their values.
+        section: name them with the field in front, as in ``--model.name``.
+        **values: other defaults than those of the kind.
+    """
+    required = [one.name for one in fields(kind) if one.default is MISSING and one.name not in values]
+    default: Any = MISSING if required else kind(**values)
+    return field(default=default, metadata={"kind": kind, "without": without, "section": section, "values": values})
+
+
+def _int(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise ValueError(f"expected a whole number, got {word!r}") from None
+
+
+def _float(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"expected a number, got {word!r}") from None
+
+
+def _bool(word: str) -> bool:
+    known = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+    if word.lower() not in known:
+        raise ValueError(f"expected true or false, got {word!r}")
+    return known[word.lower()]
+
+
+# --- what a class declares -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One option of a class, or of options that it contains.
+
+    Attributes:
+        path: names of the fields that lead to it.
+        name: on the command line, without dashes.
+        option: what is said of it.
+        default: the value that it has otherwise; ``dataclasses.MISSING`` where it must be given.
+    """
+
+    path: tuple[str, ...]
+    name: str
+    option: Option
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        """The option as it is typed, such as ``--batch-tokens``; the name of an argument without dashes."""
+        return self.option.metavar if self.option.positional else f"--{self.name}"
+
+    @property
+    def shown(self) -> str:
+        """The default for people; "" where there is none, or nothing to say of it."""
+        if self.default is MISSING or self.default is None or self.default is False or self.default == ():
+            return ""
+        items = self.default if isinstance(self.default, tuple) else (self.default,)
+        return " ".join(map(self._shown, items))
+
+    def _shown(self, value: Any) -> str:
+        if value is True:
+            return "on"
+        if self.option.unit == "tokens" and value % 1024 == 0 and value:
+            return f"{value // 1024}k"
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def leaves(kind: type[OptionSet], *, without: Sequence[str] = (), **values: Any) -> Iterator[Leaf]:
+    """Yield the options of a class and of those that it contains, in their order.
+
+    Args:
+        kind: the class.
+        without: fields to leave out.
+        **values: other defaults than those of the class.
+    """
+    for one in fields(kind):
+        if one.name in without:
+            continue
+        if "kind" in one.metadata:
+            yield from _inside(one)
+        elif _KEY in one.metadata:
+            option: Option = one.metadata[_KEY]
+            name = option.name or one.name.replace("_", "-")
+            yield Leaf((one.name,), name, option, values.get(one.name, one.default))
+
+
+def _inside(one: Field[Any]) -> Iterator[Leaf]:
+    """Yield the options of a field that contains others."""
+    what = one.metadata
+    for leaf in leaves(what["kind"], without=what["without"], **what["values"]):
+        prefix = f"{one.name}." if what["section"] else ""
+        yield Leaf((one.name, *leaf.path), f"{prefix}{leaf.name}", leaf.option, leaf.default)
+
+
+def build(kind: type[Any], values: dict[tuple[str, ...], Any]) -> Any:
+    """Return options made of the values of their leaves.
+
+    Args:
+        kind: the class.
+        values: by the path of the leaf; those that are left out keep their defaults.
+    """
+    arguments: dict[str, Any] = {}
+    for one in fields(kind):
+        if "kind" not in one.metadata:
+            if (one.name,) in values:
+                arguments[one.name] = values[one.name,]
+            continue
+        inner = {path[1:]: value for path, value in values.items() if path[0] == one.name}
+        defaults = {(name,): value for name, value in one.metadata["values"].items()}
+        arguments[one.name] = build(one.metadata["kind"], defaults | inner)
+    return kind(**arguments)
+
+
+def to_dict(options: OptionSet) -> dict[str, Any]:
+    """Return options as YAML and JSON values by their names in Python; of a section as a dictionary of its own."""
+    values: dict[str, Any] = {}
+    for one in fields(options):
+        value = getattr(options, one.name)
+        if is_dataclass(value):
+            inner = {name: v for name, v in to_dict(value).items() if name not in one.metadata["without"]}  # type: ignore[arg-type]
+            values |= {one.name: inner} if one.metadata["section"] else inner
+        else:
+            value = [*value] if isinstance(value, tuple) else value
+            values[one.name] = str(value) if isinstance(value, Path) else value
+    return values

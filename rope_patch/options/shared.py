@@ -1,0 +1,149 @@
+"""OptionSet that several commands have: the checkpoint, the patch, the machine, and what is written."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rope_patch.options.fields import OptionSet, duration, flag, number, path, tokens, whole, word
+
+
+@dataclass(frozen=True)
+class Patching(OptionSet):
+    """How a method is applied; arguments of :func:`rope_patch.apply`."""
+
+    target_length: int | None = tokens(
+        "The context length that the patched model is made for; a config that is written states it. A scaling factor "
+        "that the method leaves out is computed from it.",
+        None,
+    )
+    layer_types: tuple[str, ...] | None = word(
+        "The rotary table to patch, for models that have one per layer type, such as sliding_attention in Gemma 3. "
+        "Repeat it for more. By default full_attention.",
+        None,
+        metavar="TYPE",
+        name="layer-type",
+        repeated=True,
+    )
+    freeze_at: int | None = tokens(
+        "Needed for models whose rotary table changes with the length of the text (rope types dynamic and longrope): "
+        "use the table of this length throughout.",
+        None,
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options as arguments of a function."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Machine(OptionSet):
+    """Where a model runs, and in which data type."""
+
+    device: str = word(
+        "Where the model runs: auto (a GPU if there is one, otherwise the CPU), cpu, cuda, cuda:1 …, or balanced "
+        "(spread over all GPUs; needs the accelerate package).",
+        "auto",
+        metavar="DEVICE",
+    )
+    dtype: str = word(
+        "The data type: auto (the checkpoint's; float32 if the CPU is slower in it), float32, bfloat16, float16.",
+        "auto",
+        metavar="DTYPE",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    threads: int | None = whole("The number of CPU threads. If it is not given, PyTorch decides.", None, least=1)
+
+
+# --- single options --------------------------------------------------------------------------------------------------
+
+
+def model(default: Any = MISSING) -> Any:
+    """Return the field of a checkpoint or adapter."""
+    return word(
+        "A checkpoint or a PEFT adapter: a local folder, a Hugging Face hub id or a GGUF file. An adapter is loaded "
+        "onto its base model, with the rotary patch that it was trained under.",
+        default,
+        metavar="MODEL",
+        positional=True,
+    )
+
+
+def checkpoint() -> Any:
+    """Return the field of a checkpoint that is no adapter."""
+    return word("A checkpoint: a local folder, a Hugging Face hub id or a GGUF file.", metavar="MODEL", positional=True)
+
+
+def output(folder: str) -> Any:
+    """Return the field of the folder for results, with its default."""
+    return path("The folder to write the results to.", Path(folder), metavar="FOLDER", short=("-o",))
+
+
+def new_output(
+    help: str = "The folder to write. It must be new or empty, unless --force is given.", metavar: str = "FOLDER"
+) -> Any:
+    """Return the field of a new folder or file, which must be given."""
+    return path(help, metavar=metavar, short=("-o",))
+
+
+def methods(default: Any = MISSING) -> Any:
+    """Return the field of the methods to compare."""
+    return word(
+        'The methods to compare, separated by spaces, for example "default yarn:factor=4 p_rope:p=0.5". "default" is '
+        "the model as it is; rope-patch methods lists the others.",
+        default,
+        metavar="METHODS",
+        several=True,
+    )
+
+
+def method() -> Any:
+    """Return the field of a method that the model is patched with first."""
+    return word(
+        "Patch the model with this method first, for example yarn:factor=4. Parameters are written as NAME:key=value, "
+        "and several methods are joined with +.",
+        None,
+        metavar="METHOD",
+    )
+
+
+def budget() -> Any:
+    """Return the field of a time to aim at."""
+    return duration(
+        "The time to aim at, such as 5m, 30m or 2h, by the measured speed of the model. Less text is read then, and "
+        "fewer prompts where there are any, so that intervals get wider; the command says what else is left out.",
+        None,
+    )
+
+
+def gpu_memory() -> Any:
+    """Return the field of a GPU's memory."""
+    return number("The memory of one GPU in GiB, as nvidia-smi shows it.", 80.0, metavar="GIB", least=1)
+
+
+def force() -> Any:
+    """Return the field that allows to overwrite."""
+    return flag("Write the output even if that folder or file is already there.")
+
+
+def report() -> Any:
+    """Return the field of the HTML report."""
+    return flag("Write the HTML report. It needs matplotlib: pip install 'rope_patch[plots]'.", True)
+
+
+def imports() -> Any:
+    """Return the field of a user's own modules; they are imported before any other option is read."""
+    return word(
+        "A Python module of yours to import first, which defines methods, retrieval tasks or metrics. Repeat it for "
+        "more.",
+        (),
+        metavar="MODULE",
+        name="import",
+        repeated=True,
+    )
+
+
+def as_json() -> Any:
+    """Return the field that prints for programs."""
+    return flag("Print the result as JSON, for use in scripts.", name="json")

@@ -1,0 +1,129 @@
+"""What a user writes becomes options, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.commands import invoke
+
+from rope_patch.cli.parsing import UsageError, parse, parse_given
+from rope_patch.options import CompareOptions
+from rope_patch.options.evaluation import EvalSpec
+from rope_patch.options.fields import OptionSet, contained, flag, path, word
+from rope_patch.options.shared import Machine
+
+
+@dataclass(frozen=True)
+class RunOptions(OptionSet):
+    """OptionSet of a run, which files may hold."""
+
+    model: str = word("The model.", metavar="MODEL", positional=True)
+    evaluation: EvalSpec = contained(EvalSpec)
+    config: tuple[Path, ...] = path("Files.", (), short=("-c", "--recipe"), repeated=True)
+    machine: Machine = contained(Machine, section=True)
+    train: bool = flag("Train.")
+    report: bool = flag("Report.", True)
+
+
+COMPARE = ("./llama", "--methods", "default yarn", "--lengths", "1k")
+
+
+def test_lists_are_one_word_and_lengths_may_be_in_thousands():
+    options = parse(CompareOptions, ["m", "--methods", "default,yarn:factor=4", "--lengths", "8k 1000", "--chunk=2k"])
+    assert options.methods == ("default", "yarn:factor=4")
+    assert options.evaluation == EvalSpec([1000, 8192], chunk=2048)
+
+
+def test_what_was_written_is_known_also_where_it_is_the_default():
+    _, given = parse_given(CompareOptions, [*COMPARE, "--samples", "4", "--layer-type", "a", "--layer-type", "b"])
+    assert given == {"model", "methods", "lengths", "samples", "layer_types"}
+
+
+def test_flags_and_null():
+    options = parse(CompareOptions, [*COMPARE, "--no-report", "--json", "--haystack", "null"])
+    assert (options.report, options.as_json, options.evaluation.haystack) == (False, True, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*COMPARE, "--lenghts", "1k"), "unknown option --lenghts. Did you mean '--lengths'?"),
+        (COMPARE[:3], "missing --lengths"),
+        (COMPARE[1:], "missing MODEL"),
+        ((*COMPARE, "--chunk"), "--chunk needs a value"),
+        ((*COMPARE, "--chunk", "8kk"), "--chunk: a length is a number of tokens such as 4096 or 4k, got '8kk'"),
+        ((*COMPARE, "--samples", "many"), "--samples: expected a whole number, got 'many'"),
+        ((*COMPARE, "--samples", "0"), "samples must be >= 1, got 0"),
+        ((*COMPARE, "--chat-template", "yes"), "chat_template must be one of auto, on, off, got 'yes'"),
+        ((*COMPARE, "other"), "unexpected argument 'other'"),
+        ((*COMPARE, "--longppl-evaluator", "m"), "--longppl-evaluator chooses the tokens of LongPPL"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_option_is_one_line(words, message):
+    result = invoke("compare", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+
+
+def test_an_unknown_command_leads_to_the_nearest():
+    result = invoke("compere")
+    assert result.exit_code == 2 and "Did you mean 'compare'?" in result.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("--help",)])
+def test_without_a_command_all_are_listed(words):
+    assert "  compare " in invoke(*words).stdout
+
+
+def test_help_has_each_option_with_its_default():
+    text = invoke("compare", "--help").stdout
+    assert text.startswith("Compare methods on one model")
+    assert "(default: 16k)" in text and "--report, --no-report" in text and "{" not in text and "None" not in text
+
+
+# --- files and key=value
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.yaml").write_text(
+        "model: ./llama\nlengths: [1k, 2048]\nsamples: 2\ntrain: true\nchunk: 64\nmachine:\n  threads: 2\n"
+    )
+    (tmp_path / "two.yaml").write_text("samples: 3\nchat_template: off\nchunk: null\nmachine: {dtype: float32}\n")
+
+
+def test_files_stack_and_flags_win(files):
+    options = parse(RunOptions, ["-c", "one.yaml", "--samples", "5", "--recipe=two.yaml"])
+    assert options.model == "./llama" and options.train and options.report
+    assert options.evaluation == EvalSpec([1024, 2048], samples=5, chat_template="off")
+    assert options.machine == Machine(dtype="float32", threads=2)
+
+
+def test_key_and_value_apply_in_their_order(files):
+    options = parse(RunOptions, ["samples=7", "-c", "one.yaml", "lengths=8k", "machine.threads=4", "report=false"])
+    assert options.evaluation == EvalSpec([8192], samples=2, chunk=64)
+    assert options.machine.threads == 4 and not options.report
+
+
+def test_an_argument_that_is_written_replaces_that_of_a_file(files):
+    assert parse(RunOptions, ["other", "-c", "one.yaml"]).model == "other"
+
+
+def test_a_value_behind_a_flag_is_no_key(files):
+    assert parse(RunOptions, ["-c", "one.yaml", "--text", "samples=3"]).evaluation.text == "samples=3"
+
+
+@pytest.mark.parametrize("text", ["lenghts: 1k", "- 1", "{", "machine: {dtypes: float32}"])
+def test_a_file_that_holds_no_options_is_named(files, tmp_path, text):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"bad\.yaml"):
+        parse(RunOptions, ["-c", "bad.yaml"])
+
+
+def test_an_unknown_key_leads_to_the_nearest(files):
+    with pytest.raises(UsageError, match="samples"):
+        parse(RunOptions, ["-c", "one.yaml", "sample=3"])
