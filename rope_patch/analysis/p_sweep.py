@@ -23,13 +23,10 @@ from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.frequencies import unrotated
 from rope_patch.modeling.statistics import Capture, LayerCapture
+from rope_patch.options.analyze import TOLERANCE
 from rope_patch.patching.apply import patched
 from rope_patch.patching.verify import inspect_model
 
-P_VALUES = (0.9, 0.75, 0.5, 0.25)
-"""Values of p that are measured by default."""
-TOLERANCE = 0.01
-"""Relative rise of perplexity within the context that an advised p may cost."""
 CONTEXT = 8192
 """Perplexity is measured within and beyond the context that the config states, or this where it is longer [tokens]."""
 WINDOWS = 8

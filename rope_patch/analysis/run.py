@@ -14,15 +14,7 @@ from transformers import PreTrainedConfig
 
 from rope_patch.analysis.attention_mass import measure_heads
 from rope_patch.analysis.heads import Heads
-from rope_patch.analysis.p_sweep import (
-    P_VALUES,
-    TOLERANCE,
-    OnProgress,
-    SweepPoint,
-    advise,
-    sweep_p,
-    sweep_text,
-)
+from rope_patch.analysis.p_sweep import OnProgress, SweepPoint, advise, sweep_p, sweep_text
 from rope_patch.analysis.reading import split_tokens
 from rope_patch.analysis.result import Analysis
 from rope_patch.analysis.sinks import Sinks, sinks
@@ -34,6 +26,7 @@ from rope_patch.evaluation.domains import TextRows, read_rows
 from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
+from rope_patch.options.analyze import P_VALUES, TOLERANCE
 from rope_patch.patching.verify import inspect_model
 
 VIEWED = 256

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 
 def plan_reading(
-    read: Callable[..., Any], reading: Any, given: set[str], tokens_read: int | None, total: int, within: bool
+    read: Callable[..., Any], reading: Any, given: Collection[str], tokens_read: int | None, total: int, within: bool
 ) -> tuple[Any, int, Any]:
     """Return the rows of the statistics, the tokens of each p, and what is read with them.
 
@@ -45,7 +45,7 @@ def plan_reading(
     return rows, sweep, reading
 
 
-def read_texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | None:
+def read_texts(paths: Sequence[Path], pattern: str) -> dict[str, Any] | None:
     """Return the documents of each text by its name; None where none is given.
 
     Raises:
@@ -54,8 +54,8 @@ def read_texts(paths: Sequence[Path] | None, pattern: str) -> dict[str, Any] | N
     """
     from rope_patch.evaluation.documents import documents
 
-    named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in paths or ()}
-    if len(named) < len(paths or ()):
+    named = {path.name or str(path): list(documents(path, pattern=pattern)) for path in paths}
+    if len(named) < len(paths):
         raise ValueError("two texts have one name: rename one, since results are given by name")
     return named or None
 

@@ -2,70 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
-import typer
-
-from rope_patch.cli.options import Checkpoint, Import, Json, LayerTypes, TargetLength, print_json
+from rope_patch.cli.options import print_json
+from rope_patch.cli.parsing import parse
+from rope_patch.options.checkpoints import AuditOptions
 
 DISAGREE = 3
 """Exit status where a program would compute another table."""
 
 
-def audit(
-    model: Checkpoint,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--engine",
-            metavar="ENGINE",
-            help="A program to compare with transformers 5: transformers-4, vllm, vllm-0.29 (vLLM up to 0.29), sglang "
-            "or llama.cpp. Repeat it for more. By default all of them.",
-            show_default=False,
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METHOD",
-            help="Print the options by which vLLM, SGLang and llama.cpp run this unchanged checkpoint under a method, "
-            "for example yarn:factor=4.",
-            show_default=False,
-        ),
-    ] = None,
-    target_length: TargetLength = None,
-    layer_types: LayerTypes = None,
-    imports: Import = None,
-    as_json: Json = False,
-) -> None:
-    """Show which rotary table each program will compute from a checkpoint, where they disagree, why, and what to run.
-
-    Programs read the same config.json in different ways: some ignore a factor, a share, or everything but the base,
-    without a word. For each layer type this prints the table, the factor on cos and sin and the context that
-    transformers 5, transformers 4, vLLM, SGLang and llama.cpp compute. Only the config is read, or the header of a
-    GGUF file, not the weights. For llama.cpp a folder is read as its own converter writes it. The reference is
-    transformers 5, and for a GGUF file llama.cpp: transformers' own reader leaves out most of its table.
-
-    The exit status is 0 if all programs agree and 3 if one computes something else. A program that refuses the
-    checkpoint, or whose code was not compared on such models ("unverified"), does not change it, and neither does
-    transformers' reader of a GGUF file.
-
-    With **--method** the checkpoint is one that has no patch. The options that are printed are checked to give the very
-    table of the method; where a program's options cannot say it, the reason and the command that works instead are
-    printed, and the exit status is 3.
-
-    Examples: **rope-patch audit ./llama-yarn --engine vllm**, **rope-patch audit ./llama --method yarn:factor=4**
-    """
-    if method is not None:
-        _print_options(model, method, engine, {"target_length": target_length, "layer_types": layer_types}, as_json)
-        return
-    if target_length is not None or layer_types is not None:
-        raise ValueError("--target-length and --layer-types are of --method")
+def audit(words: Sequence[str]) -> int:
+    """Run ``rope-patch audit`` with the words behind it; return its exit status."""
+    options = parse(AuditOptions, words)
+    if options.method is not None:
+        return _print_flags(options, options.method)
     from rope_patch.exporting.audit import audit as compare
     from rope_patch.exporting.readings import PROGRAMS
 
-    audited = compare(model, engine or PROGRAMS)
-    if as_json:
+    audited = compare(options.model, options.engines or PROGRAMS)
+    if options.as_json:
         print_json(
             {
                 "model": audited.source,
@@ -78,24 +35,27 @@ def audit(
         )
     else:
         _print(audited)
-    if not audited.agrees:
-        raise typer.Exit(DISAGREE)
+    return 0 if audited.agrees else DISAGREE
 
 
-def _print_options(model: str, method: str, engines: list[str] | None, patch: dict[str, Any], as_json: bool) -> None:
+def _print_flags(options: AuditOptions, method: str) -> int:
     """Print the options by which each program runs an unchanged checkpoint under a method, or why there are none."""
     from rope_patch.exporting.engines import UNVERIFIED
     from rope_patch.exporting.flags import WRITERS, flags
 
+    patch: dict[str, Any] = {
+        "target_length": options.patching.target_length,
+        "layer_types": options.patching.layer_types,
+    }
     written, refused = {}, {}
-    for program in engines or WRITERS:
+    for program in options.engines or WRITERS:
         try:
-            written[program] = flags(model, method, program, **patch)
+            written[program] = flags(options.model, method, program, **patch)
         except ValueError as error:
             refused[program] = str(error)
     if not written:
         raise ValueError("; ".join(f"{program}: {why}" for program, why in refused.items()))
-    if as_json:
+    if options.as_json:
         without = [{"program": program, "refused": why} for program, why in refused.items()]
         print_json([one.to_dict() for one in written.values()] + without)
     else:
@@ -106,8 +66,7 @@ def _print_options(model: str, method: str, engines: list[str] | None, patch: di
                 print(f"  {line}")
         for program, why in refused.items():
             print(f"{program}: {why}")
-    if refused:
-        raise typer.Exit(DISAGREE)
+    return DISAGREE if refused else 0
 
 
 def _print(audited: Any) -> None:

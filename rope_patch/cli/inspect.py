@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Import, Json, Model, print_json
+from collections.abc import Sequence
+
+from rope_patch.cli.options import print_json
+from rope_patch.cli.parsing import parse
+from rope_patch.options.checkpoints import InspectOptions
 
 
-def inspect(model: Model, imports: Import = None, as_json: Json = False) -> None:
-    """Show the rotary tables of a checkpoint or adapter: type, wavelengths, scaling, and the patch that made them.
-
-    Only the config is read, or the header of a GGUF file, not the weights.
-
-    Example: **rope-patch inspect ./llama**
-    """
+def inspect(words: Sequence[str]) -> None:
+    """Run ``rope-patch inspect`` with the words behind it."""
+    options = parse(InspectOptions, words)
     from rope_patch import checkpoints
     from rope_patch.frequencies import wavelength
 
-    inspection = checkpoints.inspect(model)
-    if not as_json:
+    inspection = checkpoints.inspect(options.model)
+    if not options.as_json:
         print(inspection)
         return
     tables = [

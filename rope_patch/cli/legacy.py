@@ -6,28 +6,16 @@ from typing import Any
 
 import typer
 
-from rope_patch.cli.analyze import analyze
-from rope_patch.cli.apply import apply
-from rope_patch.cli.audit import audit
 from rope_patch.cli.demo import demo
-from rope_patch.cli.export import export
 from rope_patch.cli.extend import extend
 from rope_patch.cli.finetune import finetune
 from rope_patch.cli.fit import fit
-from rope_patch.cli.inspect import inspect
-from rope_patch.cli.kv_check import kv_check
-from rope_patch.cli.methods import methods
 from rope_patch.cli.plan import plan
 from rope_patch.cli.recipes import recipes
-from rope_patch.cli.restore import restore
-from rope_patch.cli.tasks import tasks
-from rope_patch.cli.theory import theory
-from rope_patch.cli.verify import verify
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.add_typer(recipes, name="recipes")
-COMMANDS: list[Any] = [extend, methods, inspect, apply, verify, restore, tasks, plan, finetune, theory, analyze]
-COMMANDS += [kv_check, fit, export, audit, demo]
+COMMANDS: list[Any] = [extend, plan, finetune, fit, demo]
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"))(command)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from rope_patch.cli.options import Import, Json, print_json
+from collections.abc import Sequence
+
+from rope_patch.cli.options import print_json
+from rope_patch.cli.parsing import parse
+from rope_patch.options.listing import MethodsOptions
 
 
-def methods(imports: Import = None, as_json: Json = False) -> None:
-    """List the methods that change a rotary table, with their parameters and defaults."""
+def methods(words: Sequence[str]) -> None:
+    """Run ``rope-patch methods`` with the words behind it."""
+    options = parse(MethodsOptions, words)
     from dataclasses import fields
 
     from rich import box
@@ -19,7 +24,7 @@ def methods(imports: Import = None, as_json: Json = False) -> None:
         (name, [field_help(f) for f in fields(cls)], (cls.__doc__ or "").strip().splitlines()[0])
         for name, cls in METHODS.items()
     ]
-    if as_json:
+    if options.as_json:
         print_json([{"method": name, "defaults": METHODS[name]().to_dict(), "what": what} for name, _, what in rows])
         return
     table = Table(

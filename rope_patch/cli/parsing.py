@@ -107,7 +107,7 @@ def _tyro_field(name: str, leaf: Leaf) -> Any:
     if option.positional:
         annotations.append(tyro.conf.Positional)
         what["aliases"] = None
-        what["metavar"] = option.metavar if leaf.default is MISSING else f"[{option.metavar}]"
+        what["metavar"] = option.metavar if leaf.default is MISSING else f"[{option.metavar}]" + "..." * option.repeated
     if option.kind is bool:
         annotations += [] if leaf.default else [tyro.conf.FlagCreatePairsOff]
         kind, default, what["metavar"] = bool, leaf.default, None

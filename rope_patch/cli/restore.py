@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rope_patch.cli.loading import bytes_copied, say_copied
-from rope_patch.cli.options import Checkpoint, Force, Import, NewCheckpoint
+from rope_patch.cli.parsing import parse
+from rope_patch.options.checkpoints import RestoreOptions
 
 
-def restore(model: Checkpoint, output: NewCheckpoint, force: Force = False, imports: Import = None) -> None:
-    """Write a copy of a patched checkpoint with the rotary tables that it had before the patch.
-
-    If MODEL is a GGUF file, the output is one too.
-
-    Example: **rope-patch restore ./llama-abf -o ./llama**
-    """
+def restore(words: Sequence[str]) -> None:
+    """Run ``rope-patch restore`` with the words behind it."""
+    options = parse(RestoreOptions, words)
     from rope_patch.checkpoints.gguf_patch import restore_gguf
     from rope_patch.checkpoints.offline import restore_folder
     from rope_patch.files import is_gguf
 
-    if is_gguf(model):
-        with bytes_copied(output) as on_bytes:
-            restore_gguf(model, output, overwrite=force, on_bytes=on_bytes)
+    if is_gguf(options.model):
+        with bytes_copied(options.output) as on_bytes:
+            restore_gguf(options.model, options.output, overwrite=options.force, on_bytes=on_bytes)
     else:
-        restore_folder(model, output, overwrite=force, progress=say_copied)
-    print(f"wrote {output}: the checkpoint before its patch")
+        restore_folder(options.model, options.output, overwrite=options.force, progress=say_copied)
+    print(f"wrote {options.output}: the checkpoint before its patch")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
 
-import typer
+from rope_patch.cli.parsing import parse
+from rope_patch.options.listing import TasksOptions
 
 
-def tasks(
-    folder: Annotated[
-        bool, typer.Option("--folder", help="Print only the folder, for **lm_eval --include_path**.")
-    ] = False,
-) -> None:
-    """List the long-context tasks for lm-evaluation-harness, and the folder that holds them.
-
-    Example: **lm_eval --include_path "$(rope-patch tasks --folder)" --tasks rope_passkey …**
-    """
+def tasks(words: Sequence[str]) -> None:
+    """Run ``rope-patch tasks`` with the words behind it."""
+    options = parse(TasksOptions, words)
     from rope_patch import data_path
 
     path = data_path("eval_tasks")
-    if not folder:
+    if not options.folder:
         for file in sorted(path.glob("*.yaml")):
             first_line = file.read_text(encoding="utf-8").partition("\n")[0]
             print(f"{file.stem:24}{first_line.removeprefix('# ')}")

@@ -17,8 +17,9 @@ from rope_patch.kv_cache.packed import PackedCache
 from rope_patch.kv_cache.schemes import FORMATS, Scheme
 from rope_patch.kv_evaluation.attribution import longest_keys
 from rope_patch.kv_evaluation.captions import counted
-from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, Verdict, change, find_verdict
+from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, change, find_verdict
 from rope_patch.modeling.statistics import Capture
+from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
 
 SCHEMA = 3

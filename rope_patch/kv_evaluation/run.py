@@ -26,11 +26,12 @@ from rope_patch.kv_evaluation.attribution import long_keys
 from rope_patch.kv_evaluation.measuring import means_of, measure, measure_attribution, readings
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.setting import COMPARED, MethodInPlace, Setting
-from rope_patch.kv_evaluation.verdicts import CheckRow, Limits, find_verdict
+from rope_patch.kv_evaluation.verdicts import CheckRow, find_verdict
 from rope_patch.methods import Method, MethodLike
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.scoring import name_of
 from rope_patch.modeling.statistics import Capture
+from rope_patch.options.kv_check import Limits
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import trained_length

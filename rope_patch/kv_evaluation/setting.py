@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite
-from rope_patch.kv_evaluation.verdicts import Limits
 from rope_patch.modeling.statistics import Capture
+from rope_patch.options.kv_check import Limits
 from rope_patch.tables import RotaryTable
 
 COMPARED = 2

@@ -15,34 +15,8 @@ from rope_patch.kv_cache.schemes import FORMATS
 from rope_patch.kv_evaluation.attribution import Attribution, attribute
 from rope_patch.kv_evaluation.captions import listed
 from rope_patch.kv_evaluation.errors import LayerErrors
+from rope_patch.options.kv_check import Limits
 from rope_patch.tables import RotaryTable
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a scheme may cost and still be called safe.
-
-    Attributes:
-        tolerance: rise of perplexity, relative.
-        confidence: of the intervals.
-        context: distances of the frequency bound that outlier pairs lie under; None for each layer's own [tokens].
-
-    Raises:
-        ValueError: a value out of its range.
-    """
-
-    tolerance: float = 0.02
-    confidence: float = 0.95
-    context: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance must be >= 0, got {self.tolerance}")
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"confidence must be in (0, 1), got {self.confidence}")
-        if self.context is not None and self.context < 1:
-            raise ValueError(f"context must be >= 1 token, got {self.context}")
 
 
 @dataclass(frozen=True)

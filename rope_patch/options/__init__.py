@@ -4,8 +4,33 @@ The command line, YAML files, checks of values and pages follow from their field
 Nothing here imports torch.
 """
 
+from rope_patch.options.analyze import AnalyzeOptions
+from rope_patch.options.checkpoints import ApplyOptions, AuditOptions, InspectOptions, RestoreOptions, VerifyOptions
 from rope_patch.options.compare import CompareOptions
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import COMMANDS
+from rope_patch.options.export import ExportOptions
+from rope_patch.options.fields import OptionSet
+from rope_patch.options.kv_check import KvCheckOptions
+from rope_patch.options.listing import MethodsOptions, TasksOptions
+from rope_patch.options.theory import TheoryOptions
+
+COMMANDS: dict[str, type[OptionSet]] = {
+    kind.command: kind
+    for kind in (
+        MethodsOptions,
+        InspectOptions,
+        ApplyOptions,
+        VerifyOptions,
+        RestoreOptions,
+        TasksOptions,
+        CompareOptions,
+        TheoryOptions,
+        AnalyzeOptions,
+        KvCheckOptions,
+        ExportOptions,
+        AuditOptions,
+    )
+}
+"""The options of every command by its name, in the order of the help."""
 
 __all__ = ["COMMANDS", "CompareOptions", "EvalSpec"]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from rope_patch.options import shared
 from rope_patch.options.fields import OptionSet, flag, name_or_path, number, tokens, whole, word
 
 CHAT_TEMPLATES = ("auto", "on", "off")
@@ -97,11 +98,7 @@ class EvalSpec(OptionSet):
         "length.",
         None,
     )
-    chunk: int | None = tokens(
-        "Read long inputs in chunks of this size: slower, but memory holds little more than the KV cache. By default "
-        "each input is read at once.",
-        None,
-    )
+    chunk: int | None = shared.chunk()
     batch_tokens: int = tokens("The largest number of tokens that are read as one batch.", 16384)
     seed: int = whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
 

@@ -43,6 +43,8 @@ class Option:
             and a ``PathLike`` as text.
         least: the smallest value.
         most: the largest value.
+        above: what the value must be larger than.
+        below: what the value must be smaller than.
         unit: of the value, for the messages of the bounds.
         choices: all values; empty where there are no fixed ones.
         several: the option holds a tuple, which is written as one word, separated by commas or spaces.
@@ -60,6 +62,8 @@ class Option:
     kind: type = str
     least: float | None = None
     most: float | None = None
+    above: float | None = None
+    below: float | None = None
     unit: str = ""
     choices: tuple[str, ...] = ()
     several: bool = False
@@ -108,19 +112,19 @@ class Option:
             if not isinstance(value, str | PathLike):
                 raise ValueError(f"{name} must be a path or a name, got {value!r}")
             value = Path(value) if self.kind is Path else str(value)
-        unit = f" {self.unit}" if self.unit else ""
-        if self.least is not None and value < self.least:
-            raise ValueError(f"{name} must be >= {self.least:g}{unit}, got {value}")
-        if self.most is not None and value > self.most:
-            raise ValueError(f"{name} must be <= {self.most:g}{unit}, got {value}")
+        for bound, sign, holds in (
+            (self.least, ">=", operator.ge),
+            (self.most, "<=", operator.le),
+            (self.above, ">", operator.gt),
+            (self.below, "<", operator.lt),
+        ):
+            if bound is not None and not holds(value, bound):
+                unit = f" {self.unit}" if self.unit else ""
+                raise ValueError(f"{name} must be {sign} {bound:g}{unit}, got {value}")
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
             raise ValueError(f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), self.choices)}")
         return value
-
-
-COMMANDS: dict[str, type[OptionSet]] = {}
-"""The options of every command by its name, in the order of the help."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,9 @@ class OptionSet:
     command: ClassVar[str] = ""
 
     def __init_subclass__(cls, command: str = "") -> None:
-        """Enter the options of a command into :data:`COMMANDS`."""
+        """Keep the name of the command."""
         super().__init_subclass__()
         cls.command = command
-        if command:
-            COMMANDS[command] = cls
 
     def __post_init__(self) -> None:
         """Check every value."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from rope_patch.options.fields import OptionSet, duration, flag, number, path, tokens, whole, word
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class Patching(OptionSet):
@@ -51,7 +53,7 @@ class Machine(OptionSet):
         "The data type: auto (the checkpoint's; float32 if the CPU is slower in it), float32, bfloat16, float16.",
         "auto",
         metavar="DTYPE",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
     )
     threads: int | None = whole("The number of CPU threads. If it is not given, PyTorch decides.", None, least=1)
 
@@ -117,9 +119,18 @@ def budget() -> Any:
     )
 
 
+def chunk() -> Any:
+    """Return the field of the tokens of a forward pass."""
+    return tokens(
+        "Read long inputs in chunks of this size: slower, but memory holds little more than the KV cache. By default "
+        "each input is read at once.",
+        None,
+    )
+
+
 def gpu_memory() -> Any:
     """Return the field of a GPU's memory."""
-    return number("The memory of one GPU in GiB, as nvidia-smi shows it.", 80.0, metavar="GIB", least=1)
+    return number("The memory of one GPU in GiB, as nvidia-smi shows it.", 80.0, metavar="GIB", above=0)
 
 
 def force() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from support.commands import invoke
 from support.report_pages import Page, accessible, loads_nothing
 
 import rope_patch
-from rope_patch.cli import app as cli
 from rope_patch.plots.theory import curves
 
 SMALL = ("--head-dim", "16", "--trained-length", "64", "--length", "256")
@@ -99,32 +97,24 @@ def test_curves_have_one_colour_for_a_name():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--method", "yarm"), "unknown method 'yarm'. Did you mean 'yarn'?"),
-        (("--method", "p_rope:p=2"), "p must be in [0, 1], got 2.0"),
-        (("--head-dim", "7"), "rotary_dim must be even and positive (features rotate in pairs), got 7"),
-        (("--rope-theta", "1"), "rope_theta must be a finite number > 1, got 1.0"),
-        (("--rope-theta", "nan"), "rope_theta must be a finite number > 1, got nan"),
-        (("--length", "long"), "a length is a number of tokens such as 4096 or 4k, got 'long'"),
+        (("--method", "yarm"), "'yarn'"),
+        (("--method", "p_rope:p=2"), "p must"),
+        (("--head-dim", "7"), "even"),
+        (("--rope-theta", "1"), "rope_theta must be > 1"),
+        (("--rope-theta", "nan"), "rope_theta must be a number"),
+        (("--length", "long"), "--length"),
         (("model", "--head-dim", "16"), "leave them out"),
-        (("--length", "1"), "length must be at least 2 tokens, got 1"),
-        (("--trained-length", "0"), "trained_length must be at least 2 tokens, got 0"),
+        (("--length", "1"), "length must be >= 2"),
+        (("--trained-length", "0"), "trained_length must be >= 2"),
     ],
 )
-def test_errors_are_one_line_and_write_nothing(tmp_path, monkeypatch, capsys, arguments, message):
-    out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["rope-patch", "theory", *arguments, "-o", str(out)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    stderr = capsys.readouterr().err
-    assert message in stderr and "Traceback" not in stderr and stderr.count("\n") == 1
-    assert not out.exists()
+def test_errors_are_one_line_and_write_nothing(tmp_path, arguments, message):
+    result = invoke("theory", *arguments, "-o", tmp_path / "out")
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_file_is_no_folder(tmp_path, monkeypatch, capsys):
+def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["rope-patch", "theory", *SMALL, "-o", str(tmp_path / "file")])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "is a file: give a folder to write" in capsys.readouterr().err
+    assert "is a file: give a folder to write" in invoke("theory", *SMALL, "-o", tmp_path / "file").stderr
     assert (tmp_path / "file").read_text() == "mine"

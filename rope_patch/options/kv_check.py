@@ -1,0 +1,64 @@
+"""The options of ``rope-patch kv-check``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rope_patch.options import shared
+from rope_patch.options.evaluation import EvalSpec
+from rope_patch.options.fields import OptionSet, contained, flag, number, share, tokens, word
+from rope_patch.options.shared import Machine, Patching
+
+
+@dataclass(frozen=True)
+class Limits(OptionSet):
+    """What a scheme may cost and still be called safe."""
+
+    tolerance: float = share("The relative increase in perplexity up to which a format counts as safe.", 0.02)
+    confidence: float = number("The confidence of the intervals.", 0.95, above=0, below=1)
+    context: int | None = tokens(
+        "The context length used to decide which frequencies are low enough to carry outliers. By default that of each "
+        "layer.",
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class KvCheckOptions(OptionSet, command="kv-check"):
+    """Check which formats of a quantized KV cache a model works with, under which methods, and where errors come from.
+
+    Writes ``kv-check.json``, ``kv-check.csv`` and ``kv-check.html``. The caches are simulated: values are rounded
+    exactly as decoding would round them, but not stored in fewer bits. If the command is interrupted, run it again to
+    continue: finished work is saved in the output folder.
+
+    Presets: none, kivi-2, kivi-4, kivi-2-window, kivi-4-window, kvquant-4, int8-token, int4-token, fp8, nf4.
+
+    Example: ``rope-patch kv-check ./llama --schemes "kivi-2 int4-token fp8" --methods "default yarn:factor=4" --lengths
+    "4k 16k" -o ./kv``
+    """
+
+    model: str = shared.model()
+    schemes: tuple[str, ...] = word(
+        "The cache formats to check, separated by spaces: presets, or formats of your own such as "
+        '"k=int4.token.pre;v=int4.token". --list explains both.',
+        metavar="SCHEMES",
+        several=True,
+    )
+    evaluation: EvalSpec = contained(EvalSpec, without=("longppl", "short_context", "bucket", "batch_tokens"))
+    methods: tuple[str, ...] = shared.methods(("default",))
+    output: Path = shared.output("rope-patch-kv-check")
+    packed: tuple[str, ...] = word(
+        "Also decode with quantized caches of transformers, to measure their size and speed, for example "
+        '"fp8 quanto-4 hqq-4".',
+        (),
+        metavar="CACHES",
+        several=True,
+    )
+    limits: Limits = contained(Limits, without=("confidence",))
+    patching: Patching = contained(Patching, without=("target_length",))
+    machine: Machine = contained(Machine)
+    report: bool = shared.report()
+    imports: tuple[str, ...] = shared.imports()
+    as_json: bool = shared.as_json()
+    listed: bool = flag("List the cache formats and how to write them, and do nothing else.", name="list")
