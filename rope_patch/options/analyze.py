@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, contained, number, option, path, share, tokens, word
+from rope_patch.options.fields import OptionSet, contained, number, option, path, tokens, word
 from rope_patch.options.shared import Machine, Patching
 
 P_VALUES = (0.9, 0.75, 0.5, 0.25)
@@ -93,7 +93,9 @@ class AnalyzeOptions(OptionSet, command="analyze"):
         above=0,
         below=1,
     )
-    tolerance: float = share("The relative increase in perplexity up to which a p is recommended.", TOLERANCE)
+    tolerance: float = number(
+        "The relative increase in perplexity up to which a p is recommended.", TOLERANCE, metavar="SHARE", least=0
+    )
     tokens_read: int | None = tokens(
         "How much text the statistics read; at least one row of each text is. By default 16k, or less for a large "
         "model.",

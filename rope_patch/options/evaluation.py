@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from os import PathLike
 from typing import Any
 
 from rope_patch.options import shared
-from rope_patch.options.fields import OptionSet, flag, name_or_path, number, tokens, whole, word
+from rope_patch.options.fields import OptionSet, flag, number, tokens, whole, word
 
 CHAT_TEMPLATES = ("auto", "on", "off")
 """Whether prompts go through the chat template of the tokenizer; ``"auto"`` means: where it has one."""
@@ -67,15 +68,18 @@ class EvalSpec(OptionSet):
     mode: str = word(
         "single (each prompt hides one answer) or multikey (one at every depth).", "single", metavar="MODE"
     )
-    text: str | None = name_or_path(
+    text: str | None = word(
         "The text for perplexity: a file, or a folder of .txt files. By default, text that ships with Python.",
         None,
         metavar="PATH",
+        kind=PathLike,
     )
-    haystack: str | None = name_or_path(
+    haystack: str | None = word(
         "The text that the retrieval task hides its answers in: noise (a few sentences repeated), builtin (text that "
         "ships with Python, mostly code), a file or folder of yours, or null for the text of perplexity itself.",
         HAYSTACK,
+        metavar="NAME|PATH",
+        kind=PathLike,
         optional=True,
     )
     chat_template: str = word(

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Real
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_patch.words import did_you_mean, parse_duration, parse_length
+from rope_patch.words import did_you_mean, parse_length
 
 _KEY = "option"
 """The key of an :class:`Option` in the metadata of its field."""
@@ -73,14 +73,6 @@ class Option:
     positional: bool = False
     name: str = ""
     short: tuple[str, ...] = ()
-
-    def read_word(self, word: str) -> Any:
-        """Return what a word of the command line means; ``null`` is None, as in YAML."""
-        if word == "null":
-            return None
-        if self.several:
-            return tuple(self.read(item) for item in word.replace(",", " ").split())
-        return self.read(word)
 
     def checked(self, name: str, value: Any) -> Any:
         """Return a value as it is stored: a list as a tuple, a whole number as Python's own.
@@ -170,22 +162,12 @@ def tokens(help: str, default: Any = MISSING, *, least: int = 1, **more: Any) ->
 
 def whole(help: str, default: Any = MISSING, *, metavar: str = "COUNT", **more: Any) -> Any:
     """Return a field for a whole number."""
-    return option(help, default, metavar=metavar, read=_int, kind=int, **more)
+    return option(help, default, metavar=metavar, read=_reader(int, "a whole number"), kind=int, **more)
 
 
 def number(help: str, default: Any = MISSING, *, metavar: str = "NUMBER", **more: Any) -> Any:
     """Return a field for a number."""
-    return option(help, default, metavar=metavar, read=_float, kind=float, **more)
-
-
-def share(help: str, default: Any = MISSING, **more: Any) -> Any:
-    """Return a field for a share: 0.01 is 1 %."""
-    return number(help, default, metavar="SHARE", least=0, **more)
-
-
-def duration(help: str, default: Any = MISSING, **more: Any) -> Any:
-    """Return a field for a time in seconds, written as 90s, 30m or 2h."""
-    return option(help, default, metavar="TIME", read=parse_duration, kind=int, least=1, unit="s", **more)
+    return option(help, default, metavar=metavar, read=_reader(float, "a number"), kind=float, **more)
 
 
 def word(help: str, default: Any = MISSING, *, metavar: str = "NAME", **more: Any) -> Any:
@@ -198,14 +180,9 @@ def path(help: str, default: Any = MISSING, *, metavar: str = "PATH", **more: An
     return option(help, default, metavar=metavar, read=Path, kind=Path, **more)
 
 
-def name_or_path(help: str, default: Any = MISSING, *, metavar: str = "NAME|PATH", **more: Any) -> Any:
-    """Return a field for a file or folder, or the name of something; it holds text."""
-    return option(help, default, metavar=metavar, kind=PathLike, **more)
-
-
 def flag(help: str, default: bool = False, **more: Any) -> Any:
     """Return a field for what is either on or off."""
-    return option(help, default, metavar="", read=_bool, kind=bool, **more)
+    return option(help, default, metavar="", kind=bool, **more)
 
 
 def contained(kind: type[OptionSet], *, without: Sequence[str] = (), section: bool = False, **values: Any) -> Any:
@@ -222,25 +199,16 @@ def contained(kind: type[OptionSet], *, without: Sequence[str] = (), section: bo
     return field(default=default, metadata={"kind": kind, "without": without, "section": section, "values": values})
 
 
-def _int(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        raise ValueError(f"expected a whole number, got {word!r}") from None
+def _reader(kind: type, what: str) -> Callable[[str], Any]:
+    """Return a function that reads a number, and says what it expected otherwise."""
 
+    def read(word: str) -> Any:
+        try:
+            return kind(word)
+        except ValueError:
+            raise ValueError(f"expected {what}, got {word!r}") from None
 
-def _float(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise ValueError(f"expected a number, got {word!r}") from None
-
-
-def _bool(word: str) -> bool:
-    known = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
-    if word.lower() not in known:
-        raise ValueError(f"expected true or false, got {word!r}")
-    return known[word.lower()]
+    return read
 
 
 # --- what a class declares -------------------------------------------------------------------------------------------
@@ -283,7 +251,7 @@ class Leaf:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def leaves(kind: type[OptionSet], *, without: Sequence[str] = (), **values: Any) -> Iterator[Leaf]:
+def leaves(kind: type[OptionSet], without: Sequence[str] = (), **values: Any) -> Iterator[Leaf]:
     """Yield the options of a class and of those that it contains, in their order.
 
     Args:
@@ -292,25 +260,20 @@ def leaves(kind: type[OptionSet], *, without: Sequence[str] = (), **values: Any)
         **values: other defaults than those of the class.
     """
     for one in fields(kind):
+        what = one.metadata
         if one.name in without:
             continue
-        if "kind" in one.metadata:
-            yield from _inside(one)
-        elif _KEY in one.metadata:
-            option: Option = one.metadata[_KEY]
+        if "kind" in what:
+            prefix = f"{one.name}." if what["section"] else ""
+            for leaf in leaves(what["kind"], what["without"], **what["values"]):
+                yield replace(leaf, path=(one.name, *leaf.path), name=f"{prefix}{leaf.name}")
+        else:
+            option: Option = what[_KEY]
             name = option.name or one.name.replace("_", "-")
             yield Leaf((one.name,), name, option, values.get(one.name, one.default))
 
 
-def _inside(one: Field[Any]) -> Iterator[Leaf]:
-    """Yield the options of a field that contains others."""
-    what = one.metadata
-    for leaf in leaves(what["kind"], without=what["without"], **what["values"]):
-        prefix = f"{one.name}." if what["section"] else ""
-        yield Leaf((one.name, *leaf.path), f"{prefix}{leaf.name}", leaf.option, leaf.default)
-
-
-def build(kind: type[Any], values: dict[tuple[str, ...], Any]) -> Any:
+def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
     """Return options made of the values of their leaves.
 
     Args:
@@ -319,13 +282,12 @@ def build(kind: type[Any], values: dict[tuple[str, ...], Any]) -> Any:
     """
     arguments: dict[str, Any] = {}
     for one in fields(kind):
-        if "kind" not in one.metadata:
-            if (one.name,) in values:
-                arguments[one.name] = values[one.name,]
-            continue
         inner = {path[1:]: value for path, value in values.items() if path[0] == one.name}
-        defaults = {(name,): value for name, value in one.metadata["values"].items()}
-        arguments[one.name] = build(one.metadata["kind"], defaults | inner)
+        if "kind" in one.metadata:
+            defaults = {(name,): value for name, value in one.metadata["values"].items()}
+            arguments[one.name] = build(one.metadata["kind"], defaults | inner)
+        elif inner:
+            arguments[one.name] = inner[()]
     return kind(**arguments)
 
 

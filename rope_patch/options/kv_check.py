@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rope_patch.options import shared
 from rope_patch.options.evaluation import EvalSpec
-from rope_patch.options.fields import OptionSet, contained, flag, number, share, tokens, word
+from rope_patch.options.fields import OptionSet, contained, flag, number, tokens, word
 from rope_patch.options.shared import Machine, Patching
 
 
@@ -15,7 +15,9 @@ from rope_patch.options.shared import Machine, Patching
 class Limits(OptionSet):
     """What a scheme may cost and still be called safe."""
 
-    tolerance: float = share("The relative increase in perplexity up to which a format counts as safe.", 0.02)
+    tolerance: float = number(
+        "The relative increase in perplexity up to which a format counts as safe.", 0.02, metavar="SHARE", least=0
+    )
     confidence: float = number("The confidence of the intervals.", 0.95, above=0, below=1)
     context: int | None = tokens(
         "The context length used to decide which frequencies are low enough to carry outliers. By default that of each "

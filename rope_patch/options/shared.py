@@ -6,7 +6,8 @@ from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.options.fields import OptionSet, duration, flag, number, path, tokens, whole, word
+from rope_patch.options.fields import OptionSet, flag, number, option, path, tokens, whole, word
+from rope_patch.words import parse_duration
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -112,10 +113,15 @@ def method() -> Any:
 
 def budget() -> Any:
     """Return the field of a time to aim at."""
-    return duration(
+    return option(
         "The time to aim at, such as 5m, 30m or 2h, by the measured speed of the model. Less text is read then, and "
         "fewer prompts where there are any, so that intervals get wider; the command says what else is left out.",
         None,
+        metavar="TIME",
+        read=parse_duration,
+        kind=int,
+        least=1,
+        unit="s",
     )
 
 

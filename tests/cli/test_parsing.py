@@ -27,6 +27,17 @@ class RunOptions(OptionSet):
     report: bool = flag("Report.", True)
 
 
+@dataclass(frozen=True)
+class RecipeOptions(OptionSet):
+    """Options of a recipe, whose files are arguments."""
+
+    evaluation: EvalSpec = contained(EvalSpec)
+    config: tuple[str, ...] = word("Files.", (), metavar="FILE.yaml | KEY=VALUE", positional=True, repeated=True)
+    machine: Machine = contained(Machine, section=True)
+    train: bool = flag("Train.")
+    model: str | None = word("The model.", None)
+
+
 COMPARE = ("./llama", "--methods", "default yarn", "--lengths", "1k")
 
 
@@ -103,10 +114,17 @@ def test_files_stack_and_flags_win(files):
     assert options.machine == Machine(dtype="float32", threads=2)
 
 
-def test_key_and_value_apply_in_their_order(files):
-    options = parse(RunOptions, ["samples=7", "-c", "one.yaml", "lengths=8k", "machine.threads=4", "report=false"])
-    assert options.evaluation == EvalSpec([8192], samples=2, chunk=64)
+def test_key_and_value_win_over_files(files):
+    words = ["samples=7", "-c", "one.yaml", "lengths=[8k, 64]", "machine.threads=4", "report=false", "--chunk", "2"]
+    options = parse(RunOptions, words)
+    assert options.evaluation == EvalSpec([64, 8192], samples=7, chunk=2)
     assert options.machine.threads == 4 and not options.report
+
+
+def test_positional_files_and_keys_apply_in_their_order(files):
+    options = parse(RecipeOptions, ["samples=7", "--train", "one.yaml", "lengths=8k", "two.yaml", "seed=3"])
+    assert options.evaluation == EvalSpec([8192], samples=3, seed=3, chat_template="off")
+    assert options.train and options.machine == Machine(dtype="float32", threads=2)
 
 
 def test_an_argument_that_is_written_replaces_that_of_a_file(files):
