@@ -32,7 +32,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from rope_patch.evaluation.intervals import independent_count, paired_shares, wilson
-from rope_patch.files import write_atomically
+from rope_patch.runtime.folders import write_atomically
 
 SHAPES = ("llama", "gemma3")
 METHODS = {

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from measuring import command, environment, measure_cells, write
-from rope_patch.files import write_atomically
+from rope_patch.runtime.folders import write_atomically
 
 FACTORS, SEEDS = (4, 8, 16), (0, 1, 2)
 WINDOWS, SAMPLES = 16, 8

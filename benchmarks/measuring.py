@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 import rope_patch
-from rope_patch.files import write_atomically
+from rope_patch.runtime.folders import write_atomically
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 tqdm.monitor_interval = 0  # no thread beside the one that forks

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_patch.files import folder_in_one_move, scratch_folder
+from rope_patch.runtime.folders import folder_in_one_move, scratch_folder
 
 
 @dataclass(frozen=True)

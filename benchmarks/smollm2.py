@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from public_checkpoint import FOLDER, SMOLLM2, FetchError, Release, fetch, plain_folder, sha256
-from rope_patch.files import write_atomically
+from rope_patch.runtime.folders import write_atomically
 
 QUESTIONS = (
     "What is the capital of France?",

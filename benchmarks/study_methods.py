@@ -35,7 +35,7 @@ from scipy import stats
 from fit import fitted, halves, opened
 from measuring import command, environment, measure_cells, write
 from rope_patch.evaluation.intervals import independent_count, paired_means, paired_shares
-from rope_patch.files import write_atomically
+from rope_patch.runtime.folders import write_atomically
 
 METHODS = {
     "default": "default",

@@ -20,9 +20,20 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rope_patch"
 
 # A folder imports from itself and from what stands above it. The modules of the package's own folder come first.
 ROOT = "rope_patch"
-MODULES = {"errors", "files", "frequencies", "packaged", "processes", "study", "tables", "theory", "words"}
+MODULES = {"errors", "frequencies", "packaged", "study", "tables", "theory"}
 FOLDERS = (
-    *(ROOT, "options", "methods", "patching", "checkpoints", "modeling", "kv_cache", "evaluation", "harness"),
+    *(
+        ROOT,
+        "runtime",
+        "options",
+        "methods",
+        "patching",
+        "checkpoints",
+        "modeling",
+        "kv_cache",
+        "evaluation",
+        "harness",
+    ),
     *("analysis", "kv_evaluation", "planning", "fitting", "training", "exporting", "extending", "plots", "reports"),
     *("cli", "recipes", "eval_tasks", "benchmarks"),
 )
@@ -263,7 +274,7 @@ def test_a_public_name_is_no_module() -> None:
         ("methods.base", "try:\n    from ..patching.apply import apply\nexcept ImportError: pass", "above patching"),
         ("methods.base", "import importlib\nimportlib.import_module('rope_patch.plots.base')", "above plots"),
         ("methods.base", "import_module('.plots.base', 'rope_patch')", "methods stands above plots"),
-        ("files", "from rope_patch.methods.base import parse", "rope_patch stands above methods"),
+        ("tables", "from rope_patch.methods.base import parse", "rope_patch stands above methods"),
         ("tables", "from rope_patch.patching.locate import find_rotary", "rope_patch stands above patching"),
         ("cli.app", "from rope_patch.gadgets import whir", "gadgets.whir has no place in the layers"),
         ("patching.apply", "from rope_patch import apply", "import apply from the module that defines it"),

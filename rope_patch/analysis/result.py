@@ -14,8 +14,8 @@ from rope_patch.analysis.recall import recall
 from rope_patch.analysis.sinks import Sinks
 from rope_patch.analysis.views import HeadView
 from rope_patch.evaluation.domains import TextRows
-from rope_patch.evaluation.result_cache import finite
 from rope_patch.modeling.statistics import Capture
+from rope_patch.runtime.finished import finite
 
 SCHEMA = 1
 

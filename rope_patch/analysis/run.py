@@ -23,11 +23,11 @@ from rope_patch.evaluation.budget import default_tokens
 from rope_patch.evaluation.compare import environment
 from rope_patch.evaluation.documents import Source
 from rope_patch.evaluation.domains import TextRows, read_rows
-from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.modeling.capture import Capture, capture
 from rope_patch.modeling.scoring import fingerprint
 from rope_patch.options.analyze import P_VALUES, TOLERANCE
 from rope_patch.patching.verify import inspect_model
+from rope_patch.runtime.finished import ResultCache, key
 
 VIEWED = 256
 """Tokens of the text that single heads are shown on."""

@@ -13,10 +13,10 @@ from rope_patch.checkpoints.gguf_file import open_gguf
 from rope_patch.checkpoints.gguf_patch import verify_gguf
 from rope_patch.checkpoints.gguf_table import read_gguf
 from rope_patch.checkpoints.offline import skeleton, verify_folder
-from rope_patch.files import is_gguf
 from rope_patch.patching.apply import reapply
 from rope_patch.patching.record import PatchRecord, TableRecord
 from rope_patch.patching.verify import Inspection, inspect_model, verify_model
+from rope_patch.runtime.folders import is_gguf
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rope_patch.files import file_in_one_move
+from rope_patch.runtime.folders import file_in_one_move
 
 ARCHITECTURE, ALIGNMENT = "general.architecture", "general.alignment"
 _VERSION = 3

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rope_patch.checkpoints.gguf_file import gguf
-from rope_patch.files import is_gguf
+from rope_patch.runtime.folders import is_gguf
 
 _ALONE = threading.RLock()
 """Held while the reader is replaced: the package has one for all threads."""

@@ -37,7 +37,6 @@ from rope_patch.checkpoints.tokenizer_files import copy_tokenizer
 from rope_patch.checkpoints.tokenizer_length import bring_settings
 from rope_patch.checkpoints.weight_files import wrong_in_load, wrong_tensors
 from rope_patch.errors import blamed_on
-from rope_patch.files import check_source, folder_in_one_move, is_gguf
 from rope_patch.methods import METHODS, MethodLike, as_method
 from rope_patch.methods.parameters import written
 from rope_patch.methods.registry import is_built_in
@@ -46,7 +45,8 @@ from rope_patch.patching.encoding import text_part
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.record import PatchRecord, hashes, same_tables
 from rope_patch.patching.verify import verify_model
-from rope_patch.processes import processes
+from rope_patch.runtime.folders import check_source, folder_in_one_move, is_gguf
+from rope_patch.runtime.parallel import processes
 
 
 def save(

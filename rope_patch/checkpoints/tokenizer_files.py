@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from rope_patch.checkpoints.adapters import CONFIG_FILE, find_file
 from rope_patch.checkpoints.reading import read_tokenizer
 from rope_patch.errors import read_json
-from rope_patch.files import is_gguf
 from rope_patch.patching.encoding import text_part
+from rope_patch.runtime.folders import is_gguf
 
 _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json"),

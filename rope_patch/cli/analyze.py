@@ -24,8 +24,8 @@ def analyze(words: Sequence[str]) -> None:
     from rope_patch.analysis.reading import AnalysisReading, tokens_in_time
     from rope_patch.evaluation.budget import default_tokens
     from rope_patch.evaluation.domains import read_rows
-    from rope_patch.files import folder_to_write
     from rope_patch.patching.verify import inspect_model
+    from rope_patch.runtime.folders import folder_to_write
 
     if options.report:  # an error without matplotlib comes first
         pass
@@ -77,7 +77,7 @@ def analyze(words: Sequence[str]) -> None:
 def _show(analysis: Any, options: AnalyzeOptions, names: Sequence[str]) -> None:
     """Write an analysis, and print it."""
     from rope_patch.analysis.result import findings
-    from rope_patch.files import write_atomically
+    from rope_patch.runtime.folders import write_atomically
 
     write_atomically(options.output / "analysis.json", analysis.to_json())
     if options.report:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from rope_patch.cli import legacy
 from rope_patch.cli.parsing import UsageError
 from rope_patch.options import COMMANDS
-from rope_patch.words import did_you_mean
+from rope_patch.runtime.text import did_you_mean
 
 ABOUT = (
     "Adapt Hugging Face checkpoints to longer contexts by changing their rotary position embeddings.",

@@ -17,9 +17,9 @@ def apply(words: Sequence[str]) -> None:
     options = parse(ApplyOptions, words)
     from rope_patch.checkpoints.gguf_patch import patch_gguf, stated_context
     from rope_patch.checkpoints.offline import patch_folder
-    from rope_patch.files import is_gguf
     from rope_patch.methods import as_method
     from rope_patch.patching.record import about_two_tables
+    from rope_patch.runtime.folders import is_gguf
 
     model, output = options.model, options.output
     method = as_method(options.method, **options.params())

@@ -72,7 +72,7 @@ def compare(words: Sequence[str]) -> None:
 
 def _show(comparison: Any, options: CompareOptions) -> None:
     """Write a comparison, and print it."""
-    from rope_patch.files import write_atomically
+    from rope_patch.runtime.folders import write_atomically
 
     output = options.output
     write_atomically(output / "comparison.json", comparison.to_json())
@@ -130,7 +130,7 @@ def _evaluator(source: str, tokenizer: Any, machine: Machine) -> Any:
 def _check_adapter(adapter: str | None, model: str) -> None:
     """Raise where an adapter is not there, or has no place on a model."""
     from rope_patch.checkpoints.adapters import ADAPTER_FILE, is_adapter
-    from rope_patch.files import check_source
+    from rope_patch.runtime.folders import check_source
 
     if adapter is not None:
         if "/" not in adapter and not Path(adapter).exists():  # the hub has no adapter without an owner

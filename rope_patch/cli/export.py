@@ -16,7 +16,7 @@ def export(words: Sequence[str]) -> None:
     """Run ``rope-patch export`` with the words behind it."""
     options = parse(ExportOptions, words)
     from rope_patch.exporting import export as write
-    from rope_patch.files import check_source, is_gguf
+    from rope_patch.runtime.folders import check_source, is_gguf
 
     if Path(options.model).is_file() and not is_gguf(options.model):
         raise ValueError(f"{options.model} is a file: MODEL is a checkpoint's folder or a GGUF file")

@@ -93,8 +93,8 @@ def fit(
     from rope_patch import fitting
     from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.evaluation.compare import environment
-    from rope_patch.files import claimed, holds_files, write_atomically
     from rope_patch.fitting.estimate import FitCost
+    from rope_patch.runtime.folders import claimed, holds_files, write_atomically
 
     check_dtype(dtype)
     check_device(device)
@@ -162,7 +162,7 @@ def _planned(cost: FitCost, model: Any) -> FitCost:
 def _check_source(model: str) -> None:
     """Raise where the checkpoint is none that can be fitted."""
     from rope_patch.checkpoints.adapters import is_adapter
-    from rope_patch.files import check_source
+    from rope_patch.runtime.folders import check_source
 
     check_source(model)
     if is_adapter(model):

@@ -88,7 +88,7 @@ def kv_check(words: Sequence[str]) -> None:
 
 def _show(checked: Any, options: KvCheckOptions, files: Sequence[str]) -> None:
     """Write a check, and print it; what took long is out before the page, whose failure costs nothing then."""
-    from rope_patch.files import write_atomically
+    from rope_patch.runtime.folders import write_atomically
 
     write_atomically(options.output / "kv-check.json", checked.to_json())
     write_atomically(options.output / "kv-check.csv", csv_of(checked.table()))

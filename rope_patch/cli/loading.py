@@ -166,7 +166,7 @@ def load_tokenizer(source: str) -> Any:
     """
     from rope_patch.checkpoints.adapters import adapter_base, is_adapter
     from rope_patch.checkpoints.reading import read_tokenizer
-    from rope_patch.files import check_source
+    from rope_patch.runtime.folders import check_source
 
     check_source(source)
     bare = is_adapter(source) and not (Path(source) / "tokenizer_config.json").exists()
@@ -300,7 +300,7 @@ def progress_bar(
     """
     from tqdm import tqdm
 
-    from rope_patch.modeling.progress import LOOKS
+    from rope_patch.runtime.progress import LOOKS
 
     with tqdm(total=total, desc=label, disable=hidden, **LOOKS) as bar:
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.words import parse_duration, parse_length
+from rope_patch.runtime.text import parse_duration, parse_length
 
 RESULT_CACHE = "finished.jsonl"
 """Finished work, in the output folder: the same command reads it when it is run again."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import yaml
 
 from rope_patch.options.fields import Leaf, OptionSet, build, leaves
-from rope_patch.words import did_you_mean
+from rope_patch.runtime.text import did_you_mean
 
 T = TypeVar("T", bound=OptionSet)
 

@@ -19,8 +19,8 @@ def working_together(output: Path, files: Sequence[str]) -> Iterator[bool]:
     Yields:
         Whether this process is the first, or the only one.
     """
-    from rope_patch.files import folder_to_write
-    from rope_patch.processes import joined
+    from rope_patch.runtime.folders import folder_to_write
+    from rope_patch.runtime.parallel import joined
 
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(joined())

@@ -22,7 +22,7 @@ def copy(
 ) -> None:
     """Copy the training scripts and their YAML configs into a folder of yours, where you can change them."""
     from rope_patch import data_path
-    from rope_patch.files import folder_in_one_move
+    from rope_patch.runtime.folders import folder_in_one_move
 
     with folder_in_one_move(folder, overwrite=force) as copied:
         shutil.copytree(data_path("recipes"), copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -14,7 +14,7 @@ def restore(words: Sequence[str]) -> None:
     options = parse(RestoreOptions, words)
     from rope_patch.checkpoints.gguf_patch import restore_gguf
     from rope_patch.checkpoints.offline import restore_folder
-    from rope_patch.files import is_gguf
+    from rope_patch.runtime.folders import is_gguf
 
     if is_gguf(options.model):
         with bytes_copied(options.output) as on_bytes:

@@ -22,7 +22,7 @@ def theory(words: Sequence[str]) -> None:
     options = parse(TheoryOptions, words)
     if options.report:
         from rope_patch.reports import theory as page
-    from rope_patch.files import folder_to_write, write_atomically
+    from rope_patch.runtime.folders import folder_to_write, write_atomically
 
     table = _plain(options.head_dim or 128, options.rope_theta or 1e4)
     if options.model is not None:

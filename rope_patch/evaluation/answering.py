@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rope_patch.evaluation.prompts import Prompt
-from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader
+from rope_patch.runtime.progress import Progress
 
 TAIL = 16
 """Prompt tokens read together with the answer, and again where the answer is wrong: what came before is not."""

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rope_patch.evaluation.result_cache import ResultCache, key
-from rope_patch.evaluation.sharing import ways
+from rope_patch.evaluation.batches import ways
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import Reader, fingerprint, losses
-from rope_patch.processes import from_first
+from rope_patch.runtime.finished import ResultCache, key
+from rope_patch.runtime.parallel import from_first
 
 WORK = {"cpu": 1.2e13, "cuda": 1e16}
 """Parameters × tokens that a command reads by default, by device: 89k tokens with a model of 135M parameters on a CPU,

@@ -19,8 +19,6 @@ from rope_patch import __version__
 from rope_patch.checkpoints.gguf import weights_in_file
 from rope_patch.evaluation.effective_length import EffectiveLengths, effective_lengths
 from rope_patch.evaluation.metrics import METRICS, Metric, Span
-from rope_patch.evaluation.result_cache import finite
-from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite, as_suite, unpatched_missing
 from rope_patch.methods import Default, Method, MethodLike
@@ -29,6 +27,7 @@ from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model, trained_length
+from rope_patch.runtime.finished import finite, open_cache
 from rope_patch.tables import RotaryTable
 
 SCHEMA = 3

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
-from rope_patch.evaluation.result_cache import key
-from rope_patch.evaluation.sharing import Job
 from rope_patch.evaluation.spec import WINDOWS, EvalSpec
 from rope_patch.methods import Default
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import Reader, fingerprint, losses
 from rope_patch.patching.apply import patched
+from rope_patch.runtime.finished import key
+from rope_patch.runtime.progress import Progress
 
 GAIN = 2.0
 """A key token's loss is so much lower with the long context than with the short one [nats]."""
@@ -195,7 +195,7 @@ def choose_key_tokens(
         progress = Progress(size, report)
         return [_positions(reader, window, context, short_context, batch_tokens, progress) for window in one]
 
-    job = Job(
+    job = BatchReader(
         score=score,
         name=name,
         tokens=lambda window: tokens_to_choose(len(window.ids), context, short_context),

@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.documents import TokenDocument
 from rope_patch.evaluation.losses import SCHEMA, DocumentSums, PerplexityResult, Window
-from rope_patch.evaluation.result_cache import key
-from rope_patch.evaluation.sharing import Job, open_cache
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint, losses
+from rope_patch.runtime.finished import key, open_cache
+from rope_patch.runtime.progress import Progress
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def perplexity(
         progress = Progress(size, report, reads=len(items) * max(len(item.ids) for item in items))
         return _score(reader, items, edges, chunk if chunk < window else None, cache, progress)
 
-    job = Job(
+    job = BatchReader(
         score=score,
         name=lambda item: _key(item, identity),
         tokens=lambda item: item.stop - item.start,

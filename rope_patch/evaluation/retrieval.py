@@ -15,17 +15,17 @@ from typing import Any
 from torch import nn
 
 from rope_patch.evaluation.answering import Answer, answer
+from rope_patch.evaluation.batches import BatchReader
 from rope_patch.evaluation.chat import chat_turns
 from rope_patch.evaluation.documents import check_tokenizer
 from rope_patch.evaluation.haystack import HAYSTACK, Haystack
 from rope_patch.evaluation.intervals import effective_count, wilson
 from rope_patch.evaluation.prompts import Prompt, PromptMaker
-from rope_patch.evaluation.result_cache import key
-from rope_patch.evaluation.sharing import Job, open_cache
 from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import TASKS, Task, find_task
 from rope_patch.modeling.modes import in_eval_mode
 from rope_patch.modeling.scoring import CacheFactory, Reader, cache_identity, fingerprint
+from rope_patch.runtime.finished import key, open_cache
 
 SCHEMA = 3
 
@@ -254,7 +254,7 @@ def retrieval(
         _check(reader, prompt)
     ask = functools.partial(answer, reader, stops=stops, chunk=chunk, cache=cache)
     questioner = _Questioner(ask, tokenizer, find_task(task, mode), identity)
-    job = Job(
+    job = BatchReader(
         score=questioner.ask,
         name=questioner.key,
         tokens=lambda item: sum(len(prompt.ids) for prompt in item.prompts),

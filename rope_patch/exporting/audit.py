@@ -20,11 +20,11 @@ from rope_patch.exporting.contexts import kind_of
 from rope_patch.exporting.engines import check
 from rope_patch.exporting.readings import PROGRAMS, SLIDING, Reading, StatedConfig, reading_of
 from rope_patch.exporting.rules import SHARE, Built, relative_difference
-from rope_patch.files import is_gguf
 from rope_patch.patching.encoding import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import Inspection, inspect_model
+from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
 
 AGREES, DIFFERS, REFUSES, UNVERIFIED = "agrees", "differs", "refuses", "unverified"

@@ -32,12 +32,12 @@ from rope_patch.exporting.encodings import config_keys, with_context
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
 from rope_patch.exporting.folders import read_tables
 from rope_patch.exporting.readings import PROGRAMS, StatedConfig, reading_of
-from rope_patch.files import is_gguf
 from rope_patch.methods import MethodLike
 from rope_patch.patching.apply import apply
 from rope_patch.patching.encoding import text_part
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import about_two_tables
+from rope_patch.runtime.folders import is_gguf
 from rope_patch.tables import RotaryTable
 
 

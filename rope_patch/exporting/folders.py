@@ -15,11 +15,11 @@ from rope_patch.checkpoints.offline import copied, skeleton
 from rope_patch.exporting.contexts import other_contexts
 from rope_patch.exporting.encodings import config_keys, with_context
 from rope_patch.exporting.engines import ENGINES, UNVERIFIED, check
-from rope_patch.files import is_gguf, write_atomically
 from rope_patch.patching.base_tables import is_dynamic, where
 from rope_patch.patching.encoding import OLDER_FAIL, older_keys, one_base_keys, text_part
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.verify import inspect_model, verify_model
+from rope_patch.runtime.folders import is_gguf, write_atomically
 from rope_patch.tables import RotaryTable
 
 NOTE_FILE = "export.json"

@@ -16,11 +16,11 @@ from rope_patch.checkpoints.gguf_patch import with_table, write
 from rope_patch.checkpoints.gguf_table import Graph, graph_of
 from rope_patch.checkpoints.offline import copied
 from rope_patch.checkpoints.tokenizer_length import restore_length
-from rope_patch.files import scratch_folder
 from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.undo import restore
 from rope_patch.patching.verify import inspect_model, verify_model
+from rope_patch.runtime.folders import scratch_folder
 from rope_patch.tables import RotaryTable
 
 NEEDS_CONVERTER = (

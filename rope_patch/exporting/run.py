@@ -21,13 +21,13 @@ from rope_patch.exporting.engines import ENGINES, UNVERIFIED
 from rope_patch.exporting.folders import export_folder, read_tables
 from rope_patch.exporting.gguf import NEEDS_CONVERTER, export_gguf
 from rope_patch.exporting.lora import check_adapter, copy_adapter
-from rope_patch.files import is_gguf, scratch_folder
 from rope_patch.methods import MethodLike
 from rope_patch.packaged import name_of
 from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import about_two_tables
 from rope_patch.patching.verify import inspect_model
+from rope_patch.runtime.folders import is_gguf, scratch_folder
 
 TARGETS = (*ENGINES, "gguf")
 FORMS = ("table", "partial")

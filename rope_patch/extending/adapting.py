@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from rope_patch.evaluation.result_cache import key
 from rope_patch.extending.options import ExtendOptions
-from rope_patch.files import folder_in_one_move
 from rope_patch.planning import plan
-from rope_patch.processes import from_first, processes
+from rope_patch.runtime.finished import key
+from rope_patch.runtime.folders import folder_in_one_move
+from rope_patch.runtime.parallel import from_first, processes
 
 ROWS = 200
 """Rows of a training where no time is given; fewer teach little."""

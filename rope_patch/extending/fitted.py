@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.evaluation.result_cache import ResultCache, key
 from rope_patch.fitting import fit, held_out_spec
 from rope_patch.fitting.estimate import FitCost
 from rope_patch.modeling.scoring import fingerprint
+from rope_patch.runtime.finished import ResultCache, key
 
 POSITIONS = "pose"
 

@@ -22,13 +22,13 @@ from rope_patch.extending.options import AFTER, CANDIDATES, ExtendOptions, short
 from rope_patch.extending.result import Extended
 from rope_patch.extending.rounds import TOO_FEW, Round, cost_of, rounds_to_list, rounds_within
 from rope_patch.extending.writing import check_outputs, write
-from rope_patch.files import write_atomically
 from rope_patch.methods import as_method
 from rope_patch.patching.apply import patched
 from rope_patch.patching.locate import PatchError, find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import inspect_model, trained_length
-from rope_patch.processes import alone, processes
+from rope_patch.runtime.folders import write_atomically
+from rope_patch.runtime.parallel import alone, processes
 
 CACHE = "finished.jsonl"
 ROUNDS = "rounds.json"

@@ -17,20 +17,20 @@ from rope_patch import checkpoints
 from rope_patch.checkpoints.gguf_patch import patch_gguf
 from rope_patch.checkpoints.offline import check_free
 from rope_patch.checkpoints.plain_reload import plain_logits, probe_logits
-from rope_patch.evaluation.result_cache import finite
 from rope_patch.exporting.run import export
 from rope_patch.extending.card import card
 from rope_patch.extending.looking import other_programs
 from rope_patch.extending.options import ExtendOptions
 from rope_patch.extending.result import Extended
-from rope_patch.files import (
+from rope_patch.patching.apply import patched
+from rope_patch.runtime.finished import finite
+from rope_patch.runtime.folders import (
     file_in_one_move,
     folder_in_one_move,
     holds_files,
     is_gguf,
     write_atomically,
 )
-from rope_patch.patching.apply import patched
 
 RECORD = "rope_patch_extend.json"
 SCHEMA = 1

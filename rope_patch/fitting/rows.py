@@ -17,7 +17,7 @@ from rope_patch.fitting.candidates import TASK
 from rope_patch.fitting.positions import stretched_positions
 from rope_patch.modeling.loss import IGNORED
 from rope_patch.modeling.positions import skipped_positions
-from rope_patch.words import did_you_mean
+from rope_patch.runtime.text import did_you_mean
 
 POSITIONS = ("full", "pose")
 HAY = 1_000_000

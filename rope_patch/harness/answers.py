@@ -17,10 +17,10 @@ from torch import Tensor
 from rope_patch.harness.reading import ReadingBar, reading_bar
 from rope_patch.harness.rows import RequestRow, answer_tokens, grouped
 from rope_patch.kv_cache.schemes import Scheme
-from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import SLICE, Reader
 from rope_patch.patching.two_tables import switch_of
-from rope_patch.processes import processes
+from rope_patch.runtime.parallel import processes
+from rope_patch.runtime.progress import Progress
 
 
 class AnsweringLM(HFLM):  # type: ignore[misc]

@@ -30,7 +30,6 @@ from rope_patch.evaluation.key_tokens import (
     default_short_context,
     tokens_to_choose,
 )
-from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import WINDOWS, EvalSpec
 from rope_patch.evaluation.suite import evaluator_name
 from rope_patch.harness.tasks import (
@@ -44,7 +43,8 @@ from rope_patch.harness.tasks import (
     words_of,
 )
 from rope_patch.patching.verify import trained_length
-from rope_patch.processes import processes
+from rope_patch.runtime.finished import open_cache
+from rope_patch.runtime.parallel import processes
 
 ENCODED = 1 << 22
 """Characters that are encoded side by side to find out whether a text encodes to the same tokens alone."""

@@ -27,7 +27,7 @@ from rope_patch.patching.apply import apply, reapply
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import key_of
 from rope_patch.patching.verify import inspect_model, verify_model
-from rope_patch.words import did_you_mean
+from rope_patch.runtime.text import did_you_mean
 
 NAME = "rope_patch"
 """What ``--model`` calls it."""

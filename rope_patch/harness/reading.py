@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rope_patch.modeling.progress import LOOKS, Progress
+from rope_patch.runtime.progress import LOOKS, Progress
 
 
 class ReadingBar:

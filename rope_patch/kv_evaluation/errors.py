@@ -23,9 +23,9 @@ from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
 from rope_patch.kv_cache.schemes import Scheme
 from rope_patch.modeling.attention_probe import attending_with
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.statistics import pairs_of
 from rope_patch.patching.locate import device_of, find_rotary
+from rope_patch.runtime.progress import Progress
 
 NAME = "rope_patch_kv_errors"
 QUERIES = 64

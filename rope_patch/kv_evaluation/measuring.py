@@ -15,7 +15,6 @@ from torch import Tensor
 from rope_patch import frequencies
 from rope_patch.evaluation.compare import named
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.result_cache import finite, key
 from rope_patch.evaluation.suite import EvalResult
 from rope_patch.kv_cache.cache import quantized
 from rope_patch.kv_cache.plans import LayerPlan, features_of, plan_layers
@@ -27,9 +26,10 @@ from rope_patch.kv_evaluation.setting import ERRORS, MethodInPlace, Setting
 from rope_patch.kv_evaluation.verdicts import CheckRow, Divergence
 from rope_patch.modeling.capture import capture
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.scoring import CacheFactory, Reader, fingerprint
 from rope_patch.modeling.statistics import Capture
+from rope_patch.runtime.finished import finite, key
+from rope_patch.runtime.progress import Progress
 
 SLICE = 256
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from rope_patch.evaluation.metrics import Metric, PairedDifference, Span, spans_at
-from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
 from rope_patch.kv_cache.packed import PackedCache
@@ -21,6 +20,7 @@ from rope_patch.kv_evaluation.verdicts import CheckRow, Verdict, change, find_ve
 from rope_patch.modeling.statistics import Capture
 from rope_patch.options.kv_check import Limits
 from rope_patch.patching.record import key_of
+from rope_patch.runtime.finished import finite
 
 SCHEMA = 3
 

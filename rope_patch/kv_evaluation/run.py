@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from rope_patch.evaluation.calibration import calibration
 from rope_patch.evaluation.compare import environment, named, under
-from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalSuite, as_suite
 from rope_patch.kv_cache.packed import check_packed, packed_caches
@@ -35,6 +34,7 @@ from rope_patch.options.kv_check import Limits
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.targets import for_target
 from rope_patch.patching.verify import trained_length
+from rope_patch.runtime.finished import open_cache
 
 
 def check_spec(spec: EvalSpec) -> None:

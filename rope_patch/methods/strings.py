@@ -15,7 +15,7 @@ from rope_patch.methods.base import METHODS, Chain, Method
 from rope_patch.methods.p_rope import Default
 from rope_patch.methods.parameters import written
 from rope_patch.methods.two_tables import TwoTables, joined
-from rope_patch.words import did_you_mean, parse_length
+from rope_patch.runtime.text import did_you_mean, parse_length
 
 MethodLike = str | Method | Mapping[str, Any] | Sequence[Any]
 

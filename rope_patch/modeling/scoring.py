@@ -19,13 +19,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_patch.modeling.prefill import RoomyLayer, lean_attention, sdpa_configs
-from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.sizes import SLICE as SLICE
 from rope_patch.patching.base_tables import is_dynamic
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import not_a_model
 from rope_patch.patching.module import PatchedRotary
 from rope_patch.patching.two_tables import Reach, cached_tokens, reaching
+from rope_patch.runtime.progress import Progress
 
 CacheFactory = Callable[[], Any]
 

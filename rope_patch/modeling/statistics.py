@@ -13,9 +13,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from rope_patch.files import write_atomically
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.sources import split_pairs
+from rope_patch.runtime.folders import write_atomically
 
 SCHEMA = 1
 

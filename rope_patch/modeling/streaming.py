@@ -13,11 +13,11 @@ from transformers import DynamicCache
 
 from rope_patch.modeling.attention_probe import ROLES
 from rope_patch.modeling.modes import in_eval_mode
-from rope_patch.modeling.progress import Progress
 from rope_patch.modeling.sources import LayerSource, find_sources
 from rope_patch.patching.cache_argument import cache_argument
 from rope_patch.patching.locate import device_of, find_rotary
 from rope_patch.patching.two_tables import reaching
+from rope_patch.runtime.progress import Progress
 
 SLICES = {"cpu": 512}
 """Tokens of a state that are passed on at a time, by device: on a CPU, small slices stay in its cache. On others it is

@@ -25,7 +25,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_patch.words import did_you_mean, parse_length
+from rope_patch.runtime.text import did_you_mean, parse_length
 
 _KEY = "option"
 """The key of an :class:`Option` in the metadata of its field."""

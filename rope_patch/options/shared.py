@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.options.fields import OptionSet, flag, number, option, path, tokens, whole, word
-from rope_patch.words import parse_duration
+from rope_patch.runtime.text import parse_duration
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from rope_patch import frequencies
-from rope_patch.files import write_atomically
 from rope_patch.methods import longrope_parameters
 from rope_patch.patching.base_tables import (
     READ_GLOBAL,
@@ -29,6 +28,7 @@ from rope_patch.patching.base_tables import (
 )
 from rope_patch.patching.locate import RotaryLocation, original_tables
 from rope_patch.patching.readers import DecoderReaders
+from rope_patch.runtime.folders import write_atomically
 from rope_patch.tables import RotaryTable
 
 

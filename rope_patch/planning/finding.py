@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.packaged import data_path
 from rope_patch.planning.shapes import Shape
-from rope_patch.words import did_you_mean
+from rope_patch.runtime.text import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

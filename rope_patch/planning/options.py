@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Literal, get_args, get_type_hints
 
 from rope_patch.planning.shapes import Layer, Linear, Shape
-from rope_patch.words import did_you_mean
+from rope_patch.runtime.text import did_you_mean
 
 ALL_LINEAR = "all-linear"
 ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4}

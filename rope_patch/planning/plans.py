@@ -13,7 +13,7 @@ from rope_patch.planning.finding import shape_of
 from rope_patch.planning.memory import Part, kv_cache, memory
 from rope_patch.planning.options import Options
 from rope_patch.planning.shapes import Shape
-from rope_patch.words import parse_length
+from rope_patch.runtime.text import parse_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

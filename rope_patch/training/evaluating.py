@@ -12,12 +12,12 @@ from tqdm import tqdm
 from rope_patch.evaluation.key_tokens import KeyTokens
 from rope_patch.evaluation.losses import Bucket, DocumentScore, PerplexityResult
 from rope_patch.evaluation.metrics import METRICS, Metric, PairedDifference
-from rope_patch.evaluation.result_cache import finite
 from rope_patch.evaluation.retrieval import RetrievalCell, RetrievalResult, Sample
 from rope_patch.evaluation.spec import EvalSpec
 from rope_patch.evaluation.suite import EvalResult, EvalSuite
-from rope_patch.files import write_atomically
-from rope_patch.processes import from_first, processes
+from rope_patch.runtime.finished import finite
+from rope_patch.runtime.folders import write_atomically
+from rope_patch.runtime.parallel import from_first, processes
 from rope_patch.training.recipe import RecipeOptions
 
 SEED = 1_000_003

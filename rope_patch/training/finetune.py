@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from rope_patch import checkpoints
 from rope_patch.evaluation.suite import EvalSuite
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.processes import from_first
+from rope_patch.runtime.parallel import from_first
 from rope_patch.training.estimate import GIB, memory_advice
 from rope_patch.training.evaluating import Evaluations, suite_of
 from rope_patch.training.models import load_model, prepare, resolve

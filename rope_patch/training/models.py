@@ -21,9 +21,9 @@ from rope_patch.patching.apply import apply
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.record import PatchRecord
 from rope_patch.planning.options import ALL_LINEAR
+from rope_patch.runtime.text import did_you_mean
 from rope_patch.training.options import LoraOptions, ModelOptions, Precision
 from rope_patch.training.recipe import RecipeOptions
-from rope_patch.words import did_you_mean
 
 ATTENTION = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 """What transformers calls the kernels."""

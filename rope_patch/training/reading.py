@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from rope_patch.runtime.text import did_you_mean
 from rope_patch.training.recipe import RecipeOptions, flatten
-from rope_patch.words import did_you_mean
 
 SECTIONS: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(RecipeOptions) if f.name != "output"}
 

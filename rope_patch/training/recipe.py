@@ -14,6 +14,7 @@ from rope_patch.evaluation.spec import check_retrieval
 from rope_patch.evaluation.tasks import find_task
 from rope_patch.methods import as_method
 from rope_patch.methods.two_tables import check_one_table
+from rope_patch.runtime.text import parse_length
 from rope_patch.training.options import (
     DataOptions,
     EvaluationOptions,
@@ -22,7 +23,6 @@ from rope_patch.training.options import (
     PatchOptions,
     TrainOptions,
 )
-from rope_patch.words import parse_length
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import transformers
 
 from rope_patch import __version__
 from rope_patch.evaluation.suite import EvalResult, unpatched_missing
-from rope_patch.files import write_atomically
 from rope_patch.patching.locate import find_rotary
 from rope_patch.patching.verify import trained_length
+from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.card import card
 from rope_patch.training.evaluating import Evaluations, best_step, changes, metrics
 from rope_patch.training.models import resolve

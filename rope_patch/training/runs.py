@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rope_patch.files import write_atomically
+from rope_patch.runtime.folders import write_atomically
 from rope_patch.training.recipe import RecipeOptions
 
 SETTINGS = "run.json"

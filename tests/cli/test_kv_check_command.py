@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 import rope_patch
 from rope_patch.cli import app as cli
 from rope_patch.evaluation.answers import shortest_of_each
-from rope_patch.files import folder_to_write
 from rope_patch.kv_cache.schemes import PRESETS
 from rope_patch.reports import kv as kv_report
+from rope_patch.runtime.folders import folder_to_write
 
 SCHEMES = ["int4-token", "k=int2.token8;v=int8.token", "kivi-2"]
 TEXT = (rope_patch.data_path("assets") / "domains" / "english.txt").read_text(encoding="utf-8")
@@ -225,7 +225,7 @@ def test_a_folder_made_for_nothing_goes_again(tmp_path, monkeypatch):
     def denied(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("rope_patch.files.os.open", denied)
+    monkeypatch.setattr("rope_patch.runtime.folders.os.open", denied)
     denial = pytest.raises(OSError, match=r"^cannot write into '.*new': Permission denied$")
     with denial, folder_to_write(tmp_path / "new", []):
         pytest.fail("it went on")

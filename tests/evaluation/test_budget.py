@@ -8,7 +8,7 @@ from support.tiny import tiny_model
 from rope_patch.evaluation import budget
 from rope_patch.evaluation.budget import MEASURING, SAFETY, default_tokens, tokens_per_second, tokens_within
 from rope_patch.evaluation.spec import EvalSpec, cost_of, tokens_computed, tokens_to_read, within
-from rope_patch.words import parse_duration
+from rope_patch.runtime.text import parse_duration
 
 
 def test_twice_the_parameters_read_half_as_much():

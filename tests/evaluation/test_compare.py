@@ -21,10 +21,10 @@ from support.scored import spy_ids
 import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.compare import Comparison, Row
-from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.evaluation.spec import tokens_to_read
 from rope_patch.evaluation.text import builtin_text
 from rope_patch.patching.verify import inspect_model
+from rope_patch.runtime.finished import ResultCache
 
 ASSETS = rope_patch.data_path("assets")
 TEXT = builtin_text("heldout").text[:20_000]

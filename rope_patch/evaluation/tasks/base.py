@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rope_patch.evaluation.haystack import Haystack
-from rope_patch.words import did_you_mean
+from rope_patch.runtime.text import did_you_mean
 
 NAMES = """
     apple bird bridge candle castle cloud copper dragon eagle engine falcon feather forest garden ginger hammer

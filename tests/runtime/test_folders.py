@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rope_patch.files import (
+from rope_patch.runtime.folders import (
     file_in_one_move,
     folder_in_one_move,
     folder_to_write,
@@ -33,10 +33,8 @@ def fill(folder: Path, text: str = "new") -> None:
 
 def killed(code: str, *args: Path) -> None:
     """Run lines of Python in a process of their own that is killed at their end."""
-    head = (
-        "import os, sys\nfrom pathlib import Path\nfrom rope_patch.files import *\nargs = list(map(Path, sys.argv[1:]))"
-    )
-    code = f"{head}\n{code}\nos.kill(os.getpid(), 9)"
+    head = "import os, sys\nfrom pathlib import Path\nfrom rope_patch.runtime.folders import *"
+    code = f"{head}\nargs = list(map(Path, sys.argv[1:]))\n{code}\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code, *args], check=False)
     assert done.returncode == -signal.SIGKILL
 
@@ -101,7 +99,7 @@ def test_two_processes_do_not_write_one_output(tmp_path):
     with folder_in_one_move(tmp_path / "out") as folder:
         fill(folder)
         code = "with folder_in_one_move(args[0]): pass"
-        lines = f"import sys\nfrom rope_patch.files import *\nargs = sys.argv[1:]\n{code}"
+        lines = f"import sys\nfrom rope_patch.runtime.folders import *\nargs = sys.argv[1:]\n{code}"
         done = subprocess.run(
             [sys.executable, "-c", lines, tmp_path / "out"], capture_output=True, text=True, check=False
         )
@@ -215,7 +213,7 @@ def test_an_error_while_files_are_moved_puts_everything_back(tmp_path, monkeypat
         fill(folder)
         (folder / "inner").mkdir()
         (folder / "inner" / "more").write_text("new")
-        monkeypatch.setattr("rope_patch.files.os.replace", replace)
+        monkeypatch.setattr("rope_patch.runtime.folders.os.replace", replace)
     monkeypatch.undo()
     assert len(calls) >= stop
     assert [path for path in names(tmp_path) if path != "inner"] == [
@@ -283,7 +281,7 @@ with folder_in_one_move(args[0]) as folder:
 def test_two_commands_do_not_work_long_on_one_folder(tmp_path):
     code = "with folder_to_write(args[0], []):\n    (args[0] / 'begun').touch()\n    time.sleep(60)"
     other = subprocess.Popen(
-        [sys.executable, "-c", f"import sys, time\nfrom pathlib import Path\nfrom rope_patch.files import *\n"
+        [sys.executable, "-c", f"import sys, time\nfrom pathlib import Path\nfrom rope_patch.runtime.folders import *\n"
          f"args = [Path(sys.argv[1])]\n{code}", tmp_path / "out"]
     )  # fmt: skip
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import math
@@ -9,6 +10,8 @@ import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
+
+from rope_patch.runtime.parallel import from_first, processes
 
 START = b'{"key"'
 
@@ -75,6 +78,63 @@ class ResultCache(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+class PartOfCache(ResultCache):
+    """The result cache of all processes, of which this one writes what it alone has read, to a file of its own.
+
+    Args:
+        path: the file of this process.
+        values: what is finished already.
+    """
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        super().__init__(path)
+        self._values.update(values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._values[name] = value  # the first process has it too, and writes it
+
+    def finish(self, values: dict[str, Any]) -> None:
+        """Write what this process alone has finished."""
+        for name, value in values.items():
+            super().__setitem__(name, value)
+
+    def merged(self) -> None:
+        """Delete the file of this process: the first one has written its contents to the common file."""
+        self.path.unlink(missing_ok=True)
+
+
+def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableMapping[str, Any] | None:
+    """Return the result cache that ``resume`` names, with the same contents in all processes.
+
+    Each process appends what it finishes to a file of its own: the first one to the file that is named, the others to
+    one beside it, which is merged into the first after each measurement, or after a crash by the next run.
+
+    Raises:
+        ValueError: a file that is no result cache.
+    """
+    if not isinstance(resume, str | Path):
+        return resume
+    path, (rank, _) = Path(resume), processes()
+    values = from_first(lambda: _merge_parts(path))  # one process alone may go on where several were stopped
+    return PartOfCache(path.with_name(f"{path.name}.rank{rank}"), values) if rank else ResultCache(path)
+
+
+def _merge_parts(path: Path) -> dict[str, Any]:
+    """Bring what other processes finished before a crash into one file, and return all that is finished."""
+    cache = ResultCache(path)
+    for part in path.parent.glob(f"{glob.escape(path.name)}.rank*"):
+        add_new(cache, dict(ResultCache(part)))
+        part.unlink()
+    return dict(cache)
+
+
+def add_new(cache: MutableMapping[str, Any], values: dict[str, Any]) -> None:
+    """Put values into a result cache whose names it does not hold yet."""
+    for name, value in values.items():
+        if name not in cache:
+            cache[name] = value
 
 
 def key(**parts: Any) -> str:

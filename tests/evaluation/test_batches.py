@@ -20,10 +20,9 @@ from support.scored import spy_ids
 import rope_patch
 from rope_patch.cli.app import main
 from rope_patch.evaluation.perplexity import perplexity
-from rope_patch.evaluation.result_cache import ResultCache
-from rope_patch.evaluation.sharing import open_cache
 from rope_patch.evaluation.text import builtin_text
-from rope_patch.processes import alone, from_first
+from rope_patch.runtime.finished import ResultCache, open_cache
+from rope_patch.runtime.parallel import alone, from_first
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from support.tiny import ARCHITECTURES, ids, tiny_model
 from rope_patch.evaluation.perplexity import perplexity
 from rope_patch.evaluation.retrieval import retrieval
 from rope_patch.modeling.capture import capture
-from rope_patch.modeling.progress import Progress
+from rope_patch.runtime.progress import Progress
 
 ASKED = {"task": "niah", "lengths": [120], "depths": [0.0, 0.5, 1.0], "samples": 1, "haystack": "noise"}
 

@@ -7,21 +7,19 @@ that is spread over the processes is read by all of them together, batch by batc
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from rope_patch.evaluation.result_cache import ResultCache
 from rope_patch.modeling.scoring import fingerprint
-from rope_patch.processes import from_first, gather, processes
+from rope_patch.runtime.finished import PartOfCache, add_new
+from rope_patch.runtime.parallel import from_first, gather, processes
 
 T = TypeVar("T")
 
@@ -41,64 +39,8 @@ def ways(model: nn.Module) -> int:
     return processes()[1] if is_whole(model) else 1
 
 
-class _Part(ResultCache):
-    """A result cache of all processes, of which this one writes what it alone has read, to a file of its own.
-
-    Args:
-        path: the file of this process.
-        values: what is finished already.
-    """
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        super().__init__(path)
-        self._values.update(values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._values[name] = value  # the first process has it too, and writes it
-
-    def finish(self, values: dict[str, Any]) -> None:
-        """Write what this process alone has finished."""
-        for name, value in values.items():
-            super().__setitem__(name, value)
-
-    def merged(self) -> None:
-        """Delete the file of this process: the first one has written its contents to the common file."""
-        self.path.unlink(missing_ok=True)
-
-
-def open_cache(resume: str | Path | MutableMapping[str, Any] | None) -> MutableMapping[str, Any] | None:
-    """Return the result cache that ``resume`` names, with the same contents in all processes.
-
-    Each process appends what it finishes to a file of its own: the first one to the file that is named, the others to
-    one beside it, which is merged into the first after each measurement, or after a crash by the next run.
-
-    Raises:
-        ValueError: a file that is no result cache.
-    """
-    if not isinstance(resume, str | Path):
-        return resume
-    path, (rank, _) = Path(resume), processes()
-    values = from_first(lambda: _merge_parts(path))  # one process alone may go on where several were stopped
-    return _Part(path.with_name(f"{path.name}.rank{rank}"), values) if rank else ResultCache(path)
-
-
-def _merge_parts(path: Path) -> dict[str, Any]:
-    """Bring what other processes finished before a crash into one file, and return all that is finished."""
-    cache = ResultCache(path)
-    for part in path.parent.glob(f"{glob.escape(path.name)}.rank*"):
-        _add(cache, dict(ResultCache(part)))
-        part.unlink()
-    return dict(cache)
-
-
-def _add(cache: MutableMapping[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if name not in cache:
-            cache[name] = value
-
-
 @dataclass(frozen=True)
-class Job(Generic[T]):
+class BatchReader(Generic[T]):
     """How the batches of one measurement are read.
 
     Attributes:
@@ -144,7 +86,7 @@ class Job(Generic[T]):
         gathered = _gathered(mine, [fingerprint(model), *(name for batch in every for name in batch.todo)])
         from_first(lambda: self._add(gathered))
         self._add(gathered)
-        if isinstance(self.result_cache, _Part):
+        if isinstance(self.result_cache, PartOfCache):
             self.result_cache.merged()
         for batch in every:
             yield from self._values_of(batch, gathered)
@@ -182,10 +124,10 @@ class Job(Generic[T]):
 
     def _add(self, values: dict[str, Any], *, alone: bool = False) -> None:
         """Put values into the result cache, which this process alone may have read."""
-        if alone and isinstance(self.result_cache, _Part):
+        if alone and isinstance(self.result_cache, PartOfCache):
             self.result_cache.finish(values)
         elif self.result_cache is not None:
-            _add(self.result_cache, values)
+            add_new(self.result_cache, values)
 
     def _values_of(self, batch: _Batch[T], values: dict[str, Any]) -> Iterator[tuple[T, Any]]:
         """Yield the items of a batch with their values, new ones or those of the result cache."""
@@ -215,6 +157,6 @@ def _gathered(mine: dict[str, Any], identity: Any) -> dict[str, Any]:
     if any(part["identity"] != digest for part in parts):
         raise ValueError(
             "the processes read different models, texts or prompts: every one needs the same files and options. "
-            "For evaluations apart use rope_patch.processes.alone()"
+            "For evaluations apart use rope_patch.runtime.parallel.alone()"
         )
     return {name: value for part in parts for name, value in part["values"].items()}

@@ -1,0 +1,1 @@
+"""What long commands need of the machine: files, finished work, progress, processes, and what users write."""
