@@ -22,7 +22,7 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs demo smollm2 smollm2-checkpoint gemma3-checkpoint adapt gpu test test-full test-engines check release
+.PHONY: help docs demo smollm2 smollm2-checkpoint gemma3-checkpoint adapt gpu commands test test-full test-engines check release
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,10 +57,14 @@ test-full: $(DEV) ## the tests, with those that take minutes
 test-engines: $(ENGINES) ## what is exported, run in llama.cpp itself; builds it first, in 4 to 10 minutes
 	$(BIN)/python -m pytest -m engines --durations=20
 
-check: $(DEV) ## style, format and types
+check: $(DEV) ## style, format, types, and whether docs/commands.md is current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python docs/commands.py --check
+
+commands: $(DEV) ## docs/commands.md from the options of the commands
+	$(BIN)/python docs/commands.py
 
 docs: $(SITE) ## the pages under docs as a site, with search, the commands and the Python API, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

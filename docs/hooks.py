@@ -1,4 +1,4 @@
-"""What mkdocs makes besides the pages of this folder: home, the command line, the Python API, and what pages link to.
+"""What mkdocs makes besides the pages of this folder: home, the Python API, and what pages link to.
 
 make docs        # into build/site
 """
@@ -10,12 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import typer
 from mkdocs.structure.files import File
-from typer.cli import get_docs_for_click
 
 import rope_patch
-from rope_patch.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST, LAST = ("patching", "checkpoints", "extending", "evaluation"), ("methods", "tables", "packaged")
@@ -29,7 +26,6 @@ def on_files(files: Any, config: Any) -> Any:
     made = {
         "index.md": home.replace("](docs/", "]("),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "]("),
-        "command-line.md": command_line(),
         "api.md": api(),
     }
     for name, content in made.items():
@@ -74,10 +70,3 @@ def api() -> str:
             if part == "methods":  # their parameters; what they compute is the same for all
                 lines += ["    options:", "      members: false"]
     return "\n".join(lines) + "\n"
-
-
-def command_line() -> str:
-    """Return the page of all commands and their options, as typer writes it."""
-    group: Any = typer.main.get_command(app)
-    page = get_docs_for_click(obj=group, ctx=typer.Context(group), name="rope-patch", title="Command line")
-    return re.sub(r"^(\*\*(?:Arguments|Options|Commands)\*\*)", r"\n\1", page, flags=re.MULTILINE)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from numbers import Real
 from os import PathLike
 from pathlib import Path
@@ -289,17 +289,3 @@ def build(kind: type[Any], values: Mapping[tuple[str, ...], Any]) -> Any:
         elif inner:
             arguments[one.name] = inner[()]
     return kind(**arguments)
-
-
-def to_dict(options: OptionSet) -> dict[str, Any]:
-    """Return options as YAML and JSON values by their names in Python; of a section as a dictionary of its own."""
-    values: dict[str, Any] = {}
-    for one in fields(options):
-        value = getattr(options, one.name)
-        if is_dataclass(value):
-            inner = {name: v for name, v in to_dict(value).items() if name not in one.metadata["without"]}  # type: ignore[arg-type]
-            values |= {one.name: inner} if one.metadata["section"] else inner
-        else:
-            value = [*value] if isinstance(value, tuple) else value
-            values[one.name] = str(value) if isinstance(value, Path) else value
-    return values

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rope_patch.options import COMMANDS
 from rope_patch.options.fields import (
@@ -17,11 +18,11 @@ from rope_patch.options.fields import (
     leaves,
     number,
     path,
-    to_dict,
     tokens,
     whole,
     word,
 )
+from rope_patch.options.writing import to_dict, to_yaml
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def test_a_default_in_tokens_is_shown_in_thousands():
 def test_options_are_built_from_the_values_of_their_leaves():
     options = build(Outer, {("model",): "m", ("inner", "lengths"): [128], ("section", "chunk"): 8})
     assert options == Outer("m", Inner((128,), (0.5,)), Inner((64,), chunk=8))
-    assert json.loads(json.dumps(to_dict(options)))["section"] == {"lengths": [64], "depths": [0.0, 1.0], "chunk": 8}
+    assert json.loads(json.dumps(to_dict(options))) == yaml.safe_load(to_yaml(options))
+    assert to_dict(options)["section"] == {"lengths": [64], "depths": [0.0, 1.0], "chunk": 8}
 
 
 @pytest.mark.parametrize(
