@@ -25,7 +25,7 @@ def a_thousand_tokens_a_second(monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 1000.0)
 
 
-def test_compare_leaves_out_lengths_but_keeps_its_methods(tmp_path, monkeypatch):
+def test_compare_leaves_out_lengths_but_keeps_its_methods(tmp_path):
     words = ("compare", BUNDLED, "--methods", "default yarn", "--lengths", "128 512", "-o", tmp_path, *FEW)
     lines = said(*words, "--budget", "3s")  # 1275 tokens for each method; both lengths need 4 * 512 + 640 at least
     assert "nothing is measured at 512 tokens" in lines and "reads 2,304 tokens" in lines
@@ -34,20 +34,20 @@ def test_compare_leaves_out_lengths_but_keeps_its_methods(tmp_path, monkeypatch)
     assert [row["method"] for row in first["rows"]] == ["default", "yarn:factor=2"], "the factor for 512 tokens"
 
 
-def test_compare_says_what_would_fit_where_not_even_the_shortest_length_does(tmp_path, monkeypatch, capsys):
+def test_compare_says_what_would_fit_where_not_even_the_shortest_length_does(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_patch.evaluation.budget.tokens_per_second", lambda *_, **__: 500.0)
     words = ("compare", BUNDLED, "--methods", "default", "--lengths", "128 512", "-o", tmp_path / "out", *FEW)
-    line = fail(monkeypatch, capsys, *words, "--budget", "1s")
+    line = fail(*words, "--budget", "1s")
     assert "at least 640 tokens" in line and "1.5 times what fits into the time" in line
 
 
-def test_analyze_reads_what_fits_in_shorter_rows_if_need_be(tmp_path, monkeypatch, capsys):
+def test_analyze_reads_what_fits_in_shorter_rows_if_need_be(tmp_path):
     words = ("analyze", BUNDLED, "--p", "", "--no-report")  # five built-in texts, in rows of 256 tokens
     lines = said(*words, "-o", tmp_path / "one", "--budget", "3s")  # 2550 tokens: 850, three times, in rows of 170
     assert "reads 2,550 tokens" in lines
-    line = fail(monkeypatch, capsys, *words, "-o", tmp_path / "two", "--budget", "1s")
+    line = fail(*words, "-o", tmp_path / "two", "--budget", "1s")
     assert "at least 960 tokens" in line  # 5 rows of 64
-    line = fail(monkeypatch, capsys, *words, "-o", tmp_path / "two", "--budget", "3s", "--window", "256")
+    line = fail(*words, "-o", tmp_path / "two", "--budget", "3s", "--window", "256")
     assert "at least 3840 tokens" in line, "rows that were chosen keep their length"
 
 

@@ -88,14 +88,14 @@ def test_apply_on_mixed_models(tmp_path):
     assert rope_patch.load(tmp_path / "out").config.rope_parameters["sliding_attention"]["rope_type"] == "linear"
 
 
-def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
+def test_verify_an_adapter(checkpoint, tmp_path):
     model = rope_patch.load(checkpoint, "yarn:factor=4")
     tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     rope_patch.save(tuned, tmp_path / "adapter")
     assert "patched with yarn:factor=4" in run("verify", tmp_path / "adapter")
     assert "patched, yarn:factor=4" in run("inspect", tmp_path / "adapter")
     (tmp_path / "adapter" / "rope_patch.json").unlink()
-    assert "carries no rope_patch.json" in fail(monkeypatch, capsys, "verify", tmp_path / "adapter")
+    assert "carries no rope_patch.json" in fail("verify", tmp_path / "adapter")
     assert "carries no rope_patch.json: these are the tables of its base" in run("inspect", tmp_path / "adapter")
 
 
@@ -125,19 +125,19 @@ def test_verify_an_adapter(checkpoint, tmp_path, monkeypatch, capsys):
         (("apply", "{base}", "table", "values=1,2", "-o", "{out}"), "the numbers of a list by '/'"),
     ],
 )
-def test_errors_are_one_line_and_write_nothing(checkpoint, tmp_path, monkeypatch, capsys, arguments, message):
+def test_errors_are_one_line_and_write_nothing(checkpoint, tmp_path, arguments, message):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     places = {"base": checkpoint, "out": tmp_path / "out", "full": tmp_path / "full"}
     before = sorted(tmp_path.rglob("*"))
-    assert message in fail(monkeypatch, capsys, *(str(a).format(**places) for a in arguments))
+    assert message in fail(*(str(a).format(**places) for a in arguments))
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_truncated_weights(checkpoint, tmp_path, monkeypatch, capsys):
+def test_truncated_weights(checkpoint, tmp_path):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    error = fail(monkeypatch, capsys, "apply", checkpoint, "pi:factor=4", "-o", tmp_path / "out")
+    error = fail("apply", checkpoint, "pi:factor=4", "-o", tmp_path / "out")
     assert "model.safetensors is truncated or damaged" in error
     assert not (tmp_path / "out").exists()
 

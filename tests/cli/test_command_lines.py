@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
-import sys
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from support.commands import fail
 from support.tiny import tiny_model
 
 import rope_patch
-from rope_patch.cli import app as cli
 
 pytest.importorskip("gguf")
 
@@ -67,19 +67,15 @@ def checkpoints(tmp_path_factory):
     return root
 
 
-def refused(monkeypatch, capsys, folder, *words) -> str:
+def refused(folder, *words) -> str:
     """Run a command in a folder; return its error line, after checking that there is but one and nothing was left."""
     before = sorted(folder.iterdir())
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, words)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 2, lines
-    assert lines[-1].startswith("error: "), lines
-    assert "ROPE_PATCH_DEBUG" not in lines[-1]
+    with contextlib.chdir(folder):
+        *_, line = fail(*words).strip().splitlines()
+    assert line.startswith("error: ")
+    assert "ROPE_PATCH_DEBUG" not in line
     assert sorted(folder.iterdir()) == before
-    return lines[-1]
+    return line
 
 
 def edit(path, **changes):
@@ -95,13 +91,13 @@ def edit(path, **changes):
         *(("a context of zero", c) for c in COMMANDS if c not in ("apply", "inspect", "plan")),  # plan reads no table
     ],
 )
-def test_a_config_that_describes_no_model(checkpoints, tmp_path, monkeypatch, capsys, damage, command):
+def test_a_config_that_describes_no_model(checkpoints, tmp_path, damage, command):
     changes, message = CONFIGS[damage]
     # What measures needs a tokenizer, too, and reads it first.
     shutil.copytree(BUNDLED if command in ("compare", "analyze") else checkpoints / "base", tmp_path / "model")
     edit(tmp_path / "model" / "config.json", **changes)
     words = [word.replace("DIR", "model") for word in COMMANDS[command]]
-    assert re.search(message, refused(monkeypatch, capsys, tmp_path, *words))
+    assert re.search(message, refused(tmp_path, *words))
 
 
 BROKEN = ["", "null", "3", "[]", '"yarn"', "{", "\udcff"]
@@ -115,14 +111,14 @@ FILES = ["config.json", "adapter_config.json", "rope_patch.json"]
         *((name, command, text) for name in FILES for command in ("inspect", "apply", "plan") for text in ("", "[]")),
     ],
 )
-def test_a_file_that_is_no_json_object(checkpoints, tmp_path, monkeypatch, capsys, name, command, text):
+def test_a_file_that_is_no_json_object(checkpoints, tmp_path, name, command, text):
     source = "base" if name == "config.json" else "adapter"
     shutil.copytree(checkpoints / source, tmp_path / "model")
     (tmp_path / "model" / name).write_bytes(text.encode(errors="surrogateescape"))
     words = [word.replace("DIR", "model") for word in COMMANDS[command]]
     if source == "adapter" and command == "export":
         words = words[:4] + words[6:]  # an adapter has a method of its own
-    line = refused(monkeypatch, capsys, tmp_path, *words)
+    line = refused(tmp_path, *words)
     if source == "base" or command == "export":  # the others name the adapter, which they do not take
         assert f"{name} " in line
         assert "copy or download it again" in line
@@ -149,7 +145,7 @@ RECORDS = {
     ("key", "value", "every"),
     [(key, value, not i) for key, values in RECORDS.items() for i, value in enumerate(values)],
 )
-def test_a_record_that_is_malformed(checkpoints, tmp_path, monkeypatch, capsys, key, value, every):
+def test_a_record_that_is_malformed(checkpoints, tmp_path, key, value, every):
     """In a checkpoint's config and beside an adapter, the line says which key of the record is wrong."""
     shutil.copytree(checkpoints / "patched", tmp_path / "patched")
     shutil.copytree(checkpoints / "adapter", tmp_path / "adapter")
@@ -160,28 +156,28 @@ def test_a_record_that_is_malformed(checkpoints, tmp_path, monkeypatch, capsys, 
     if every:  # of each key one
         commands += [("inspect", "patched"), ("restore", "patched", "-o", "out")]
     for words in commands:
-        line = refused(monkeypatch, capsys, tmp_path, *words)
+        line = refused(tmp_path, *words)
         assert "record" in line
         assert key in line or "parameter" in line or "method" in line
 
 
-def test_a_record_whose_base_is_no_table(checkpoints, tmp_path, monkeypatch, capsys):
+def test_a_record_whose_base_is_no_table(checkpoints, tmp_path):
     shutil.copytree(checkpoints / "patched", tmp_path / "patched")
     record = json.loads((tmp_path / "patched" / "config.json").read_text())["rope_patch"]
     record["base_config"]["rope_parameters"]["rope_type"] = "nonsense"
     edit(tmp_path / "patched" / "config.json", rope_patch=record)
     for words in (("verify", "patched"), ("restore", "patched", "-o", "out")):
-        line = refused(monkeypatch, capsys, tmp_path, *words)
+        line = refused(tmp_path, *words)
         assert "record was altered: transformers cannot build the table of its base_config" in line
 
 
 @pytest.mark.parametrize("key", ["method", "layer_types", "tables", "base_tables", "base_config"])
-def test_a_record_that_lacks_a_key(checkpoints, tmp_path, monkeypatch, capsys, key):
+def test_a_record_that_lacks_a_key(checkpoints, tmp_path, key):
     shutil.copytree(checkpoints / "patched", tmp_path / "patched")
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     del config["rope_patch"][key]
     edit(tmp_path / "patched" / "config.json", **config)
-    assert f"the rope_patch record lacks '{key}'" in refused(monkeypatch, capsys, tmp_path, "verify", "patched")
+    assert f"the rope_patch record lacks '{key}'" in refused(tmp_path, "verify", "patched")
 
 
 GGUF_KEYS = {
@@ -195,7 +191,7 @@ GGUF_KEYS = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in GGUF_KEYS.items() for value in values])
-def test_a_gguf_file_with_a_key_that_is_no_number(tmp_path, monkeypatch, capsys, key, value):
+def test_a_gguf_file_with_a_key_that_is_no_number(tmp_path, key, value):
     import gguf
 
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
@@ -206,7 +202,7 @@ def test_a_gguf_file_with_a_key_that_is_no_number(tmp_path, monkeypatch, capsys,
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    line = refused(monkeypatch, capsys, tmp_path, "inspect", "model.gguf")
+    line = refused(tmp_path, "inspect", "model.gguf")
     assert "model.gguf" in line
     assert key in line or "how many features rotate" in line
 
@@ -225,13 +221,13 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_numbers_that_give_no_table(checkpoints, tmp_path, monkeypatch, capsys, method):
-    refused(monkeypatch, capsys, tmp_path, "apply", checkpoints / "base", method, "-o", "out")
-    refused(monkeypatch, capsys, tmp_path, "theory", "--method", method, "--head-dim", "16", "--no-report", "-o", "out")
+def test_numbers_that_give_no_table(checkpoints, tmp_path, method):
+    refused(tmp_path, "apply", checkpoints / "base", method, "-o", "out")
+    refused(tmp_path, "theory", "--method", method, "--head-dim", "16", "--no-report", "-o", "out")
 
 
-def test_lengths_beyond_reason(tmp_path, monkeypatch, capsys):
-    line = refused(monkeypatch, capsys, tmp_path, "theory", "--no-report", "-o", "out", "--length", "9" * 23 + "k")
+def test_lengths_beyond_reason(tmp_path):
+    line = refused(tmp_path, "theory", "--no-report", "-o", "out", "--length", "9" * 23 + "k")
     assert "a length is at most" in line
 
 
@@ -239,7 +235,7 @@ TOKENIZERS = {"tokenizer_config.json": ["", "[]", "null", "3"], "tokenizer.json"
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in TOKENIZERS.items() for text in texts])
-def test_a_tokenizer_that_cannot_be_read(tmp_path, monkeypatch, capsys, name, text):
+def test_a_tokenizer_that_cannot_be_read(tmp_path, name, text):
     shutil.copytree(BUNDLED, tmp_path / "model")
     (tmp_path / "model" / name).write_text(text)
     training = (
@@ -254,11 +250,11 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path, monkeypatch, capsys, name, te
         ("compare", "model", "--methods", "default", *MEASURE),
         ("finetune", *training, "data.allow_short=true", "model.dtype=float32", "train.precision=float32"),
     ):
-        assert "model has no tokenizer that can be loaded: " in refused(monkeypatch, capsys, tmp_path, *words)
+        assert "model has no tokenizer that can be loaded: " in refused(tmp_path, *words)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
-def test_an_index_of_weights_that_cannot_be_read(tmp_path, monkeypatch, capsys, text):
+def test_an_index_of_weights_that_cannot_be_read(tmp_path, text):
     shutil.copytree(BUNDLED, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
@@ -267,19 +263,19 @@ def test_an_index_of_weights_that_cannot_be_read(tmp_path, monkeypatch, capsys, 
         ("export", "model", "--to", "vllm", "-o", "out"),
         ("compare", "model", "--methods", "default", *MEASURE),
     ):
-        assert "model" in refused(monkeypatch, capsys, tmp_path, *words)
+        assert "model" in refused(tmp_path, *words)
 
 
 @pytest.mark.parametrize("pattern", ["/", "/etc/*", "**", ".."])
-def test_a_pattern_of_no_files(checkpoints, tmp_path, monkeypatch, capsys, pattern):
+def test_a_pattern_of_no_files(checkpoints, tmp_path, pattern):
     (tmp_path / "texts" / "inner").mkdir(parents=True)
     words = ("analyze", BUNDLED, "--text", "texts", "--pattern", pattern, "--no-report", "-o", "out")
-    line = refused(monkeypatch, capsys, tmp_path, *words)
+    line = refused(tmp_path, *words)
     assert "pattern must name files" in line or "holds no file like" in line
 
 
 @pytest.mark.parametrize("command", ["apply", "theory", "analyze", "compare", "fit", "export"])
-def test_an_output_below_a_file(checkpoints, tmp_path, monkeypatch, capsys, command):
+def test_an_output_below_a_file(checkpoints, tmp_path, command):
     (tmp_path / "file").write_text("")
     words = {
         "apply": ("apply", checkpoints / "base", "abf"),
@@ -289,6 +285,6 @@ def test_an_output_below_a_file(checkpoints, tmp_path, monkeypatch, capsys, comm
         "fit": ("fit", BUNDLED, "--target-length", "512", "--steps", "0"),
         "export": ("export", checkpoints / "base", "--to", "hf"),
     }[command]
-    line = refused(monkeypatch, capsys, tmp_path, *words, "-o", "file/out")
+    line = refused(tmp_path, *words, "-o", "file/out")
     assert "file" in line
     assert "Errno" not in line

@@ -54,7 +54,7 @@ def test_a_patched_file_is_inspected_verified_and_restored(file, tmp_path):
     assert back.read_bytes() == file.read_bytes()
 
 
-def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path, monkeypatch, capsys):
+def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path):
     (tmp_path / "text.gguf").write_text("no GGUF")
     (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:100_000])
     (tmp_path / "taken.gguf").write_text("precious")
@@ -68,14 +68,14 @@ def test_wrong_files_and_places_are_named_in_one_line(file, tmp_path, monkeypatc
         (file, file, "is the GGUF file itself"),
     ):
         places = [place if place is file else tmp_path / place for place in (source, out)]
-        line = fail(monkeypatch, capsys, "apply", places[0], "yarn:factor=4", "-o", places[1])
+        line = fail("apply", places[0], "yarn:factor=4", "-o", places[1])
         assert line.count("\n") == 1 and message in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "taken.gguf", "text.gguf"]
     assert (tmp_path / "taken.gguf").read_text() == "precious"
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "analyze", "compare", "kv-check", "fit", "plan"])
-def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, monkeypatch, capsys, command):
+def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, command):
     required = {
         "compare": ["--methods", "default", "--lengths", "64"],
         "kv-check": ["--schemes", "int8", "--lengths", "64"],
@@ -83,7 +83,7 @@ def test_a_missing_file_is_named_at_once_by_every_command(tmp_path, monkeypatch,
         "fit": ["--target-length", "1k"],
     }
     written = [] if command in ("inspect", "verify", "plan") else ["-o", tmp_path / "out"]
-    line = fail(monkeypatch, capsys, command, tmp_path / "m.gguf", *required.get(command, []), *written)
+    line = fail(command, tmp_path / "m.gguf", *required.get(command, []), *written)
     assert line.splitlines()[-1] == f"error: no file {tmp_path / 'm.gguf'}" and not list(tmp_path.iterdir())
 
 
@@ -109,8 +109,8 @@ def test_an_interrupted_copy_leaves_nothing(tmp_path, file):
     assert not list(tmp_path.iterdir())
 
 
-def test_export_says_that_apply_writes_files(file, tmp_path, monkeypatch, capsys):
-    line = fail(monkeypatch, capsys, "export", file, "--to", "gguf", "-o", tmp_path / "out.gguf")
+def test_export_says_that_apply_writes_files(file, tmp_path):
+    line = fail("export", file, "--to", "gguf", "-o", tmp_path / "out.gguf")
     assert "is a GGUF file already: `rope-patch apply FILE.gguf METHOD -o OUT.gguf` gives it another table" in line
 
 
@@ -165,8 +165,8 @@ def test_fit_writes_a_plain_folder_of_a_file(file, tmp_path):
     )
 
 
-def test_a_folder_is_not_written_under_the_name_of_a_gguf_file(tmp_path, monkeypatch, capsys):
+def test_a_folder_is_not_written_under_the_name_of_a_gguf_file(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "folder")
     out = tmp_path / "out.gguf"
-    line = fail(monkeypatch, capsys, "apply", tmp_path / "folder", "yarn:factor=4", "-o", out)
+    line = fail("apply", tmp_path / "folder", "yarn:factor=4", "-o", out)
     assert "a folder is written" in line and "rope-patch export --to gguf" in line and not out.exists()

@@ -47,9 +47,9 @@ def test_a_method_of_a_users_module_is_applied(folder):
     assert after["inv_freq"] == pytest.approx([value / 4 for value in before["inv_freq"]])
 
 
-def test_without_the_option_the_method_is_unknown(folder, monkeypatch, capsys):
+def test_without_the_option_the_method_is_unknown(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    assert "unknown method 'slower'" in fail(monkeypatch, capsys, "apply", "base", "slower:divisor=4", "-o", "other")
+    assert "unknown method 'slower'" in fail("apply", "base", "slower:divisor=4", "-o", "other")
 
 
 def test_a_module_that_is_not_there_is_named(folder):

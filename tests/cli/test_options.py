@@ -106,10 +106,10 @@ MEASURE += ("--text", DOMAINS, "--haystack", DOMAINS)
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_dynamic_table_is_refused_unless_it_is_frozen(dynamic, tmp_path, monkeypatch, capsys, words, file):
+def test_a_dynamic_table_is_refused_unless_it_is_frozen(dynamic, tmp_path, words, file):
     command, *rest = words
     out = tmp_path / "out"
-    assert "freeze" in fail(monkeypatch, capsys, command, dynamic, *rest, "-o", out)
+    assert "freeze" in fail(command, dynamic, *rest, "-o", out)
     run(command, dynamic, *rest, "-o", out, "--freeze-at", "1k")
     text = (out / file).read_text()
     (table,) = rope_patch.verify(frozen(dynamic)).record.tables.values()
@@ -128,9 +128,9 @@ def test_export_freezes_a_table_and_patches_the_layer_type_that_it_is_told(dynam
 
 
 @pytest.mark.parametrize("command", ["analyze", "export"])
-def test_options_of_a_patch_need_a_method(tmp_path, monkeypatch, capsys, command):
+def test_options_of_a_patch_need_a_method(tmp_path, command):
     to = ("--to", "hf") if command == "export" else ()
-    error = fail(monkeypatch, capsys, command, BUNDLED, *to, "--freeze-at", "1k", "-o", tmp_path / "out")
+    error = fail(command, BUNDLED, *to, "--freeze-at", "1k", "-o", tmp_path / "out")
     assert "freeze_at goes with a method: name one, or leave freeze_at out" in error
     assert not (tmp_path / "out").exists()
 

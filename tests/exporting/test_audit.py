@@ -372,9 +372,9 @@ def test_json_holds_every_row(tmp_path):
     assert found["agrees"] is False
 
 
-def test_wrong_arguments_say_what_to_do(tmp_path, monkeypatch, capsys):
-    assert "vllm" in fail(monkeypatch, capsys, "audit", BUNDLED, "--engine", "tgi")
-    assert "nowhere" in fail(monkeypatch, capsys, "audit", tmp_path / "nowhere")
+def test_wrong_arguments_say_what_to_do(tmp_path):
+    assert "vllm" in fail("audit", BUNDLED, "--engine", "tgi")
+    assert "nowhere" in fail("audit", tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(not SHOWN.is_file(), reason="not in the source distribution")

@@ -269,12 +269,12 @@ def test_a_gguf_file_becomes_a_folder_of_transformers(tmp_path):
         export(first, tmp_path / "b.gguf", to="gguf")
 
 
-def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path, monkeypatch, capsys):
+def test_an_adapter_and_its_base_are_not_overwritten(adapter, base, tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for out in (adapter[0], base):
         for more in ((), ("--lora",)):
             words = ("export", adapter[0], "--to", "vllm", "-o", out, "--force", *more)
-            assert "is the adapter itself or its base" in fail(monkeypatch, capsys, *words)
+            assert "is the adapter itself or its base" in fail(*words)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -318,12 +318,12 @@ def test_gemma4_on_sglang_is_refused():
         (("./nothing", "--to", "vllm", "-o", "{out}"), "nothing"),
     ],
 )
-def test_errors_are_one_line_and_write_nothing(base, tmp_path, monkeypatch, capsys, arguments, word):
+def test_errors_are_one_line_and_write_nothing(base, tmp_path, arguments, word):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     places = {"base": base, "out": tmp_path / "out", "full": tmp_path / "full"}
     before = sorted(tmp_path.rglob("*"))
-    assert word in fail(monkeypatch, capsys, "export", *(a.format(**places) for a in arguments))
+    assert word in fail("export", *(a.format(**places) for a in arguments))
     assert sorted(tmp_path.rglob("*")) == before
 
 

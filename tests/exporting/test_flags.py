@@ -126,12 +126,12 @@ def test_the_command_prints_lines_to_copy(base):
     assert found["settings"]["rope_parameters"]["rope_theta"] == 500000.0
 
 
-def test_wrong_arguments_say_what_to_do(base, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_say_what_to_do(base, tmp_path):
     words = ("audit", base, "--method", "abf", "--engine")
-    assert "sglang" in fail(monkeypatch, capsys, *words, "tgi")
+    assert "sglang" in fail(*words, "tgi")
     rope_patch.checkpoints.offline.patch_folder(base, "abf", tmp_path / "patched")
-    assert "patched already" in fail(monkeypatch, capsys, "audit", tmp_path / "patched", "--method", "abf")
-    assert "--method" in fail(monkeypatch, capsys, "audit", base, "--target-length", "256")
+    assert "patched already" in fail("audit", tmp_path / "patched", "--method", "abf")
+    assert "--method" in fail("audit", base, "--target-length", "256")
 
 
 @pytest.mark.parametrize("method", ["abf", "pi:factor=4", "yarn:factor=4"])

@@ -173,14 +173,12 @@ def test_a_window_is_warned_of(tmp_path, converter):
         (HEADER.replace("else 16", "else 8"), "8 rotating features"),
     ],
 )
-def test_a_converter_that_fails_says_why_and_leaves_the_output_as_it_was(
-    tmp_path, monkeypatch, capsys, script, message
-):
+def test_a_converter_that_fails_says_why_and_leaves_the_output_as_it_was(tmp_path, script, message):
     folder, out, converter = saved(tmp_path / "folder"), tmp_path / "out.gguf", tmp_path / "convert.py"
     out.write_bytes(b"precious")
     converter.write_text(script)
     words = ("export", folder, "--to", "gguf", "--converter", converter, "--method", "pi:factor=4", "-o", out)
-    assert message in fail(monkeypatch, capsys, *words, "--force")
+    assert message in fail(*words, "--force")
     assert out.read_bytes() == b"precious" and names(tmp_path) == ["convert.py", "folder", "out.gguf"]
 
 
@@ -194,9 +192,9 @@ def test_a_converter_that_fails_says_why_and_leaves_the_output_as_it_was(
         (("--to", "gguf", "--converter", "{converter}", "--form", "partial"), "rows"),
     ],
 )
-def test_options_that_do_not_go_together(tmp_path, converter, monkeypatch, capsys, words, word):
+def test_options_that_do_not_go_together(tmp_path, converter, words, word):
     given = [each.format(converter=converter) for each in words]
-    error = fail(monkeypatch, capsys, "export", saved(tmp_path / "folder"), *given, "-o", tmp_path / "out.gguf")
+    error = fail("export", saved(tmp_path / "folder"), *given, "-o", tmp_path / "out.gguf")
     assert word in error
 
 

@@ -43,7 +43,7 @@ def run(*arguments: str | Path) -> str:
     return result.stdout
 
 
-def fail(monkeypatch, capsys, *arguments: str | Path) -> str:
+def fail(*arguments: str | Path) -> str:
     """Run a command that the user's words make fail; return what it printed on stderr."""
     result = invoke(*arguments)
     assert result.exit_code == 2, result.output
