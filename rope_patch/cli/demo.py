@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from rope_patch.cli.parsing import parse
+from rope_patch.options.recipes import DemoOptions
 
-from rope_patch.cli.options import Output, Threads
-
-SHAPES = ("llama", "gemma3")
 METHODS = (
     "yarn",
     "mrrope",
@@ -27,31 +25,17 @@ METHODS = (
 """Those that may reach four times the context without training, and ``pi``, which needs it."""
 
 
-def demo(
-    context: typer.Context,
-    output: Output = Path("rope-patch-demo"),
-    shape: Annotated[
-        str, typer.Option("--shape", metavar="NAME", help="The bundled checkpoint to use: llama or gemma3.")
-    ] = "llama",
-    quick: Annotated[bool, typer.Option("--quick", help="Measure only two methods, in half a minute.")] = False,
-    threads: Threads = 1,
-) -> None:
-    """Run **rope-patch extend** on a small checkpoint that ships with this package, in about two minutes.
-
-    It measures 9 methods at four times the context length that the checkpoint was trained at, chooses one, writes a
-    checkpoint and checks that plain transformers loads it. The folder holds **report.html**.
-    """
+def demo(words: Sequence[str]) -> int:
+    """Run ``rope-patch demo`` with the words behind it; return the exit status of ``extend``."""
+    options = parse(DemoOptions, words)
+    from rope_patch.cli import legacy
     from rope_patch.packaged import data_path
 
-    if shape not in SHAPES:
-        raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
-    here, checkpoint = Path.cwd(), data_path("assets") / shape
-    model = os.path.relpath(checkpoint) if checkpoint.is_relative_to(here) else str(checkpoint)
-    methods = " ".join(("yarn", "nope") if quick else METHODS)
+    checkpoint = data_path("assets") / options.shape
+    model = os.path.relpath(checkpoint) if checkpoint.is_relative_to(Path.cwd()) else str(checkpoint)
+    methods = " ".join(("yarn", "nope") if options.quick else METHODS)
     # Without training those that reach the length lose more within the context than the 1 % that extend allows.
-    arguments = ["extend", model, "--length", "1k", "-o", str(output), "--methods", methods, "--tolerance", "0.3"]
-    arguments += ["--threads", str(threads), "--force"]
-    print(f"$ {shlex.join(['rope-patch', *arguments])}", file=sys.stderr)
-    group = context.find_root().command
-    assert group is not None
-    raise typer.Exit(group.main(arguments, prog_name="rope-patch", standalone_mode=False) or 0)
+    arguments = [model, "--length", "1k", "-o", str(options.output), "--methods", methods, "--tolerance", "0.3"]
+    arguments += ["--threads", str(options.threads), "--force"]
+    print(f"$ {shlex.join(['rope-patch', 'extend', *arguments])}", file=sys.stderr)
+    return legacy.run(["extend", *arguments])

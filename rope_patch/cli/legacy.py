@@ -6,16 +6,12 @@ from typing import Any
 
 import typer
 
-from rope_patch.cli.demo import demo
 from rope_patch.cli.extend import extend
 from rope_patch.cli.finetune import finetune
 from rope_patch.cli.fit import fit
-from rope_patch.cli.plan import plan
-from rope_patch.cli.recipes import recipes
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-app.add_typer(recipes, name="recipes")
-COMMANDS: list[Any] = [extend, plan, finetune, fit, demo]
+COMMANDS: list[Any] = [extend, finetune, fit]
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"))(command)
 
@@ -27,4 +23,12 @@ def _root() -> None:
 
 def names() -> dict[str, str]:
     """Return the commands that are here, each with its help."""
-    return {one.__name__.replace("_", "-"): one.__doc__ or "" for one in COMMANDS} | {"recipes": str(recipes.info.help)}
+    return {one.__name__.replace("_", "-"): one.__doc__ or "" for one in COMMANDS}
+
+
+def run(words: list[str]) -> int:
+    """Run a command, and return its exit status."""
+    status = int(app(words, prog_name="rope-patch", standalone_mode=False) or 0)
+    if status == 130:  # typer turns Ctrl-C into a status
+        raise KeyboardInterrupt
+    return status

@@ -115,17 +115,6 @@ NewFolder = Annotated[
         show_default=False,
     ),
 ]
-NewCheckpoint = Annotated[
-    Path,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="PATH",
-        help="The output folder, or the output file if MODEL is a GGUF file. A folder must be new or empty, and a file "
-        "new, unless --force is given.",
-        show_default=False,
-    ),
-]
 Force = Annotated[bool, typer.Option("--force", help="Write the output even if that folder or file is already there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for use in scripts.")]
 Report = Annotated[
@@ -164,34 +153,6 @@ Methods = Annotated[
         metavar="METHODS",
         help='The methods to compare, separated by spaces, for example "default yarn:factor=4 p_rope:p=0.5". "default" '
         "is the model as it is; rope-patch methods lists the others.",
-    ),
-]
-TargetLength = Annotated[
-    int | None,
-    tokens(
-        "--target-length",
-        "The context length that the patched model is made for; a config that is written states it. A scaling factor "
-        "that the method leaves out is computed from it.",
-        show_default=False,
-    ),
-]
-LayerTypes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--layer-type",
-        metavar="TYPE",
-        help="The rotary table to patch, for models that have one per layer type, such as sliding_attention in Gemma "
-        "3. Repeat it for more. By default full_attention.",
-        show_default=False,
-    ),
-]
-FreezeAt = Annotated[
-    int | None,
-    tokens(
-        "--freeze-at",
-        "Needed for models whose rotary table changes with the length of the text (rope types dynamic and longrope): "
-        "use the table of this length throughout.",
-        show_default=False,
     ),
 ]
 Replace = Annotated[
@@ -251,16 +212,6 @@ ChatTemplate = Annotated[
         help="Whether retrieval prompts go through the chat template of the tokenizer. auto means: if it has one.",
     ),
 ]
-Task = Annotated[
-    str,
-    typer.Option(
-        "--task",
-        metavar="TASK",
-        help="The retrieval task: passkey (one number), niah (a number for a word), multivalue, multiquery, vt "
-        "(variable tracking), niah_multikey_2, niah_multikey_3, json_kv, passage_retrieval, cwe and fwe (common and "
-        "frequent words), or qa1, qa2 and qa3 (facts of a story).",
-    ),
-]
 Tasks = Annotated[
     Sequence[str],
     typer.Option(
@@ -309,15 +260,6 @@ LongPPL = Annotated[
         "well only with a long context. They are chosen once, which takes several times as long as reading the text.",
     ),
 ]
-ShortContext = Annotated[
-    int | None,
-    tokens(
-        "--short-context",
-        "For LongPPL: the context that the model's own is compared with, an eighth to a half of it. By default 4096, "
-        "or a quarter of the model's context if that is less, but at least an eighth.",
-        show_default=False,
-    ),
-]
 Chunk = Annotated[
     int | None,
     tokens(
@@ -363,7 +305,6 @@ GpuMemory = Annotated[
     float,
     typer.Option("--gpu-memory", metavar="GIB", help="The memory of one GPU in GiB, as nvidia-smi shows it."),
 ]
-
 
 # --- what commands print ---------------------------------------------------------------------------------------------
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Sequence
 
-import typer
-
-from rope_patch.cli.options import Force
-
-recipes = typer.Typer(help="Copy the training scripts and their configs, to change them.", no_args_is_help=True)
+from rope_patch.cli.parsing import parse
+from rope_patch.options.recipes import RecipesOptions
 
 
-@recipes.command()
-def copy(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The folder to copy the recipes into.", show_default=False)
-    ],
-    force: Force = False,
-) -> None:
-    """Copy the training scripts and their YAML configs into a folder of yours, where you can change them."""
+def recipes(words: Sequence[str]) -> None:
+    """Run ``rope-patch recipes`` with the words behind it."""
+    options = parse(RecipesOptions, words)
     from rope_patch import data_path
     from rope_patch.runtime.folders import folder_in_one_move
 
-    with folder_in_one_move(folder, overwrite=force) as copied:
-        shutil.copytree(data_path("recipes"), copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    print(f"copied to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    skipped = shutil.ignore_patterns("__pycache__")
+    with folder_in_one_move(options.folder, overwrite=options.force) as copied:
+        shutil.copytree(data_path("recipes"), copied, dirs_exist_ok=True, ignore=skipped)
+    print(f"copied to {options.folder}: {', '.join(sorted(path.name for path in options.folder.iterdir()))}")

@@ -12,6 +12,8 @@ from rope_patch.options.export import ExportOptions
 from rope_patch.options.fields import OptionSet
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.options.listing import MethodsOptions, TasksOptions
+from rope_patch.options.plan import PlanOptions
+from rope_patch.options.recipes import DemoOptions, RecipesOptions
 from rope_patch.options.theory import TheoryOptions
 
 COMMANDS: dict[str, type[OptionSet]] = {
@@ -24,11 +26,14 @@ COMMANDS: dict[str, type[OptionSet]] = {
         RestoreOptions,
         TasksOptions,
         CompareOptions,
+        PlanOptions,
         TheoryOptions,
         AnalyzeOptions,
         KvCheckOptions,
         ExportOptions,
         AuditOptions,
+        DemoOptions,
+        RecipesOptions,
     )
 }
 """The options of every command by its name, in the order of the help."""

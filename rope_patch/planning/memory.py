@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rope_patch.modeling.sizes import SLICE
-from rope_patch.planning.options import Options
+from rope_patch.planning.options import TrainingStep
 from rope_patch.planning.shapes import Layer, Shape
 
 OVERHEAD = 2 * 2**30
@@ -28,7 +28,7 @@ class Part:
     turns: bool = False
 
 
-def memory(shape: Shape, o: Options) -> tuple[Part, ...]:
+def memory(shape: Shape, o: TrainingStep) -> tuple[Part, ...]:
     """Return the parts of one GPU's peak memory in training.
 
     Weights, gradients and states are divided by the number of GPUs (ZeRO stage 3, Rajbhandari et al. 2020,
@@ -67,12 +67,12 @@ def memory(shape: Shape, o: Options) -> tuple[Part, ...]:
     )
 
 
-def kv_cache(shape: Shape, o: Options) -> int:
+def kv_cache(shape: Shape, o: TrainingStep) -> int:
     """Return the keys and values of one sequence in evaluation [bytes]; sliding layers hold their window only."""
     return int(shape.total(lambda layer: 2 * layer.key * o.element * min(o.length, layer.window or o.length)))
 
 
-def trained_beside(shape: Shape, o: Options) -> tuple[int, int]:
+def trained_beside(shape: Shape, o: TrainingStep) -> tuple[int, int]:
     """Return how many float32 entries LoRA adds, and how many of the model's own are trained as whole copies.
 
     *Source*: LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): r (inputs + outputs) per projection. The copies are
@@ -83,11 +83,11 @@ def trained_beside(shape: Shape, o: Options) -> tuple[int, int]:
     return int(adapters), (shape.embedding + shape.norm_weights if o.long_lora else 0)
 
 
-def _storage(o: Options) -> str:
+def _storage(o: TrainingStep) -> str:
     return o.dtype if o.quantization == "none" else f"projections {o.quantization}, the rest {o.dtype}"
 
 
-def _packed(layer: Layer, o: Options) -> float:
+def _packed(layer: Layer, o: TrainingStep) -> float:
     """Bytes of a layer's weights as stored.
 
     *Source*: bitsandbytes. LLM.int8 (Dettmers et al. 2022, arXiv:2208.07339): one byte each and a float32 per output
@@ -103,16 +103,16 @@ def _packed(layer: Layer, o: Options) -> float:
     return layer.parameters * o.element
 
 
-def _outside(shape: Shape, o: Options) -> float:
+def _outside(shape: Shape, o: TrainingStep) -> float:
     """Bytes of what lies in no layer: embeddings, last norm, output projection; never quantized."""
     return (shape.parameters - shape.total(lambda layer: layer.parameters)) * o.element
 
 
-def _weights(shape: Shape, o: Options) -> int:
+def _weights(shape: Shape, o: TrainingStep) -> int:
     return int(shape.total(lambda layer: _packed(layer, o)) + _outside(shape, o))
 
 
-def _states(entries: int, element: int, o: Options) -> int:
+def _states(entries: int, element: int, o: TrainingStep) -> int:
     """Bytes an optimizer keeps for its entries.
 
     *Source*: AdamW as in mixed-precision training (ZeRO, section 3.1): two float32 moments, and a float32 master of
@@ -123,7 +123,7 @@ def _states(entries: int, element: int, o: Options) -> int:
     return int(entries * {"adamw": 8 + master, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0}[o.optimizer])
 
 
-def _gathered(shape: Shape, o: Options) -> int:
+def _gathered(shape: Shape, o: TrainingStep) -> int:
     """Bytes FSDP holds whole: the layer at work, the next one under way, and the root with embeddings and head."""
     if o.gpus == 1:
         return 0
@@ -132,12 +132,12 @@ def _gathered(shape: Shape, o: Options) -> int:
     return int(2 * layer + gradient + _outside(shape, o))
 
 
-def _masked(layer: Layer, o: Options) -> bool:
+def _masked(layer: Layer, o: TrainingStep) -> bool:
     """Whether sdpa gets a mask: torch's kernels know the causal pattern by a flag, a sliding window only so."""
     return o.attention == "sdpa" and layer.window is not None and layer.window < o.length
 
 
-def _masks(shape: Shape, o: Options) -> int:
+def _masks(shape: Shape, o: TrainingStep) -> int:
     """One mask per kind of layer, shared by its layers: booleans for sdpa, the model's dtype for eager."""
     pairs = o.tokens / o.batch * o.length
     if o.attention == "eager":
@@ -145,7 +145,7 @@ def _masks(shape: Shape, o: Options) -> int:
     return int(pairs) if any(_masked(layer, o) for layer in shape.kinds) else 0
 
 
-def _saved(layer: Layer, shape: Shape, o: Options) -> float:
+def _saved(layer: Layer, shape: Shape, o: TrainingStep) -> float:
     r"""Bytes one layer saves for its backward pass.
 
     *Source*: the counting of Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1, equation 1:
@@ -161,7 +161,7 @@ def _saved(layer: Layer, shape: Shape, o: Options) -> float:
     return o.tokens * (norms + _attention(layer, shape, o) + 3 * layer.ffn * e + _inputs(layer, o))
 
 
-def _attention(layer: Layer, shape: Shape, o: Options) -> float:
+def _attention(layer: Layer, shape: Shape, o: TrainingStep) -> float:
     """Bytes per token that attention itself saves; eager keeps the softmax in float32 and once more in the dtype."""
     e = o.element
     if o.attention == "eager":
@@ -172,7 +172,7 @@ def _attention(layer: Layer, shape: Shape, o: Options) -> float:
     return 2 * (layer.query + layer.key) * e + 4 * layer.heads
 
 
-def _inputs(layer: Layer, o: Options) -> float:
+def _inputs(layer: Layer, o: TrainingStep) -> float:
     """Bytes per token of the saved inputs of projections; flash's output is that of the attention's last one."""
     own = layer.linears if o.lora_rank is None else o.targets(layer)
     ranks = (o.lora_rank or 0) * len(own) * o.element
@@ -182,7 +182,7 @@ def _inputs(layer: Layer, o: Options) -> float:
     return ranks + sum(widths.values()) * o.element
 
 
-def _work(layer: Layer, shape: Shape, o: Options) -> float:
+def _work(layer: Layer, shape: Shape, o: TrainingStep) -> float:
     """Bytes live beside the saved ones at the busiest moment of a layer.
 
     *Source*: our own reading of the order in which autograd frees, checked by counting live tensors. It is the largest
@@ -201,7 +201,7 @@ def _work(layer: Layer, shape: Shape, o: Options) -> float:
     return o.tokens * max(gated, casting, scores) + unpacked
 
 
-def _loss(shape: Shape, o: Options) -> int:
+def _loss(shape: Shape, o: TrainingStep) -> int:
     """Bytes live at the loss, from the last layer's output on.
 
     *Source*: what autograd holds for ``cross_entropy(logits.float())``. The forward pass has logits in the dtype,
@@ -217,5 +217,5 @@ def _loss(shape: Shape, o: Options) -> int:
     return int(tokens * shape.vocab * (12 + cap) + states + sliced * 2 * o.tokens * shape.hidden * e)
 
 
-def _loss_words(o: Options) -> str:
+def _loss_words(o: TrainingStep) -> str:
     return f"slices of {SLICE} tokens" if o.loss == "fused" else "whole logits, three times in float32"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rope_patch.planning.finding import shape_of
 from rope_patch.planning.memory import Part, kv_cache, memory
-from rope_patch.planning.options import Options
+from rope_patch.planning.options import TrainingStep
 from rope_patch.planning.shapes import Shape
 from rope_patch.runtime.text import parse_length
 
@@ -44,7 +44,7 @@ class Plan:
     """What one training step takes on each GPU. Make one with :func:`plan`."""
 
     shape: Shape
-    options: Options
+    options: TrainingStep
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -140,7 +140,7 @@ def plan(model: str | Path | PreTrainedModel | Shape, *, length: int | str, **op
     Args:
         model: shipped name, checkpoint folder, hub id, a model, or a shape read earlier.
         length: of a sequence [tokens]; ``"128k"`` is 131072.
-        **options: see :class:`Options`.
+        **options: see :class:`~rope_patch.options.plan.StepOptions`.
 
     Raises:
         ValueError: unknown model or a bad option; the message says what to do.
@@ -148,10 +148,10 @@ def plan(model: str | Path | PreTrainedModel | Shape, *, length: int | str, **op
         OSError: nothing that can be loaded, or no such repository.
     """
     tokens = parse_length(length) if isinstance(length, str) else length
-    return _checked(shape_of(model), Options(length=tokens, **options))
+    return _checked(shape_of(model), TrainingStep(length=tokens, **options))
 
 
-def _checked(shape: Shape, options: Options) -> Plan:
+def _checked(shape: Shape, options: TrainingStep) -> Plan:
     options.check(shape)
     return Plan(shape, options)
 

@@ -379,7 +379,7 @@ def test_longest_fits_and_the_next_does_not():
         ({"lora_rank": None, "quantization": "8bit"}, "quantized weights"),
         ({"lora_rank": None, "long_lora": True}, "long_lora"),
         ({"target_modules": ("qproj",)}, "Did you mean 'q_proj'"),
-        ({"target_modules": "q_proj"}, "sequence"),
+        ({"target_modules": "q_proj"}, "list"),
         ({"attention": "sdpa"}, "sdpa"),
     ],
 )
@@ -414,4 +414,4 @@ def test_command():
     assert data["total_bytes"] == sum(own) + max(part["bytes"] for part in data["parts"] if part["turns"])
     assert data["options"]["lora_rank"] is None and data["fits"] is True
     assert "Did you mean 'Llama-3.1-8B'?" in fail("plan", "Llama-3.1-8", "--length", "4k")
-    assert "gpu-memory" in fail("plan", "Llama-3-8B", "--length", "4k", "--gpu-memory", "0")
+    assert "gpu_memory" in fail("plan", "Llama-3-8B", "--length", "4k", "--gpu-memory", "0")

@@ -1,0 +1,79 @@
+"""The options of ``rope-patch plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rope_patch.options import shared
+from rope_patch.options.fields import OptionSet, contained, flag, tokens, whole, word
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(OptionSet):
+    """One way to train: everything that the memory of a step depends on beside the shape of the model."""
+
+    length: int = tokens("The length of the training sequences.")
+    batch: int = whole("Sequences per step on each GPU, or on each group that shares a sequence.", 1, least=1)
+    lora_rank: int | None = whole("The rank of the LoRA adapters.", 16, metavar="RANK", least=1, optional=True)
+    target_modules: tuple[str, ...] = word(
+        'The layers that get LoRA adapters, such as "q_proj v_proj".', (ALL_LINEAR,), metavar="NAMES", several=True
+    )
+    long_lora: bool = flag("Also train the embeddings and norms, as LongLoRA does.")
+    quantization: str = word(
+        "The quantization of the frozen weights: none, 8bit or nf4.",
+        "none",
+        metavar="KIND",
+        choices=("none", "8bit", "nf4"),
+    )
+    optimizer: str = word("The optimizer: adamw, adamw_8bit or sgd.", "adamw", choices=("adamw", "adamw_8bit", "sgd"))
+    checkpointing: bool = flag("Use gradient checkpointing: less memory, but the forward pass is computed twice.", True)
+    loss: str = word(
+        "How the loss is computed: fused (a slice of the logits at a time) or naive (all).",
+        "fused",
+        metavar="KIND",
+        choices=("naive", "fused"),
+    )
+    attention: str = word(
+        "The attention kernel: flash, sdpa or eager.", "flash", metavar="KERNEL", choices=("flash", "sdpa", "eager")
+    )
+    dtype: str = word(
+        "The data type of training: bfloat16, float16 or float32.",
+        "bfloat16",
+        metavar="DTYPE",
+        choices=("bfloat16", "float16", "float32"),
+    )
+    gpus: int = whole("The number of GPUs. Weights and states are divided among them (FSDP).", 1, least=1)
+    context_parallel: int = whole("The number of GPUs that share one sequence (context parallelism).", 1, least=1)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.gpus % self.context_parallel:
+            raise ValueError(f"context_parallel must divide gpus, got {self.context_parallel} and {self.gpus}")
+        if self.lora_rank is None and self.quantization != "none":
+            raise ValueError(f"quantized weights cannot be trained: {self.quantization} needs LoRA, or choose none")
+        if self.lora_rank is None and self.long_lora:
+            raise ValueError("long_lora adds embeddings and norms to LoRA; full fine-tuning trains them anyway")
+
+
+@dataclass(frozen=True)
+class PlanOptions(OptionSet, command="plan"):
+    """Estimate the GPU memory of fine-tuning at a length, and advise what to change if it does not fit.
+
+    Only the shape of the model is read. Nothing is trained, and no weights are downloaded.
+
+    Example: ``rope-patch plan Llama-3.1-8B --length 128k --gpu-memory 141``
+    """
+
+    model: str = word(
+        "A checkpoint (a local folder or a Hugging Face hub id), or the name of a common model such as Llama-3.1-8B, "
+        "whose shape ships with this package.",
+        metavar="MODEL",
+        positional=True,
+    )
+    step: StepOptions = contained(StepOptions)
+    full: bool = flag("Train all weights instead of LoRA adapters.")
+    gpu_memory: float = shared.gpu_memory()
+    as_json: bool = shared.as_json()

@@ -1,0 +1,35 @@
+"""The options of ``rope-patch recipes`` and ``rope-patch demo``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rope_patch.options import shared
+from rope_patch.options.fields import OptionSet, flag, path, whole, word
+
+
+@dataclass(frozen=True)
+class RecipesOptions(OptionSet, command="recipes"):
+    """Copy the training scripts and their YAML configs into a folder of yours, where you can change them.
+
+    Example: ``rope-patch recipes copy ./my-recipes``
+    """
+
+    action: str = word("What to do: copy.", metavar="copy", positional=True, choices=("copy",))
+    folder: Path = path("The folder to copy the recipes into.", metavar="FOLDER", positional=True)
+    force: bool = shared.force()
+
+
+@dataclass(frozen=True)
+class DemoOptions(OptionSet, command="demo"):
+    """Run ``rope-patch extend`` on a small checkpoint that ships with this package, in about two minutes.
+
+    It measures 9 methods at four times the context length that the checkpoint was trained at, chooses one, writes a
+    checkpoint and checks that plain transformers loads it. The folder holds ``report.html``.
+    """
+
+    output: Path = shared.output("rope-patch-demo")
+    shape: str = word("The bundled checkpoint to use: llama or gemma3.", "llama", choices=("llama", "gemma3"))
+    quick: bool = flag("Measure only two methods, in half a minute.")
+    threads: int = whole("The number of CPU threads.", 1, least=1)
