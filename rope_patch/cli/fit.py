@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from rope_patch.cli.loading import (
     check_device,
-    check_dtype,
     check_paths,
     load_model,
     load_tokenizer,
     prepare,
     progress_bar,
 )
-from rope_patch.cli.options import Checkpoint, Device, Dtype, Import, Seed, command_line, tokens
-from rope_patch.options.shared import Machine
+from rope_patch.cli.options import command_line
+from rope_patch.cli.parsing import parse
+from rope_patch.options.fit import FitOptions
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rope_patch.fitting import FittedPatch
     from rope_patch.fitting.estimate import FitCost
 
@@ -34,89 +35,37 @@ CARRIES_OVER = (
 )
 
 
-# Longer than a screen: the signature is the options, each with its help, and the docstring is the help of the command.
-def fit(
-    model: Checkpoint,
-    target_length: Annotated[
-        int, tokens("--target-length", "The context length to fit the table to, such as 8k.", show_default=False)
-    ],
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FOLDER", help="The folder to write, new or empty.", show_default=False),
-    ],
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="A text file, or a folder of .txt files, to fit to. By default, Python's own code.",
-            show_default=False,
-        ),
-    ] = None,
-    init: Annotated[str, typer.Option(metavar="METHOD", help="The method whose table the fit starts from.")] = "yarn",
-    retrieval: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            help="The share of each update that comes from the loss of answers to retrieval prompts, at least 0 and "
-            "less than 1; the rest comes from the loss of text. With 0 no prompt takes part: such fits lose retrieval, "
-            "and were found worse on text of another kind.",
-        ),
-    ] = 0.8,
-    positions: Annotated[
-        str,
-        typer.Option(
-            metavar="full|pose",
-            help="full: the rows of the fit are long, up to the target length. pose: they are short, and their "
-            "position numbers jump ahead, so that distances up to the target length occur in them (PoSE, Zhu et al. "
-            "2023); a step then takes about the same time and memory at every target length.",
-        ),
-    ] = "full",
-    steps: Annotated[
-        int, typer.Option(metavar="COUNT", help="The number of optimizer steps; 0 only measures the starting table.")
-    ] = 40,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    imports: Import = None,
-) -> None:
-    """Fit the rotary table of a checkpoint to a longer context by gradient descent; the weights do not change.
-
-    The fit learns from pieces of text and from retrieval prompts made of them. The last tenth of the text is held out
-    to evaluate tables on, and so is the documentation of Python: the table that is chosen is no worse than the starting
-    table on either text, and does not answer significantly fewer prompts. A gain on text like that of the fit need not
-    carry over to other text: compare the result with its start on your own text. The result is a patched copy of the
-    checkpoint that plain transformers loads; **fit.json** holds the measurements. If the command is interrupted,
-    nothing is written.
-
-    Example: **rope-patch fit ./llama --target-length 8k --text ./books -o ./llama-8k**
-    """
+def fit(words: Sequence[str]) -> None:
+    """Run ``rope-patch fit`` with the words behind it."""
+    options = parse(FitOptions, words)
     from rope_patch import fitting
     from rope_patch.checkpoints.offline import patch_folder
     from rope_patch.evaluation.compare import environment
     from rope_patch.fitting.estimate import FitCost
     from rope_patch.runtime.folders import claimed, holds_files, write_atomically
 
-    check_dtype(dtype)
-    check_device(device)
-    _check_source(model)
+    settings, output = options.settings, options.output
+    check_device(options.machine.device)
+    _check_source(options.model)
     if holds_files(output):
         raise FileExistsError(f"{output} is not empty: give a new folder")
-    check_paths(text)
+    check_paths(options.text)
     prepare(None)
     with claimed(output):
-        tokenizer, loaded = load_tokenizer(model), load_model(model, Machine(device, dtype))
-        spec = fitting.held_out_spec(loaded, target_length, seed=seed)
-        cost = _planned(FitCost(spec, spec.lengths[0], steps, positions), loaded)
-        settings: dict[str, Any] = {"init": init, "retrieval": retrieval, "positions": positions, "steps": steps}
-        settings |= {"target_length": target_length, "seed": seed}
+        tokenizer, model = load_tokenizer(options.model), load_model(options.model, options.machine)
+        spec = fitting.held_out_spec(model, settings.target_length, seed=settings.seed)
+        cost = _planned(FitCost(spec, spec.lengths[0], settings.steps, settings.positions), model)
         with progress_bar(cost.tokens) as (_, on_progress):
-            patch = fitting.fit(loaded, tokenizer, text, spec=cost.spec, on_progress=on_progress, **settings)
-        note = {"command": command_line(), **patch.to_dict(), "settings": settings, "environment": environment(loaded)}
+            patch = fitting.fit(
+                model, tokenizer, options.text, spec=cost.spec, on_progress=on_progress, **asdict(settings)
+            )
+        note = {"command": command_line(), **patch.to_dict(), "settings": asdict(settings)}
+        note["environment"] = environment(model)
 
         def finish(folder: Path) -> None:
             write_atomically(folder / "fit.json", json.dumps(note, indent=1, allow_nan=False))
 
-        patch_folder(model, patch.method, output, finish=finish, target_length=target_length)
+        patch_folder(options.model, patch.method, output, finish=finish, target_length=settings.target_length)
     for line in described(patch):
         print(line)
     print(f"wrote {output}: AutoModelForCausalLM.from_pretrained({str(output)!r}) loads it; fit.json has the numbers")
@@ -147,7 +96,7 @@ def described(patch: FittedPatch) -> Iterator[str]:
         yield f"Warning: {sentence}."
 
 
-def _planned(cost: FitCost, model: Any) -> FitCost:
+def _planned(cost: FitCost, model: nn.Module) -> FitCost:
     """Return the fit that suits the size of the model, and print what it reads."""
     from rope_patch.evaluation.budget import default_tokens
     from rope_patch.evaluation.spec import cost_of

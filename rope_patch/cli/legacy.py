@@ -8,10 +8,9 @@ import typer
 
 from rope_patch.cli.extend import extend
 from rope_patch.cli.finetune import finetune
-from rope_patch.cli.fit import fit
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-COMMANDS: list[Any] = [extend, finetune, fit]
+COMMANDS: list[Any] = [extend, finetune]
 for command in COMMANDS:
     app.command(command.__name__.replace("_", "-"))(command)
 

@@ -23,8 +23,8 @@ from rope_patch.fitting.candidates import TASK, Candidate, Evaluator, best
 from rope_patch.fitting.rows import Rows
 from rope_patch.fitting.running import FitRun
 from rope_patch.fitting.texts import second_domain, split_text
-from rope_patch.methods import MethodLike
 from rope_patch.methods.two_tables import check_one_table
+from rope_patch.options.fit import FitSettings
 from rope_patch.patching.apply import apply
 from rope_patch.patching.base_tables import read_tables
 from rope_patch.patching.locate import find_rotary
@@ -108,14 +108,9 @@ def fit(
     tokenizer: Any,
     data: Source | None = None,
     *,
-    target_length: int,
-    init: MethodLike = "yarn",
-    retrieval: float = 0.8,
-    positions: str = "full",
-    steps: int = 40,
-    seed: int = 0,
     spec: EvalSpec | None = None,
     on_progress: Callable[[str, int], None] = lambda stage, tokens: None,
+    **options: Any,
 ) -> FittedPatch:
     """Fit the tables of a model to a longer context, and leave the best one in place; no weight is touched.
 
@@ -126,17 +121,11 @@ def fit(
         tokenizer: its own.
         data: text to fit to; its last tenth is held out, and decides. Passkeys are hidden in a stretch of the rest. By
             default the code of Python's standard library.
-        target_length: to fit to [tokens].
-        init: the method whose table the fit starts from. A factor that is left out is taken from the target.
-        retrieval: share of the learning rate for the loss of answers to retrieval prompts, in [0, 1); the loss of text
-            has the rest. With 0 no prompt takes part.
-        positions: ``"full"``: rows have lengths from the trained one up to the target; ``"pose"``: short rows skip
-            positions up to the target, at a cost that hardly grows with it. Tables are evaluated on whole rows.
-        steps: of Adam; 0 only measures the start.
-        seed: of rows and crops; the held-out prompts have a seed of their own, made from it.
         spec: what tables are evaluated on; by default :func:`held_out_spec`. Its longest length must be the target.
             Where it names no text, that is the held-out part of the data.
         on_progress: called with the stage, and the number of tokens just read.
+        **options: of :class:`~rope_patch.options.fit.FitSettings`: the ``target_length``, the method ``init`` (a method
+            string or a method) whose table the fit starts from, ``retrieval``, ``positions``, ``steps`` and ``seed``.
 
     Returns:
         The patch in place; its ``candidates`` say what was measured.
@@ -146,25 +135,24 @@ def fit(
             positions for a model that cannot be given them. Nothing is changed then.
         PatchError: the model is patched already.
     """
-    if not 0 <= retrieval < 1:
-        raise ValueError(f"retrieval must be in [0, 1), got {retrieval}")
-    if steps < 0:
-        raise ValueError(f"steps must be >= 0, got {steps}")
-    usual = held_out_spec(model, target_length, seed=seed)
+    settings = FitSettings(**options)
+    target_length, retrieval = settings.target_length, settings.retrieval
+    usual = held_out_spec(model, target_length, seed=settings.seed)
     spec, trained = spec or usual, usual.lengths[0]
     if spec.longest != target_length or TASK not in spec.tasks or spec.windows == 0:
         raise ValueError(f"spec must measure windows and passkeys of the target of {target_length} tokens, got {spec}")
-    method = for_target(model, init, target_length)
+    method = for_target(model, settings.init, target_length)
     check_one_table(method, "the start of a fit")
     text, held_out = split_text(data)
     suite = EvalSuite(spec, tokenizer, text=held_out if spec.text is None else None)
     second = second_domain(tokenizer, data, spec.longest, spec.windows)
-    cut: dict[str, Any] = {"positions": positions, "trained": trained, "target": target_length, "seed": seed}
+    cut: dict[str, Any] = {"positions": settings.positions, "trained": trained, "target": target_length}
+    cut["seed"] = settings.seed
     rows = Rows(tokenizer, text, answers=retrieval > 0, **cut)
     first = apply(model, method, target_length=target_length)
     try:
         run = FitRun(method, rows, Evaluator(model, suite, second, on_progress), retrieval)
-        candidates = run(steps)
+        candidates = run(settings.steps)
         chosen = best(candidates)
         last = apply(model, chosen.method, replace=True, target_length=target_length)
     except BaseException:

@@ -10,6 +10,7 @@ from rope_patch.options.compare import CompareOptions
 from rope_patch.options.evaluation import EvalSpec
 from rope_patch.options.export import ExportOptions
 from rope_patch.options.fields import OptionSet
+from rope_patch.options.fit import FitOptions
 from rope_patch.options.kv_check import KvCheckOptions
 from rope_patch.options.listing import MethodsOptions, TasksOptions
 from rope_patch.options.plan import PlanOptions
@@ -30,6 +31,7 @@ COMMANDS: dict[str, type[OptionSet]] = {
         TheoryOptions,
         AnalyzeOptions,
         KvCheckOptions,
+        FitOptions,
         ExportOptions,
         AuditOptions,
         DemoOptions,

@@ -139,6 +139,11 @@ def gpu_memory() -> Any:
     return number("The memory of one GPU in GiB, as nvidia-smi shows it.", 80.0, metavar="GIB", above=0)
 
 
+def seed() -> Any:
+    """Return the field of the random seed."""
+    return whole("The random seed: it decides what is drawn, such as prompts.", 0, metavar="NUMBER")
+
+
 def force() -> Any:
     """Return the field that allows to overwrite."""
     return flag("Write the output even if that folder or file is already there.")
